@@ -1,0 +1,1 @@
+"""Text in, token sequences and input statistics out."""

@@ -1,0 +1,1 @@
+"""Declarative facts per model family: blocks, linears, sibling groups, smoothing edges."""

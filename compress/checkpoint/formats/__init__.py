@@ -1,0 +1,1 @@
+"""Stateless translations between the integer form and the files other engines read."""

@@ -1,0 +1,52 @@
+"""The integer form of a quantized weight: the truth every method returns and every exporter starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import SchemeError
+from compress.checkpoint.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerWeight:
+    """`W [O, I] ~ (codes - zero) * scale`, with zero and scale repeated over each group of columns.
+
+    Attributes:
+        codes: uint8 `[O, I]`, each in `[0, scheme.max_code]`, in the original column order.
+        scale: `[O, G]` in the dtype that is stored (bfloat16, float16 or float32); may be negative.
+        zero: uint8 `[O, G]`; `scheme.midpoint` everywhere when symmetric.
+        scheme: bits, group size and symmetry.
+
+    Raises:
+        SchemeError: shapes, dtypes or zero points that contradict the scheme.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    scheme: Scheme
+
+    def __post_init__(self) -> None:
+        expected = (self.codes.shape[0], self.scheme.num_groups(self.codes.shape[1]))
+        if self.codes.dtype != torch.uint8 or self.zero.dtype != torch.uint8:
+            raise SchemeError(f"codes and zero points must be uint8, not {self.codes.dtype} and {self.zero.dtype}")
+        if tuple(self.scale.shape) != expected or tuple(self.zero.shape) != expected:
+            raise SchemeError(
+                f"scale {tuple(self.scale.shape)} and zero {tuple(self.zero.shape)} must be {expected} for {self.scheme}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight `[O, I]`. The product is exact in float32 and rounded once, so 16-bit results are the correctly
+        rounded ones that other loaders also compute."""
+        exact = torch.float64 if dtype == torch.float64 or self.scale.dtype == torch.float32 else torch.float32
+        rows, groups = self.scale.shape
+        offsets = self.codes.view(rows, groups, -1).to(exact) - self.zero.to(exact).unsqueeze(-1)
+        return (offsets * self.scale.to(exact).unsqueeze(-1)).view(rows, -1).to(dtype)

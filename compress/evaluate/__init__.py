@@ -1,0 +1,1 @@
+"""Perplexity and KL, measured through the runtime's own model."""

@@ -1,0 +1,1 @@
+"""One pure file per compression method: tensors in, integer codes out."""

@@ -1,0 +1,1 @@
+"""YAML recipes that ship with the package."""

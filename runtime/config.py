@@ -1,0 +1,38 @@
+"""One frozen configuration of a running engine. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """What the engine may use.
+
+    Attributes:
+        device: `auto`, `cpu` or `cuda`.
+        dtype: activations and KV: `auto` (the checkpoint's), `bfloat16`, `float16`, `float32` or `float64`.
+        kernels: `auto` (fastest that is exact enough) or `reference` (plain torch, the oracle).
+        block_size: tokens per KV block.
+        num_blocks: blocks in the pool; None derives it from `kv_memory_bytes`.
+        kv_memory_bytes: memory for the pool when `num_blocks` is not given.
+        max_model_len: longest prompt + output; None takes the checkpoint's context.
+        max_num_batched_tokens: token budget of one step.
+        max_num_sequences: sequences in one step.
+        prefill_chunk: tokens of one sequence's prompt in one step at most; bounds the time between two tokens of others.
+        prefix_caching: reuse blocks of equal prefixes.
+        seed: source of the seeds of requests that bring none.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    kernels: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_memory_bytes: int = 512 * 2**20
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 512
+    max_num_sequences: int = 64
+    prefill_chunk: int = 256
+    prefix_caching: bool = True
+    seed: int = 0

@@ -1,0 +1,1 @@
+"""Ways to multiply by a packed weight."""
