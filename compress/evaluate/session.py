@@ -1,0 +1,121 @@
+"""One evaluation from paths and names: which checkpoint, which baseline, which text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from calibration.sources import load_texts
+from compress.checkpoint.config import read_config
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import CheckpointError, DataError
+from compress.evaluate.perplexity import Evaluation, evaluate
+from compress.evaluate.scorers import BACKENDS, open_scorer
+from compress.evaluate.windows import Windows, cut_windows
+
+DEFAULT_DATA = "pydoc"
+DEFAULT_LENGTH = 512
+QUICK_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRequest:
+    """What to measure.
+
+    Attributes:
+        model: folder of a dense or packed checkpoint.
+        baseline: folder of the dense model to compare with; None takes the recorded source of a packed checkpoint.
+        data: text source, see `calibration.sources.load_texts`.
+        length: tokens of a window.
+        max_tokens: stop after this many tokens; None takes all the text.
+    """
+
+    model: Path
+    baseline: Path | None = None
+    data: str = DEFAULT_DATA
+    length: int = DEFAULT_LENGTH
+    max_tokens: int | None = None
+    backend: str = "runtime"
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """The figures with everything that is needed to repeat them."""
+
+    request: EvaluationRequest
+    result: Evaluation
+    windows: Windows
+    baseline: Path | None
+    warnings: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.result.to_dict() | {
+            "model": str(self.request.model),
+            "baseline": str(self.baseline) if self.baseline else None,
+            "data": self.windows.source,
+            "data_sha256": self.windows.sha256,
+            "protocol": self.windows.protocol,
+            "backend": self.request.backend,
+            "dtype": self.request.dtype,
+            "warnings": list(self.warnings),
+        }
+
+
+def run_evaluation(
+    request: EvaluationRequest, on_progress: Callable[[int, int], None] | None = None
+) -> EvaluationReport:
+    """Loads what the request names and measures it.
+
+    Raises:
+        ToolkitError: a path, text or option that cannot be used, or logits that are not finite.
+    """
+    from transformers import AutoTokenizer
+
+    if request.backend not in BACKENDS:
+        raise DataError(f"backend {request.backend!r} is unknown", "Use --backend " + " or ".join(BACKENDS))
+    config = read_config(request.model)
+    baseline = request.baseline or recorded_source(config)
+    warnings = _calibration_overlap(config, request.data)
+    if baseline is not None and not baseline.exists():
+        warnings += (f"the source {baseline} is not there any more: no baseline and no KL (name it with --baseline)",)
+        baseline = None
+    context = config.get("max_position_embeddings") or request.length
+    tokenizer = AutoTokenizer.from_pretrained(request.model)
+    length = min(request.length, context)
+    windows = cut_windows(load_texts(request.data), tokenizer, length=length, max_tokens=request.max_tokens)
+    how = {"device": request.device, "dtype": request.dtype}
+    model = open_scorer(request.model, request.backend, **how)
+    reference = open_scorer(baseline, request.backend, **how) if baseline else None
+    return EvaluationReport(request, evaluate(model, windows, reference, on_progress), windows, baseline, warnings)
+
+
+def recorded_source(config: dict[str, Any]) -> Path | None:
+    """The dense checkpoint that a packed one was made from, as its config says; None for a dense checkpoint."""
+    source = config.get("compression_config", {}).get("source")
+    if source is None:
+        return None
+    return demo_model_path() if source == "demo" else Path(source)
+
+
+def _calibration_overlap(config: dict[str, Any], data: str) -> tuple[str, ...]:
+    """A warning when the text to evaluate on is the text the checkpoint was calibrated on."""
+    calibration = config.get("compression_config", {}).get("calibration") or {}
+    if not calibration.get("sha256") or calibration["sha256"] != load_texts(data).sha256:
+        return ()
+    return (f"{data} is also the calibration text of this checkpoint: the figures flatter it",)
+
+
+def quick_check(packed: Path, source: Path, tokens: int = QUICK_TOKENS) -> dict[str, Any]:
+    """Perplexity and KL of a fresh checkpoint against its source on a fixed slice of the default text.
+
+    Raises:
+        CheckpointError: the packed checkpoint does not compute.
+    """
+    report = run_evaluation(EvaluationRequest(model=packed, baseline=source, max_tokens=tokens))
+    if report.result.baseline_perplexity is None:
+        raise CheckpointError(f"the source {source} could not be measured", "Run compress eval --baseline SOURCE")
+    return report.to_dict()
