@@ -35,9 +35,8 @@ class IntegerWeight:
         if self.codes.dtype != torch.uint8 or self.zero.dtype != torch.uint8:
             raise SchemeError(f"codes and zero points must be uint8, not {self.codes.dtype} and {self.zero.dtype}")
         if tuple(self.scale.shape) != expected or tuple(self.zero.shape) != expected:
-            raise SchemeError(
-                f"scale {tuple(self.scale.shape)} and zero {tuple(self.zero.shape)} must be {expected} for {self.scheme}"
-            )
+            shapes = f"scale {tuple(self.scale.shape)} and zero {tuple(self.zero.shape)}"
+            raise SchemeError(f"{shapes} must be {expected} for {self.scheme}")
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,0 +1,44 @@
+"""What a user sees when a command refuses, is interrupted, or ends well."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import typer
+
+from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.terminal import run_cli
+
+
+def exit_status(monkeypatch, *arguments: str) -> int:
+    app = typer.Typer()
+
+    @app.command()
+    def main(outcome: str) -> None:
+        if outcome == "refuse":
+            raise CheckpointError("the shard\nis truncated: 10 of 20 bytes", "Copy it again")
+        if outcome == "interrupt":
+            raise KeyboardInterrupt
+        if outcome == "three":
+            raise typer.Exit(3)
+
+    monkeypatch.setattr(sys, "argv", ["tool", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        run_cli(app)
+    return int(stop.value.code or 0)
+
+
+def test_refusal_is_one_line(monkeypatch, capsys):
+    assert exit_status(monkeypatch, "refuse") == 1
+    assert capsys.readouterr().err == "error: the shard is truncated: 10 of 20 bytes. Copy it again.\n"
+
+
+def test_interrupt_is_130(monkeypatch):
+    assert exit_status(monkeypatch, "interrupt") == 130
+
+
+def test_other_statuses_pass(monkeypatch):
+    assert exit_status(monkeypatch, "fine") == 0
+    assert exit_status(monkeypatch, "three") == 3
+    assert exit_status(monkeypatch) == 2
