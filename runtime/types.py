@@ -93,10 +93,12 @@ class Sequence:
 
     `num_computed_tokens` counts tokens whose keys and values are stored; the scheduler closes the gap to
     `num_tokens`. Preemption sets it back to zero. Owner of `block_ids`: the block pool, through the scheduler.
+    `order` is the place in the queue, smallest first; the scheduler sets it.
     """
 
     request: Request
     token_ids: list[int]
+    order: tuple[float, int] = (0.0, 0)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -179,8 +181,52 @@ class StepOutput:
     tokens: dict[str, list[SampledToken]]
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one request. Deltas of a request, joined, are its whole answer.
+
+    Attributes:
+        text: new text, already settled: no half characters, nothing that may still become a stop string.
+        token_ids: new tokens, the ending one included; text may lag behind them.
+        logprobs: one entry per new token when the request asked for them.
+        finish_reason: set on the last delta of a request and only there.
+        error: what went wrong when `finish_reason` is `error`.
+        num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
 class Runner(Protocol):
     """The part below the torch line, as the engine sees it."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks there are; the plan uses ids 0 to num_blocks - 1."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output in tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of prompts lie below this."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence unless it ignores them."""
+        ...
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Runs one forward pass over the plan's spans and samples where a span reaches its sequence's end."""
