@@ -1,0 +1,146 @@
+"""What calibration remembers of a linear layer's inputs: second moments, magnitudes and a few sample rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import NumericsError
+
+# Below this width the upper triangle of X^T X is one product; above it the redundant half is skipped by halving.
+_TRIANGLE_LEAF = 512
+
+
+class InputStatistics:
+    """Accumulates, over any number of batches, the inputs `x [..., I]` of every linear that reads them.
+
+    All sums are float32 and independent of the device's TF32 setting.
+
+    Args:
+        in_features: `I`.
+        name: the module, for error messages.
+        hessian: whether to accumulate `X^T X`; it costs `I * I` floats and most of the time.
+        sample_rows: most rows kept for losses that need real inputs; 0 keeps none.
+        device: where the sums live.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        name: str = "",
+        *,
+        hessian: bool = True,
+        sample_rows: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.in_features = in_features
+        self.name = name
+        self.count = 0
+        self._second_moment = torch.zeros(in_features, in_features, device=device) if hessian else None
+        self._absolute_sum = torch.zeros(in_features, device=device)
+        self._square_sum = torch.zeros(in_features, device=device)
+        self._rows = RowSample(sample_rows)
+
+    def update(self, inputs: Tensor) -> None:
+        """Adds a batch `[..., I]` of any float dtype.
+
+        Raises:
+            NumericsError: NaN or infinity in the batch, which is then not counted.
+        """
+        rows = inputs.detach().reshape(-1, self.in_features)
+        rows32 = rows.float()
+        absolute = rows32.abs().sum(0)
+        self._refuse_non_finite(absolute, rows)
+        self._absolute_sum += absolute
+        self._square_sum += rows32.square().sum(0)
+        if self._second_moment is not None:
+            with full_float32(rows32.device):
+                _add_upper_gram(self._second_moment, rows32, rows32)
+        self._rows.update(rows)
+        self.count += len(rows)
+
+    @property
+    def hessian(self) -> Tensor:
+        """`[I, I]` float32: `2 X^T X / count`, symmetric."""
+        if self._second_moment is None:
+            raise ValueError("these statistics were asked for without a Hessian")
+        upper = self._second_moment.triu()
+        return (upper + upper.triu(1).T) * (2.0 / max(self.count, 1))
+
+    @property
+    def abs_mean(self) -> Tensor:
+        """`[I]` float32: mean magnitude of each input."""
+        return self._absolute_sum / max(self.count, 1)
+
+    @property
+    def mean_square(self) -> Tensor:
+        """`[I]` float32: mean square of each input, half of diag(H)."""
+        return self._square_sum / max(self.count, 1)
+
+    def sample(self, rows: int) -> Tensor:
+        """At most `rows` inputs `[n, I]`, evenly spread over all that were seen, in the dtype they came in."""
+        return self._rows.take(rows)
+
+    def _refuse_non_finite(self, absolute: Tensor, rows: Tensor) -> None:
+        if torch.isfinite(absolute.sum()):
+            return
+        bad = int((~torch.isfinite(rows)).sum())
+        where = f" of {self.name}" if self.name else ""
+        raise NumericsError(
+            f"the inputs{where} hold {bad} NaN or infinite values of {rows.numel()}, after {self.count} good tokens",
+            "Run the model in float32 or bfloat16, or check the source checkpoint for broken weights",
+        )
+
+
+class RowSample:
+    """Every n-th row of a stream, n doubling as it grows: a sample that does not depend on how rows were batched."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._stride = 1
+        self._seen = 0
+        self._kept: list[Tensor] = []
+
+    def update(self, rows: Tensor) -> None:
+        if not self._capacity:
+            return
+        first = -self._seen % self._stride
+        self._seen += len(rows)
+        self._kept.append(rows[first :: self._stride].clone())
+        while sum(map(len, self._kept)) > 2 * self._capacity:
+            self._stride *= 2
+            self._kept = [torch.cat(self._kept)[::2].clone()]
+
+    def take(self, rows: int) -> Tensor:
+        if not self._kept:
+            raise ValueError("these statistics were asked for without sample rows")
+        kept = torch.cat(self._kept)
+        picks = torch.linspace(0, len(kept) - 1, min(rows, len(kept)), device=kept.device).round().long()
+        return kept[picks]
+
+
+@contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """Float32 products in full precision, whatever the process allows elsewhere (TF32 keeps 10 bits)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _add_upper_gram(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left^T right` to `total`; on the diagonal (left is right) only the upper triangle, in blocks."""
+    width = total.shape[0]
+    if left is not right or width <= _TRIANGLE_LEAF:
+        total.addmm_(left.T, right)
+        return
+    half = width // 2
+    first, second = left[:, :half], left[:, half:]
+    _add_upper_gram(total[:half, :half], first, first)
+    _add_upper_gram(total[:half, half:], first, second)
+    _add_upper_gram(total[half:, half:], second, second)

@@ -1,0 +1,109 @@
+"""The layer Hessian `H = 2 X^T X / tokens`, factorized once for all linears that share their input.
+
+GPTQ (Frantar et al. 2023, https://arxiv.org/abs/2210.17323, section 3.3) inverts H and uses the Cholesky factor of the
+inverse. QuIP (Chee et al. 2023, https://arxiv.org/abs/2307.13304, theorem 6) shows the same update needs only
+`H = M D M^T` with M unit upper triangular: column k absorbs `sum_{j<k} E_j M_jk`, E being the errors already made.
+That is one factorization instead of three, and no inverse of an ill-conditioned matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.methods.numerics import require_finite
+
+
+@dataclass(frozen=True, slots=True)
+class GptqOptions:
+    """How the Hessian is ordered and regularised.
+
+    Attributes:
+        activation_order: quantize columns by falling diag(H), so the costliest are rounded while most others can
+            still make up for them. Groups stay those of the original columns: nothing is stored.
+        damping: shares of mean(diag(H)) added to the diagonal, tried in turn until the factorization succeeds.
+    """
+
+    activation_order: bool = True
+    damping: tuple[float, ...] = (0.01, 0.1, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HessianFactor:
+    """A factorized Hessian, and what it took.
+
+    Attributes:
+        feedback: `[I, I]` float32, unit upper triangular, rows and columns in `order`; None means round to nearest.
+        order: `[I]` int64, original column of each position.
+        importance: `[I]` diag(H) in the original order, for the scale search.
+        damping: share of mean(diag(H)) that was added; None when no damping helped.
+        recovery: "" when the first damping worked, else one line for the report.
+        dead_columns: inputs that were zero on every calibration token.
+    """
+
+    feedback: Tensor | None
+    order: Tensor
+    importance: Tensor
+    damping: float | None
+    recovery: str
+    dead_columns: int
+
+
+def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianFactor:
+    """Factorizes `hessian [I, I]` (symmetric, float32), climbing a ladder when it is not positive definite:
+    each damping in turn, then a floor under its eigenvalues, then round to nearest. The rung is part of the result.
+
+    Raises:
+        NumericsError: NaN or infinity in the Hessian.
+    """
+    require_finite(hessian, "the Hessian")
+    diagonal = hessian.diagonal().clone()
+    dead = diagonal <= 0
+    order = _column_order(diagonal, options.activation_order)
+    mean = float(diagonal.clamp(min=0).mean())
+    num_dead = int(dead.sum())
+    if mean <= torch.finfo(torch.float32).tiny:
+        return HessianFactor(
+            None, order, diagonal.clamp(min=0), None, "rtn: every calibration input was zero", num_dead
+        )
+    ordered = hessian.float()[order][:, order]
+    ordered.diagonal().add_(dead[order] * mean)
+    feedback, damping, recovery = _climb(ordered, mean, options.damping)
+    return HessianFactor(feedback, order, diagonal.clamp(min=0), damping, recovery, num_dead)
+
+
+def _column_order(diagonal: Tensor, activation_order: bool) -> Tensor:
+    if activation_order:
+        return torch.argsort(diagonal, descending=True, stable=True)
+    return torch.arange(len(diagonal), device=diagonal.device)
+
+
+def _climb(hessian: Tensor, mean: float, dampings: tuple[float, ...]) -> tuple[Tensor | None, float | None, str]:
+    for damping in dampings:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping * mean)
+        feedback = _unit_upper_factor(damped)
+        if feedback is not None:
+            return feedback, damping, "" if damping == dampings[0] else f"damping raised to {damping:g}"
+    feedback = _unit_upper_factor(_floor_eigenvalues(hessian, dampings[0] * mean))
+    if feedback is not None:
+        return feedback, None, f"eigenvalues raised to at least {dampings[0]:g} of the mean diagonal"
+    return None, None, "rtn: the Hessian could not be factorized"
+
+
+def _unit_upper_factor(matrix: Tensor) -> Tensor | None:
+    """M of `matrix = M D M^T`, unit upper triangular; None when the matrix is not positive definite."""
+    # Reversing rows and columns turns the usual lower factor into an upper one.
+    factor, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
+    if int(info) != 0:
+        return None
+    factor = factor.flip(0, 1)
+    factor /= factor.diagonal().clone()
+    return factor.float() if bool(torch.isfinite(factor.sum())) else None
+
+
+def _floor_eigenvalues(matrix: Tensor, floor: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return (vectors * values.clamp(min=floor)) @ vectors.T

@@ -1,0 +1,183 @@
+"""Scales and zero points of integer groups, and the codes they give.
+
+The search minimises `sum_i importance_i * (w_i - q_i)^2` of each group. With importance = diag(H), the mean square of
+each input, this is the layer's output error when inputs are taken as uncorrelated; without importance it is plain MSE.
+Every candidate is rounded to the dtype it will be stored in before it is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+from compress.methods.numerics import require_finite
+
+# Fractions of the full range that are tried first; clipping to a quarter is already rare at 2 bits.
+_COARSE = tuple(1.0 - 0.04 * step for step in range(20))
+# Around the best of them, closer than one coarse step.
+_FINE = (0.97, 0.98, 0.99, 1.01, 1.02, 1.03)
+# A chunk of rows and its scratch copies stay in the processor's cache; a GPU wants more work per launch.
+_CHUNK_ELEMENTS_CPU = 1 << 16
+_CHUNK_ELEMENTS_GPU = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScales:
+    """`scale [O, G]` in the stored dtype (may be negative, never zero) and `zero [O, G]` uint8."""
+
+    scale: Tensor
+    zero: Tensor
+
+
+def search_scales(
+    weight: Tensor,
+    scheme: Scheme,
+    importance: Tensor | None = None,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> GroupScales:
+    """The scales and zero points with the least weighted squared error.
+
+    Symmetric scales use the signed full range: the group's largest element may land on the code `-2^(bits-1)`, which
+    has no positive counterpart, by giving the scale its sign. Asymmetric ranges contain 0, so 0 is stored exactly.
+
+    Args:
+        weight: `[O, I]`, any float dtype.
+        scheme: bits, group size, symmetry.
+        importance: `[I]`, not negative; the mean square of each input. None weighs all columns alike.
+        scale_dtype: dtype in which scales are stored.
+
+    Raises:
+        SchemeError: the group size does not divide `I`.
+        NumericsError: NaN or infinity in weight or importance.
+    """
+    groups = scheme.num_groups(weight.shape[1])
+    require_finite(weight, "the weight")
+    column_weights = _column_weights(weight, importance).view(groups, -1)
+    found = [_search_rows(rows, column_weights, scheme, scale_dtype) for rows in _row_chunks(weight, groups)]
+    return GroupScales(torch.cat([each.scale for each in found]), torch.cat([each.zero for each in found]))
+
+
+def range_scales(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.bfloat16) -> GroupScales:
+    """The scales that span each group's whole range, without a search: what a grid search over other things uses."""
+    require_finite(weight, "the weight")
+    rows = weight.float().unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
+    scale, zero = _Range.of(rows, scheme).shrunk(1.0)
+    return _stored(_storable(scale, scale_dtype), zero, scale_dtype)
+
+
+def encode(weight: Tensor, scales: GroupScales, scheme: Scheme) -> IntegerWeight:
+    """Rounds `weight [O, I]` to the nearest codes under given scales (half to even)."""
+    grouped = weight.float().unflatten(1, (scales.scale.shape[1], -1))
+    codes = (grouped / scales.scale.float().unsqueeze(-1)).round_().add_(scales.zero.unsqueeze(-1))
+    codes = codes.clamp_(0, scheme.max_code).to(torch.uint8).flatten(1)
+    return IntegerWeight(codes, scales.scale, scales.zero, scheme)
+
+
+def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
+    if importance is None:
+        return torch.ones(weight.shape[1], device=weight.device)
+    require_finite(importance, "the importance of the input columns")
+    importance = importance.to(weight.device, torch.float32)
+    # Columns that calibration never excited still count a little, so their group keeps a sensible range.
+    return importance + importance.mean() * 1e-4 + torch.finfo(torch.float32).tiny
+
+
+def _row_chunks(weight: Tensor, groups: int) -> Iterator[Tensor]:
+    elements = _CHUNK_ELEMENTS_GPU if weight.is_cuda else _CHUNK_ELEMENTS_CPU
+    for rows in weight.split(max(1, elements // weight.shape[1])):
+        yield rows.float().unflatten(1, (groups, -1))
+
+
+def _search_rows(rows: Tensor, column_weights: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> GroupScales:
+    span = _Range.of(rows, scheme)
+    best = _Best(rows, column_weights, scheme, scale_dtype, span)
+    for fraction in span.fractions():
+        for scale, zero in span.candidates(fraction):
+            best.consider(scale, zero)
+    scale, zero = best.scale, best.zero
+    for shift in (0.0,) if scheme.symmetric else (0.0, -1.0, 1.0):
+        for factor in _FINE:
+            best.consider(scale * factor, (zero + shift).clamp_(0, scheme.max_code))
+    return _stored(best.scale, best.zero, scale_dtype)
+
+
+def _storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as they will be read back; one that would be stored as 0 (a group of zeros) becomes a harmless 1."""
+    limit = torch.finfo(dtype).max
+    rounded = scale.clamp(-limit, limit).to(dtype).float()
+    return torch.where(rounded.abs() < torch.finfo(dtype).tiny, torch.ones_like(rounded), rounded)
+
+
+def _stored(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> GroupScales:
+    return GroupScales(scale.squeeze(-1).to(dtype), zero.squeeze(-1).to(torch.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What each group `[R, G, 1]` spans: `low <= 0 <= high`, and the signed element of largest magnitude."""
+
+    low: Tensor
+    high: Tensor
+    scheme: Scheme
+
+    @classmethod
+    def of(cls, rows: Tensor, scheme: Scheme) -> _Range:
+        return cls(rows.amin(-1, keepdim=True).clamp(max=0), rows.amax(-1, keepdim=True).clamp(min=0), scheme)
+
+    def fractions(self) -> tuple[float, ...]:
+        """Shares of the range to try; symmetric ones start where nothing is clipped on the short side either."""
+        half = self.scheme.midpoint
+        return (half / (half - 1), *_COARSE) if self.scheme.symmetric else _COARSE
+
+    def shrunk(self, fraction: float) -> tuple[Tensor, Tensor]:
+        """Scale and zero point that cover `fraction` of the range."""
+        if self.scheme.symmetric:
+            # The element of largest magnitude, with its sign, lands on code 0, i.e. on -midpoint.
+            peak = torch.where(self.high > -self.low, self.high, self.low)
+            return peak * (-fraction / self.scheme.midpoint), torch.full_like(peak, self.scheme.midpoint)
+        scale = (self.high - self.low) * (fraction / self.scheme.max_code)
+        zero = (self.low * -fraction / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
+        return scale, zero.clamp_(0, self.scheme.max_code)
+
+    def candidates(self, fraction: float) -> Iterator[tuple[Tensor, Tensor]]:
+        scale, zero = self.shrunk(fraction)
+        yield scale, zero
+        if self.scheme.symmetric:
+            yield -scale, zero
+
+
+class _Best:
+    """The best scale and zero point seen so far of each group, over candidates `[R, G, 1]`."""
+
+    def __init__(
+        self, rows: Tensor, column_weights: Tensor, scheme: Scheme, scale_dtype: torch.dtype, span: _Range
+    ) -> None:
+        self._rows = rows
+        self._column_weights = column_weights
+        self._scheme = scheme
+        self._dtype = scale_dtype
+        self._scratch = torch.empty_like(rows)
+        self.scale, self.zero = span.shrunk(1.0)
+        self.scale = _storable(self.scale, scale_dtype)
+        self.error = torch.full_like(self.scale, torch.inf)
+
+    def consider(self, scale: Tensor, zero: Tensor) -> None:
+        scale = _storable(scale, self._dtype)
+        error = self._error(scale, zero)
+        better = error < self.error
+        self.error = torch.where(better, error, self.error)
+        self.scale = torch.where(better, scale, self.scale)
+        self.zero = torch.where(better, zero, self.zero)
+
+    def _error(self, scale: Tensor, zero: Tensor) -> Tensor:
+        codes = torch.mul(self._rows, scale.reciprocal(), out=self._scratch).round_()
+        if self._scheme.symmetric:
+            codes.clamp_(-self._scheme.midpoint, self._scheme.midpoint - 1)
+        else:
+            codes.add_(zero).clamp_(0, self._scheme.max_code).sub_(zero)
+        return codes.mul_(scale).sub_(self._rows).square_().mul_(self._column_weights).sum(-1, keepdim=True)
