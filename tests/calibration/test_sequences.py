@@ -1,0 +1,77 @@
+"""Packing: no padding, the same for a seed, refusals with numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from calibration.sequences import overlap, pack_sequences
+from calibration.sources import TextSource
+from compress.checkpoint.errors import DataError
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+class LettersWithSpecials:
+    """A tokenizer with a beginning token and a chat template, as small as it gets."""
+
+    bos_token_id = 1
+    eos_token_id = 2
+    chat_template = "yes"
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": letters(text)}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+def source_of(*documents) -> TextSource:
+    return TextSource("test", documents, "test text")
+
+
+def test_sequences_are_full_and_follow_the_text():
+    packed = pack_sequences(source_of("abcdefghij" * 10), letters, samples=100, length=7)
+    assert packed.tokens.shape == (14, 7)
+    text = "abcdefghij" * 10
+    assert all("".join(map(chr, row)) in text for row in packed.tokens.tolist())
+    assert "fills only 14 of 100" in packed.warnings[0]
+
+
+def test_each_document_stands_behind_one_separator():
+    packed = pack_sequences(source_of("aaa", "bbb"), LettersWithSpecials(), samples=1, length=8)
+    assert sorted(packed.tokens[0].tolist()) == sorted([1, *letters("aaa"), 1, *letters("bbb")])
+    assert packed.tokens[0, 0] == 1
+    assert "token 1 before each document" in packed.description
+
+
+def test_chats_go_through_the_template():
+    chat = [{"role": "user", "content": "hi"}]
+    packed = pack_sequences(source_of(chat), LettersWithSpecials(), samples=1, length=9)
+    assert packed.tokens[0].tolist() == [1, *letters("<user>hi")]
+    with pytest.raises(DataError, match="no chat template"):
+        pack_sequences(source_of(chat), letters, samples=1, length=4)
+
+
+def test_seed_decides_order_and_nothing_else_does():
+    source = source_of(*(f"{number:05d}" for number in range(500)))
+    same = [pack_sequences(source, letters, samples=8, length=32, seed=3) for _ in range(2)]
+    other = pack_sequences(source, letters, samples=8, length=32, seed=4)
+    assert same[0].token_sha256 == same[1].token_sha256
+    assert same[0].token_sha256 != other.token_sha256
+
+
+def test_too_short_text_is_refused_with_the_numbers():
+    with pytest.raises(DataError, match="3 tokens, fewer than one sequence of 16") as caught:
+        pack_sequences(source_of("abc"), letters, samples=1, length=16)
+    assert "--length 3" in caught.value.remedy
+
+
+def test_overlap_counts_shared_spans():
+    first = torch.arange(100).view(1, -1)
+    assert overlap(first, first) == 1.0
+    assert overlap(first, first + 1000) == 0.0
+    # 69 spans of 32 tokens; those that start at 50 or later are shared.
+    assert overlap(first, torch.arange(50, 200).view(1, -1)) == pytest.approx(19 / 69)
