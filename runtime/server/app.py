@@ -1,0 +1,49 @@
+"""The HTTP application: OpenAI's API around one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from runtime.server.chat import chat_router
+from runtime.server.completions import completions_router
+from runtime.server.errors import add_error_handlers
+from runtime.server.guard import ApiKeyGuard, BodyLimit
+from runtime.server.generation import Engine
+from runtime.server.misc import misc_router
+from runtime.server.service import Limits, Service, Tokenizer
+
+
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, model_name: str, limits: Limits, api_key: str | None = None
+) -> FastAPI:
+    """An application that starts the engine's thread when it starts and stops it when it ends.
+
+    Args:
+        engine: an engine's thread, not yet started.
+        tokenizer: of the served model.
+        model_name: what requests must call the model.
+        limits: context, queue and body size.
+        api_key: asked for on every path but `/health`; None asks for none.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(engine.stop)
+
+    service = Service(engine, tokenizer, model_name, limits)
+    app = FastAPI(title=f"runtime: {model_name}", lifespan=lifespan, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    for router in (completions_router, chat_router, misc_router):
+        app.include_router(router(service))
+    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
+    if api_key:
+        app.add_middleware(ApiKeyGuard, api_key=api_key)
+    return app

@@ -1,0 +1,106 @@
+"""Every refusal as the one JSON object that OpenAI's clients understand, with the field it is about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as AnyHttpException
+from starlette.responses import Response
+
+from compress.checkpoint.errors import RequestError
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(HTTPException):
+    """A refusal with its HTTP status; `param` names the request field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param = param
+        self.code = code
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The `error` object of OpenAI's API."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class JsonResponse(Response):
+    """JSON in plain ASCII, so that text with lone surrogates cannot break it; NaN and infinity are refused."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def error_response(
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JsonResponse:
+    return JsonResponse(error_body(status, message, param, code), status, headers)
+
+
+def field_name(location: Sequence[str | int]) -> str:
+    """`("body", "messages", 0, "content")` as `messages[0].content`."""
+    name = ""
+    for part in location[1:]:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+    return name
+
+
+def describe_invalid(error: dict[str, Any]) -> tuple[str, str | None, str | None]:
+    """Message, field and code of one pydantic error."""
+    name = field_name(error["loc"])
+    match error["type"]:
+        case "json_invalid":
+            return f"The body is not valid JSON: {error['ctx']['error']} at character {error['loc'][-1]}.", None, None
+        case "extra_forbidden":
+            return f"Unknown or unsupported field '{name}'. Remove it.", name, "unknown_field"
+        case "missing" if name:
+            return f"The field '{name}' is required.", name, "missing_field"
+        case "value_error" if not name:
+            return f"{error['msg'].removeprefix('Value error, ')}.", None, "invalid_value"
+        case _ if not name:
+            return "The body must be a JSON object, sent with 'Content-Type: application/json'.", None, None
+        case _:
+            return f"{name}: {error['msg'].removeprefix('Value error, ')}.", name, "invalid_value"
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Turns every exception that reaches FastAPI into OpenAI's error JSON."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_response(400, *describe_invalid(error.errors()[0]))
+
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: RequestError) -> Response:
+        return error_response(400, str(error))
+
+    @app.exception_handler(AnyHttpException)
+    async def http(request: Request, error: AnyHttpException) -> Response:
+        if isinstance(error, ApiError):
+            return error_response(error.status_code, error.detail, error.param, error.code, error.headers)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return error_response(error.status_code, message, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def crashed(request: Request, error: Exception) -> Response:
+        return error_response(500, f"The server failed: {type(error).__name__}. Its log has the details.")

@@ -1,0 +1,123 @@
+"""Sequences in flight: a bounded queue in front of the engine, and the streams that come out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from runtime.server.errors import ApiError
+from runtime.types import Delta, FinishReason, SamplingParams
+
+logger = logging.getLogger("runtime.server")
+
+RETRY_AFTER_SECONDS = 1
+
+
+class Engine(Protocol):
+    """The engine's thread as the server sees it. Closing the generator frees the request."""
+
+    def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None = None
+    ) -> AsyncGenerator[Delta, None]: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sequence to generate."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+
+
+class Generations:
+    """Runs sequences on the engine, at most `max_requests` at a time. Lives on the event loop's thread."""
+
+    def __init__(self, engine: Engine, max_requests: int) -> None:
+        self.engine = engine
+        self.max_requests = max_requests
+        self.num_active = 0
+
+    @contextmanager
+    def admit(self, count: int) -> Iterator[None]:
+        """Holds `count` places in the queue, or refuses with 429 (400 when there never could be as many)."""
+        limit = self.max_requests
+        if count > limit:
+            raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}.", "prompt")
+        if self.num_active + count > limit:
+            raise ApiError(
+                429,
+                f"The queue is full: {self.num_active} of {limit} requests are running or waiting. Try again later.",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
+        self.num_active += count
+        try:
+            yield
+        finally:
+            self.num_active -= count
+
+    async def run(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Deltas of all jobs as they come, with the job's index. Closing it frees every job.
+
+        Raises:
+            ApiError: 429 without a place in the queue; 500 when the engine fails a sequence, 503 when it stops.
+            RequestError: the engine refuses a job.
+        """
+        with self.admit(len(jobs)):
+            streams = [self.engine.generate(job.prompt_token_ids, job.sampling, job.request_id) for job in jobs]
+            async with aclosing(merge(streams)) as deltas:
+                async for index, delta in deltas:
+                    check_delta(delta)
+                    yield index, delta
+
+
+def check_delta(delta: Delta) -> None:
+    if delta.finish_reason is FinishReason.ERROR:
+        logger.error("request %s failed: %s", delta.request_id, delta.error)
+        raise ApiError(500, f"Generation failed: {delta.error}.", code="generation_failed")
+    if delta.finish_reason is FinishReason.ABORT:
+        raise ApiError(503, "The server ended this request before it was complete: it is stopping.", code="aborted")
+
+
+async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Interleaves the streams in order of arrival. Closing it closes them all."""
+    if len(streams) == 1:  # the common case, without a task and a queue per token
+        async with aclosing(streams[0]) as stream:
+            async for delta in stream:
+                yield 0, delta
+        return
+    arrivals: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(index, stream, arrivals)) for index, stream in enumerate(streams)]
+    num_open = len(streams)
+    try:
+        while num_open:
+            index, item = await arrivals.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(index: int, stream: AsyncGenerator[Delta, None], arrivals: asyncio.Queue) -> None:
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                arrivals.put_nowait((index, delta))
+        arrivals.put_nowait((index, None))
+    except Exception as error:
+        arrivals.put_nowait((index, error))

@@ -1,0 +1,120 @@
+"""What every route shares: the engine, the tokenizer, the limits, and how a request becomes prompts and deltas."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.server.errors import ApiError
+from runtime.server.generation import Engine, Generations, Job
+from runtime.server.logprobs import TokenBytes
+from runtime.server.protocol import GenerationRequest
+from runtime.server.streaming import Answer, Shape, respond
+from runtime.types import SamplingParams
+
+logger = logging.getLogger("runtime.server")
+
+
+class Tokenizer(TokenBytes, Protocol):
+    """The served model's tokenizer as the server uses it."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one server takes on.
+
+    Attributes:
+        max_model_len: tokens of prompt plus output of one sequence.
+        max_requests: sequences in flight, running and waiting; more are answered with 429.
+        max_body_bytes: longest request body; a longer one is answered with 413.
+    """
+
+    max_model_len: int
+    max_requests: int = 256
+    max_body_bytes: int = 4 * 2**20
+
+
+class Service:
+    """One served model. Lives on the event loop's thread."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str, limits: Limits) -> None:
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.limits = limits
+        self.generations = Generations(engine, limits.max_requests)
+
+    def check_model(self, name: str) -> None:
+        if name != self.model_name:
+            raise ApiError(
+                404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
+            )
+
+    def sampling(self, body: GenerationRequest, num_prompt_tokens: int, default_tokens: int | None) -> SamplingParams:
+        """The request's sampling with OpenAI's defaults; `default_tokens=None` is the rest of the context.
+
+        Raises:
+            ApiError: 400 when prompt and output do not fit in the context, with the numbers.
+        """
+        rest = self.limits.max_model_len - num_prompt_tokens
+        self.check_fits(body, num_prompt_tokens, rest)
+        return SamplingParams(
+            max_tokens=body.token_limit or min(rest, default_tokens or rest),
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=body.top_k or 0,
+            min_p=body.min_p or 0.0,
+            seed=body.seed,
+            stop=body.stop_strings,
+            ignore_eos=bool(body.ignore_eos),
+            logprobs=body.num_logprobs,
+        )
+
+    def check_fits(self, body: GenerationRequest, num_prompt_tokens: int, rest: int) -> None:
+        context = self.limits.max_model_len
+        if num_prompt_tokens == 0:
+            raise ApiError(400, "The prompt is empty: it has no tokens.", "prompt", "empty_prompt")
+        if rest < 1:
+            raise ApiError(
+                400,
+                f"The prompt has {num_prompt_tokens} tokens, but the context is {context} tokens and one must be left "
+                "for the answer. Shorten the prompt.",
+                "prompt",
+                "context_length_exceeded",
+            )
+        if body.token_limit and body.token_limit > rest:
+            raise ApiError(
+                400,
+                f"The prompt's {num_prompt_tokens} tokens and max_tokens={body.token_limit} exceed the context of "
+                f"{context} tokens. Ask for at most {rest} tokens or shorten the prompt.",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+
+    async def respond(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        shape: Shape,
+        prompts: list[list[int]],
+        samplings: list[SamplingParams],
+    ) -> Response:
+        """Generates one choice per prompt and answers in the request's way, at once or as a stream."""
+        request_id = f"{shape.id_prefix}-{uuid4().hex}"
+        jobs = [Job(f"{request_id}-{i}", *job) for i, job in enumerate(zip(prompts, samplings, strict=True))]
+        logger.info("request %s: user %r, prompts of %s tokens", request_id, body.user, [len(p) for p in prompts])
+        envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
+        answer = Answer(envelope, shape, len(jobs), body.include_usage)
+        return await respond(request, self.generations.run(jobs), answer, bool(body.stream))

@@ -1,0 +1,202 @@
+"""From deltas to an answer: one JSON body, or server-sent events. A client that leaves frees its request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from runtime.server.errors import ApiError, JsonResponse, error_body
+from runtime.types import Delta, FinishReason, TokenLogprobs
+
+T = TypeVar("T")
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+
+CLIENT_CLOSED_REQUEST = 499
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Output:
+    """One sequence, complete."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Usage:
+    """Token counts of all sequences of a request."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def add(self, last: Delta) -> None:
+        self.prompt += last.num_prompt_tokens
+        self.completion += last.num_output_tokens
+        self.cached += last.num_cached_tokens
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Shape(Protocol):
+    """How one API writes its choices. Lives as long as one request."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Choices to send before the first token."""
+
+    def part(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The choice of a chunk with text or log-probabilities."""
+
+    def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        """The choice of the one chunk that ends a sequence."""
+
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        """The choice of an answer in one piece."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Writes one request's answer.
+
+    Attributes:
+        envelope: `id`, `created` and `model`, equal in every chunk.
+        num_choices: sequences of the request.
+        include_usage: streams end with a chunk of token counts.
+    """
+
+    envelope: dict[str, Any]
+    shape: Shape
+    num_choices: int
+    include_usage: bool = False
+
+    async def whole(self, deltas: Deltas) -> dict[str, Any]:
+        """Collects everything and writes one JSON object."""
+        outputs = [Output() for _ in range(self.num_choices)]
+        texts: list[list[str]] = [[] for _ in outputs]
+        usage = Usage()
+        async with aclosing(deltas):
+            async for index, delta in deltas:
+                texts[index].append(delta.text)
+                outputs[index].token_ids += delta.token_ids
+                outputs[index].logprobs += delta.logprobs
+                if delta.finish_reason is not None:
+                    outputs[index].finish_reason = delta.finish_reason
+                    usage.add(delta)
+        for output, text in zip(outputs, texts, strict=True):
+            output.text = "".join(text)
+        choices = [self.shape.whole(index, output) for index, output in enumerate(outputs)]
+        return {**self.envelope, "object": self.shape.whole_object, "choices": choices, "usage": usage.as_json()}
+
+    async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: text, one finish chunk per choice, the usage when asked for, `[DONE]`.
+
+        An error after the first token cannot change the status any more; it is sent as an event and ends the stream.
+        """
+        usage = Usage()
+        for choice in self.shape.opening():
+            yield self.chunk([choice])
+        try:
+            async with aclosing(chain(first, deltas)) as rest:
+                async for index, delta in rest:
+                    if delta.text or delta.logprobs:
+                        yield self.chunk([self.shape.part(index, delta)])
+                    if delta.finish_reason is not None:
+                        usage.add(delta)
+                        yield self.chunk([self.shape.finish(index, delta.finish_reason)])
+        except ApiError as error:
+            yield event(error_body(error.status_code, error.detail, error.param, error.code))
+        else:
+            if self.include_usage:
+                yield self.chunk([], usage)
+        yield DONE
+
+    def chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        payload = {**self.envelope, "object": self.shape.chunk_object, "choices": choices}
+        if self.include_usage:
+            payload["usage"] = usage.as_json() if usage else None
+        return event(payload)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that own the deltas they are made of: whatever ends the response closes them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], deltas: Deltas) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.events = events
+        self.deltas = deltas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.events.aclose()
+            await self.deltas.aclose()  # a generator that never started does not close what it was given
+
+
+async def respond(request: Request, deltas: Deltas, answer: Answer, stream: bool) -> Response:
+    """The HTTP answer. Refusals of the engine come as exceptions before a stream's first byte."""
+    try:
+        if not stream:
+            return JsonResponse(await unless_disconnected(request, answer.whole(deltas)))
+        first = await unless_disconnected(request, anext(deltas))
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return EventStream(answer.events(first, deltas), deltas)
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(until_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    async with aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item
+
+
+def event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(payload, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n\n"
