@@ -1,0 +1,108 @@
+"""config.json: reading, writing, and what a packed checkpoint adds to it. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from compress.checkpoint.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+LEGACY_QUANTIZATION_FILE = "quantize_config.json"
+QUANTIZATION_KEY = "quantization_config"
+COMPRESSION_KEY = "compression_config"
+FORMAT_VERSION = 1
+HEAD = "lm_head"
+
+ModelConfig = dict[str, Any]
+"""The object in config.json, every key as it stands there."""
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """config.json of a model folder, with the `quantize_config.json` of older GPTQ checkpoints folded in.
+
+    Raises:
+        CheckpointError: missing, not JSON, or of a newer `compression_config.format_version` than this code knows.
+    """
+    folder = Path(path)
+    config = _read_json(folder / CONFIG_FILE)
+    legacy = folder / LEGACY_QUANTIZATION_FILE
+    if QUANTIZATION_KEY not in config and legacy.is_file():
+        config[QUANTIZATION_KEY] = {"quant_method": "gptq", **_read_json(legacy)}
+    version = compression_block(config).get("format_version", FORMAT_VERSION)
+    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder} has {COMPRESSION_KEY}.format_version {version!r}; this version reads 1 to {FORMAT_VERSION}",
+            "Install a newer release of this toolkit",
+        )
+    return config
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes config.json, indented, keys in the order given."""
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def packed_config(
+    config: Mapping[str, Any],
+    quantization: Mapping[str, Any],
+    modules: Iterable[str],
+    provenance: Mapping[str, Any] | None = None,
+) -> ModelConfig:
+    """The config of a packed checkpoint: the source's config plus the two blocks.
+
+    Args:
+        config: the source's config.json.
+        quantization: `quantization_config(...)` of the chosen format; empty for a dense checkpoint.
+        modules: quantized modules; a quantized `lm_head` unties the embeddings explicitly.
+        provenance: fields of `compression_config` beside `format_version`: source, recipe, seed, tool version ...
+    """
+    packed = {key: value for key, value in config.items() if key not in (QUANTIZATION_KEY, COMPRESSION_KEY)}
+    if HEAD in set(modules):
+        packed["tie_word_embeddings"] = False
+    if quantization:
+        packed[QUANTIZATION_KEY] = dict(quantization)
+    if provenance is not None:
+        packed[COMPRESSION_KEY] = {**provenance, "format_version": FORMAT_VERSION}
+    return packed
+
+
+def quantization_block(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`quantization_config`, empty for a dense model."""
+    block = config.get(QUANTIZATION_KEY) or {}
+    return block if isinstance(block, dict) else {}
+
+
+def compression_block(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`compression_config`, empty when another tool wrote the checkpoint."""
+    block = config.get(COMPRESSION_KEY) or {}
+    return block if isinstance(block, dict) else {}
+
+
+def is_tied(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Whether the output head is the embedding matrix. Without the key, a stored `lm_head` says that it is not."""
+    if "tie_word_embeddings" in config:
+        return bool(config["tie_word_embeddings"])
+    return not any(name.startswith(f"{HEAD}.") for name in names)
+
+
+def dtype_name(config: Mapping[str, Any]) -> str:
+    """The model's dtype as its config spells it: `bfloat16`, `float16` or `float32` (also the fallback)."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return name if name in ("bfloat16", "float16", "float64") else "float32"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} does not exist", "Name a Hugging Face model folder with a config.json"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}", "Download this file again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object", "Download this file again")
+    return config

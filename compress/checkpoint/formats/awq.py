@@ -1,0 +1,87 @@
+"""AutoAWQ's GEMM layout: 4 bits, eight outputs per word in an interleaved order, explicit zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.formats.tensors import Get, cast_exactly, owners
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packing import deinterleave_awq, interleave_awq, pack_bits, unpack_bits
+from compress.checkpoint.scheme import Scheme
+
+NAME = "awq"
+SUFFIXES = (".qweight", ".qzeros", ".scales")
+BITS = 4
+
+
+def check(scheme: Scheme, shape: tuple[int, int]) -> None:
+    """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
+    scheme.num_groups(shape[1])
+    elsewhere = "Export to compressed-tensors instead"
+    if scheme.bits != BITS or scheme.activation_bits:
+        raise SchemeError(f"awq stores 4-bit weights with 16-bit activations, not {scheme}", elsewhere)
+    if shape[0] % 8:
+        raise SchemeError(f"awq packs 8 outputs per word, and {shape[0]} is not a multiple of 8", elsewhere)
+
+
+def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Stored tensors of one linear layer, by full name. Scales are float16 whatever the model's dtype."""
+    check(weight.scheme, weight.shape)
+    return {
+        f"{module}.qweight": pack_bits(interleave_awq(weight.codes.T.contiguous()), BITS, 1),
+        f"{module}.qzeros": pack_bits(interleave_awq(weight.zero.T.contiguous()), BITS, 1),
+        f"{module}.scales": cast_exactly(module, weight.scale, torch.float16).T.contiguous(),
+    }
+
+
+def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> IntegerWeight:
+    """The integer form of one stored layer."""
+    qweight, qzeros = get(f"{module}.qweight"), get(f"{module}.qzeros")
+    out_features = qweight.shape[1] * 8
+    codes, zero = (deinterleave_awq(unpack_bits(words, BITS, out_features, 1)) for words in (qweight, qzeros))
+    scale = get(f"{module}.scales").T.contiguous()
+    return IntegerWeight(codes.T.contiguous(), scale, zero.T.contiguous(), scheme)
+
+
+def modules(names: Iterable[str]) -> list[str]:
+    """Quantized modules among tensor names."""
+    return owners(names, ".qweight")
+
+
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of config.json. Symmetric codes are written with explicit zero points of 8, which every
+    reader takes. Raises SchemeError for mixed group sizes: this format has one for all."""
+    sizes = {scheme.group_size for scheme in schemes.values()}
+    if len(sizes) != 1:
+        raise SchemeError(f"awq stores one group size for all layers, not {len(sizes)}", "Use compressed-tensors")
+    group_size = sizes.pop()
+    return {
+        "quant_method": NAME,
+        "bits": BITS,
+        "group_size": -1 if group_size is None else group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": sorted(ignored) or None,
+    }
+
+
+def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+    """Scheme of every module: the same for all. Zero points are stored either way, so codes read as asymmetric.
+
+    Raises:
+        CheckpointError: another width or layout than 4-bit GEMM.
+    """
+    version, bits = str(config.get("version", "gemm")).lower(), int(config.get("bits", config.get("w_bit", BITS)))
+    if version != "gemm" or bits != BITS:
+        raise CheckpointError(
+            f"this AWQ checkpoint has layout {version!r} with {bits} bits; only 4-bit gemm is read",
+            "Write it again with version gemm",
+        )
+    group_size = int(config.get("group_size", config.get("q_group_size", 128)))
+    scheme = Scheme(BITS, None if group_size < 0 else group_size, symmetric=False)
+    return dict.fromkeys(modules, scheme)

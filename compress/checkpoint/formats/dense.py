@@ -1,0 +1,47 @@
+"""No packing at all: `compress export --format dense` for engines that read nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.formats.tensors import Get
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+
+NAME = "dense"
+SUFFIXES = (".weight",)
+
+
+def check(scheme: Scheme, shape: tuple[int, int]) -> None:
+    """Every scheme can be written out as plain numbers."""
+    scheme.num_groups(shape[1])
+
+
+def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The dequantized weight in the model's dtype, rounded once."""
+    return {f"{module}.weight": weight.dequantize(dtype)}
+
+
+def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> IntegerWeight:
+    """Always raises CheckpointError: plain numbers carry no codes."""
+    raise CheckpointError(f"{module} is dense and has no integer codes", "Quantize it: compress quantize MODEL")
+
+
+def modules(names: Iterable[str]) -> list[str]:
+    """No module is quantized."""
+    return []
+
+
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+    """Nothing to say."""
+    return {}
+
+
+def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+    """Nothing is quantized."""
+    return {}

@@ -1,0 +1,123 @@
+"""GPTQ as AutoGPTQ and GPTQModel store it: v1 (zero points minus one) and v2 are read, symmetric v1 is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.formats.tensors import Get, cast_exactly, optional, owners, refuse_activation_order
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packing import pack_bits, unpack_bits
+from compress.checkpoint.scheme import Scheme
+
+NAME = "gptq"
+SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
+WIDTHS = (2, 3, 4, 8)
+
+
+def check(scheme: Scheme, shape: tuple[int, int]) -> None:
+    """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme.
+
+    Other engines run 4 and 8 bits; 2 and 3 bits are defined by the format but few load them.
+    """
+    out_features, in_features = shape
+    scheme.num_groups(in_features)
+    elsewhere = "Export to compressed-tensors instead"
+    if scheme.bits not in WIDTHS:
+        raise SchemeError(f"gptq stores {WIDTHS} bits, not {scheme.bits}", elsewhere)
+    if not scheme.symmetric:
+        raise SchemeError(f"{scheme}: v1 zero points of asymmetric codes overflow in other readers", elsewhere)
+    if scheme.activation_bits:
+        raise SchemeError(f"{scheme}: gptq has no 8-bit activations", elsewhere)
+    if in_features * scheme.bits % 32 or out_features * scheme.bits % 32:
+        raise SchemeError(
+            f"{out_features} x {in_features} codes of {scheme.bits} bits do not fill 32-bit words", elsewhere
+        )
+
+
+def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Stored tensors of one linear layer, by full name. Scales are float16 whatever the model's dtype."""
+    check(weight.scheme, weight.shape)
+    bits, in_features = weight.scheme.bits, weight.shape[1]
+    group_size = weight.scheme.group_size or in_features
+    return {
+        f"{module}.qweight": pack_bits(weight.codes.T, bits, 0),
+        f"{module}.qzeros": pack_bits(weight.zero.T - 1, bits, 1),
+        f"{module}.scales": cast_exactly(module, weight.scale, torch.float16).T.contiguous(),
+        f"{module}.g_idx": (torch.arange(in_features) // group_size).to(torch.int32),
+    }
+
+
+def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> IntegerWeight:
+    """The integer form of one stored layer; `config` says whether zero points are v1 or v2."""
+    qweight = get(f"{module}.qweight")
+    in_features, out_features = qweight.shape[0] * 32 // scheme.bits, qweight.shape[1]
+    refuse_activation_order(module, optional(get, f"{module}.g_idx"), in_features, scheme.group_size)
+    codes = unpack_bits(qweight, scheme.bits, in_features, 0).T.contiguous()
+    stored = unpack_bits(get(f"{module}.qzeros"), scheme.bits, out_features, 1).T.contiguous()
+    version = (config or {}).get("checkpoint_format", NAME)
+    zero = _zero(module, stored, scheme, version)
+    return IntegerWeight(codes, get(f"{module}.scales").T.contiguous(), zero, scheme)
+
+
+def _zero(module: str, stored: Tensor, scheme: Scheme, version: str) -> Tensor:
+    """Zero points from what is stored. v1 stores `zero - 1` modulo the code range; some writers say v1 and store v2,
+    which shows when codes are symmetric."""
+    if version == "gptq_v2" or (scheme.symmetric and bool((stored == scheme.midpoint).all())):
+        zero = stored
+    else:
+        zero = (stored.to(torch.int16) + 1).bitwise_and(scheme.max_code).to(torch.uint8)
+    if scheme.symmetric and not bool((zero == scheme.midpoint).all()):
+        raise CheckpointError(f"{module} claims sym=true, but its zero points are not all {scheme.midpoint}")
+    return zero
+
+
+def modules(names: Iterable[str]) -> list[str]:
+    """Quantized modules among tensor names."""
+    return owners(names, ".qweight")
+
+
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of config.json. Raises SchemeError for mixed schemes: this format has one for all."""
+    kinds = set(schemes.values())
+    if len(kinds) != 1:
+        raise SchemeError(f"gptq stores one scheme for all layers, not {len(kinds)}", "Use compressed-tensors")
+    scheme = kinds.pop()
+    return {
+        "quant_method": NAME,
+        "bits": scheme.bits,
+        "group_size": -1 if scheme.group_size is None else scheme.group_size,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": "lm_head" in schemes,
+        "checkpoint_format": NAME,
+        "pack_dtype": "int32",
+        "true_sequential": True,
+        "dynamic": {f"-:^{re.escape(module)}$": {} for module in sorted(ignored) if module != "lm_head"},
+    }
+
+
+def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+    """Scheme of every module: the config's, with `dynamic` overrides applied."""
+    return {module: _parse({**config, **_override(config, module)}) for module in modules}
+
+
+def _override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    for pattern, fields in (config.get("dynamic") or {}).items():
+        if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
+            return fields
+    return {}
+
+
+def _parse(fields: Mapping[str, Any]) -> Scheme:
+    group_size = int(fields.get("group_size", 128))
+    return Scheme(
+        bits=int(fields["bits"]),
+        group_size=None if group_size < 0 else group_size,
+        symmetric=bool(fields.get("sym", True)),
+    )

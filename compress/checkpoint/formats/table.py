@@ -1,0 +1,47 @@
+"""The formats by name. Each is a module of stateless functions with the signatures of `Format`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.formats import awq, compressed_tensors, dense, gptq
+from compress.checkpoint.formats.tensors import Get
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+
+
+class Format(Protocol):
+    """What every format module offers."""
+
+    @property
+    def NAME(self) -> str: ...
+    @property
+    def SUFFIXES(self) -> tuple[str, ...]: ...
+    def check(self, scheme: Scheme, shape: tuple[int, int]) -> None: ...
+    def encode(self, module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]: ...
+    def decode(
+        self, module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None
+    ) -> IntegerWeight: ...
+    def modules(self, names: Iterable[str]) -> list[str]: ...
+    def quantization_config(self, schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]: ...
+    def schemes(self, config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]: ...
+
+
+FORMATS: dict[str, Format] = {
+    compressed_tensors.NAME: compressed_tensors,
+    gptq.NAME: gptq,
+    awq.NAME: awq,
+    dense.NAME: dense,
+}
+
+
+def find_format(name: str) -> Format:
+    """The format of this name, as `--format` or `quant_method` spells it. Raises CheckpointError for others."""
+    if name not in FORMATS:
+        raise CheckpointError(f"quantization format {name!r} is not supported", f"Supported: {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,111 @@
+"""Opens any supported checkpoint, packed or dense, ours or another tool's, and gives integer weights by module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.config import ModelConfig, dtype_name, is_tied, quantization_block, read_config
+from compress.checkpoint.errors import CheckpointError, ToolkitError
+from compress.checkpoint.formats import dense
+from compress.checkpoint.formats.table import Format, find_format
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.source import TensorFiles
+
+
+@dataclass(frozen=True)
+class PackedCheckpoint:
+    """A checkpoint as modules and tensors. Weights are decoded when asked for and not kept.
+
+    Attributes:
+        path: the folder.
+        config: config.json.
+        files: the tensors as stored.
+        schemes: scheme of every quantized module, in name order; empty for a dense checkpoint.
+    """
+
+    path: Path
+    config: ModelConfig
+    files: TensorFiles
+    schemes: dict[str, Scheme]
+
+    @classmethod
+    def open(cls, path: str | Path) -> PackedCheckpoint:
+        """Reads config and headers, no weights.
+
+        Raises:
+            CheckpointError: a folder, config, format or shard that cannot be read, and why.
+        """
+        files = TensorFiles.open(path)
+        config = read_config(files.path)
+        block = quantization_block(config)
+        kind = find_format(str(block.get("quant_method", "?"))) if block else dense
+        return cls(files.path, config, files, kind.schemes(block, kind.modules(files.names())))
+
+    @property
+    def format(self) -> str:
+        """`compressed-tensors`, `gptq`, `awq` or `dense`."""
+        return str(quantization_block(self.config).get("quant_method", dense.NAME))
+
+    @property
+    def codec(self) -> Format:
+        """The functions of this format."""
+        return find_format(self.format)
+
+    @property
+    def modules(self) -> list[str]:
+        """Quantized modules, sorted."""
+        return list(self.schemes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that config.json names, in which dense weights and activations live."""
+        return getattr(torch, dtype_name(self.config))
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding matrix."""
+        return is_tied(self.config, self.files.names())
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How a module is quantized; None when it is dense."""
+        return self.schemes.get(module)
+
+    def weight(self, module: str) -> IntegerWeight | Tensor:
+        """The weight `[O, I]` of a linear module: codes when quantized, else the stored tensor.
+
+        Raises:
+            CheckpointError: tensors missing or contradicting the config.
+        """
+        scheme = self.schemes.get(module)
+        if scheme is None:
+            return self.tensor(f"{module}.weight")
+        try:
+            return self.codec.decode(module, self.tensor, scheme, quantization_block(self.config))
+        except CheckpointError:
+            raise
+        except (ToolkitError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"the tensors of {module} in {self.path} contradict each other: {error}") from error
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as stored (a read-only view of the memory map)."""
+        return self.files.tensor(name)
+
+    def packed_names(self, module: str) -> list[str]:
+        """Stored tensors that make up a quantized weight; its bias is not among them."""
+        return [name for name in (module + suffix for suffix in self.codec.SUFFIXES) if name in self.files]
+
+    def dense_names(self) -> list[str]:
+        """Stored tensors that belong to no quantized weight."""
+        packed = {name for module in self.schemes for name in self.packed_names(module)}
+        return [name for name in self.files.names() if name not in packed]
+
+    def weight_bytes(self, modules: Iterable[str] | None = None) -> int:
+        """Stored bytes of quantized weights: codes, scales, zero points."""
+        chosen = self.modules if modules is None else modules
+        return sum(self.files.tensor_nbytes(name) for module in chosen for name in self.packed_names(module))
