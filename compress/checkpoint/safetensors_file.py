@@ -112,8 +112,9 @@ class MappedFile:
 
     def release(self) -> None:
         """Gives the resident pages back to the system. Tensors stay valid: their bytes are read again when used."""
-        if "_map" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        mapped = self.__dict__.pop("_map", None)
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:

@@ -15,7 +15,7 @@ from compress.checkpoint.packing import deinterleave_awq, interleave_awq, pack_b
 from compress.checkpoint.scheme import Scheme
 
 NAME = "awq"
-SUFFIXES = (".qweight", ".qzeros", ".scales")
+SUFFIXES: tuple[str, ...] = (".qweight", ".qzeros", ".scales")
 BITS = 4
 
 

@@ -20,7 +20,14 @@ from compress.checkpoint.scheme import Scheme
 
 NAME = "compressed-tensors"
 PACKED, INTEGER = "pack-quantized", "int-quantized"
-SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".weight")
+SUFFIXES: tuple[str, ...] = (
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_shape",
+    ".weight_zero_point",
+    ".weight_g_idx",
+    ".weight",
+)
 WRITER_VERSION = "0.17.0"
 """Layout generation named in the config: since then every width is packed as one dense bit stream."""
 

@@ -14,7 +14,7 @@ from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
 
 NAME = "dense"
-SUFFIXES = (".weight",)
+SUFFIXES: tuple[str, ...] = (".weight",)
 
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:

@@ -16,7 +16,7 @@ from compress.checkpoint.packing import pack_bits, unpack_bits
 from compress.checkpoint.scheme import Scheme
 
 NAME = "gptq"
-SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
+SUFFIXES: tuple[str, ...] = (".qweight", ".qzeros", ".scales", ".g_idx")
 WIDTHS = (2, 3, 4, 8)
 
 

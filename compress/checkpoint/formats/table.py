@@ -18,10 +18,9 @@ from compress.checkpoint.scheme import Scheme
 class Format(Protocol):
     """What every format module offers."""
 
-    @property
-    def NAME(self) -> str: ...
-    @property
-    def SUFFIXES(self) -> tuple[str, ...]: ...
+    NAME: str
+    SUFFIXES: tuple[str, ...]
+
     def check(self, scheme: Scheme, shape: tuple[int, int]) -> None: ...
     def encode(self, module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]: ...
     def decode(

@@ -1,0 +1,196 @@
+"""Resumable writing: pieces appended one by one, then streamed into the final safetensors file or shards.
+
+    PieceStore.write(key, tensors)   one atomic file per finished block; a killed run keeps what it finished
+    assemble(store, keys, out)       pieces -> out.partial/assembled/ -> renamed to out/
+
+Pieces are private to a run: readers of a checkpoint never see them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.checkpoint.config import CONFIG_FILE, LEGACY_QUANTIZATION_FILE, write_config
+from compress.checkpoint.disk import (
+    PARTIAL_SUFFIX,
+    atomic_file,
+    check_out_folder,
+    check_space,
+    partial_folder,
+    refuse_when_full,
+    sync_folder,
+)
+from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.safetensors_file import MappedFile, build_header, storage_order, tensor_bytes
+from compress.checkpoint.source import INDEX_FILE, SINGLE_FILE, TensorFiles
+
+MAX_SHARD_BYTES = 4 * 2**30
+REWRITTEN = frozenset({CONFIG_FILE, LEGACY_QUANTIZATION_FILE, "quant_config.json"})
+"""Side files of a source that a new checkpoint states anew instead of copying."""
+
+
+@dataclass(frozen=True)
+class PieceStore:
+    """A folder of pieces, each a safetensors file named by its key, each complete or absent."""
+
+    folder: Path
+
+    def write(self, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None) -> None:
+        """Stores a piece, replacing an older one of this key. Equal input gives equal bytes.
+
+        Args:
+            key: letters, digits, `.`, `_` and `-`.
+            tensors: by full name.
+            metadata: JSON-able facts to find again with `read_metadata`.
+
+        Raises:
+            CheckpointError: disk full; the store is as before.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self._path(key)) as stream:
+            order = storage_order((name, tensor.dtype) for name, tensor in tensors.items())
+            layout = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order}
+            stream.write(build_header(layout, {"piece": json.dumps(dict(metadata or {}), sort_keys=True)}))
+            for name in order:
+                stream.write(tensor_bytes(tensors[name]))
+
+    def has(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def open(self, key: str) -> MappedFile:
+        """The piece, memory-mapped. Raises CheckpointError when it is absent or damaged."""
+        if not self.has(key):
+            raise CheckpointError(f"piece {key!r} is missing from {self.folder}", "Run the same command with --restart")
+        return MappedFile.open(self._path(key))
+
+    def read_metadata(self, key: str) -> dict[str, Any]:
+        return json.loads(self.open(key).metadata["piece"])
+
+    def discard(self) -> None:
+        """Removes the folder with everything in it, and the `.partial` folder around it when nothing else is there."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.parent.name.endswith(PARTIAL_SUFFIX):
+            _remove_if_empty(self.folder.parent)
+
+    def _path(self, key: str) -> Path:
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", key):
+            raise ValueError(f"piece key {key!r} may only have letters, digits, '.', '_' and '-'")
+        return self.folder / f"{key}.safetensors"
+
+
+def assemble(
+    store: PieceStore,
+    keys: Iterable[str],
+    out: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    config: Mapping[str, Any] | None = None,
+    source: TensorFiles | None = None,
+) -> Path:
+    """Streams pieces into a checkpoint folder, one tensor in memory at a time; `out` appears at the end, whole.
+
+    Args:
+        store: where the pieces are; they stay there.
+        keys: pieces in the order of the model.
+        out: must not exist. Built in `out.partial/assembled`, then renamed.
+        max_shard_bytes: up to this size one `model.safetensors` is written, above it shards with an index.
+        config: config.json of the new checkpoint; None writes none.
+        source: the model whose tokenizer, templates and other side files are copied verbatim.
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: `out` exists, a tensor appears in two pieces, or the disk is full; nothing is left behind.
+    """
+    check_out_folder(out)
+    pieces = [store.open(key) for key in keys]
+    building = partial_folder(out) / "assembled"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    try:
+        with refuse_when_full(out):
+            check_space(building, _bytes_needed(pieces, source))
+            if source is not None:
+                copy_side_files(source, building)
+            if config is not None:
+                write_config(building, config)
+            _write_shards(_plan_shards(pieces, max_shard_bytes), building)
+            building.rename(out)
+            sync_folder(out.parent)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+        _remove_if_empty(partial_folder(out))
+    return out
+
+
+def copy_side_files(source: TensorFiles, out: Path) -> None:
+    """Copies everything of a model that is neither a weight nor rewritten (config.json), byte for byte."""
+    for file in source.side_files():
+        relative = file.relative_to(source.path)
+        if str(relative) not in REWRITTEN:
+            (out / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, out / relative)
+
+
+Shard = dict[str, MappedFile]
+"""Tensor names of one output file, each with the piece that holds it."""
+
+
+def _plan_shards(pieces: list[MappedFile], max_shard_bytes: int) -> list[Shard]:
+    """Fills shards in the order of the pieces, so that a block's tensors stay together."""
+    shards: list[Shard] = [{}]
+    used, seen = 0, set()
+    for piece in pieces:
+        for name, entry in piece.entries.items():
+            if name in seen:
+                raise CheckpointError(f"tensor {name!r} was written twice", "Run the same command with --restart")
+            seen.add(name)
+            if shards[-1] and used + entry.nbytes > max_shard_bytes:
+                shards.append({})
+                used = 0
+            shards[-1][name] = piece
+            used += entry.nbytes
+    return shards
+
+
+def _write_shards(shards: list[Shard], folder: Path) -> None:
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [SINGLE_FILE]
+    for shard, name in zip(shards, names, strict=True):
+        _write_shard(shard, folder / name)
+    if len(shards) > 1:
+        weight_map = {tensor: name for shard, name in zip(shards, names, strict=True) for tensor in shard}
+        total = sum(piece.entries[name].nbytes for shard in shards for name, piece in shard.items())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        with atomic_file(folder / INDEX_FILE) as stream:
+            stream.write(json.dumps(index, indent=2).encode() + b"\n")
+
+
+def _write_shard(shard: Shard, path: Path) -> None:
+    order = storage_order((name, piece.entries[name].dtype) for name, piece in shard.items())
+    layout = {name: (shard[name].entries[name].dtype, shard[name].entries[name].shape) for name in order}
+    with atomic_file(path) as stream:
+        stream.write(build_header(layout, {"format": "pt"}))
+        for name in order:
+            stream.write(tensor_bytes(shard[name].tensor(name)))
+            shard[name].release()
+
+
+def _bytes_needed(pieces: list[MappedFile], source: TensorFiles | None) -> int:
+    files = [piece.path for piece in pieces] + ([] if source is None else source.side_files())
+    return sum(file.stat().st_size for file in files)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
