@@ -19,7 +19,7 @@ class RuntimeConfig:
         max_model_len: longest prompt + output; None takes the checkpoint's context.
         max_num_batched_tokens: token budget of one step.
         max_num_sequences: sequences in one step.
-        prefill_chunk: tokens of one sequence's prompt in one step at most; bounds the time between two tokens of others.
+        prefill_chunk: prompt tokens of one sequence in one step at most; bounds the wait between two tokens of others.
         prefix_caching: reuse blocks of equal prefixes.
         seed: source of the seeds of requests that bring none.
     """

@@ -1,0 +1,286 @@
+"""What the next step computes. No phases: each sequence closes the gap between its computed and known tokens. No torch.
+
+One token budget per step is spent in this order: sequences one token behind (decodes), sequences in the middle of their
+prompt, then waiting ones. Two orders make it fair and live:
+
+* `running` and `waiting` are sorted by `Sequence.order` (first come, first served) and nobody overtakes the head of
+  `waiting`.
+* Blocks for all known tokens are taken at admission, so only decodes can run out of blocks; then the youngest running
+  sequence is preempted, never the oldest. A preempted sequence has only younger ones behind it in `waiting`.
+
+So the oldest sequence computes at least one token in every step, and a sequence ends after at most the sum of
+`prompt + max_tokens` over itself and those before it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from compress.checkpoint.errors import RequestError
+from runtime.blocks import BlockPool, extend_hashes, root_hash
+from runtime.config import RuntimeConfig
+from runtime.types import BlockCopy, Request, ScheduledSequence, Sequence, Status, StepPlan
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start."""
+
+    num_preemptions: int = 0
+    num_preempted_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan in the making."""
+
+    budget: int
+    entries: list[ScheduledSequence] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    preempted: bool = False
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        self.entries.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens))
+        self.budget -= num_tokens
+
+
+def _order(sequence: Sequence) -> tuple[float, int]:
+    return sequence.order
+
+
+class Scheduler:
+    """Decides; owns the block tables of its sequences through `pool`. One thread.
+
+    Args:
+        pool: the blocks.
+        config: token budget, sequences per step, chunk size.
+        max_model_len: longest prompt + output.
+    """
+
+    def __init__(self, pool: BlockPool, config: RuntimeConfig, max_model_len: int) -> None:
+        self.pool = pool
+        self.config = config
+        self.max_model_len = max_model_len
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.stats = SchedulerStats()
+        self._num_added = 0
+        # Every running sequence gets a token per step, so more of them than the budget has tokens is never useful.
+        self._max_running = min(config.max_num_sequences, config.max_num_batched_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuses what could never finish; reads only constants, so any thread may ask.
+
+        Raises:
+            RequestError: the prompt is empty, or prompt and output exceed the context or the whole block pool.
+        """
+        if num_prompt_tokens < 1:
+            raise RequestError("the prompt has no tokens", "send at least one token")
+        context = self.max_model_len
+        room = context - num_prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens and the context ends at {context}",
+                f"shorten the prompt to at most {context - 1} tokens",
+            )
+        both = f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
+        if max_tokens > room:
+            raise RequestError(
+                f"{both} exceed the context of {context}", f"lower max_tokens to at most {room}, or shorten the prompt"
+            )
+        needed = self.pool.blocks_for(num_prompt_tokens + max_tokens)
+        if needed > self.pool.num_blocks:
+            raise RequestError(
+                f"{both} need {needed} KV blocks of {self.pool.block_size} and the pool has {self.pool.num_blocks}",
+                "lower max_tokens, shorten the prompt, or start the engine with more KV memory",
+            )
+
+    def add(self, request: Request) -> Sequence:
+        """Queues a request.
+
+        Raises:
+            RequestError: it could never finish.
+        """
+        self.check_request(len(request.prompt_token_ids), request.sampling.max_tokens)
+        sequence = Sequence(request, list(request.prompt_token_ids), order=(0.0, self._num_added))
+        self._num_added += 1
+        insort(self.waiting, sequence, key=_order)
+        return sequence
+
+    def schedule(self) -> StepPlan:
+        """Plans one step and takes the blocks it needs. After it `complete`, or `finish` every sequence of the plan."""
+        step = _Step(self.config.max_num_batched_tokens)
+        self._schedule_decodes(step)
+        self._schedule_prefills(step)
+        if not step.preempted:
+            self._admit(step)
+        return StepPlan(tuple(step.entries), tuple(step.copies))
+
+    def complete(self, plan: StepPlan) -> None:
+        """Records that the plan's spans are computed. Call it before appending the sampled tokens.
+
+        Full blocks become findable only here: a step that failed leaves nothing wrong in the cache.
+        """
+        for entry in plan.entries:
+            sequence = entry.sequence
+            first = sequence.num_computed_tokens // self.pool.block_size
+            sequence.num_computed_tokens = entry.start + entry.num_tokens
+            last = sequence.num_computed_tokens // self.pool.block_size
+            if self.pool.prefix_caching and last > first:
+                self._extend_hashes(sequence)
+                for index in range(first, last):
+                    self.pool.register(sequence.block_ids[index], sequence.block_hashes[index])
+
+    def finish(self, sequence: Sequence, *, trusted: bool = True) -> None:
+        """Takes a sequence out and frees its blocks. Doing it twice does nothing.
+
+        Args:
+            trusted: False when its keys and values may be wrong; nobody will find them in the cache.
+        """
+        if sequence.status is Status.FINISHED:
+            return
+        queue = self.running if sequence.status is Status.RUNNING else self.waiting
+        queue.remove(sequence)
+        if not trusted:
+            self.pool.forget(sequence.block_ids)
+        self._release(sequence)
+        sequence.status = Status.FINISHED
+
+    def check(self) -> None:
+        """Verifies the invariants of queues, tables and pool.
+
+        Raises:
+            RuntimeError: one is broken.
+        """
+        self.pool.check(sequence.block_ids for sequence in self.running + self.waiting)
+        for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
+            if [s.order for s in queue] != sorted(s.order for s in queue) or any(s.status is not status for s in queue):
+                raise RuntimeError(f"the {status} queue is out of order")
+        for sequence in self.running:
+            if (
+                not sequence.num_computed_tokens
+                < sequence.num_tokens
+                <= len(sequence.block_ids) * self.pool.block_size + 1
+            ):
+                raise RuntimeError(f"sequence {sequence.id} has tokens without blocks or nothing left to compute")
+        if any(sequence.block_ids or sequence.num_computed_tokens for sequence in self.waiting):
+            raise RuntimeError("a waiting sequence holds blocks")
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, step: _Step) -> None:
+        # Oldest first, and victims come from the young end: whoever is preempted here was not planned yet.
+        for sequence in list(self.running):
+            is_decode = sequence.status is Status.RUNNING and sequence.num_tokens - sequence.num_computed_tokens == 1
+            if is_decode and self._make_writable(sequence, step):
+                step.add(sequence, 1)
+
+    def _schedule_prefills(self, step: _Step) -> None:
+        for sequence in self.running:
+            if step.budget and sequence.num_tokens - sequence.num_computed_tokens > 1:
+                step.add(sequence, self._chunk(sequence, step))
+
+    def _admit(self, step: _Step) -> None:
+        while self.waiting and step.budget and len(self.running) < self._max_running:
+            sequence = self.waiting[0]
+            if not self._take_blocks(sequence, step):
+                break
+            del self.waiting[0]
+            sequence.status = Status.RUNNING
+            insort(self.running, sequence, key=_order)
+            step.add(sequence, self._chunk(sequence, step))
+
+    def _chunk(self, sequence: Sequence, step: _Step) -> int:
+        rest = sequence.num_tokens - sequence.num_computed_tokens
+        return min(rest, step.budget, self.config.prefill_chunk)
+
+    # --- blocks ---------------------------------------------------------------------------------------------------
+
+    def _make_writable(self, sequence: Sequence, step: _Step) -> bool:
+        """Gives the next token a slot no other table sees. False when the sequence had to be preempted itself."""
+        index = sequence.num_computed_tokens // self.pool.block_size
+        is_new = index == len(sequence.block_ids)
+        while (is_new or self.pool.shared(sequence.block_ids[index])) and self.pool.num_free < 1:
+            victim = self.running[-1]
+            self._preempt(victim, step)
+            if victim is sequence:
+                return False
+        if is_new:
+            sequence.block_ids += self.pool.allocate(1)
+        elif self.pool.shared(sequence.block_ids[index]):
+            self._copy_block(sequence, index, step)
+        else:
+            self.pool.forget([sequence.block_ids[index]])
+        return True
+
+    def _copy_block(self, sequence: Sequence, index: int, step: _Step) -> None:
+        source = sequence.block_ids[index]
+        (target,) = self.pool.allocate(1)
+        self.pool.release([source])
+        sequence.block_ids[index] = target
+        num_tokens = sequence.num_computed_tokens % self.pool.block_size
+        if num_tokens:
+            step.copies.append(BlockCopy(source, target, num_tokens))
+
+    def _take_blocks(self, sequence: Sequence, step: _Step) -> bool:
+        """Gives a waiting sequence blocks for all its tokens, found ones first. False when there is no room yet."""
+        pool = self.pool
+        found = self._find_prefix(sequence)
+        # The last token is computed in any case, since its logits are wanted. When even its block is known, that block
+        # serves as a source to copy the tokens before it from.
+        kept = found[: (sequence.num_tokens - 1) // pool.block_size]
+        num_new = pool.blocks_for(sequence.num_tokens) - len(kept)
+        # About one block per running sequence stays free, so that admitting does not preempt in the next step.
+        if num_new + pool.count_free(kept) + len(self.running) > pool.num_free:
+            return False
+        source = found[len(kept)] if len(found) > len(kept) else None
+        if source is not None:
+            pool.touch(source)
+        pool.acquire(kept)
+        new = pool.allocate(num_new)
+        sequence.block_ids = kept + new
+        sequence.num_computed_tokens = len(kept) * pool.block_size
+        if source is not None:
+            sequence.num_computed_tokens = sequence.num_tokens - 1
+            if source != new[0] and pool.block_size > 1:
+                step.copies.append(BlockCopy(source, new[0], pool.block_size - 1))
+        self._count_prefix(sequence)
+        return True
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        if not self.pool.prefix_caching:
+            return []
+        self._extend_hashes(sequence)
+        return self.pool.match(sequence.block_hashes)
+
+    def _count_prefix(self, sequence: Sequence) -> None:
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        self.stats.num_prefix_queries += sequence.num_tokens
+        self.stats.num_prefix_hits += sequence.num_computed_tokens
+
+    def _extend_hashes(self, sequence: Sequence) -> None:
+        root = root_hash(self.config.dtype, sequence.request.cache_salt)
+        extend_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_size, root)
+
+    def _preempt(self, sequence: Sequence, step: _Step) -> None:
+        self.stats.num_preemptions += 1
+        self.stats.num_preempted_tokens += sequence.num_computed_tokens
+        step.preempted = True
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        insort(self.waiting, sequence, key=_order)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed_tokens = 0

@@ -1,0 +1,158 @@
+"""The tokenizer of a checkpoint folder, read without torch and transformers so that start-up takes no seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from compress.checkpoint.errors import CheckpointError, RequestError
+from runtime.text.chat import ChatTemplate
+from runtime.text.detokenizer import Detokenizer
+
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back, and the chat template.
+
+    Beginning-of-sequence policy: `encode` adds the special tokens that the tokenizer's own post-processor adds;
+    `encode_chat` adds none, because templates write theirs themselves.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self._chat: ChatTemplate | None = None
+
+    @classmethod
+    def open(cls, path: str | Path) -> Tokenizer:
+        """Reads the tokenizer files of a checkpoint folder.
+
+        Raises:
+            CheckpointError: there are none, or they cannot be read.
+        """
+        folder = Path(path)
+        config = _read_json(folder / "tokenizer_config.json")
+        special_tokens = _named_tokens(_read_json(folder / "special_tokens_map.json") | config)
+        return cls(_open_backend(folder), special_tokens, _read_template(folder, config))
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie below this; the model's own table may be padded beyond it."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            RequestError: the text has half a surrogate pair, so it is no Unicode text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            problem = f"the text has half a surrogate pair at character {error.start}"
+            raise RequestError(problem, "send valid Unicode") from error
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no character become U+FFFD."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """Decodes what follows a prompt, token by token."""
+        return Detokenizer(self.decode, prompt_token_ids)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Text that the chat template makes of messages.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise RequestError("this model has no chat template", "use completions with a plain prompt")
+        if self._chat is None:
+            self._chat = ChatTemplate(self.chat_template, self.special_tokens)
+        return self._chat.render(messages, **variables)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins. See `render_chat`."""
+        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def _open_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return _convert_with_transformers(folder)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path} cannot be read: {error}", "copy it from the source model again") from error
+
+
+def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+    """For folders with a sentencepiece model only. Slow to import, hence only here."""
+    remedy = "copy tokenizer.json and tokenizer_config.json of the source model into the folder"
+    if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "spiece.model")):
+        raise CheckpointError(f"{folder} has no tokenizer.json", remedy)
+    from transformers import AutoTokenizer
+
+    try:
+        backend = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"the tokenizer files of {folder} cannot be converted: {error}", remedy) from error
+    if backend is None:
+        raise CheckpointError(f"the tokenizer of {folder} has no fast form", remedy)
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", "copy it from the source model again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; a token is a string or an object with its content."""
+    tokens = {name: config.get(name) for name in NAMED_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The template file beside the tokenizer, or the one in its configuration (of several the one named default)."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.text.detokenizer import Detokenizer
+from runtime.text.tokenizer import Tokenizer
+
+MIXED = "naïve café: 你好, мир! 👩‍👩‍👧‍👦 e\u0301 \t x² 𝔘𝔫𝔦  — ‘end’\n\n    return '😀'"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.open(demo_model_path())
+
+
+@pytest.fixture(scope="module")
+def byte_ids(tokenizer: Tokenizer) -> dict[int, int]:
+    """Token id of each single byte of the byte-level vocabulary."""
+    table = {}
+    for token_id in range(tokenizer.vocab_size):
+        token = tokenizer._backend.id_to_token(token_id)
+        if token is not None and len(token) == 1:
+            table[byte_of(token)] = token_id
+    return table
+
+
+def byte_of(character: str) -> int:
+    """Inverse of the byte-level alphabet: printable bytes stand for themselves, the others from 256 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return ord(character) if ord(character) < 256 else others[ord(character) - 256]
+
+
+def stream(detokenizer: Detokenizer, ids: list[int]) -> str:
+    return "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
+
+
+def test_pieces_joined_are_the_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(MIXED)
+    assert stream(tokenizer.detokenizer(), ids) == MIXED
+
+
+def test_no_piece_ends_within_a_character(tokenizer: Tokenizer) -> None:
+    detokenizer = tokenizer.detokenizer()
+    for token_id in tokenizer.encode(MIXED):
+        assert "\ufffd" not in detokenizer.push(token_id)
+
+
+def test_a_prompt_may_end_at_every_token(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(MIXED)
+    for cut in range(len(ids) + 1):
+        before = tokenizer.decode(ids[:cut]).rstrip("\ufffd")
+        assert stream(tokenizer.detokenizer(ids[:cut]), ids[cut:]) == MIXED[len(before) :]
+
+
+def test_a_prompt_may_end_at_every_byte(tokenizer: Tokenizer, byte_ids: dict[int, int]) -> None:
+    ids = [byte_ids[byte] for byte in MIXED.encode()]
+    for cut in range(len(ids) + 1):
+        before = MIXED.encode()[:cut].decode(errors="ignore")
+        assert stream(tokenizer.detokenizer(ids[:cut]), ids[cut:]) == MIXED[len(before) :]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=24))
+def test_bytes_that_are_no_text_come_out_as_in_the_whole(
+    tokenizer: Tokenizer, byte_ids: dict[int, int], data: bytes
+) -> None:
+    ids = [byte_ids[byte] for byte in data]
+    assert stream(tokenizer.detokenizer(), ids) == tokenizer.decode(ids)
+
+
+def test_broken_bytes_are_not_held_for_long(tokenizer: Tokenizer, byte_ids: dict[int, int]) -> None:
+    detokenizer = tokenizer.detokenizer()
+    for _ in range(1000):
+        detokenizer.push(byte_ids[0xE2])
+    assert len(detokenizer._window) < 12
+
+
+def test_special_tokens_have_no_text_and_cost_nothing(tokenizer: Tokenizer) -> None:
+    detokenizer = tokenizer.detokenizer()
+    ids = [*tokenizer.encode("one"), *[1] * 500, *tokenizer.encode(" two")]
+    assert stream(detokenizer, ids) == "one two"
+    assert len(detokenizer._window) < 12
+
+
+@pytest.fixture(scope="module")
+def metaspace() -> Tokenizer:
+    """A small tokenizer of the sentencepiece kind: a space is part of the next token, unknown characters are bytes."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁dog", "s", "▁the"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(backend)
+
+
+def test_a_space_at_the_beginning_depends_on_the_prompt(metaspace: Tokenizer) -> None:
+    the, dog, s = 261, 259, 260
+    assert stream(metaspace.detokenizer(), [the, dog, s]) == "the dogs"
+    assert stream(metaspace.detokenizer([the]), [dog, s]) == " dogs"
+    assert stream(metaspace.detokenizer([the, dog]), [s]) == "s"
+
+
+def test_fallback_bytes_wait_for_their_character(metaspace: Tokenizer) -> None:
+    the, s = 261, 260
+    text = "你😀é"
+    ids = [the, *(byte + 1 for byte in text.encode()), s]
+    detokenizer = metaspace.detokenizer()
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert [piece for piece in pieces if piece] == ["the", "你", "😀", "é", "s"]
