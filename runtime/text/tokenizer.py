@@ -12,6 +12,7 @@ import tokenizers
 from compress.checkpoint.errors import CheckpointError, RequestError
 from runtime.text.chat import ChatTemplate
 from runtime.text.detokenizer import Detokenizer
+from runtime.text.token_bytes import TokenByteTable
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -35,6 +36,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         self._chat: ChatTemplate | None = None
+        self._bytes = TokenByteTable(backend)
 
     @classmethod
     def open(cls, path: str | Path) -> Tokenizer:
@@ -77,6 +79,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no character become U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that one token adds to the text, half a character for some; special tokens are spelled out."""
+        return self._bytes[token_id]
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """Decodes what follows a prompt, token by token."""
