@@ -1,0 +1,65 @@
+"""From the stages of a recipe to what each linear gets. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from compress.checkpoint.errors import RecipeError, SchemeError
+from compress.checkpoint.scheme import GROUP_SIZES
+from compress.plan import Assignment
+from compress.recipe import QuantizeStage
+from compress.targets import matches, select, without_indices
+
+Shapes = Mapping[str, tuple[int, int]]
+"""`(out_features, in_features)` of every linear in the blocks, by full name."""
+
+
+def assign(
+    stages: Iterable[QuantizeStage], linears: Shapes, others: Sequence[str]
+) -> tuple[dict[str, Assignment], dict[str, str]]:
+    """What each quantized linear gets, and why the ignored ones get nothing. A later stage wins.
+
+    Args:
+        linears: the linears that may be quantized.
+        others: modules that always stay dense but may be named in `ignore`.
+
+    Raises:
+        RecipeError: a pattern that matches nothing, a target that always stays dense, or nothing left to quantize.
+    """
+    assignments: dict[str, Assignment] = {}
+    reasons: dict[str, str] = {}
+    names = [*linears, *others]
+    for stage in stages:
+        chosen = select(stage.targets, names, "targets") if stage.targets else set(linears)
+        if untouchable := sorted(chosen - linears.keys()):
+            raise RecipeError(
+                f"targets include {untouchable[0]}, which always stays dense",
+                "Name linear layers inside the transformer blocks",
+            )
+        ignored = select(stage.ignore, names, "--ignore") & chosen
+        for name in ignored:
+            pattern = next(each for each in stage.ignore if matches(each, name))
+            reasons[name] = f"left out by --ignore {pattern}"
+            assignments.pop(name, None)
+        assignments |= {name: Assignment(stage.method, stage.scheme) for name in linears if name in chosen - ignored}
+    if not assignments:
+        raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
+    return assignments, reasons
+
+
+def check_groups(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
+    """Raises SchemeError when a group size does not divide, naming every such layer and what would fit all."""
+    bad: dict[tuple[str, int], list[str]] = {}
+    for name, assignment in assignments.items():
+        group_size, columns = assignment.scheme.group_size, linears[name][1]
+        if group_size is not None and columns % group_size:
+            bad.setdefault((without_indices(name), columns), []).append(name)
+    if not bad:
+        return
+    listed = "; ".join(f"{kind} ({len(names)} layers, {columns} inputs)" for (kind, columns), names in bad.items())
+    size = next(assignments[names[0]].scheme.group_size for names in bad.values())
+    columns = [linears[name][1] for name in assignments]
+    fitting = [each for each in GROUP_SIZES if not any(count % each for count in columns)]
+    remedy = f"--group-size {fitting[-1]}" if fitting else "--group-size -1 (per channel)"
+    leaves = " ".join(f"--ignore {kind.rpartition('.')[2]}" for kind in dict.fromkeys(kind for kind, _ in bad))
+    raise SchemeError(f"group size {size} does not divide the inputs of {listed}", f"Use {remedy}, or {leaves}")

@@ -1,0 +1,84 @@
+"""Which smoothing edges a plan can use, and what a careful user should know about the rest of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from compress.architectures.architecture import SmoothingEdge
+from compress.checkpoint.scheme import Scheme
+from compress.plan import Assignment
+from compress.skeleton import Skeleton
+
+
+def usable_edges(
+    skeleton: Skeleton, assignments: Mapping[str, Assignment]
+) -> tuple[tuple[tuple[SmoothingEdge, ...], ...], list[str]]:
+    """Edges in use per block, and a note on every kind of edge that is not."""
+    used: list[tuple[SmoothingEdge, ...]] = []
+    unused: dict[SmoothingEdge, int] = {}
+    smoothing = any(each.method == "awq" for each in assignments.values())
+    for index in range(skeleton.num_blocks):
+        fitting = tuple(
+            edge
+            for edge in skeleton.architecture.edges
+            if _edge_fits(skeleton, skeleton.block_name(index), edge, assignments)
+        )
+        used.append(fitting)
+        for edge in skeleton.architecture.edges:
+            if edge not in fitting:
+                unused[edge] = unused.get(edge, 0) + 1
+    notes = [
+        f"AWQ does not smooth {edge.source} -> {', '.join(edge.targets)} in {count} of {skeleton.num_blocks} blocks: "
+        "not all of them are quantized by awq with one scheme"
+        for edge, count in unused.items()
+        if smoothing
+    ]
+    if smoothing and not skeleton.architecture.edges:
+        notes.append(
+            f"model type {skeleton.model.config.model_type!r} is not in the architecture table: AWQ searches ranges but "
+            "smooths nothing"
+        )
+    return tuple(used), notes
+
+
+def _edge_fits(skeleton: Skeleton, block: str, edge: SmoothingEdge, assignments: Mapping[str, Assignment]) -> bool:
+    targets = [assignments.get(f"{block}.{name}") for name in edge.targets]
+    source = f"{block}.{edge.source}"
+    is_linear = edge.source in skeleton.linears(skeleton.blocks[0])
+    same = targets[0] is not None and targets[0].method == "awq" and len(set(targets)) == 1
+    return same and (not is_linear or source in assignments)
+
+
+def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, Assignment]) -> list[str]:
+    """Warns of fused projections that would differ in scheme."""
+    notes = []
+    for siblings in skeleton.architecture.siblings:
+        differing = [
+            skeleton.block_name(index)
+            for index in range(skeleton.num_blocks)
+            if len({_scheme_of(assignments, f"{skeleton.block_name(index)}.{name}") for name in siblings}) > 1
+        ]
+        if differing:
+            notes.append(
+                f"{', '.join(siblings)} differ in scheme in {len(differing)} blocks (e.g. {differing[0]}): engines that "
+                "fuse them (vLLM, SGLang) will refuse the checkpoint"
+            )
+    return notes
+
+
+def _scheme_of(assignments: Mapping[str, Assignment], module: str) -> Scheme | None:
+    assignment = assignments.get(module)
+    return assignment.scheme if assignment else None
+
+
+def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
+    """Which engines load what the plan writes, where not all of them do."""
+    schemes = {each.scheme for each in assignments.values()}
+    notes = []
+    if any(not scheme.symmetric for scheme in schemes):
+        notes.append(
+            "asymmetric codes: plain transformers loads them only with CompressedTensorsConfig(dequantize=True)"
+        )
+    if odd := sorted({scheme.bits for scheme in schemes} - {4, 8}):
+        notes.append(f"{', '.join(map(str, odd))}-bit codes: vLLM and this runtime load them, SGLang only 4 and 8 bits")
+    return notes

@@ -1,0 +1,110 @@
+"""Statistics of what the linears of a block receive. Linears that receive the same tensor share one record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from calibration.statistics import InputStatistics
+from compress.blocks import LoadedBlock
+from compress.capture import BlockInputs, run_block
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a method wants to know of a linear's inputs."""
+
+    hessian: bool = False
+    sample_rows: int = 0
+
+    def __or__(self, other: Need) -> Need:
+        return Need(self.hessian or other.hessian, max(self.sample_rows, other.sample_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Statistics by linear; `groups` lists linears that share their input, hence one statistics object."""
+
+    statistics: dict[str, InputStatistics]
+    groups: tuple[tuple[str, ...], ...]
+
+
+def observe(
+    block: LoadedBlock,
+    inputs: BlockInputs,
+    index: int,
+    needs: dict[str, Need],
+    device: torch.device,
+    tick: Callable[[], None] = lambda: None,
+) -> Observed:
+    """Runs the whole calibration through a block and gathers statistics of its linears' inputs.
+
+    The first micro-batch shows which linears receive the very same tensor; from then on one of them counts for all.
+    A linear that nothing reaches (an unused expert) is in no group.
+
+    Raises:
+        NumericsError: NaN or infinity in an input, naming the linear.
+    """
+    batches = inputs.batches(index, device)
+    first = _first_inputs(block, *next(batches), linears=tuple(needs))
+    groups = _same_tensor(first)
+    leaders = {group[0]: _statistics(block, group, needs, device) for group in groups}
+    for leader, statistics in leaders.items():
+        statistics.update(first[leader])
+    first.clear()
+    tick()
+    handles = [_on_input(block.linear(leader), statistics.update) for leader, statistics in leaders.items()]
+    try:
+        for hidden, call in batches:
+            run_block(block.module, hidden, call)
+            tick()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Observed({name: leaders[group[0]] for group in groups for name in group}, groups)
+
+
+def _first_inputs(block: LoadedBlock, hidden: Tensor, call: Any, linears: tuple[str, ...]) -> dict[str, Tensor]:
+    """The input of each linear in one forward pass, in the order in which they are reached."""
+    seen: dict[str, Tensor] = {}
+    handles = [_on_input(block.linear(name), lambda x, name=name: seen.setdefault(name, x)) for name in linears]
+    try:
+        run_block(block.module, hidden, call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _same_tensor(inputs: dict[str, Tensor]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, tensor in inputs.items():
+        groups.setdefault(id(tensor), []).append(name)
+    return tuple(map(tuple, groups.values()))
+
+
+def _statistics(
+    block: LoadedBlock, group: tuple[str, ...], needs: dict[str, Need], device: torch.device
+) -> InputStatistics:
+    need = Need()
+    for name in group:
+        need |= needs[name]
+    return InputStatistics(
+        block.linear(group[0]).in_features,
+        f"{block.name}.{group[0]}",
+        hessian=need.hessian,
+        sample_rows=need.sample_rows,
+        device=device,
+    )
+
+
+def _on_input(module: nn.Module, action: Callable[[Tensor], Any]) -> RemovableHandle:
+    def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        action(args[0])
+
+    return module.register_forward_pre_hook(hook)

@@ -1,0 +1,136 @@
+"""What will happen to every tensor, decided before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from compress.architectures.architecture import SmoothingEdge
+from compress.checkpoint.scheme import Scheme
+from compress.targets import without_indices
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one linear gets."""
+
+    method: str
+    scheme: Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One stored tensor of the source.
+
+    Attributes:
+        tensor: its name.
+        shape: its shape.
+        assignment: how it is quantized; None when it stays dense.
+        reason: why it stays dense; empty otherwise.
+        bytes_before, bytes_after: stored bytes.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    assignment: Assignment | None
+    reason: str
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def kind(self) -> str:
+        return without_indices(self.tensor)
+
+    @property
+    def parameters(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole of it; printing it is `--dry-run`.
+
+    Attributes:
+        rows: every stored tensor of the source.
+        notes: what a careful user should know, one sentence each.
+        edges: smoothing edges in use, by block index.
+        scale_dtype: dtype in which scales are stored: the model's.
+    """
+
+    rows: tuple[PlanRow, ...]
+    notes: tuple[str, ...]
+    edges: tuple[tuple[SmoothingEdge, ...], ...]
+    scale_dtype: str
+
+    @property
+    def quantized(self) -> list[PlanRow]:
+        return [row for row in self.rows if row.assignment is not None]
+
+    @property
+    def assignments(self) -> dict[str, Assignment]:
+        """Of every quantized linear, by module name."""
+        return {row.tensor.removesuffix(".weight"): row.assignment for row in self.rows if row.assignment is not None}
+
+    def in_block(self, block: str) -> dict[str, Assignment]:
+        """Assignments by name inside a block."""
+        prefix = f"{block}."
+        return {name.removeprefix(prefix): each for name, each in self.assignments.items() if name.startswith(prefix)}
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(row.bytes_after for row in self.rows)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per weight of the quantized linears: codes, scales and zero points."""
+        return _bits_per_parameter(self.quantized)
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Stored bits per parameter of the whole model."""
+        return _bits_per_parameter(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layers": [_summary(kind, rows) for kind, rows in by_kind(self.rows).items()],
+            "notes": list(self.notes),
+            "scale_dtype": self.scale_dtype,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bits_per_weight": self.bits_per_weight,
+            "bits_per_parameter": self.bits_per_parameter,
+        }
+
+
+def by_kind(rows: Iterable[PlanRow]) -> dict[tuple[str, tuple[int, ...], Assignment | None, str], list[PlanRow]]:
+    """Rows that differ in nothing but their indices, together."""
+    kinds: dict[tuple[str, tuple[int, ...], Assignment | None, str], list[PlanRow]] = {}
+    for row in rows:
+        kinds.setdefault((row.kind, row.shape, row.assignment, row.reason), []).append(row)
+    return kinds
+
+
+def _summary(kind: tuple[str, tuple[int, ...], Assignment | None, str], rows: list[PlanRow]) -> dict[str, Any]:
+    name, shape, assignment, reason = kind
+    return {
+        "tensor": name,
+        "shape": list(shape),
+        "count": len(rows),
+        "method": assignment.method if assignment else None,
+        "scheme": str(assignment.scheme) if assignment else "dense",
+        "reason": reason,
+        "bytes_before": sum(row.bytes_before for row in rows),
+        "bytes_after": sum(row.bytes_after for row in rows),
+    }
+
+
+def _bits_per_parameter(rows: Iterable[PlanRow]) -> float:
+    rows = list(rows)
+    parameters = sum(row.parameters for row in rows)
+    return 8 * sum(row.bytes_after for row in rows) / parameters if parameters else 0.0

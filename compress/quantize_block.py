@@ -1,0 +1,275 @@
+"""What the recipe does to one block: observe, smooth, quantize, measure, and hand on the block's new outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.architectures.architecture import SmoothingEdge
+from compress.blocks import LoadedBlock
+from compress.capture import BlockInputs, run_all
+from compress.checkpoint.integer import IntegerWeight
+from compress.methods.awq import quantize_awq, search_clip
+from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
+from compress.methods.rtn import quantize_rtn
+from compress.observe import Need, Observed, observe
+from compress.plan import Assignment
+from compress.smoothing import fold_edge, head_layout, search_edge, trace_modules
+
+CLIP_ROWS = 512
+# Errors of queries and keys pass through a softmax, where the least error of the projection itself is not the best choice.
+_UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRecord:
+    """What happened to one linear: for the report."""
+
+    module: str
+    method: str
+    relative_error: float
+    recovery: str = ""
+    damping: float | None = None
+    dead_columns: int = 0
+    clipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeRecord:
+    """What smoothing one edge gave."""
+
+    source: str
+    targets: tuple[str, ...]
+    ratio: float
+    loss_before: float
+    loss_after: float
+
+
+@dataclass
+class BlockOutcome:
+    """A finished block.
+
+    Attributes:
+        weights: integer weights by full module name.
+        dense: tensors that stay dense, by full name, as stored.
+        hidden: `[N, L, H]`, input of the next block; None when nothing is calibrated.
+        relative_error: squared error of the block's output over the square of what the block adds, on search sequences.
+    """
+
+    weights: dict[str, IntegerWeight] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    hidden: Tensor | None = None
+    relative_error: float | None = None
+    linears: list[LinearRecord] = field(default_factory=list)
+    edges: list[EdgeRecord] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """The JSON-able part, for the piece's metadata and the report."""
+        return {
+            "relative_error": self.relative_error,
+            "linears": [asdict(record) for record in self.linears],
+            "smoothing": [asdict(record) for record in self.edges],
+        }
+
+
+@dataclass
+class Calibration:
+    """All of the calibration, and the few sequences of it that searches run over.
+
+    Attributes:
+        inputs: every sequence, on its way through the model.
+        search: the search sequences; their hidden states are rows of `inputs.hidden`.
+        search_rows: which rows.
+    """
+
+    inputs: BlockInputs
+    search: BlockInputs
+    search_rows: Tensor
+
+    def advance(self, hidden: Tensor) -> None:
+        """Puts a block's outputs in the place of its inputs."""
+        self.inputs.hidden = hidden
+        self.search.hidden = hidden[self.search_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockJob:
+    """One block's share of the plan.
+
+    Attributes:
+        index: which block.
+        assignments: what happens to each linear, by name inside the block.
+        edges: smoothing edges in use.
+        scale_dtype: dtype in which scales are stored.
+        head_dim: channels of an attention head.
+    """
+
+    index: int
+    assignments: Mapping[str, Assignment]
+    edges: Sequence[SmoothingEdge]
+    scale_dtype: torch.dtype
+    head_dim: int = 1
+
+
+@torch.no_grad()
+def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
+    """Rounds a block's linears to nearest, from tensor to tensor: no forward pass.
+
+    Raises:
+        SchemeError, NumericsError: from the method, naming the linear.
+    """
+    outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
+    for name, assignment in job.assignments.items():
+        weight = block.weights.pop(name)
+        quantized = quantize_rtn(weight, assignment.scheme, None, job.scale_dtype)
+        record = LinearRecord(f"{block.name}.{name}", "rtn", _relative_error(weight, quantized, None))
+        outcome.weights[record.module] = quantized
+        outcome.linears.append(record)
+    return outcome
+
+
+@torch.no_grad()
+def quantize_block(
+    block: LoadedBlock,
+    job: BlockJob,
+    calibration: Calibration,
+    device: torch.device,
+    step: Callable[[str], None] = lambda _: None,
+) -> BlockOutcome:
+    """Quantizes a block by its inputs; the block then holds what will be served, and so do its outputs.
+
+    Raises:
+        NumericsError: NaN or infinity in inputs or outputs.
+    """
+    step("statistics")
+    observed = observe(block, calibration.inputs, job.index, _needs(job), device)
+    parents = sorted({edge.parent for edge in job.edges})
+    traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
+    outcome = BlockOutcome()
+    step("smoothing")
+    folded = _smooth(block, job, observed, traces, outcome)
+    traces.clear()
+    step("rounding")
+    _round(block, job, observed, folded, outcome)
+    step("next inputs")
+    outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
+    outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device)
+    outcome.dense = {f"{block.name}.{name}": tensor.cpu() for name, tensor in block.dense.items()}
+    return outcome
+
+
+def _needs(job: BlockJob) -> dict[str, Need]:
+    return {
+        name: Need(assignment.method == "gptq", CLIP_ROWS if assignment.method == "awq" else 0)
+        for name, assignment in job.assignments.items()
+    }
+
+
+def _smooth(
+    block: LoadedBlock, job: BlockJob, observed: Observed, traces: dict, outcome: BlockOutcome
+) -> dict[str, Tensor]:
+    """Searches all edges, then folds them. Returns the scale now inside each target's columns."""
+    schemes = {name: assignment.scheme for name, assignment in job.assignments.items()}
+    layouts = {edge: head_layout(block, edge, job.head_dim) for edge in job.edges}
+    found = {
+        edge: search_edge(block, edge, traces[edge.parent], observed, schemes, layouts[edge]) for edge in job.edges
+    }
+    folded: dict[str, Tensor] = {}
+    for edge, result in found.items():
+        targets = tuple(f"{block.name}.{name}" for name in edge.targets)
+        record = EdgeRecord(f"{block.name}.{edge.source}", targets, result.ratio, result.loss_before, result.loss_after)
+        outcome.edges.append(record)
+        if result.loss_after < result.loss_before:
+            folded |= dict.fromkeys(edge.targets, fold_edge(block, edge, result.scale, layouts[edge]))
+    return folded
+
+
+def _round(
+    block: LoadedBlock, job: BlockJob, observed: Observed, folded: dict[str, Tensor], outcome: BlockOutcome
+) -> None:
+    """Quantizes each linear, siblings together, and puts the dequantized weights into the block."""
+    unreached = tuple((name,) for name in job.assignments if name not in observed.statistics)
+    for group in observed.groups + unreached:
+        methods = [_Rounding(block, job, observed, folded.get(name), name) for name in group]
+        factor = None
+        for rounding in methods:
+            if rounding.method == "gptq" and factor is None:
+                factor = factorize(rounding.statistics.hessian, GptqOptions())
+            quantized, record = rounding.apply(factor)
+            block.set_weight(rounding.name, quantized.dequantize(torch.float32))
+            outcome.weights[record.module] = _on_host(quantized)
+            outcome.linears.append(record)
+
+
+class _Rounding:
+    """One linear on its way to integers: its master weight and what is known of its (smoothed) inputs."""
+
+    def __init__(self, block: LoadedBlock, job: BlockJob, observed: Observed, scale: Tensor | None, name: str) -> None:
+        assignment = job.assignments[name]
+        self.name = name
+        self.module = f"{block.name}.{name}"
+        self.weight = block.weights.pop(name)
+        self.scheme = assignment.scheme
+        self.scale_dtype = job.scale_dtype
+        self.scale = scale
+        self.statistics = observed.statistics.get(name)
+        self.method = assignment.method if self.statistics is not None else "unreached"
+        self.importance = None if self.statistics is None else self.statistics.mean_square
+        if self.importance is not None and scale is not None:
+            self.importance = self.importance / scale.square()
+
+    def apply(self, factor: Any) -> tuple[IntegerWeight, LinearRecord]:
+        clip, details = None, {}
+        match self.method:
+            case "gptq":
+                quantized = quantize_gptq(self.weight, factor, self.scheme, self.scale_dtype)
+                details = {
+                    "recovery": factor.recovery,
+                    "damping": factor.damping,
+                    "dead_columns": factor.dead_columns,
+                }
+            case "awq":
+                clip = self._clip()
+                quantized = quantize_awq(self.weight, self.scheme, self.importance, clip, self.scale_dtype)
+                details = {"clipped": clip is not None}
+            case "rtn":
+                quantized = quantize_rtn(self.weight, self.scheme, self.importance, self.scale_dtype)
+            case _:
+                quantized = quantize_rtn(self.weight, self.scheme, None, self.scale_dtype)
+                details = {"recovery": "rtn: no calibration token reached this layer"}
+        error = _relative_error(self.weight, quantized, self.importance)
+        method = "rtn" if self.method == "unreached" else self.method
+        return quantized, LinearRecord(self.module, method, error, **details)
+
+    def _clip(self) -> Tensor | None:
+        if any(part in self.name for part in _UNCLIPPED):
+            return None
+        rows = self.statistics.sample(CLIP_ROWS).float()
+        return search_clip(self.weight, rows if self.scale is None else rows / self.scale, self.scheme)
+
+
+def _output_error(
+    block: LoadedBlock, job: BlockJob, search: BlockInputs, expected: list[Tensor], device: torch.device
+) -> float:
+    _, outputs = trace_modules(block, search, job.index, (), device)
+    error, added = 0.0, 0.0
+    for (hidden, _), output, reference in zip(search.batches(job.index, device), outputs, expected, strict=True):
+        error += float((output.float() - reference.float()).square().sum())
+        added += float((reference.float() - hidden.float()).square().sum())
+    return error / added if added else 0.0
+
+
+def _relative_error(weight: Tensor, quantized: IntegerWeight, importance: Tensor | None) -> float:
+    """Squared rounding error over squared weights, each column weighted by the mean square of its input."""
+    columns = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance
+    error = ((quantized.dequantize(torch.float32) - weight).square() * columns).sum()
+    total = (weight.square() * columns).sum()
+    return float(error / total) if float(total) else 0.0
+
+
+def _on_host(weight: IntegerWeight) -> IntegerWeight:
+    return IntegerWeight(weight.codes.cpu(), weight.scale.cpu(), weight.zero.cpu(), weight.scheme)

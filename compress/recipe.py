@@ -1,0 +1,94 @@
+"""What to do to a model, as data: `compress quantize` builds it from options, `compress run` reads it from YAML."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from compress.checkpoint.errors import RecipeError
+from compress.checkpoint.scheme import Scheme
+
+METHODS = ("rtn", "awq", "gptq")
+PER_CHANNEL = -1
+DEFAULT_SAMPLES, DEFAULT_LENGTH = 64, 512
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeStage:
+    """Integer quantization of the linears in the transformer blocks.
+
+    Attributes:
+        method: rtn (no calibration), awq or gptq.
+        scheme: bits, group size and symmetry.
+        targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
+        ignore: patterns of modules that stay dense.
+    """
+
+    method: str = "awq"
+    scheme: Scheme = field(default_factory=Scheme)
+    targets: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise RecipeError(f"method {self.method!r} does not exist", nearest(self.method, METHODS, "Methods"))
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method != "rtn"
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationOptions:
+    """Text the model runs over while it is measured.
+
+    Attributes:
+        source: `bundled`, `pydoc`, a path or a dataset name.
+        samples: number of sequences.
+        length: tokens of one sequence.
+    """
+
+    source: str = "bundled"
+    samples: int = DEFAULT_SAMPLES
+    length: int = DEFAULT_LENGTH
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise RecipeError(f"samples={self.samples} leaves nothing to calibrate on", "Use --samples 64")
+        if self.length < 2:
+            raise RecipeError(f"length={self.length} is too short a sequence", "Use --length 512")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides the result besides the model: stages in order, calibration and seed."""
+
+    stages: tuple[QuantizeStage, ...]
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    seed: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise RecipeError("the recipe has no stages", "Add one, e.g. `- quantize: {method: awq, bits: 4}`")
+
+    @property
+    def needs_calibration(self) -> bool:
+        return any(stage.needs_calibration for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and for comparing two runs."""
+        return asdict(self)
+
+
+def group_size_from(value: int) -> int | None:
+    """The scheme's group size from what a user writes: -1 means one group per output channel."""
+    return None if value == PER_CHANNEL else value
+
+
+def nearest(wanted: str, known: tuple[str, ...], what: str) -> str:
+    """A remedy: the nearest known word, if one is near, and all of them."""
+    near = get_close_matches(wanted, known, n=1, cutoff=0.5)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{guess}{what}: {', '.join(known)}"

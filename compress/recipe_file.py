@@ -1,0 +1,133 @@
+"""Recipes as YAML files. Every refusal names the file, the line and the key."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.checkpoint.errors import RecipeError, SchemeError
+from compress.checkpoint.scheme import Scheme
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, group_size_from, nearest
+
+if TYPE_CHECKING:
+    import yaml
+
+
+def bundled_recipes() -> dict[str, Path]:
+    """Recipes that ship with the package, by name."""
+    folder = Path(str(files("recipes")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_recipe(spec: str) -> Recipe:
+    """Reads a recipe file, or a bundled recipe by name.
+
+    Raises:
+        RecipeError: no such recipe, not YAML, or a key or value that means nothing; says file, line and key.
+    """
+    path = bundled_recipes().get(spec, Path(spec))
+    if not path.is_file():
+        raise RecipeError(f"recipe {spec} does not exist", nearest(spec, tuple(bundled_recipes()), "Bundled recipes"))
+    return parse_recipe(path.read_text(encoding="utf-8"), str(path))
+
+
+def parse_recipe(text: str, origin: str) -> Recipe:
+    """A recipe from YAML text; `origin` is the file name that errors show."""
+    import yaml
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{origin} is not YAML: {' '.join(str(error).split())}", "Correct the file") from error
+    if root is None:
+        raise RecipeError(f"{origin} is empty", "A recipe needs at least `stages:`")
+    return _Reader(origin).recipe(root)
+
+
+class _Reader:
+    """Turns YAML nodes into a Recipe and knows the line of everything it refuses."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+
+    def recipe(self, node: yaml.Node) -> Recipe:
+        values = self._mapping(node, ("name", "seed", "calibration", "stages"), "recipe")
+        options: dict[str, Any] = {"name": Path(self.origin).stem}
+        if "name" in values:
+            options["name"] = self._scalar(values["name"], str, "name")
+        if "seed" in values:
+            options["seed"] = self._scalar(values["seed"], int, "seed")
+        if "calibration" in values:
+            options["calibration"] = self._calibration(values["calibration"])
+        stages = tuple(self._stage(item) for item in self._items(values.get("stages"), "stages"))
+        return self._build(node, Recipe, stages=stages, **options)
+
+    def _calibration(self, node: yaml.Node) -> CalibrationOptions:
+        types = {"source": str, "samples": int, "length": int}
+        values = self._mapping(node, tuple(types), "calibration")
+        options = {key: self._scalar(value, types[key], key) for key, value in values.items()}
+        return self._build(node, CalibrationOptions, **options)
+
+    def _stage(self, node: yaml.Node) -> QuantizeStage:
+        stage = self._mapping(node, ("quantize",), "stage")
+        if not stage:
+            raise self._refusal(node, "a stage names no method", "Write `- quantize: {method: awq}`")
+        body = stage["quantize"]
+        keys = ("method", "bits", "group_size", "symmetric", "targets", "ignore")
+        values = self._mapping(body, keys, "quantize")
+        options: dict[str, Any] = {}
+        if "method" in values:
+            options["method"] = self._scalar(values["method"], str, "method")
+        for key in {"targets", "ignore"} & values.keys():
+            options[key] = tuple(self._scalar(item, str, key) for item in self._items(values[key], key))
+        return self._build(body, QuantizeStage, scheme=self._scheme(body, values), **options)
+
+    def _scheme(self, node: yaml.Node, values: dict[str, yaml.Node]) -> Scheme:
+        options: dict[str, Any] = {}
+        if "bits" in values:
+            options["bits"] = self._scalar(values["bits"], int, "bits")
+        if "group_size" in values:
+            options["group_size"] = group_size_from(self._scalar(values["group_size"], int, "group_size"))
+        if "symmetric" in values:
+            options["symmetric"] = self._scalar(values["symmetric"], bool, "symmetric")
+        return self._build(node, Scheme, **options)
+
+    def _mapping(self, node: yaml.Node, keys: tuple[str, ...], what: str) -> dict[str, yaml.Node]:
+        if node.id != "mapping":
+            raise self._refusal(node, f"{what} must be a mapping", f"Keys: {', '.join(keys)}")
+        values: dict[str, yaml.Node] = {}
+        for key_node, value in node.value:
+            key = str(key_node.value)
+            if key not in keys:
+                raise self._refusal(key_node, f"unknown key {key!r} in {what}", nearest(key, keys, "Keys"))
+            if key in values:
+                raise self._refusal(key_node, f"key {key!r} stands twice in {what}", "Keep one of them")
+            values[key] = value
+        return values
+
+    def _items(self, node: yaml.Node | None, what: str) -> list[yaml.Node]:
+        if node is None:
+            return []
+        if node.id != "sequence":
+            raise self._refusal(node, f"{what} must be a list", f"Write `{what}: [...]`")
+        return list(node.value)
+
+    def _scalar(self, node: yaml.Node, expected: type, what: str) -> Any:
+        import yaml
+
+        value = yaml.SafeLoader("").construct_object(node, deep=True) if node.id == "scalar" else None
+        # bool is an int to Python but not to a reader of the recipe.
+        if type(value) is not expected:
+            shown = node.value if node.id == "scalar" else f"a {node.id}"
+            raise self._refusal(node, f"{what}: {shown!r} is not of type {expected.__name__}", "Correct the value")
+        return value
+
+    def _build(self, node: yaml.Node, kind: type, **options: Any) -> Any:
+        try:
+            return kind(**options)
+        except (RecipeError, SchemeError) as error:
+            raise self._refusal(node, error.problem, error.remedy) from error
+
+    def _refusal(self, node: yaml.Node, problem: str, remedy: str) -> RecipeError:
+        return RecipeError(f"{self.origin}:{node.start_mark.line + 1}: {problem}", remedy)

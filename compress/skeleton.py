@@ -1,0 +1,138 @@
+"""A transformers model without its weights: the structure that blocks of real weights pass through one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.architectures.architecture import Architecture
+from compress.architectures.find import find_architecture
+from compress.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_OTHER_INPUTS = ("vision_config", "audio_config", "text_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model whose parameters are on the meta device; its buffers (rotary frequencies) are real.
+
+    Attributes:
+        model: the causal language model.
+        architecture: names of its parts.
+    """
+
+    model: PreTrainedModel
+    architecture: Architecture
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.get_submodule(self.architecture.blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    def block_name(self, index: int) -> str:
+        return f"{self.architecture.blocks}.{index}"
+
+    def linears(self, block: nn.Module) -> dict[str, nn.Linear]:
+        """The linears of a block by name inside it, in the order in which they are defined."""
+        from torch import nn
+
+        return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+
+
+def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> Skeleton:
+    """Builds the model that `config` describes, without allocating its weights.
+
+    Args:
+        path: the model folder, where code of its own would lie.
+        config: the parsed config.json.
+        trust_remote_code: whether Python files of the folder may run.
+
+    Raises:
+        CheckpointError: already quantized, not a decoder-only text model, or a model type nobody here knows.
+    """
+    check_supported(path, config, trust_remote_code)
+    model = _build(path, _load_config(path, config, trust_remote_code), trust_remote_code)
+    _refuse_fused_experts(model)
+    return Skeleton(model.eval(), find_architecture(model))
+
+
+def check_supported(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
+    """What config.json alone can rule out. Free of torch. Raises CheckpointError."""
+    model_type = config.get("model_type", "")
+    if not model_type:
+        raise CheckpointError(f"config.json of {path} has no model_type", "Use a Hugging Face model folder")
+    if quantization := config.get("quantization_config"):
+        raise CheckpointError(
+            f"{path} is already quantized ({quantization.get('quant_method', 'unknown method')})",
+            f"Start from the dense model, or first run: compress export {path} --format dense --out dense",
+        )
+    other = [key for key in _OTHER_INPUTS if key in config]
+    if other or config.get("is_encoder_decoder"):
+        what = ", ".join(other) if other else "an encoder and a decoder"
+        raise CheckpointError(
+            f"model type {model_type!r} is not a decoder-only text model (config.json has {what})",
+            "Only decoder-only text models can be compressed so far",
+        )
+    if "auto_map" in config and not trust_remote_code and not _is_known(model_type):
+        raise CheckpointError(
+            f"model type {model_type!r} needs Python code from {path}",
+            "Read that code; if you trust it, add --trust-remote-code",
+        )
+
+
+def _is_known(model_type: str) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
+    import transformers
+    from transformers import AutoConfig
+
+    architectures = config.get("architectures") or []
+    decoders = [name for name in architectures if name.endswith(("ForCausalLM", "LMHeadModel"))]
+    known = trust_remote_code or _is_known(config["model_type"])
+    if not known or (architectures and not decoders):
+        raise CheckpointError(
+            f"{' '.join(architectures) or 'this model'} (model type {config['model_type']!r}) is not a decoder-only "
+            f"language model that transformers {transformers.__version__} knows",
+            "Check config.json, or upgrade transformers if the model is newer: pip install -U transformers",
+        )
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"config.json of {path} cannot be used: {reason}", "Correct config.json") from error
+
+
+def _build(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config.use_cache = False
+    try:
+        # Parameters go to the meta device one by one, so buffers keep the values that their modules compute.
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"the model of {path} cannot be built: {reason}", "Correct config.json") from error
+
+
+def _refuse_fused_experts(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 3 and "expert" in name:
+            raise CheckpointError(
+                f"{name} {list(parameter.shape)} holds all experts of a mixture in one tensor",
+                "Mixture-of-experts models cannot be compressed yet",
+            )
