@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.config import ModelConfig, dtype_name, is_tied, quantization_block, read_config
+from compress.checkpoint.config import HEAD, ModelConfig, dtype_name, is_tied, quantization_block, read_config
 from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.formats import dense
 from compress.checkpoint.formats.table import Format, find_format
@@ -82,15 +81,24 @@ class PackedCheckpoint:
         Raises:
             CheckpointError: tensors missing or contradicting the config.
         """
-        scheme = self.schemes.get(module)
-        if scheme is None:
-            return self.tensor(f"{module}.weight")
+        return self.integer_weight(module) if module in self.schemes else self.tensor(f"{module}.weight")
+
+    def integer_weight(self, module: str) -> IntegerWeight:
+        """The codes of a quantized module. Raises CheckpointError for tensors that contradict the config."""
         try:
-            return self.codec.decode(module, self.tensor, scheme, quantization_block(self.config))
+            return self.codec.decode(module, self.tensor, self.schemes[module], quantization_block(self.config))
         except CheckpointError:
             raise
         except (ToolkitError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"the tensors of {module} in {self.path} contradict each other: {error}") from error
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """`(O, I)` of a linear module."""
+        scheme = self.schemes.get(module)
+        if scheme is None:
+            rows, columns = self.files.shape(f"{module}.weight")
+            return rows, columns
+        return self.codec.shape(module, self.tensor, scheme)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as stored (a read-only view of the memory map)."""
@@ -105,7 +113,20 @@ class PackedCheckpoint:
         packed = {name for module in self.schemes for name in self.packed_names(module)}
         return [name for name in self.files.names() if name not in packed]
 
-    def weight_bytes(self, modules: Iterable[str] | None = None) -> int:
-        """Stored bytes of quantized weights: codes, scales, zero points."""
-        chosen = self.modules if modules is None else modules
-        return sum(self.files.tensor_nbytes(name) for module in chosen for name in self.packed_names(module))
+    def dense_linears(self) -> list[str]:
+        """Modules with a matrix that is not quantized, embeddings left out; a head tied to the embedding is one."""
+        matrices = [
+            name.removesuffix(".weight")
+            for name in self.dense_names()
+            if name.endswith(".weight") and len(self.files.shape(name)) == 2 and not _is_embedding(name)
+        ]
+        return sorted({*matrices, HEAD} - set(self.schemes))
+
+    def weight_bytes(self, module: str) -> int:
+        """Stored bytes of a quantized weight: codes, scales and zero points, without shapes and indices."""
+        names = (name for name in self.packed_names(module) if not name.endswith((".weight_shape", "g_idx")))
+        return sum(self.files.tensor_nbytes(name) for name in names)
+
+
+def _is_embedding(name: str) -> bool:
+    return any(part in name.split(".")[-2] for part in ("embed", "wte", "wpe"))

@@ -48,6 +48,12 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
     return IntegerWeight(codes.T.contiguous(), scale, zero.T.contiguous(), scheme)
 
 
+def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
+    """`(O, I)` of a stored layer, without decoding it."""
+    in_features, words = get(f"{module}.qweight").shape
+    return words * 8, in_features
+
+
 def modules(names: Iterable[str]) -> list[str]:
     """Quantized modules among tensor names."""
     return owners(names, ".qweight")

@@ -32,6 +32,12 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
     raise CheckpointError(f"{module} is dense and has no integer codes", "Quantize it: compress quantize MODEL")
 
 
+def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
+    """`(O, I)` of a stored layer, without decoding it."""
+    rows, columns = get(f"{module}.weight").shape
+    return rows, columns
+
+
 def modules(names: Iterable[str]) -> list[str]:
     """No module is quantized."""
     return []

@@ -77,6 +77,12 @@ def _zero(module: str, stored: Tensor, scheme: Scheme, version: str) -> Tensor:
     return zero
 
 
+def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
+    """`(O, I)` of a stored layer, without decoding it."""
+    words, out_features = get(f"{module}.qweight").shape
+    return out_features, words * 32 // scheme.bits
+
+
 def modules(names: Iterable[str]) -> list[str]:
     """Quantized modules among tensor names."""
     return owners(names, ".qweight")

@@ -1,0 +1,74 @@
+"""Re-encodes a packed checkpoint in another format, bit for bit the same integers, or refuses and says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from compress.checkpoint.config import compression_block, packed_config
+from compress.checkpoint.disk import check_out_folder, partial_folder
+from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.formats import dense
+from compress.checkpoint.formats.table import find_format
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.writer import MAX_SHARD_BYTES, PieceStore, assemble
+
+
+def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
+    """Writes the checkpoint at `path` to the new folder `out` as `compressed-tensors`, `gptq`, `awq` or `dense`.
+
+    Everything that is not a quantized weight is copied as it is; `dense` dequantizes to the model's dtype.
+
+    Raises:
+        CheckpointError: `path` cannot be read or is not packed, or `out` exists or does not fit on the disk.
+        SchemeError: the format cannot hold these integers or scales exactly; nothing is written.
+    """
+    target = check_out_folder(out)
+    packed = PackedCheckpoint.open(path)
+    codec = find_format(format)
+    if not packed.schemes:
+        raise CheckpointError(f"{packed.path} holds no quantized weights", "Quantize it first: compress quantize MODEL")
+    schemes = _target_schemes(packed, format)
+    for module, scheme in schemes.items():
+        codec.check(scheme, packed.shape(module))
+    config = packed_config(
+        packed.config,
+        codec.quantization_config(schemes, packed.dense_linears()),
+        packed.modules,
+        compression_block(packed.config) or None,
+    )
+    store = PieceStore(partial_folder(target) / "pieces")
+    store.discard()
+    try:
+        keys = _write_pieces(packed, format, schemes, store)
+        return assemble(store, keys, target, max_shard_bytes, config=config, source=packed.files)
+    finally:
+        store.discard()
+
+
+def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Scheme], store: PieceStore) -> list[str]:
+    codec = find_format(format)
+    for number, (module, scheme) in enumerate(schemes.items()):
+        weight = replace(packed.integer_weight(module), scheme=scheme)
+        store.write(f"module-{number:05d}", codec.encode(module, weight, packed.dtype))
+        packed.files.release()
+    store.write("dense", {name: packed.tensor(name) for name in packed.dense_names()})
+    return [f"module-{number:05d}" for number in range(len(schemes))] + ["dense"]
+
+
+def _target_schemes(packed: PackedCheckpoint, format: str) -> dict[str, Scheme]:
+    """AWQ stores zero points even when every one is the midpoint; elsewhere such codes are symmetric."""
+    asymmetric = [module for module, scheme in packed.schemes.items() if not scheme.symmetric]
+    if format == dense.NAME or not asymmetric:
+        return packed.schemes
+    if all(_is_symmetric(packed.integer_weight(module)) for module in asymmetric):
+        return {module: replace(scheme, symmetric=True) for module, scheme in packed.schemes.items()}
+    return packed.schemes
+
+
+def _is_symmetric(weight: IntegerWeight) -> bool:
+    return bool(torch.all(weight.zero == weight.scheme.midpoint))
