@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import NumericsError
+from compress.checkpoint.errors import CheckpointError, NumericsError
 from compress.evaluate.scorers import Scorer
 from compress.evaluate.windows import Windows
 
-BATCH_TOKENS = 2048
+BATCH_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Evaluation:
         tokens: number of predicted tokens.
         baseline_perplexity: the same of the baseline, if there is one.
         kl_mean, kl_p999: mean and 99.9 % quantile over positions of KL(baseline || model), in nats.
-        kl_standard_error: standard error of `kl_mean` over windows.
+        kl_standard_error: standard error of `kl_mean` over windows; None for a single window.
         top1_agreement: share of positions where both put the same token first.
     """
 
@@ -41,6 +42,15 @@ class Evaluation:
         return asdict(self)
 
 
+class _Positions(NamedTuple):
+    """Figures of every predicted position of some windows, each `[B, T-1]` float64."""
+
+    losses: Tensor
+    baseline_losses: Tensor
+    divergence: Tensor
+    agreement: Tensor
+
+
 @torch.inference_mode()
 def evaluate(
     model: Scorer,
@@ -50,40 +60,45 @@ def evaluate(
 ) -> Evaluation:
     """Scores every window with the model and, side by side, with the baseline.
 
-    Both models are resident, but never more logits than one batch of windows of each.
+    Both models are resident, but never more logits than those of one batch of windows of each.
 
     Args:
         on_progress: called with (windows done, windows in all).
 
     Raises:
         NumericsError: a model gave NaN or infinite logits.
+        CheckpointError: the two models have different vocabularies.
     """
-    losses, baseline_losses, divergences, agreements = [], [], [], []
-    batch = max(1, BATCH_TOKENS // windows.tokens.shape[1])
-    for start in range(0, len(windows.tokens), batch):
-        tokens = windows.tokens[start : start + batch]
-        logp = _log_probabilities(model, tokens, "the model")
-        losses.append(_losses(logp, tokens))
-        if baseline is not None:
-            reference = _log_probabilities(baseline, tokens, "the baseline")
-            baseline_losses.append(_losses(reference, tokens))
-            divergences.append((reference.exp() * (reference - logp)).sum(-1))
-            agreements.append((reference.argmax(-1) == logp.argmax(-1)).double().mean(-1))
-        if on_progress:
-            on_progress(min(start + batch, len(windows.tokens)), len(windows.tokens))
-    loss = torch.cat(losses)
+    batches = list(_score(model, windows.tokens, baseline, on_progress))
+    every = _Positions(*map(torch.cat, zip(*batches, strict=True)))
+    perplexity, tokens = _perplexity(every.losses), every.losses.numel()
     if baseline is None:
-        return Evaluation(_perplexity(loss), loss.numel())
-    divergence = torch.cat(divergences)
+        return Evaluation(perplexity, tokens)
     return Evaluation(
-        perplexity=_perplexity(loss),
-        tokens=loss.numel(),
-        baseline_perplexity=_perplexity(torch.cat(baseline_losses)),
-        kl_mean=divergence.mean().item(),
-        kl_p999=_quantile(divergence.flatten(), 0.999),
-        kl_standard_error=_standard_error(divergence.mean(-1)),
-        top1_agreement=torch.cat(agreements).mean().item(),
+        perplexity,
+        tokens,
+        baseline_perplexity=_perplexity(every.baseline_losses),
+        kl_mean=every.divergence.mean().item(),
+        kl_p999=_quantile(every.divergence.flatten(), 0.999),
+        kl_standard_error=_standard_error(every.divergence.mean(-1)),
+        top1_agreement=every.agreement.mean().item(),
     )
+
+
+def _score(
+    model: Scorer, tokens: Tensor, baseline: Scorer | None, on_progress: Callable[[int, int], None] | None
+) -> Iterator[_Positions]:
+    done, size = 0, 1
+    while done < len(tokens):
+        batch = tokens[done : done + size]
+        logp = _log_probabilities(model, batch, "the model")
+        reference = logp if baseline is None else _log_probabilities(baseline, batch, "the baseline")
+        yield _compare(logp, reference, batch)
+        done += len(batch)
+        if on_progress:
+            on_progress(done, len(tokens))
+        # The first window alone showed how many logits one has; the next batches are as large as memory allows.
+        size = max(1, BATCH_LOGITS // logp[0].numel())
 
 
 def _log_probabilities(model: Scorer, tokens: Tensor, who: str) -> Tensor:
@@ -94,13 +109,27 @@ def _log_probabilities(model: Scorer, tokens: Tensor, who: str) -> Tensor:
     return torch.log_softmax(logits, dim=-1)
 
 
+def _compare(logp: Tensor, reference: Tensor, tokens: Tensor) -> _Positions:
+    if logp.shape != reference.shape:
+        raise CheckpointError(
+            f"the model has {logp.shape[-1]} tokens in its vocabulary and the baseline {reference.shape[-1]}",
+            "Name the dense model it was made from with --baseline",
+        )
+    return _Positions(
+        losses=_losses(logp, tokens),
+        baseline_losses=_losses(reference, tokens),
+        divergence=(reference.exp() * (reference - logp)).sum(-1).double(),
+        agreement=(reference.argmax(-1) == logp.argmax(-1)).double(),
+    )
+
+
 def _losses(logp: Tensor, tokens: Tensor) -> Tensor:
     target = tokens[:, 1:].to(logp.device)
     return -logp.gather(-1, target.unsqueeze(-1)).squeeze(-1).double()
 
 
 def _perplexity(losses: Tensor) -> float:
-    return math.exp(losses.mean().item())
+    return losses.mean().exp().item()
 
 
 def _quantile(values: Tensor, share: float) -> float:
@@ -109,5 +138,5 @@ def _quantile(values: Tensor, share: float) -> float:
     return values.kthvalue(rank).values.item()
 
 
-def _standard_error(per_window: Tensor) -> float:
-    return (per_window.double().std() / math.sqrt(len(per_window))).item() if len(per_window) > 1 else float("nan")
+def _standard_error(per_window: Tensor) -> float | None:
+    return (per_window.std() / math.sqrt(len(per_window))).item() if len(per_window) > 1 else None

@@ -64,45 +64,43 @@ def open_scorer(path: Path, backend: str = "runtime", *, device: str = "auto", d
 def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
     """A transformers model whose packed linears were replaced by their dequantized weights.
 
+    Args:
+        dtype: in which it computes; `auto` takes the one that config.json names.
+
     Raises:
-        CheckpointError: a weight of the model that the checkpoint does not hold.
+        CheckpointError: a weight of the model that the checkpoint does not hold, or one of another shape.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = PackedCheckpoint.open(path)
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    wanted = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
-    with torch.device("meta"):
+    wanted = checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
+    # Parameters wait on the meta device for their tensors; buffers are in no file, so their modules compute them.
+    with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=wanted)
-    model.to_empty(device="cpu")
-    missing = model.load_state_dict(_dense_state(checkpoint, model, wanted), strict=False).missing_keys
+    try:
+        model.load_state_dict(_dense_state(checkpoint, model, wanted), strict=False, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} does not fit its own config.json: {reason}", "Run compress verify on it"
+        ) from error
     model.tie_weights()
-    tied = getattr(model, "_tied_weights_keys", None) or ()
-    absent = [name for name in missing if not (config.tie_word_embeddings and name in tied)]
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if absent:
         raise CheckpointError(f"{path} lacks {len(absent)} weights, {absent[0]} first", "Run compress verify on it")
-    _reset_rotary_buffers(model)
     return model.eval()
 
 
 def _dense_state(checkpoint: PackedCheckpoint, model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    packed = set(checkpoint.modules)
-    state = {f"{module}.weight": _dense(checkpoint.weight(module), dtype) for module in packed}
-    names = set(checkpoint.files.names())
-    for name, _ in model.named_parameters():
-        if name not in state and name in names:
-            state[name] = checkpoint.tensor(name).to(dtype)
-    return state
+    packed = {f"{module}.weight" for module in checkpoint.modules}
+    stored = {name for name, _ in model.named_parameters() if name in checkpoint.files}
+    state = {f"{module}.weight": _dequantized(checkpoint.weight(module), dtype) for module in checkpoint.modules}
+    return state | {name: checkpoint.tensor(name).to(dtype) for name in stored - packed}
 
 
-def _dense(weight: IntegerWeight | Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantized(weight: IntegerWeight | Tensor, dtype: torch.dtype) -> Tensor:
     return weight.dequantize(dtype) if isinstance(weight, IntegerWeight) else weight.to(dtype)
-
-
-def _reset_rotary_buffers(model: Any) -> None:
-    """Non-persistent buffers (rotary frequencies) are in no checkpoint: the module computes them anew."""
-    for module in model.modules():
-        if hasattr(module, "inv_freq") and hasattr(module, "config"):
-            module.__init__(module.config)

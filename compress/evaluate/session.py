@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from calibration.sources import load_texts
-from compress.checkpoint.config import read_config
+from calibration.tokenizer import load_tokenizer
+from compress.checkpoint.config import compression_block, read_config
 from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import CheckpointError, DataError
+from compress.evaluate.overlap import calibration_overlap
 from compress.evaluate.perplexity import Evaluation, evaluate
 from compress.evaluate.scorers import BACKENDS, open_scorer
 from compress.evaluate.windows import Windows, cut_windows
 
 DEFAULT_DATA = "pydoc"
 DEFAULT_LENGTH = 512
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+DEMO_SOURCE = "demo"
 QUICK_TOKENS = 4096
 
 
@@ -73,40 +77,42 @@ def run_evaluation(
     Raises:
         ToolkitError: a path, text or option that cannot be used, or logits that are not finite.
     """
-    from transformers import AutoTokenizer
-
-    if request.backend not in BACKENDS:
-        raise DataError(f"backend {request.backend!r} is unknown", "Use --backend " + " or ".join(BACKENDS))
+    _check_choices(request)
     config = read_config(request.model)
-    baseline = request.baseline or recorded_source(config)
-    warnings = _calibration_overlap(config, request.data)
-    if baseline is not None and not baseline.exists():
-        warnings += (f"the source {baseline} is not there any more: no baseline and no KL (name it with --baseline)",)
-        baseline = None
-    context = config.get("max_position_embeddings") or request.length
-    tokenizer = AutoTokenizer.from_pretrained(request.model)
-    length = min(request.length, context)
+    baseline, warnings = _find_baseline(request, config)
+    tokenizer = load_tokenizer(request.model)
+    length = min(request.length, config.get("max_position_embeddings") or request.length)
     windows = cut_windows(load_texts(request.data), tokenizer, length=length, max_tokens=request.max_tokens)
-    how = {"device": request.device, "dtype": request.dtype}
-    model = open_scorer(request.model, request.backend, **how)
-    reference = open_scorer(baseline, request.backend, **how) if baseline else None
+    warnings += calibration_overlap(compression_block(config), windows, tokenizer)
+    model, reference = (
+        open_scorer(path, request.backend, device=request.device, dtype=request.dtype) if path else None
+        for path in (request.model, baseline)
+    )
     return EvaluationReport(request, evaluate(model, windows, reference, on_progress), windows, baseline, warnings)
 
 
 def recorded_source(config: dict[str, Any]) -> Path | None:
     """The dense checkpoint that a packed one was made from, as its config says; None for a dense checkpoint."""
-    source = config.get("compression_config", {}).get("source")
+    source = compression_block(config).get("source")
     if source is None:
         return None
-    return demo_model_path() if source == "demo" else Path(source)
+    return demo_model_path() if source == DEMO_SOURCE else Path(source)
 
 
-def _calibration_overlap(config: dict[str, Any], data: str) -> tuple[str, ...]:
-    """A warning when the text to evaluate on is the text the checkpoint was calibrated on."""
-    calibration = config.get("compression_config", {}).get("calibration") or {}
-    if not calibration.get("sha256") or calibration["sha256"] != load_texts(data).sha256:
-        return ()
-    return (f"{data} is also the calibration text of this checkpoint: the figures flatter it",)
+def _check_choices(request: EvaluationRequest) -> None:
+    for option, value, known in (("backend", request.backend, BACKENDS), ("dtype", request.dtype, DTYPES)):
+        if value not in known:
+            raise DataError(f"{option} {value!r} is unknown", f"Use --{option} " + " or ".join(known))
+
+
+def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[Path | None, tuple[str, ...]]:
+    """The model to compare with, and a warning when the recorded one has gone."""
+    if request.baseline is not None:
+        return request.baseline, ()
+    source = recorded_source(config)
+    if source is None or source.exists():
+        return source, ()
+    return None, (f"the source {source} is not there any more: no baseline and no KL (name it with --baseline)",)
 
 
 def quick_check(packed: Path, source: Path, tokens: int = QUICK_TOKENS) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def cut_windows(source: TextSource, tokenizer: Any, *, length: int, max_tokens: 
 
     Args:
         tokenizer: a transformers tokenizer.
-        max_tokens: keep only the first windows, up to this many tokens.
+        max_tokens: keep only the first windows, up to this many tokens (one window at least).
 
     Raises:
         DataError: not one whole window of text, or a window too short to predict anything.
@@ -52,17 +52,18 @@ def cut_windows(source: TextSource, tokenizer: Any, *, length: int, max_tokens: 
     step = length - len(bos)
     ids = _joined_ids(source, tokenizer)
     count = len(ids) // step
+    if count == 0:
+        problem = f"{source.name} gives {len(ids)} tokens, fewer than one window of {length}"
+        raise DataError(problem, f"Use --length {max(2, len(ids) + len(bos))} or give more text with --data")
+    whole = count
     if max_tokens is not None:
         count = min(count, max(1, max_tokens // length))
-    if count == 0 or len(ids) < step:
-        problem = f"{source.name} gives {len(ids)} tokens, fewer than one window of {length}"
-        raise DataError(problem, f"Use --length {max(2, len(ids))} or give more text with --data")
     body = torch.tensor(ids[: count * step], dtype=torch.int64).view(count, step)
     tokens = torch.cat([torch.tensor(bos, dtype=torch.int64).expand(count, -1), body], dim=1).contiguous()
     policy = f"token {bos[0]} before each window" if bos else "no BOS"
     protocol = (
-        f"{source.description}, joined by blank lines, {count} non-overlapping windows of {length} tokens, {policy}, "
-        f"mean over predicted tokens"
+        f"{source.description}, joined by blank lines, the first {count} of {whole} non-overlapping windows of "
+        f"{length} tokens, {policy}, mean over predicted tokens"
     )
     return Windows(tokens, protocol, source.name, source.sha256)
 

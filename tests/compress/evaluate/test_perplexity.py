@@ -1,0 +1,122 @@
+"""Perplexity and KL against figures computed another way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError, NumericsError
+from compress.evaluate import perplexity
+from compress.evaluate.perplexity import evaluate
+from compress.evaluate.windows import Windows
+
+VOCABULARY = 7
+
+
+class TableScorer:
+    """The logits after a token are a row of a table: a bigram model."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+        self.batches: list[int] = []
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        self.batches.append(len(tokens))
+        return self.table[tokens]
+
+
+def random_table(seed: int, vocabulary: int = VOCABULARY) -> Tensor:
+    return torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_windows(count: int, length: int) -> Windows:
+    tokens = torch.randint(VOCABULARY, (count, length), generator=torch.Generator().manual_seed(0))
+    return Windows(tokens, "random", "random", "")
+
+
+def test_uniform_model_has_the_vocabulary_as_perplexity():
+    result = evaluate(TableScorer(torch.zeros(VOCABULARY, VOCABULARY)), random_windows(3, 5))
+    assert result.perplexity == pytest.approx(VOCABULARY)
+    assert result.tokens == 3 * 4
+    assert result.baseline_perplexity is None
+    assert result.kl_mean is None
+
+
+def test_perplexity_and_divergence_equal_the_sums_written_out():
+    windows = random_windows(9, 6)
+    model, baseline = random_table(1), random_table(2)
+    result = evaluate(TableScorer(model), windows, TableScorer(baseline))
+    losses, divergences, agreements = [], [], []
+    for row in windows.tokens.tolist():
+        for current, following in itertools.pairwise(row):
+            q, p = model[current].softmax(0), baseline[current].softmax(0)
+            losses.append(-math.log(q[following]))
+            divergences.append(sum(float(p[i]) * math.log(p[i] / q[i]) for i in range(VOCABULARY)))
+            agreements.append(int(p.argmax()) == int(q.argmax()))
+    assert result.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)))
+    assert result.kl_mean == pytest.approx(sum(divergences) / len(divergences))
+    assert result.kl_p999 == pytest.approx(max(divergences))
+    assert result.top1_agreement == pytest.approx(sum(agreements) / len(agreements))
+    per_window = torch.tensor(divergences).view(9, 5).mean(1)
+    assert result.kl_standard_error == pytest.approx(float(per_window.std()) / 3, rel=1e-5)
+
+
+def test_a_model_does_not_diverge_from_itself():
+    table = random_table(3)
+    result = evaluate(TableScorer(table), random_windows(4, 8), TableScorer(table.clone()))
+    assert result.kl_mean == 0
+    assert result.kl_p999 == 0
+    assert result.top1_agreement == 1
+    assert result.perplexity == result.baseline_perplexity
+
+
+def test_the_quantile_leaves_out_one_position_in_a_thousand():
+    # 2,000 positions: two of them follow token 1, where the models differ; 0.1 % are two positions.
+    table = torch.zeros(2, 2, dtype=torch.float64)
+    other = table.clone()
+    other[1, 0] = 3.0
+    tokens = torch.zeros(1, 2001, dtype=torch.int64)
+    tokens[0, [10, 20]] = 1
+    result = evaluate(TableScorer(table), Windows(tokens, "", "", ""), TableScorer(other))
+    assert result.kl_p999 == 0
+    tokens[0, 30] = 1
+    assert evaluate(TableScorer(table), Windows(tokens, "", "", ""), TableScorer(other)).kl_p999 > 0.5
+
+
+def test_batches_grow_to_the_memory_allowed_and_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    windows, seen = random_windows(10, 6), []
+    small, large = TableScorer(random_table(1)), TableScorer(random_table(1))
+    alone = evaluate(small, windows, on_progress=lambda done, total: seen.append((done, total)))
+    monkeypatch.setattr(perplexity, "BATCH_LOGITS", 2 * 5 * VOCABULARY)
+    pairs = evaluate(large, windows)
+    assert small.batches == [1, 9]
+    assert large.batches == [1, 2, 2, 2, 2, 1]
+    assert seen == [(1, 10), (10, 10)]
+    assert pairs.perplexity == pytest.approx(alone.perplexity, rel=1e-12)
+
+
+def test_one_window_has_no_standard_error():
+    assert (
+        evaluate(TableScorer(random_table(1)), random_windows(1, 9), TableScorer(random_table(2))).kl_standard_error
+        is None
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("who", ["model", "baseline"])
+def test_logits_that_are_not_numbers_are_an_error(bad: float, who: str):
+    broken, good = random_table(1), random_table(2)
+    broken[:, 3] = bad
+    model, baseline = (broken, good) if who == "model" else (good, broken)
+    with pytest.raises(NumericsError, match=f"the {who} gave NaN or infinite logits"):
+        evaluate(TableScorer(model), random_windows(2, 4), TableScorer(baseline))
+
+
+def test_another_vocabulary_is_no_baseline():
+    with pytest.raises(CheckpointError, match="7 tokens in its vocabulary and the baseline 9") as caught:
+        evaluate(TableScorer(random_table(1)), random_windows(2, 4), TableScorer(random_table(2, vocabulary=9)))
+    assert "--baseline" in caught.value.remedy
