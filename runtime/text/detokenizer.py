@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
-"""Prompt tokens decoded before the first new one, since they decide whether it starts with a space. Enough for one whole
+"""Prompt tokens decoded before the first new one, since they decide whether it starts with a space. Enough for a whole
 character of four tokens before three tokens of an unfinished one."""
 
 MAX_CHARACTER_TOKENS = 4
