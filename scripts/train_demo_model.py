@@ -129,7 +129,7 @@ def measure(
         held_out["tail of every training source"] = tail
     lengths = {options.length: options.eval_windows}
     if options.long_every:
-        lengths[options.length * 4] = options.eval_windows // 4
+        lengths[options.length * texts.LONG] = options.eval_windows // texts.LONG
     scores = [
         evaluation.perplexity(model, text, tokens, window, windows)
         for text, tokens in held_out.items()

@@ -85,16 +85,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def export(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path, card: str) -> None:
-    """Write the checkpoint beside `out`, then put it in place with one rename."""
+    """Write the checkpoint beside `out`, then rename it into place."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     write_tokenizer(partial, tokenizer.backend_tokenizer)
-    config = model.config.to_dict() | {"dtype": "bfloat16"}
-    _write_json(partial / "config.json", {k: v for k, v in config.items() if v is not None and not k.startswith("_")})
+    _write_json(partial / "config.json", model.config.to_diff_dict() | {"dtype": "bfloat16"})
     ends = {"bos_token_id": 0, "eos_token_id": [0, 2], "pad_token_id": 3}
     _write_json(partial / "generation_config.json", ends)
     weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in model.named_parameters()}
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "model.safetensors").chmod(0o644)
     (partial / "README.md").write_text(card)
     old = out.with_name(out.name + ".old.partial")
     shutil.rmtree(old, ignore_errors=True)

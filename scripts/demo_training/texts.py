@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 Tokens = np.ndarray
 CHUNK = 100_000  # characters given to the tokenizer at once; pieces end at a line break
+LONG = 4  # a long window is so many times a usual one
 HELD_OUT_SHARE, HELD_OUT_CAP = 0.01, 4096  # the tail of every source that is never trained on
 PROBLEM = re.compile(r"^Question: (?P<question>.*?)\nAnswer: (?P<answer>.*?)(?=\n\nQuestion: |\Z)", re.S | re.M)
 
@@ -146,8 +147,9 @@ class Sampler:
     long_every: int = 0
 
     def __post_init__(self) -> None:
-        if self.windows < 1:
-            raise ValueError(f"{len(self.tokens)} training tokens do not fill one window of {self.length}: add text")
+        longest = self.length * (LONG if self.long_every else 1)
+        if len(self.tokens) <= longest:
+            raise ValueError(f"{len(self.tokens)} training tokens do not fill a window of {longest}: add text")
 
     @property
     def windows(self) -> int:
@@ -155,7 +157,7 @@ class Sampler:
 
     def __call__(self, step: int) -> np.ndarray:
         """Token ids [batch, length + 1]: inputs and, one to the right, what they should predict."""
-        factor = 4 if self.long_every and step % self.long_every == self.long_every - 1 else 1
+        factor = LONG if self.long_every and step % self.long_every == self.long_every - 1 else 1
         picks = range(step * self.batch, (step + 1) * self.batch, factor)
         length = self.length * factor
         starts = [min(self._window(pick) * self.length, len(self.tokens) - 1 - length) for pick in picks]

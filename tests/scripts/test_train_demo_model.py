@@ -133,3 +133,11 @@ def test_every_epoch_visits_every_window_once(main):
         rows = [row for step in range(4) for row in sampler(epoch * 4 + step)]
         assert sorted(int(row[0]) for row in rows) == [16 * n for n in range(8)]
         assert all(row.tolist() == list(range(row[0], row[0] + 17)) for row in rows)
+
+
+def test_too_little_text_is_refused_before_training(main):
+    import numpy as np
+    from demo_training.texts import Sampler
+
+    with pytest.raises(ValueError, match="add text"):
+        Sampler(np.zeros(100, dtype=np.uint16), batch=2, length=32, long_every=3)
