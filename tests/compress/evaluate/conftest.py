@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compress.checkpoint.config import packed_config, read_config, write_config
 from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.scheme import Scheme
+from compress.methods.rtn import quantize_rtn
 
 MakeModel = Callable[..., Path]
 
@@ -42,3 +48,35 @@ def make_model(tmp_path: Path) -> MakeModel:
         return folder
 
     return make
+
+
+@pytest.fixture
+def make_packed(make_model: MakeModel, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """Rounds the blocks of a random model to nearest: `(packed, the same weights dequantized)`."""
+
+    def make(scheme: Scheme = Scheme(4, 32), provenance: dict | None = None, **options) -> tuple[Path, Path]:
+        dense = make_model("source", **options)
+        tensors = load_file(dense / "model.safetensors")
+        packed, dequantized, modules = {}, {}, []
+        for name, tensor in tensors.items():
+            module = name.removesuffix(".weight")
+            if not name.endswith("_proj.weight"):
+                packed[name] = dequantized[name] = tensor
+                continue
+            modules.append(module)
+            weight = quantize_rtn(tensor, scheme, scale_dtype=torch.float32)
+            packed |= compressed_tensors.encode(module, weight, torch.float32)
+            dequantized[name] = weight.dequantize()
+        quantization = compressed_tensors.quantization_config(dict.fromkeys(modules, scheme), ["lm_head"])
+        config = read_config(dense)
+        _write(tmp_path / "packed", dense, packed, packed_config(config, quantization, modules, provenance or {}))
+        _write(tmp_path / "dequantized", dense, dequantized, config)
+        return tmp_path / "packed", tmp_path / "dequantized"
+
+    return make
+
+
+def _write(folder: Path, like: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
+    shutil.copytree(like, folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(folder, config)

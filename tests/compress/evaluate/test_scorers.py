@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +14,7 @@ from calibration.sources import load_texts
 from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.scheme import Scheme
 from compress.evaluate.perplexity import evaluate
 from compress.evaluate.scorers import TransformersScorer, load_dequantized, open_scorer
 from compress.evaluate.windows import cut_windows
@@ -61,3 +61,29 @@ def test_missing_and_misshapen_weights_are_named(make_model):
     save_file(tensors | {"model.norm.weight": norm[:-1].clone()}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"does not fit its own config\.json: .*model\.norm\.weight"):
         load_dequantized(path)
+
+
+@pytest.mark.parametrize("options", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
+def test_packed_weights_give_the_logits_of_their_dequantized_twin(make_packed, options: dict):
+    packed, dequantized = make_packed(**options)
+    expected = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32)(TOKENS).logits
+    assert torch.equal(TransformersScorer(packed).logits(TOKENS), expected)
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, 64, symmetric=False), Scheme(8, None), Scheme(3, 32)])
+def test_both_backends_agree_on_packed_checkpoints(make_packed, scheme: Scheme):
+    packed, _ = make_packed(scheme, attention_bias=True)
+    assert_backends_agree(packed, load_tokenizer(packed))
+
+
+def test_both_backends_agree_on_a_dense_checkpoint(make_model):
+    path = make_model(tie_word_embeddings=True)
+    assert_backends_agree(path, load_tokenizer(path))
+
+
+def assert_backends_agree(path: Path, tokenizer) -> None:
+    windows = cut_windows(load_texts("pydoc"), tokenizer, length=64, max_tokens=256)
+    runtime, cross_check = (open_scorer(path, backend, dtype="float32") for backend in ("runtime", "transformers"))
+    result = evaluate(runtime, windows, cross_check)
+    assert result.perplexity == pytest.approx(result.baseline_perplexity, rel=1e-4)
+    assert abs(result.kl_mean) < 1e-6

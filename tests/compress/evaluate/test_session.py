@@ -1,0 +1,131 @@
+"""From names and paths to figures: which baseline, which warnings, which refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from calibration.sources import load_texts
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import CheckpointError, DataError
+from compress.evaluate.session import EvaluationRequest, quick_check, recorded_source, run_evaluation
+
+BOTH = ("runtime", "transformers")
+
+
+def request_for(model: Path, **options) -> EvaluationRequest:
+    return EvaluationRequest(model, **{"length": 64, "max_tokens": 256, "backend": "transformers"} | options)
+
+
+@pytest.mark.parametrize("backend", BOTH)
+def test_a_packed_checkpoint_is_compared_with_its_recorded_source(make_packed, tmp_path: Path, backend: str):
+    packed, _ = make_packed(provenance={"source": str(tmp_path / "source")})
+    report = run_evaluation(request_for(packed, backend=backend))
+    assert report.baseline == tmp_path / "source"
+    assert report.result.kl_mean > 0
+    assert report.warnings == ()
+    alone = run_evaluation(request_for(tmp_path / "source", backend=backend))
+    assert alone.baseline is None
+    assert alone.result.perplexity == pytest.approx(report.result.baseline_perplexity)
+
+
+def test_a_named_baseline_wins_over_the_recorded_one(make_packed, tmp_path: Path):
+    packed, dequantized = make_packed(provenance={"source": str(tmp_path / "source")})
+    report = run_evaluation(request_for(packed, baseline=dequantized))
+    assert report.baseline == dequantized
+    assert report.result.kl_mean == pytest.approx(0, abs=1e-7)
+
+
+def test_a_source_that_has_gone_is_a_warning(make_packed, tmp_path: Path):
+    packed, _ = make_packed(provenance={"source": str(tmp_path / "gone")})
+    report = run_evaluation(request_for(packed))
+    assert report.result.kl_mean is None
+    assert "gone is not there any more" in report.warnings[0]
+
+
+def test_demo_means_the_bundled_model():
+    assert recorded_source({"compression_config": {"source": "demo"}}) == demo_model_path()
+    assert recorded_source({"compression_config": {"source": "/models/a"}}) == Path("/models/a")
+    assert recorded_source({}) is None
+
+
+def test_the_report_is_plain_json_with_what_a_repetition_needs(make_packed, tmp_path: Path):
+    packed, _ = make_packed(provenance={"source": str(tmp_path / "source")})
+    values = json.loads(json.dumps(run_evaluation(request_for(packed)).to_dict(), allow_nan=False))
+    assert {"perplexity", "baseline_perplexity", "kl_mean", "kl_p999", "tokens"} <= values.keys()
+    assert values["tokens"] == 4 * 63
+    assert values["data"] == "pydoc"
+    assert values["data_sha256"] == load_texts("pydoc").sha256
+
+
+def test_windows_never_exceed_the_context(make_model):
+    report = run_evaluation(request_for(make_model(), length=100_000, max_tokens=600))
+    assert report.windows.tokens.shape == (2, 256)
+
+
+def test_quick_check_measures_a_fixed_slice(make_packed, tmp_path: Path):
+    packed, dequantized = make_packed()
+    values = quick_check(packed, dequantized, tokens=512)
+    assert values["tokens"] == 2 * 255
+    assert values["kl_mean"] == pytest.approx(0, abs=1e-6)
+    assert values == quick_check(packed, dequantized, tokens=512)
+
+
+def calibrated_on(source: str, **options) -> dict:
+    block = {"source": source, "sha256": load_texts(source).sha256, "samples": 8, "length": 64, "seed": 0}
+    return {"calibration": block | options}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "manual.txt"
+    path.write_text("\n\n".join(load_texts("pydoc").documents[:3]))
+    return path
+
+
+def test_calibration_on_the_same_text_is_a_warning(make_packed):
+    packed, _ = make_packed(provenance=calibrated_on("pydoc"))
+    assert "also the calibration text" in run_evaluation(request_for(packed)).warnings[0]
+
+
+def test_calibration_on_a_part_of_the_text_is_a_warning(make_packed, text: Path):
+    packed, _ = make_packed(provenance=calibrated_on(str(text)))
+    (warning,) = run_evaluation(request_for(packed, max_tokens=2048)).warnings
+    assert f"% of pydoc was also in the calibration text {text}" in warning
+
+
+def test_other_text_and_vanished_text_are_no_warning(make_packed, text: Path):
+    packed, _ = make_packed(provenance=calibrated_on("bundled"))
+    assert run_evaluation(request_for(packed)).warnings == ()
+    config = json.loads((packed / "config.json").read_text())
+    config["compression_config"] |= calibrated_on(str(text))
+    (packed / "config.json").write_text(json.dumps(config))
+    text.unlink()
+    assert run_evaluation(request_for(packed)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "remedy"),
+    [
+        ({"backend": "vllm"}, "backend 'vllm' is unknown", "--backend runtime or transformers"),
+        ({"dtype": "int3"}, "dtype 'int3' is unknown", "bfloat16"),
+        ({"data": "./nowhere.txt"}, "does not exist", "pydoc"),
+        ({"length": 1}, "predict nothing", "--length 2"),
+    ],
+)
+def test_unusable_options_are_refused(make_model, options: dict, problem: str, remedy: str):
+    with pytest.raises(DataError, match=problem) as caught:
+        run_evaluation(request_for(make_model(), **options))
+    assert remedy in caught.value.remedy
+
+
+def test_a_folder_without_model_or_tokenizer_is_refused(make_model, tmp_path: Path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        run_evaluation(request_for(tmp_path / "nowhere"))
+    path = make_model()
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        run_evaluation(request_for(path))
