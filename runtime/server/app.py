@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -11,14 +11,20 @@ from fastapi import FastAPI
 from runtime.server.chat import chat_router
 from runtime.server.completions import completions_router
 from runtime.server.errors import add_error_handlers
-from runtime.server.guard import ApiKeyGuard, BodyLimit
 from runtime.server.generation import Engine
+from runtime.server.guard import ApiKeyGuard, BodyLimit
 from runtime.server.misc import misc_router
 from runtime.server.service import Limits, Service, Tokenizer
 
 
 def create_app(
-    engine: Engine, tokenizer: Tokenizer, model_name: str, limits: Limits, api_key: str | None = None
+    engine: Engine,
+    tokenizer: Tokenizer,
+    model_name: str,
+    limits: Limits,
+    *,
+    render_metrics: Callable[[], str],
+    api_key: str | None = None,
 ) -> FastAPI:
     """An application that starts the engine's thread when it starts and stops it when it ends.
 
@@ -27,6 +33,7 @@ def create_app(
         tokenizer: of the served model.
         model_name: what requests must call the model.
         limits: context, queue and body size.
+        render_metrics: text of `/metrics`.
         api_key: asked for on every path but `/health`; None asks for none.
     """
 
@@ -38,7 +45,7 @@ def create_app(
         finally:
             await asyncio.to_thread(engine.stop)
 
-    service = Service(engine, tokenizer, model_name, limits)
+    service = Service(engine, tokenizer, model_name, limits, render_metrics)
     app = FastAPI(title=f"runtime: {model_name}", lifespan=lifespan, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     for router in (completions_router, chat_router, misc_router):

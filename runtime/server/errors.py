@@ -77,6 +77,8 @@ def describe_invalid(error: dict[str, Any]) -> tuple[str, str | None, str | None
             return f"The field '{name}' is required.", name, "missing_field"
         case "value_error" if not name:
             return f"{error['msg'].removeprefix('Value error, ')}.", None, "invalid_value"
+        case "string_unicode" if not name:
+            return "A field name is not valid Unicode: it has half a surrogate pair.", None, "unknown_field"
         case _ if not name:
             return "The body must be a JSON object, sent with 'Content-Type: application/json'.", None, None
         case _:

@@ -9,6 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from runtime.engine_thread import Health
 from runtime.server.errors import ApiError
 from runtime.types import Delta, FinishReason, SamplingParams
 
@@ -26,7 +27,9 @@ class Engine(Protocol):
 
     def start(self) -> None: ...
 
-    def stop(self) -> None: ...
+    def stop(self) -> object: ...
+
+    def check(self) -> Health: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from runtime.server.errors import JsonResponse
 from runtime.server.service import Service
@@ -34,5 +34,22 @@ def misc_router(service: Service) -> APIRouter:
     async def get_model(name: str) -> Response:
         service.check_model(name)
         return JsonResponse(model())
+
+    @router.get("/health")
+    async def health() -> Response:
+        """Status 200 while answers can be expected, else 503 with the reason."""
+        state = service.generations.engine.check()
+        body = {
+            "status": "ok" if state.healthy else "unhealthy",
+            "reason": state.reason,
+            "running": state.num_running,
+            "waiting": state.num_waiting,
+        }
+        return JsonResponse(body, 200 if state.healthy else 503)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Figures of the engine in Prometheus' text format."""
+        return PlainTextResponse(service.render_metrics(), media_type="text/plain; version=0.0.4")
 
     return router

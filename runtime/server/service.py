@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
@@ -50,10 +50,18 @@ class Limits:
 class Service:
     """One served model. Lives on the event loop's thread."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_name: str, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        model_name: str,
+        limits: Limits,
+        render_metrics: Callable[[], str],
+    ) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.limits = limits
+        self.render_metrics = render_metrics
         self.generations = Generations(engine, limits.max_requests)
 
     def check_model(self, name: str) -> None:

@@ -1,0 +1,24 @@
+"""The `runtime` command line. Imports torch only inside of commands, so that help returns at once."""
+
+from __future__ import annotations
+
+import typer
+
+from compress.checkpoint.terminal import run_cli
+from runtime.cli.generate import generate
+from runtime.cli.serve import serve
+
+app = typer.Typer(
+    name="runtime",
+    help="Serve a packed or dense checkpoint, or generate text with it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(generate)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    run_cli(app)

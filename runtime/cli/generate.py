@@ -1,0 +1,112 @@
+"""`runtime generate`: one prompt in, text out, on the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.checkpoint.errors import RequestError, ToolkitError
+from runtime.cli.options import (
+    ContextOption,
+    Device,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    Kernels,
+    KernelsOption,
+    ModelArgument,
+    SeedOption,
+    resolve_model,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from runtime.engine import Engine
+    from runtime.types import Delta, SamplingParams
+
+
+def generate(
+    model: ModelArgument = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Text to continue; without it standard input is read.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a user's message of a chat.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens of this joint probability.")] = 1,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Keep this many tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this times the best.")] = 0,
+    seed: SeedOption = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
+    device: DeviceOption = Device.AUTO,
+    dtype: DtypeOption = Dtype.AUTO,
+    kernels: KernelsOption = Kernels.AUTO,
+    max_model_len: ContextOption = None,
+) -> None:
+    """Continue a prompt with a packed or dense checkpoint.
+
+    Text goes to standard output, everything else to standard error.
+    """
+    from runtime.types import SamplingParams
+
+    path, name = resolve_model(model)
+    sampling = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
+    text = read_prompt() if prompt is None else prompt
+    print(f"model: {name}", file=sys.stderr)
+    from runtime.cli.loading import load_engine
+    from runtime.config import RuntimeConfig
+
+    config = RuntimeConfig(device.value, dtype.value, kernels.value, max_model_len=max_model_len)
+    engine, tokenizer = load_engine(path, config)
+    token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+    if not token_ids:
+        raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")
+    write(steps(engine, token_ids, sampling), as_json, path.name)
+
+
+def read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("Type the prompt and end it with Ctrl-D:", file=sys.stderr)
+    return sys.stdin.read().removesuffix("\n")
+
+
+def steps(engine: Engine, token_ids: list[int], sampling: SamplingParams) -> Iterator[Delta]:
+    """Deltas of one prompt. Raises ToolkitError when the engine fails it."""
+    engine.add_request(token_ids, sampling)
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.error:
+                raise ToolkitError(f"generation failed: {delta.error}", "Try --kernels reference --dtype float32")
+            yield delta
+
+
+def write(deltas: Iterator[Delta], as_json: bool, model_name: str) -> None:
+    """Streams the text, or prints one JSON object; tokens per second are counted from the first token on."""
+    texts: list[str] = []
+    times: list[float] = []
+    for delta in deltas:
+        times.append(time.perf_counter())
+        texts.append(delta.text)
+        if not as_json:
+            print(delta.text, end="", flush=True)
+    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+    if not as_json:
+        print()
+        figures = f"{delta.num_prompt_tokens} prompt tokens, {delta.num_output_tokens} generated"
+        print(f"{figures}, {rate:.1f} tokens/s" if rate else figures, file=sys.stderr)
+        return
+    result = {
+        "model": model_name,
+        "text": "".join(texts),
+        "finish_reason": delta.finish_reason,
+        "prompt_tokens": delta.num_prompt_tokens,
+        "completion_tokens": delta.num_output_tokens,
+        "tokens_per_second": rate,
+    }
+    print(json.dumps(result))

@@ -1,0 +1,84 @@
+"""Options that several commands share, under the same names everywhere. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compress.checkpoint.demo import DEMO_NAME, demo_model_path
+from compress.checkpoint.errors import CheckpointError
+
+PACKED = Path("packed")
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KiB|MiB|GiB)?", re.IGNORECASE)
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+
+
+class Kernels(StrEnum):
+    AUTO = "auto"
+    REFERENCE = "reference"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `4GiB`, `512MiB` or `1000000`. Raises typer.BadParameter for anything else."""
+    match = SIZE.fullmatch(text.strip())
+    if not match:
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 512MiB or 4GiB")
+    return int(float(match[1]) * UNITS[(match[2] or "").lower()])
+
+
+ModelArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Checkpoint folder, packed or dense. Without it: the folder 'packed' if there is one, else the bundled "
+        "demo model.",
+        show_default=False,
+    ),
+]
+DeviceOption = Annotated[Device, typer.Option("--device", help="Where to compute; auto takes a GPU if there is one.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of activations and KV cache; auto: the checkpoint's.")]
+KernelsOption = Annotated[
+    Kernels, typer.Option("--kernels", help="auto: the fastest that fit; reference: plain torch, the oracle.")
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Makes sampling reproducible.")]
+ContextOption = Annotated[
+    int | None,
+    typer.Option("--max-model-len", min=2, help="Longest prompt plus output in tokens; default: the model's context."),
+]
+MemoryOption = Annotated[
+    int, typer.Option("--kv-memory", parser=parse_size, metavar="SIZE", help="Memory of the KV cache, e.g. 512MiB.")
+]
+
+
+def resolve_model(model: Path | None) -> tuple[Path, str]:
+    """The folder to load and how to name it to the user, with the reason when none was given.
+
+    Raises:
+        CheckpointError: the given path is no folder.
+    """
+    if model is None and PACKED.is_dir():
+        return PACKED, f"{PACKED}/ (found here; no model was named)"
+    if model is None:
+        return demo_model_path(), f"{DEMO_NAME} (no model was named and there is no folder '{PACKED}')"
+    if not model.is_dir():
+        remedy = "Name a folder with config.json and safetensors files, or none to use the bundled demo model"
+        raise CheckpointError(f"there is no folder {model}", remedy)
+    return model, str(model)

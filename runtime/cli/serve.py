@@ -1,0 +1,126 @@
+"""`runtime serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.cli.listen import listen, url_of
+from runtime.cli.options import (
+    ContextOption,
+    Device,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    Kernels,
+    KernelsOption,
+    MemoryOption,
+    ModelArgument,
+    SeedOption,
+    parse_size,
+    resolve_model,
+)
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    model: ModelArgument = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="Key that clients must send.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Model name for clients; default: the folder's.")] = None,
+    device: DeviceOption = Device.AUTO,
+    dtype: DtypeOption = Dtype.AUTO,
+    kernels: KernelsOption = Kernels.AUTO,
+    seed: SeedOption = None,
+    max_model_len: ContextOption = None,
+    kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
+    max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")] = 64,
+    max_requests: Annotated[
+        int, typer.Option("--max-requests", min=1, help="Running and waiting at most; more get status 429.")
+    ] = 256,
+    max_body: Annotated[
+        int, typer.Option("--max-body", parser=parse_size, metavar="SIZE", help="Longest request body.")
+    ] = "4MiB",  # type: ignore[assignment]
+    drain_seconds: Annotated[
+        int, typer.Option("--drain-seconds", min=0, help="Time that running requests get when the server is stopped.")
+    ] = 30,
+) -> None:
+    """Serve a checkpoint through OpenAI's HTTP API.
+
+    Ctrl-C or SIGTERM lets running requests finish, then stops.
+    """
+    path, where = resolve_model(model)
+    listener = listen(host, port)  # before the model loads, so that a taken port costs no time
+    served_name = name or ("demo" if path == demo_model_path() else path.resolve().name)
+    print(f"model     {where}", flush=True)
+    from runtime.cli.loading import describe_memory, describe_scheme, load_engine
+    from runtime.config import RuntimeConfig
+    from runtime.engine_thread import EngineThread
+    from runtime.server.app import create_app
+    from runtime.server.service import Limits
+
+    print(f"weights   {describe_scheme(path)}", flush=True)
+    config = RuntimeConfig(
+        device=device.value,
+        dtype=dtype.value,
+        kernels=kernels.value,
+        kv_memory_bytes=kv_memory,
+        max_model_len=max_model_len,
+        max_num_sequences=max_sequences,
+        seed=seed or 0,
+    )
+    engine, tokenizer = load_engine(path, config)
+    print(f"context   {engine.runner.max_model_len} tokens\nKV cache  {describe_memory(engine)}")
+    limits = Limits(engine.runner.max_model_len, max_requests, max_body)
+    app = create_app(
+        EngineThread(engine),
+        tokenizer,
+        served_name,
+        limits,
+        render_metrics=engine.metrics.render,
+        api_key=api_key,
+    )
+    announce(url_of(listener), served_name, has_chat=tokenizer.chat_template is not None, api_key=api_key)
+    if api_key is None and host not in LOCAL_HOSTS:
+        print(f"warning: everybody who reaches {host} may use this server; --api-key KEY restricts it", file=sys.stderr)
+    run(app, listener, drain_seconds)
+
+
+def announce(url: str, name: str, has_chat: bool, api_key: str | None) -> None:
+    """Says where the server is and how to talk to it."""
+    message = {"messages": [{"role": "user", "content": "Hello"}]} if has_chat else {"prompt": "Hello"}
+    body = json.dumps({"model": name, **message, "max_tokens": 32})
+    command = ["curl", f"{url}/v1/{'chat/completions' if has_chat else 'completions'}"]
+    command += ["-H", "Content-Type: application/json"]
+    if api_key is not None:
+        command += ["-H", "Authorization: Bearer KEY"]
+    print(f"serving   {name} at {url} (Ctrl-C stops)\ntry       {shlex.join([*command, '-d', body])}", flush=True)
+
+
+def run(app: FastAPI, listener: socket.socket, drain_seconds: int) -> None:
+    """Serves until SIGINT or SIGTERM, lets running requests end for at most `drain_seconds`, then returns."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            print(f"stopping: running requests get up to {drain_seconds} s", file=sys.stderr, flush=True)
+            await super().shutdown(sockets)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn raises the signal again once it has drained; being stopped so is this command's normal end.
+        signal.signal(number, lambda *_: None)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=drain_seconds)
+    Server(config).run(sockets=[listener])
+    print("stopped", file=sys.stderr)

@@ -1,0 +1,185 @@
+"""A server over a real socket, around an engine that is small enough to see through."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from runtime.engine_thread import Health
+from runtime.metrics import Metrics
+from runtime.server.app import create_app
+from runtime.server.service import Limits
+from runtime.types import Delta, FinishReason, SamplingParams, TokenLogprobs
+
+
+class ByteTokenizer:
+    """Token ids are the bytes of the text."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("".join(f"<{message['role']}>{message['content']}\n" for message in messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+class AlphabetEngine:
+    """Continues every prompt with the alphabet, one letter per step, starting at the prompt's last byte plus one.
+
+    `gate` is closed by tests that want requests to hang; `active` are the requests that were not freed yet.
+    """
+
+    def __init__(self) -> None:
+        self.running = False
+        self.gate = threading.Event()
+        self.reset()
+
+    def reset(self) -> None:
+        self.failure = ""
+        self.active: set[str] = set()
+        self.seen: list[SamplingParams] = []
+        self.fail_after: int | None = None
+        self.close_gate_at: int | None = None
+        self.gate.set()
+
+    def start(self) -> None:
+        self.running = True
+
+    def stop(self) -> None:
+        self.running = False
+
+    def check(self) -> Health:
+        return Health(not self.failure, self.failure, len(self.active), 0, 0.0)
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        assert request_id is not None
+        assert request_id not in self.active
+        self.seen.append(sampling)
+        self.active.add(request_id)
+        try:
+            for i in range(sampling.max_tokens):
+                if i == self.close_gate_at:
+                    self.gate.clear()
+                while not self.gate.is_set():
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0)
+                if i == self.fail_after:
+                    yield Delta(request_id, finish_reason=FinishReason.ERROR, error="logits are not finite")
+                    return
+                yield self.letter(request_id, prompt_token_ids, sampling, i)
+        finally:
+            self.active.discard(request_id)
+
+    def letter(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, i: int) -> Delta:
+        token = ord("a") + (prompt[-1] + 1 + i) % 26
+        logprobs = [TokenLogprobs(-0.5, ((token, -0.5), (1, float("-inf")))[: sampling.logprobs])]
+        last = i + 1 == sampling.max_tokens
+        return Delta(
+            request_id,
+            text=chr(token),
+            token_ids=[token],
+            logprobs=logprobs if sampling.logprobs is not None else [],
+            finish_reason=FinishReason.LENGTH if last else None,
+            num_prompt_tokens=len(prompt),
+            num_output_tokens=i + 1,
+        )
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """Runs the application under uvicorn in a thread; yields its URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+@pytest.fixture(scope="session")
+def run_server() -> Callable[[FastAPI], contextmanager]:
+    return serving
+
+
+LIMITS = Limits(max_model_len=100, max_requests=4, max_body_bytes=10_000)
+API_KEY = "open sesame"
+
+
+@pytest.fixture(scope="session")
+def shared_engine() -> AlphabetEngine:
+    return AlphabetEngine()
+
+
+@pytest.fixture
+def engine(shared_engine: AlphabetEngine) -> AlphabetEngine:
+    """The engine behind `api`, as new."""
+    shared_engine.reset()
+    return shared_engine
+
+
+def alphabet_app(engine: AlphabetEngine, api_key: str | None = None) -> FastAPI:
+    return create_app(engine, ByteTokenizer(), "alphabet", LIMITS, render_metrics=Metrics().render, api_key=api_key)
+
+
+@pytest.fixture(scope="session")
+def alphabet_url(shared_engine: AlphabetEngine) -> Iterator[str]:
+    with serving(alphabet_app(shared_engine)) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def guarded_url() -> Iterator[str]:
+    with serving(
+        create_app(
+            AlphabetEngine(), ByteTokenizer(), "alphabet", LIMITS, render_metrics=METRICS.render, api_key=API_KEY
+        )
+    ) as url:
+        yield url
+
+
+@pytest.fixture
+def api(engine: AlphabetEngine, alphabet_url: str) -> Iterator[httpx.Client]:
+    """A client of a server called `alphabet`, without an API key."""
+    with httpx.Client(base_url=alphabet_url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def guarded_api(guarded_url: str) -> Iterator[httpx.Client]:
+    """A client of the same kind of server with the API key `open sesame`."""
+    with httpx.Client(base_url=guarded_url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def wait_until() -> Callable[[Callable[[], bool]], None]:
+    def wait(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it did not happen in time"
+            time.sleep(0.005)
+
+    return wait

@@ -1,0 +1,82 @@
+"""`/v1/chat/completions`, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+def chat(api: httpx.Client, **fields: Any) -> dict[str, Any]:
+    response = api.post("/v1/chat/completions", json={"model": "alphabet", "messages": MESSAGES, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def stream(api: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    body = {"model": "alphabet", "messages": MESSAGES, "stream": True, **fields}
+    with api.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_answers_with_a_message(api: httpx.Client) -> None:
+    body = chat(api, max_tokens=4)
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "lmno", "refusal": None}
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_default_max_tokens_is_the_rest_of_the_context(api: httpx.Client) -> None:
+    assert chat(api)["usage"]["total_tokens"] == 100
+
+
+def test_max_completion_tokens_is_the_same_limit(api: httpx.Client) -> None:
+    assert chat(api, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_text_parts_are_joined(api: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    split = chat(api, messages=[MESSAGES[0], {"role": "user", "content": parts}], max_tokens=4)
+    assert split["usage"] == chat(api, max_tokens=4)["usage"]
+
+
+def test_stream_opens_with_the_role_and_ends_once(api: httpx.Client) -> None:
+    chunks = stream(api, max_tokens=3)
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [c["choices"][0]["delta"]["content"] for c in chunks[1:-1]] == ["l", "m", "n"]
+    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["length"]
+
+
+def test_usage_chunk_when_asked_for(api: httpx.Client) -> None:
+    last = stream(api, max_tokens=3, stream_options={"include_usage": True})[-1]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 3
+
+
+def test_logprobs_have_bytes_and_alternatives(api: httpx.Client) -> None:
+    content = chat(api, max_tokens=1, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    assert content == [
+        {
+            "token": "l",
+            "logprob": -0.5,
+            "bytes": [108],
+            "top_logprobs": [
+                {"token": "l", "logprob": -0.5, "bytes": [108]},
+                {"token": "\x01", "logprob": -9999.0, "bytes": [1]},
+            ],
+        }
+    ]
+
+
+def test_logprobs_without_alternatives(api: httpx.Client) -> None:
+    chunks = stream(api, max_tokens=2, logprobs=True)
+    content = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert [entry["token"] for entry in content] == ["l", "m"]
+    assert all(entry["top_logprobs"] == [] for entry in content)
