@@ -38,12 +38,34 @@ class Evaluation:
     kl_standard_error: float | None = None
     top1_agreement: float | None = None
 
+    @classmethod
+    def of(cls, positions: Positions, compared: bool) -> Evaluation:
+        """Sums up positions; `compared` says whether there was a baseline."""
+        perplexity, tokens = _perplexity(positions.losses), positions.losses.numel()
+        if not compared:
+            return cls(perplexity, tokens)
+        return cls(
+            perplexity,
+            tokens,
+            baseline_perplexity=_perplexity(positions.baseline_losses),
+            kl_mean=positions.divergence.mean().item(),
+            kl_p999=_quantile(positions.divergence.flatten(), 0.999),
+            kl_standard_error=_standard_error(positions.divergence.mean(-1)),
+            top1_agreement=positions.agreement.mean().item(),
+        )
+
     def to_dict(self) -> dict[str, float | int | None]:
         return asdict(self)
 
 
-class _Positions(NamedTuple):
-    """Figures of every predicted position of some windows, each `[B, T-1]` float64."""
+class Positions(NamedTuple):
+    """Figures of every predicted position of some windows, each `[N, T-1]` float64.
+
+    Attributes:
+        losses, baseline_losses: negative log-likelihood of the token that came, in nats.
+        divergence: KL(baseline || model), in nats.
+        agreement: 1 where both put the same token first, else 0.
+    """
 
     losses: Tensor
     baseline_losses: Tensor
@@ -51,43 +73,40 @@ class _Positions(NamedTuple):
     agreement: Tensor
 
 
-@torch.inference_mode()
 def evaluate(
     model: Scorer,
     windows: Windows,
     baseline: Scorer | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Scores every window with the model and, side by side, with the baseline.
+    """Scores every window with the model and, side by side, with the baseline. See `score_positions`."""
+    return Evaluation.of(score_positions(model, windows, baseline, on_progress), baseline is not None)
 
-    Both models are resident, but never more logits than those of one batch of windows of each.
+
+@torch.inference_mode()
+def score_positions(
+    model: Scorer,
+    windows: Windows,
+    baseline: Scorer | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Positions:
+    """Scores every window. Both models are resident, but never more logits than of one batch of windows of each.
 
     Args:
+        baseline: what to compare with; None compares the model with itself.
         on_progress: called with (windows done, windows in all).
 
     Raises:
         NumericsError: a model gave NaN or infinite logits.
         CheckpointError: the two models have different vocabularies.
     """
-    batches = list(_score(model, windows.tokens, baseline, on_progress))
-    every = _Positions(*map(torch.cat, zip(*batches, strict=True)))
-    perplexity, tokens = _perplexity(every.losses), every.losses.numel()
-    if baseline is None:
-        return Evaluation(perplexity, tokens)
-    return Evaluation(
-        perplexity,
-        tokens,
-        baseline_perplexity=_perplexity(every.baseline_losses),
-        kl_mean=every.divergence.mean().item(),
-        kl_p999=_quantile(every.divergence.flatten(), 0.999),
-        kl_standard_error=_standard_error(every.divergence.mean(-1)),
-        top1_agreement=every.agreement.mean().item(),
-    )
+    batches = list(_score_batches(model, windows.tokens, baseline, on_progress))
+    return Positions(*map(torch.cat, zip(*batches, strict=True)))
 
 
-def _score(
+def _score_batches(
     model: Scorer, tokens: Tensor, baseline: Scorer | None, on_progress: Callable[[int, int], None] | None
-) -> Iterator[_Positions]:
+) -> Iterator[Positions]:
     done, size = 0, 1
     while done < len(tokens):
         batch = tokens[done : done + size]
@@ -109,13 +128,13 @@ def _log_probabilities(model: Scorer, tokens: Tensor, who: str) -> Tensor:
     return torch.log_softmax(logits, dim=-1)
 
 
-def _compare(logp: Tensor, reference: Tensor, tokens: Tensor) -> _Positions:
+def _compare(logp: Tensor, reference: Tensor, tokens: Tensor) -> Positions:
     if logp.shape != reference.shape:
         raise CheckpointError(
             f"the model has {logp.shape[-1]} tokens in its vocabulary and the baseline {reference.shape[-1]}",
             "Name the dense model it was made from with --baseline",
         )
-    return _Positions(
+    return Positions(
         losses=_losses(logp, tokens),
         baseline_losses=_losses(reference, tokens),
         divergence=(reference.exp() * (reference - logp)).sum(-1).double(),
