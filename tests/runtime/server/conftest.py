@@ -152,11 +152,7 @@ def alphabet_url(shared_engine: AlphabetEngine) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def guarded_url() -> Iterator[str]:
-    with serving(
-        create_app(
-            AlphabetEngine(), ByteTokenizer(), "alphabet", LIMITS, render_metrics=METRICS.render, api_key=API_KEY
-        )
-    ) as url:
+    with serving(alphabet_app(AlphabetEngine(), API_KEY)) as url:
         yield url
 
 

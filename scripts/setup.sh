@@ -1,0 +1,40 @@
+# Sourced by test.sh and demo.sh. Leaves the repository's own environment in .venv, installs into it what changed.
+# shellcheck shell=bash
+
+repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+say() { printf '%s\n' "$*" >&2; }
+
+find_python() {
+    local candidate
+    for candidate in python3.13 python3.12 python3.11 python3 python; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    say "error: no Python 3.11, 3.12 or 3.13 on PATH. Install one of them, for example with 'apt install python3 python3-venv'."
+    return 1
+}
+
+# set_up [EXTRA]: creates .venv and installs the project (editable) with an optional extra.
+set_up() {
+    local extra="${1:-}" venv="$repository/.venv" python wanted
+    if [ ! -x "$venv/bin/python" ]; then
+        python="$(find_python)"
+        say "creating $venv with $("$python" --version)"
+        if ! "$python" -m venv "$venv"; then
+            rm -rf "$venv"
+            say "error: $python cannot make virtual environments. Install its venv module, for example with 'apt install python3-venv'."
+            return 1
+        fi
+    fi
+    wanted="$(cksum <"$repository/pyproject.toml") $extra"
+    if [ "$(cat "$venv/installed-$extra" 2>/dev/null)" != "$wanted" ]; then
+        say "installing the project${extra:+ with [$extra]} into $venv (the first time takes some minutes)"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "$repository${extra:+[$extra]}"
+        printf '%s' "$wanted" >"$venv/installed-$extra"
+    fi
+    PATH="$venv/bin:$PATH"
+    export PATH
+}

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Sets up everything and runs all checks: lint, format, types, import arrows, tests.
+#   scripts/test.sh              what continuous integration runs
+#   scripts/test.sh --all        the slow tests too
+#   scripts/test.sh ARGUMENTS    are given to pytest, for example: scripts/test.sh tests/runtime -x
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+pytest_arguments=()
+for argument in "$@"; do
+    if [ "$argument" = --all ]; then
+        pytest_arguments+=(-m "slow or not slow")
+    else
+        pytest_arguments+=("$argument")
+    fi
+done
+
+set_up test
+cd "$repository"
+say "ruff"
+ruff check .
+ruff format --check .
+say "mypy"
+mypy
+say "import-linter"
+lint-imports
+say "pytest"
+pytest ${pytest_arguments[@]+"${pytest_arguments[@]}"}

@@ -1,0 +1,36 @@
+"""Imports only go down. The arrows are contracts in pyproject.toml; policy and command lines start without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+POLICY = ("types", "config", "blocks", "scheduler", "answer", "engine", "engine_thread", "metrics", "text.tokenizer")
+
+
+def test_import_contracts_hold() -> None:
+    code = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_contracts_cover_every_package() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = set(config["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) - {"recipes"}
+    assert set(config["tool"]["importlinter"]["root_packages"]) == packages
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["compress.cli", "runtime.cli", "compress.checkpoint.errors", "compress.checkpoint.scheme", "runtime.server.app"]
+    + [f"runtime.{name}" for name in POLICY],
+)
+def test_importing_needs_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
