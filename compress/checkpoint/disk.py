@@ -24,7 +24,7 @@ def check_out_folder(out: str | Path) -> Path:
     """
     path = Path(out).expanduser()
     if path.exists() or path.is_symlink():
-        raise CheckpointError(f"output {path} exists already", f"Choose --out OTHER, or remove it: rm -r {path}")
+        raise CheckpointError(f"output {path} exists already", f"Remove it (rm -r {path}) or choose --out OTHER")
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise CheckpointError(f"cannot create {path}: {parent} is not a writable folder", "Choose another --out")

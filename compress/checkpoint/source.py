@@ -187,7 +187,7 @@ def _no_weights(folder: Path) -> CheckpointError:
     )
     return CheckpointError(
         f"{folder} holds only pickle weights ({pickles[0]}), which can run code when read",
-        f"If you trust them, convert once: python -c {shlex.quote(code)}",
+        f"If you trust them, convert once: python -c {shlex.quote(code)} and use {target}",
     )
 
 

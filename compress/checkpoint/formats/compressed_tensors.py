@@ -69,7 +69,7 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
             raise CheckpointError(f"{module}.weight should hold int8 codes, but is {signed.dtype}")
         codes = (signed.to(torch.int16) + scheme.midpoint).to(torch.uint8)
     else:
-        rows, columns = shape(module, get, scheme)
+        rows, columns = get(f"{module}.weight_shape").tolist()
         if packed.shape != (rows, num_words(columns, scheme.bits)):
             raise CheckpointError(
                 f"{module}.weight_packed is {list(packed.shape)}, but {rows} x {columns} codes of {scheme.bits} bits "
@@ -96,9 +96,9 @@ def _zero(module: str, get: Get, scheme: Scheme, rows: int, groups: int) -> Tens
 
 def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
     """`(O, I)` of a stored layer, without decoding it."""
-    stored = optional(get, f"{module}.weight_shape")
-    rows, columns = get(f"{module}.weight").shape if stored is None else stored.tolist()
-    return int(rows), int(columns)
+    unpacked = optional(get, f"{module}.weight")
+    rows, columns = get(f"{module}.weight_shape").tolist() if unpacked is None else unpacked.shape
+    return rows, columns
 
 
 def modules(names: Iterable[str]) -> list[str]:

@@ -29,7 +29,7 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     scheme.num_groups(in_features)
     elsewhere = "Export to compressed-tensors instead"
     if scheme.bits not in WIDTHS:
-        raise SchemeError(f"gptq stores {WIDTHS} bits, not {scheme.bits}", elsewhere)
+        raise SchemeError(f"gptq stores 2, 3, 4 or 8 bits, not {scheme.bits}", elsewhere)
     if not scheme.symmetric:
         raise SchemeError(f"{scheme}: v1 zero points of asymmetric codes overflow in other readers", elsewhere)
     if scheme.activation_bits:

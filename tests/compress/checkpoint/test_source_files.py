@@ -114,7 +114,7 @@ def test_pickle_remedy_works(dense_folder, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError) as refusal:
         TensorFiles.open(folder)
-    python, option, code = shlex.split(refusal.value.remedy.partition("once: ")[2])
+    python, option, code, *_ = shlex.split(refusal.value.remedy.partition("once: ")[2].partition(" and use ")[0])
     assert (python, option) == ("python", "-c")
     convert_model, _, convert_tokenizer = code.partition("; T.")
     exec(convert_model)

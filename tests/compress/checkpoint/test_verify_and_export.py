@@ -1,0 +1,168 @@
+"""Verification finds what was broken on purpose; exports carry the same integers or refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compress.checkpoint.config import read_config, write_config
+from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.export import export_checkpoint
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.source import TensorFiles
+from compress.checkpoint.verify import digest, verify_against, verify_structure
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture
+def packed(dense_folder, pack, tmp_path):
+    weights = pack(dense_folder, tmp_path / "packed", lambda module: Scheme(4, 64))
+    return tmp_path / "packed", {module: digest(weight) for module, weight in weights.items()}
+
+
+def change(folder, edit) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_sound_checkpoint(packed, dense_folder):
+    folder, digests = packed
+    report = verify_structure(folder, TensorFiles.open(dense_folder))
+    assert report.ok
+    assert report.problems == ()
+    assert verify_against(folder, digests) == []
+    assert report.bits_per_weight == 4 + 16 / 64, "codes and scales as stored, nothing else"
+    assert report.num_parameters == TensorFiles.open(dense_folder).nbytes // 2
+    assert report.bits_per_parameter == 8 * (folder / "model.safetensors").stat().st_size / report.num_parameters
+    reasons = {tensor.name: tensor.reason for tensor in report.dense}
+    assert reasons["model.embed_tokens.weight"] == "embedding, also the output head (tied)"
+    assert reasons["model.norm.weight"] == "norm or bias"
+    assert json.loads(json.dumps(report.as_dict()))["ok"] is True
+
+
+def test_left_out_layers_have_a_reason(dense_folder, pack, tmp_path):
+    pack(dense_folder, tmp_path / "p", lambda module: None if "down_proj" in module else Scheme(4, 32, False))
+    report = verify_structure(tmp_path / "p")
+    assert {tensor.reason for tensor in report.dense if "down_proj" in tensor.name} == {"left out (ignore)"}
+    assert report.bits_per_weight == 4 + 20 / 32
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (lambda t: t[f"{DOWN}.weight_scale"].view(-1)[3:4].fill_(float("nan")), "has 1 scales that are not finite"),
+        (lambda t: t["model.norm.weight"][0:1].fill_(float("inf")), "model.norm.weight holds NaN or infinity"),
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda t: t.pop(f"{DOWN}.weight_shape"), "weight_shape"),
+        (lambda t: t.update({f"{DOWN}.weight": torch.ones(128, 256)}), "stored both dense and packed"),
+        (lambda t: t.update({f"{DOWN}.weight_zero_point": torch.ones(2)}), "is symmetric, but stores zero points"),
+        (lambda t: t.update({"model.x.weight_packed": torch.ones(2)}), "belongs to no quantized module"),
+        (lambda t: t.update({"model.x.weight": torch.ones(2, 2)}), "missing from `ignore`: model.x"),
+        (lambda t: t.update({"model.x.bias": torch.ones(2)}), "model.x.bias is not in the source"),
+        (lambda t: t[f"{DOWN}.weight_shape"][1].fill_(128), "pack to"),
+        (
+            lambda t: t.update({"model.norm.weight": t.pop("model.embed_tokens.weight")}),
+            "embed_tokens.weight is missing",
+        ),
+    ],
+)
+def test_damage_is_found(packed, dense_folder, edit, complaint):
+    folder, _ = packed
+    change(folder, edit)
+    report = verify_structure(folder, TensorFiles.open(dense_folder))
+    assert any(complaint in problem for problem in report.problems), report.problems
+
+
+def test_config_that_disagrees(packed):
+    folder, _ = packed
+    config = read_config(folder)
+    write_config(folder, {**config, "intermediate_size": 512})
+    assert any("config.json says (128, 512)" in problem for problem in verify_structure(folder).problems)
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["re:.*up_proj"]
+    write_config(folder, config)
+    with pytest.raises(CheckpointError, match="no config group"):
+        verify_structure(folder)
+
+
+def test_one_flipped_code_is_found(packed):
+    folder, digests = packed
+    change(folder, lambda tensors: tensors[f"{DOWN}.weight_packed"][5, 7].bitwise_xor_(1))
+    assert verify_structure(folder).ok, "structure alone cannot know"
+    assert verify_against(folder, digests) == [
+        f"{DOWN} reads back with other codes, scales or zero points than were chosen"
+    ]
+    digests["model.layers.9.x"] = digests.pop("model.layers.1.mlp.up_proj")
+    assert len(verify_against(folder, digests)) == 3
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme"),
+    [
+        ("gptq", Scheme(4, 64)),
+        ("gptq", Scheme(8, None)),
+        ("gptq", Scheme(3, 32)),
+        ("awq", Scheme(4, 64)),
+        ("awq", Scheme(4, 128, False)),
+    ],
+    ids=str,
+)
+def test_export_there_and_back(dense_folder, pack, tmp_path, format, scheme):
+    weights = pack(dense_folder, tmp_path / "packed", lambda module: scheme)
+    expected = {module: digest(weight) for module, weight in weights.items()}
+    export_checkpoint(tmp_path / "packed", format, tmp_path / "there")
+    assert PackedCheckpoint.open(tmp_path / "there").format == format
+    assert verify_against(tmp_path / "there", expected) == []
+    assert verify_structure(tmp_path / "there", TensorFiles.open(dense_folder)).problems == ()
+    export_checkpoint(tmp_path / "there", "compressed-tensors", tmp_path / "back")
+    assert verify_against(tmp_path / "back", expected) == []
+    assert PackedCheckpoint.open(tmp_path / "back").scheme(DOWN) == scheme
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "packed", "there"]
+
+
+def refuse_export(folder, format, complaint):
+    with pytest.raises((SchemeError, CheckpointError), match=complaint):
+        export_checkpoint(folder, format, folder.parent / "out")
+    assert not (folder.parent / "out").exists()
+    assert not (folder.parent / "out.partial").exists()
+
+
+def test_export_refusals(dense_folder, pack, tmp_path):
+    pack(dense_folder, tmp_path / "asym", lambda module: Scheme(4, 64, False))
+    pack(dense_folder, tmp_path / "w5", lambda module: Scheme(5, 64))
+    pack(dense_folder, tmp_path / "mixed", lambda module: Scheme(8 if "down" in module else 4, 64))
+    pack(dense_folder, tmp_path / "w8a8", lambda module: Scheme(8, None, activation_bits=8))
+    refuse_export(tmp_path / "asym", "gptq", "zero points of asymmetric codes")
+    refuse_export(tmp_path / "w5", "gptq", "2, 3, 4 or 8 bits, not 5")
+    refuse_export(tmp_path / "w5", "awq", "4-bit weights")
+    refuse_export(tmp_path / "mixed", "gptq", "one scheme for all layers, not 2")
+    refuse_export(tmp_path / "w8a8", "gptq", "no 8-bit activations")
+    refuse_export(dense_folder, "gptq", "holds no quantized weights")
+    refuse_export(tmp_path / "w5", "gguf", "'gguf' is not supported")
+    export_checkpoint(tmp_path / "w8a8", "dense", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="exists already"):
+        export_checkpoint(tmp_path / "w8a8", "dense", tmp_path / "out")
+
+
+def test_scales_outside_of_float16_are_refused(packed):
+    folder, _ = packed
+    change(folder, lambda tensors: tensors[f"{DOWN}.weight_scale"].view(-1)[0:1].fill_(1e-9))
+    refuse_export(folder, "gptq", r"1 of 512 scales of .*have no exact float16 value")
+    change(folder, lambda tensors: tensors[f"{DOWN}.weight_scale"].view(-1)[0:1].fill_(1e6))
+    refuse_export(folder, "awq", r"no exact float16 value.*Keep the compressed-tensors format")
+
+
+def test_digest_sees_every_part(make_weight):
+    weight = make_weight((8, 64), Scheme(4, 32, False))
+    same = IntegerWeight(weight.codes.clone(), weight.scale.to(torch.float32), weight.zero.clone(), weight.scheme)
+    assert digest(same) == digest(weight), "the dtype of exact scales does not matter"
+    for name in ("codes", "scale", "zero"):
+        parts = {"codes": weight.codes.clone(), "scale": weight.scale.clone(), "zero": weight.zero.clone()}
+        parts[name][0, 0] += 1
+        assert digest(IntegerWeight(**parts, scheme=weight.scheme)) != digest(weight)
