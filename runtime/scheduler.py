@@ -46,6 +46,10 @@ class _Step:
         self.entries.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens))
         self.budget -= num_tokens
 
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        if num_tokens:
+            self.copies.append(BlockCopy(source, target, num_tokens))
+
 
 def _order(sequence: Sequence) -> tuple[float, int]:
     return sequence.order
@@ -164,11 +168,8 @@ class Scheduler:
             if [s.order for s in queue] != sorted(s.order for s in queue) or any(s.status is not status for s in queue):
                 raise RuntimeError(f"the {status} queue is out of order")
         for sequence in self.running:
-            if (
-                not sequence.num_computed_tokens
-                < sequence.num_tokens
-                <= len(sequence.block_ids) * self.pool.block_size + 1
-            ):
+            missing = sequence.num_tokens - len(sequence.block_ids) * self.pool.block_size
+            if missing > 1 or sequence.num_computed_tokens >= sequence.num_tokens:
                 raise RuntimeError(f"sequence {sequence.id} has tokens without blocks or nothing left to compute")
         if any(sequence.block_ids or sequence.num_computed_tokens for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
@@ -225,9 +226,7 @@ class Scheduler:
         (target,) = self.pool.allocate(1)
         self.pool.release([source])
         sequence.block_ids[index] = target
-        num_tokens = sequence.num_computed_tokens % self.pool.block_size
-        if num_tokens:
-            step.copies.append(BlockCopy(source, target, num_tokens))
+        step.copy(source, target, sequence.num_computed_tokens % self.pool.block_size)
 
     def _take_blocks(self, sequence: Sequence, step: _Step) -> bool:
         """Gives a waiting sequence blocks for all its tokens, found ones first. False when there is no room yet."""
@@ -248,9 +247,9 @@ class Scheduler:
         sequence.block_ids = kept + new
         sequence.num_computed_tokens = len(kept) * pool.block_size
         if source is not None:
+            # The room left free above and `touch` make sure that `new` is not the source itself.
             sequence.num_computed_tokens = sequence.num_tokens - 1
-            if source != new[0] and pool.block_size > 1:
-                step.copies.append(BlockCopy(source, new[0], pool.block_size - 1))
+            step.copy(source, new[0], pool.block_size - 1)
         self._count_prefix(sequence)
         return True
 

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+
+from runtime.blocks import BlockPool, extend_hashes, root_hash
+
+
+def chain(tokens: list[int], block_size: int = 2, salt: str = "", namespace: str = "") -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, tokens, block_size, root_hash(namespace, salt))
+    return hashes
+
+
+def filled(pool: BlockPool, tokens: list[int]) -> list[int]:
+    """Blocks of a sequence that was computed and registered."""
+    table = pool.allocate(pool.blocks_for(len(tokens)))
+    for block_id, block_hash in zip(table, chain(tokens, pool.block_size), strict=False):
+        pool.register(block_id, block_hash)
+    return table
+
+
+def test_hashes_cover_full_blocks_and_everything_before_them() -> None:
+    assert len(chain([1, 2, 3, 4, 5])) == 2
+    assert chain([1, 2, 3, 4])[0] == chain([1, 2, 9, 9])[0]
+    assert chain([1, 2, 3, 4])[1] != chain([9, 9, 3, 4])[1]
+    assert all(len(block_hash) == 16 for block_hash in chain([1, 2, 3, 4]))
+
+
+def test_salt_and_format_separate_chains() -> None:
+    assert len({chain([1, 2], salt=salt, namespace=name)[0] for salt in ("", "a") for name in ("bf16", "int8")}) == 4
+    assert root_hash("a", "b") != root_hash("ab", "")
+
+
+def test_extending_hashes_step_by_step_gives_the_same_chain() -> None:
+    tokens = list(range(11))
+    hashes: list[bytes] = []
+    for length in range(len(tokens) + 1):
+        extend_hashes(hashes, tokens[:length], 3, root_hash("", ""))
+    assert hashes == chain(tokens, 3)
+
+
+def test_the_longest_known_prefix_is_found_and_shared() -> None:
+    pool = BlockPool(8, 2)
+    table = filled(pool, [1, 2, 3, 4, 5, 6])
+    assert pool.match(chain([1, 2, 3, 4, 9, 9])) == table[:2]
+    assert pool.match(chain([9, 9, 3, 4])) == []
+    pool.acquire(table[:2])
+    pool.check([table, table[:2]])
+    pool.release(table)
+    pool.check([table[:2]])
+    assert pool.num_free == 6
+
+
+def test_freed_blocks_stay_findable_until_they_are_needed() -> None:
+    pool = BlockPool(4, 2)
+    table = filled(pool, [1, 2, 3, 4])
+    pool.release(table)
+    assert pool.num_free == 4
+    assert pool.match(chain([1, 2, 3, 4])) == table
+    taken = pool.allocate(2)
+    assert not set(taken) & set(table), "empty blocks are handed out before cached ones"
+    assert pool.num_evictions == 0
+    pool.allocate(1)
+    assert pool.num_evictions == 1
+    assert pool.match(chain([1, 2, 3, 4])) == table[:1], "the tail goes first"
+
+
+def test_the_least_recently_used_prefix_goes_first() -> None:
+    pool = BlockPool(4, 2)
+    old, new = filled(pool, [1, 2, 3, 4]), filled(pool, [5, 6, 7, 8])
+    pool.release(old)
+    pool.release(new)
+    pool.acquire(old)
+    pool.release(old)
+    pool.allocate(2)
+    assert pool.match(chain([1, 2, 3, 4])) == old
+    assert pool.match(chain([5, 6, 7, 8])) == []
+
+
+def test_equal_blocks_are_known_once() -> None:
+    pool = BlockPool(4, 2)
+    first, second = filled(pool, [1, 2]), filled(pool, [1, 2])
+    assert pool.match(chain([1, 2])) == first
+    assert pool.num_cached == 1
+    pool.release(second)
+    pool.check([first])
+    assert pool.match(chain([1, 2])) == first
+
+
+def test_forgotten_blocks_are_not_found_and_go_first() -> None:
+    pool = BlockPool(4, 2)
+    table = filled(pool, [1, 2, 3, 4])
+    pool.release(table)
+    pool.forget(table[:1])
+    assert pool.match(chain([1, 2, 3, 4])) == []
+    assert table[0] in pool.allocate(3)
+    assert pool.match(chain([1, 2, 3, 4])[1:]) == table[1:]
+
+
+def test_a_fork_shares_until_it_writes() -> None:
+    pool = BlockPool(4, 2)
+    table = pool.allocate(2)
+    child = pool.fork(table)
+    assert child == table
+    assert child is not table
+    assert pool.shared(table[1])
+    pool.check([table, child])
+    pool.release(table)
+    assert not pool.shared(child[1])
+    pool.check([child])
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    pool = BlockPool(4, 2, prefix_caching=False)
+    pool.release(filled(pool, [1, 2]))
+    assert pool.match(chain([1, 2])) == []
+
+
+def test_misuse_is_caught() -> None:
+    pool = BlockPool(2, 2)
+    table = pool.allocate(2)
+    with pytest.raises(ValueError, match="1 blocks wanted, 0 free"):
+        pool.allocate(1)
+    pool.release(table)
+    with pytest.raises(ValueError, match="released twice"):
+        pool.release(table[:1])
+
+
+def test_check_sees_a_lost_and_an_invented_reference() -> None:
+    pool = BlockPool(2, 2)
+    table = pool.allocate(1)
+    with pytest.raises(RuntimeError, match=r"counts 1 references, tables hold 0"):
+        pool.check([])
+    with pytest.raises(RuntimeError, match=r"counts 1 references, tables hold 2"):
+        pool.check([table, table])

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import pytest
+
+from compress.checkpoint.errors import RequestError
+from runtime.blocks import BlockPool
+from runtime.config import RuntimeConfig
+from runtime.scheduler import Scheduler
+from runtime.types import Request, SamplingParams, Sequence, Status, StepPlan
+
+
+def make_scheduler(num_blocks: int = 100, max_model_len: int = 1000, **options: object) -> Scheduler:
+    config = RuntimeConfig(**({"block_size": 4, "max_num_batched_tokens": 16, "prefill_chunk": 8} | options))
+    pool = BlockPool(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    return Scheduler(pool, config, max_model_len)
+
+
+def add(scheduler: Scheduler, name: str, prompt: list[int] | int, max_tokens: int = 20, salt: str = "") -> Sequence:
+    tokens = [sum(name.encode())] * prompt if isinstance(prompt, int) else prompt
+    return scheduler.add(Request(name, tuple(tokens), SamplingParams(max_tokens=max_tokens), seed=0, cache_salt=salt))
+
+
+def spans(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(entry.sequence.id, entry.start, entry.num_tokens) for entry in plan.entries]
+
+
+def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+    """One step in which every sequence that samples gets the token 7."""
+    plan = scheduler.schedule()
+    result = spans(plan)
+    sampling = [entry.sequence for entry in plan.entries if entry.samples]
+    scheduler.complete(plan)
+    for sequence in sampling:
+        sequence.token_ids.append(7)
+    scheduler.check()
+    return result
+
+
+def test_decodes_come_first_then_partial_prefills_then_waiting() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "long", 30)
+    assert step(scheduler) == [("long", 0, 8)]
+    add(scheduler, "short", 3)
+    assert step(scheduler) == [("long", 8, 8), ("short", 0, 3)]
+    add(scheduler, "later", 9)
+    assert step(scheduler) == [("short", 3, 1), ("long", 16, 8), ("later", 0, 7)]
+    assert step(scheduler) == [("short", 4, 1), ("long", 24, 6), ("later", 7, 2)]
+    assert step(scheduler) == [("long", 30, 1), ("short", 5, 1), ("later", 9, 1)]
+
+
+def test_one_step_never_exceeds_budget_sequences_or_chunk() -> None:
+    scheduler = make_scheduler(max_num_sequences=3, max_num_batched_tokens=10, prefill_chunk=4)
+    for index in range(6):
+        add(scheduler, str(index), 9)
+    for _ in range(20):
+        plan = step(scheduler)
+        assert sum(count for _, _, count in plan) <= 10
+        assert len(plan) <= 3
+        assert all(count <= 4 for _, _, count in plan)
+
+
+def test_more_sequences_than_budget_are_not_admitted() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=2, max_num_sequences=50)
+    for index in range(5):
+        add(scheduler, str(index), 1)
+    step(scheduler)
+    assert step(scheduler) == [("0", 1, 1), ("1", 1, 1)]
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    add(scheduler, "first", 12, max_tokens=4)
+    step(scheduler)
+    add(scheduler, "large", 16, max_tokens=4)
+    add(scheduler, "small", 1, max_tokens=1)
+    assert [name for name, _, _ in step(scheduler)] == ["first"]
+    assert [sequence.id for sequence in scheduler.waiting] == ["large", "small"]
+
+
+def test_the_youngest_is_preempted_and_comes_back_before_later_ones() -> None:
+    scheduler = make_scheduler(num_blocks=5, prefix_caching=False)
+    oldest, youngest = (add(scheduler, name, 7, max_tokens=13) for name in ("oldest", "youngest"))
+    step(scheduler)
+    later = add(scheduler, "later", 1, max_tokens=1)
+    assert step(scheduler) == [("oldest", 7, 1), ("youngest", 7, 1)]
+    # Both need a third block now, and one is left.
+    assert step(scheduler) == [("oldest", 8, 1)]
+    assert youngest.status is Status.WAITING
+    assert youngest.num_preemptions == 1
+    assert youngest.block_ids == []
+    assert scheduler.waiting == [youngest, later]
+    assert scheduler.stats.num_preempted_tokens == 8
+    scheduler.finish(oldest)
+    assert step(scheduler)[0] == ("youngest", 0, 8)
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
+    scheduler = make_scheduler(num_blocks=5)
+    oldest, youngest = (add(scheduler, name, 7, max_tokens=13) for name in ("oldest", "youngest"))
+    step(scheduler)
+    step(scheduler)
+    step(scheduler)
+    assert youngest.status is Status.WAITING
+    scheduler.finish(oldest)
+    assert step(scheduler) == [("youngest", 8, 1)]
+
+
+def test_admission_leaves_a_block_for_each_running_sequence() -> None:
+    scheduler = make_scheduler(num_blocks=5, prefix_caching=False)
+    first = add(scheduler, "first", 4, max_tokens=8)
+    second = add(scheduler, "second", 16, max_tokens=4)
+    step(scheduler)
+    assert (first.status, second.status) == (Status.RUNNING, Status.WAITING)
+
+
+def test_prompts_share_full_blocks_but_not_across_salts() -> None:
+    scheduler = make_scheduler()
+    prompt = list(range(10))
+    add(scheduler, "a", prompt)
+    step(scheduler)
+    step(scheduler)
+    b, c = add(scheduler, "b", prompt), add(scheduler, "c", prompt, salt="tenant")
+    plan = step(scheduler)
+    assert ("b", 8, 2) in plan
+    assert ("c", 0, 8) in plan
+    assert (b.num_cached_tokens, c.num_cached_tokens) == (8, 0)
+
+
+def test_blocks_are_found_only_after_they_are_computed() -> None:
+    scheduler = make_scheduler(prefill_chunk=16, max_num_batched_tokens=64)
+    prompt = list(range(10))
+    add(scheduler, "a", prompt)
+    add(scheduler, "b", prompt)
+    assert step(scheduler) == [("a", 0, 10), ("b", 0, 10)]
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_prompt_that_is_known_as_a_whole_computes_one_token_in_a_copy(in_use: bool) -> None:
+    scheduler = make_scheduler()
+    prompt = list(range(8))
+    first = add(scheduler, "a", prompt)
+    step(scheduler)
+    if not in_use:
+        scheduler.finish(first)
+    second = add(scheduler, "b", prompt)
+    plan = scheduler.schedule()
+    assert ("b", 7, 1) in spans(plan)
+    assert len(plan.copies) == 1
+    assert plan.copies[0].num_tokens == 3
+    assert plan.copies[0].target == second.block_ids[1]
+    assert plan.copies[0].source != second.block_ids[1]
+
+
+def test_finishing_frees_at_once_and_twice_is_fine() -> None:
+    scheduler = make_scheduler()
+    sequence, waiting = add(scheduler, "a", 9), add(scheduler, "b", 9)
+    step(scheduler)
+    for _ in range(2):
+        scheduler.finish(sequence)
+        scheduler.finish(waiting)
+    assert scheduler.pool.num_free == 100
+    assert not scheduler.has_work
+    scheduler.check()
+
+
+def test_what_cannot_be_trusted_is_not_found_again() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", list(range(9)))
+    step(scheduler)
+    step(scheduler)
+    scheduler.finish(sequence, trusted=False)
+    add(scheduler, "b", list(range(9)))
+    assert step(scheduler) == [("b", 0, 8)]
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "message"),
+    [
+        (0, 1, "no tokens"),
+        (50, 1, r"the prompt has 50 tokens and the context ends at 50.*at most 49"),
+        (40, 11, r"40 prompt tokens and max_tokens=11 exceed the context of 50.*at most 10"),
+        (20, 21, r"20 prompt tokens and max_tokens=21 need 11 KV blocks of 4 and the pool has 10"),
+    ],
+)
+def test_the_impossible_is_refused_with_the_numbers(num_prompt_tokens: int, max_tokens: int, message: str) -> None:
+    scheduler = make_scheduler(num_blocks=10, max_model_len=50)
+    with pytest.raises(RequestError, match=message):
+        add(scheduler, "a", num_prompt_tokens, max_tokens)
+    assert not scheduler.has_work
+
+
+def test_the_largest_possible_request_is_taken_and_finishes() -> None:
+    scheduler = make_scheduler(num_blocks=10, max_model_len=50)
+    sequence = add(scheduler, "a", 20, 20)
+    while sequence.num_output_tokens < 20:
+        step(scheduler)
+    assert sequence.num_preemptions == 0

@@ -1,0 +1,109 @@
+"""A runner without a model: it really stores something per KV slot, and the next token depends on all it reads back.
+
+A wrong block table, a stale block, a missing copy or a token computed at the wrong place changes the output.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as TokenIds
+from hashlib import blake2b
+
+from runtime.types import SampledToken, ScheduledSequence, StepOutput, StepPlan, TokenLogprobs
+
+VOCAB_SIZE = 50
+Slot = tuple[int, int]
+
+
+def next_token(history: list[Slot], seed: int) -> int:
+    """A token that depends on every (token, position) before it."""
+    flat = array("q", [number for slot in history for number in slot]).tobytes()
+    digest = blake2b(flat + seed.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def expected_tokens(
+    prompt: TokenIds[int], max_tokens: int, seed: int = 0, end_token_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """What a request must get, computed without engine, blocks or batch."""
+    history = [(token, position) for position, token in enumerate(prompt)]
+    output: list[int] = []
+    while len(output) < max_tokens and not (output and output[-1] in end_token_ids):
+        output.append(next_token(history, seed))
+        history.append((output[-1], len(history)))
+    return output
+
+
+class FakeRunner:
+    """Implements `runtime.types.Runner`.
+
+    Attributes:
+        broken_ids: requests whose logits are not finite.
+        failure: raised by the next `execute`.
+        plans: how many tokens each step had, by request id.
+        script: tokens that every request gets instead of those computed; for tests of text.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 256,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.vocab_size = VOCAB_SIZE
+        self.eos_token_ids = eos_token_ids
+        self.broken_ids: set[str] = set()
+        self.failure: Exception | None = None
+        self.plans: list[dict[str, int]] = []
+        self.script: list[int] = []
+        self._slots: list[Slot | None] = [None] * (num_blocks * block_size)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self.plans.append({entry.sequence.id: entry.num_tokens for entry in plan.entries})
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        self._copy(plan)
+        self._check_disjoint(plan)
+        for entry in plan.entries:
+            for position in range(entry.start, entry.start + entry.num_tokens):
+                self._slots[self._slot(entry, position)] = (entry.sequence.token_ids[position], position)
+        return StepOutput({e.sequence.id: [self._sample(e)] for e in plan.entries if e.samples})
+
+    def _slot(self, entry: ScheduledSequence, position: int) -> int:
+        return entry.sequence.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _copy(self, plan: StepPlan) -> None:
+        """All at once, as a gather and a scatter: the order of copies must not matter."""
+        read = []
+        for copy in plan.copies:
+            start = copy.source * self.block_size
+            read.append((copy.target * self.block_size, self._slots[start : start + copy.num_tokens]))
+        for start, slots in read:
+            self._slots[start : start + len(slots)] = slots
+
+    def _check_disjoint(self, plan: StepPlan) -> None:
+        """Nobody writes into a block that another sequence of the plan reads."""
+        for entry in plan.entries:
+            first, last = entry.start // self.block_size, (entry.start + entry.num_tokens - 1) // self.block_size
+            written = set(entry.sequence.block_ids[first : last + 1])
+            for other in plan.entries:
+                if other is not entry and written & set(other.sequence.block_ids):
+                    raise AssertionError(f"{entry.sequence.id} writes into blocks of {other.sequence.id}")
+
+    def _sample(self, entry: ScheduledSequence) -> SampledToken:
+        sequence = entry.sequence
+        if sequence.id in self.broken_ids:
+            return SampledToken(-1, error="logits are not finite")
+        history = [self._slots[self._slot(entry, position)] for position in range(sequence.num_tokens)]
+        if any(slot is None for slot in history):
+            raise AssertionError(f"{sequence.id} reads a slot that nobody wrote")
+        if self.script:
+            return SampledToken(self.script[sequence.num_output_tokens])
+        token = next_token([slot for slot in history if slot is not None], sequence.request.seed)
+        wants = sequence.request.sampling.logprobs is not None
+        return SampledToken(token, TokenLogprobs(-0.5, ((token, -0.5),)) if wants else None)
