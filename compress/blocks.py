@@ -57,9 +57,16 @@ def load_block(
         CheckpointError: a tensor is missing or has another shape than the model's.
         NumericsError: a tensor holds NaN or infinity.
     """
-    module = skeleton.blocks[index]
-    block = LoadedBlock(skeleton.block_name(index), module)
-    fill(module, block.name, files, device, dtype)
+    block = read_block(skeleton, files, index, quantized, device)
+    fill(block.module, block.name, files, device, dtype)
+    return block
+
+
+def read_block(
+    skeleton: Skeleton, files: TensorFiles, index: int, quantized: set[str], device: torch.device
+) -> LoadedBlock:
+    """The tensors of block `index` without a module that could compute: all that rounding to nearest needs."""
+    block = LoadedBlock(skeleton.block_name(index), skeleton.blocks[index])
     for name in _stored_names(files, block.name):
         linear, _, leaf = name.rpartition(".")
         if leaf == "weight" and linear in quantized:

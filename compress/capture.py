@@ -1,12 +1,13 @@
 """What each transformer block receives: hidden states kept as numbers, everything else replayed as it was passed.
 
-The model's own forward runs once over its embedding with recorders in place of the blocks. So rotary embeddings, masks and
-whatever else a family passes to its blocks come from the family's own code, and no forward pass is copied here.
+The model's own forward runs once over its embedding with recorders in place of the blocks. So rotary embeddings, masks
+and whatever else a family passes to its blocks come from the family's own code, and no forward pass is copied here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,10 +148,8 @@ def _stand_back(skeleton: Skeleton, recorders: list[_Recorder]) -> None:
 
 @torch.no_grad()
 def _record(trunk: nn.Module, recorders: list[_Recorder], tokens: Tensor) -> list[Call]:
-    try:
+    with suppress(_AllRecorded):
         trunk(input_ids=tokens, use_cache=False)
-    except _AllRecorded:
-        pass
     return [recorder.call for recorder in recorders]
 
 

@@ -35,8 +35,8 @@ def usable_edges(
     ]
     if smoothing and not skeleton.architecture.edges:
         notes.append(
-            f"model type {skeleton.model.config.model_type!r} is not in the architecture table: AWQ searches ranges but "
-            "smooths nothing"
+            f"model type {skeleton.model.config.model_type!r} is not in the architecture table: AWQ searches "
+            "ranges but smooths nothing"
         )
     return tuple(used), notes
 
@@ -60,8 +60,8 @@ def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, Assignment]) -> 
         ]
         if differing:
             notes.append(
-                f"{', '.join(siblings)} differ in scheme in {len(differing)} blocks (e.g. {differing[0]}): engines that "
-                "fuse them (vLLM, SGLang) will refuse the checkpoint"
+                f"{', '.join(siblings)} differ in scheme in {len(differing)} blocks (e.g. {differing[0]}): engines "
+                "that fuse them (vLLM, SGLang) will refuse the checkpoint"
             )
     return notes
 
@@ -76,9 +76,7 @@ def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
     schemes = {each.scheme for each in assignments.values()}
     notes = []
     if any(not scheme.symmetric for scheme in schemes):
-        notes.append(
-            "asymmetric codes: plain transformers loads them only with CompressedTensorsConfig(dequantize=True)"
-        )
+        notes.append("asymmetric codes: transformers loads them only with CompressedTensorsConfig(dequantize=True)")
     if odd := sorted({scheme.bits for scheme in schemes} - {4, 8}):
         notes.append(f"{', '.join(map(str, odd))}-bit codes: vLLM and this runtime load them, SGLang only 4 and 8 bits")
     return notes

@@ -11,6 +11,9 @@ from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.scheme import Scheme
 from compress.targets import without_indices
 
+SHAPE_TENSOR_BYTES = 16
+"""Bytes of the `weight_shape` that stands beside every packed weight; it is no weight and not counted as one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
@@ -89,12 +92,13 @@ class Plan:
     @property
     def bits_per_weight(self) -> float:
         """Stored bits per weight of the quantized linears: codes, scales and zero points."""
-        return _bits_per_parameter(self.quantized)
+        parameters = sum(row.parameters for row in self.quantized)
+        return 8 * sum(row.bytes_after - SHAPE_TENSOR_BYTES for row in self.quantized) / parameters
 
     @property
     def bits_per_parameter(self) -> float:
         """Stored bits per parameter of the whole model."""
-        return _bits_per_parameter(self.rows)
+        return 8 * self.bytes_after / sum(row.parameters for row in self.rows if row.bytes_after)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -128,9 +132,3 @@ def _summary(kind: tuple[str, tuple[int, ...], Assignment | None, str], rows: li
         "bytes_before": sum(row.bytes_before for row in rows),
         "bytes_after": sum(row.bytes_after for row in rows),
     }
-
-
-def _bits_per_parameter(rows: Iterable[PlanRow]) -> float:
-    rows = list(rows)
-    parameters = sum(row.parameters for row in rows)
-    return 8 * sum(row.bytes_after for row in rows) / parameters if parameters else 0.0

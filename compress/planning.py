@@ -4,35 +4,77 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from compress.assign import assign, check_groups
+from compress.assign import Shapes, assign, check_groups
 from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
 from compress.edges import scheme_notes, sibling_notes, usable_edges
-from compress.plan import Assignment, Plan, PlanRow
+from compress.plan import SHAPE_TENSOR_BYTES, Assignment, Plan, PlanRow
 from compress.recipe import Recipe
 from compress.skeleton import Skeleton
-
-_SHAPE_TENSOR_BYTES = 16
 
 
 def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
     """Resolves the recipe against a model; reads headers only.
+
+    Args:
+        scale_dtype: dtype in which scales are stored, by name.
 
     Raises:
         RecipeError: a pattern that matches nothing, or nothing left to quantize.
         SchemeError: a group size that does not divide, naming every such layer.
         CheckpointError: weights the model needs are not in the checkpoint.
     """
-    linears = _linear_shapes(skeleton)
     _check_present(skeleton, files)
-    assignments, reasons = assign(recipe.stages, linears, _other_modules(skeleton))
+    linears = _linear_shapes(skeleton)
+    assignments, reasons = assign(recipe.stages, linears, _always_dense(skeleton))
     check_groups(assignments, linears)
-    rows = tuple(_row(name, files, assignments, reasons, skeleton, scale_dtype) for name in files.names())
+    rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
     edges, notes = usable_edges(skeleton, assignments)
     notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
-    return Plan(rows, tuple(notes), edges, scale_dtype)
+    return Plan(tuple(map(rows.row, files.names())), tuple(notes), edges, scale_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One row per stored tensor."""
+
+    skeleton: Skeleton
+    files: TensorFiles
+    linears: Shapes
+    assignments: Mapping[str, Assignment]
+    reasons: Mapping[str, str]
+    scale_dtype: str
+
+    def row(self, name: str) -> PlanRow:
+        shape, before = self.files.shape(name), self.files.tensor_nbytes(name)
+        module = name.removesuffix(".weight")
+        assignment = self.assignments.get(module) if name.endswith(".weight") else None
+        if assignment is not None:
+            return PlanRow(name, shape, assignment, "", before, self._packed_bytes(assignment, shape))
+        if module == self.skeleton.architecture.head and self.skeleton.ties_head:
+            return PlanRow(name, shape, None, "tied to the token embedding: not stored twice", before, 0)
+        return PlanRow(name, shape, None, self._reason(name, module, shape), before, before)
+
+    def _packed_bytes(self, assignment: Assignment, shape: tuple[int, ...]) -> int:
+        scale_bits = {"float64": 64, "float32": 32}.get(self.scale_dtype, 16)
+        return math.ceil(assignment.scheme.stored_bits(shape[0], shape[1], scale_bits) / 8) + SHAPE_TENSOR_BYTES
+
+    def _reason(self, name: str, module: str, shape: tuple[int, ...]) -> str:
+        architecture = self.skeleton.architecture
+        if module in self.reasons:
+            return self.reasons[module]
+        if module == architecture.embedding:
+            return "token embedding, also the output head" if self.skeleton.ties_head else "token embedding"
+        if module == architecture.head:
+            return "output head"
+        if len(shape) <= 1:
+            return "norm, bias or other vector"
+        if module in self.linears:
+            return "no stage targets it"
+        inside = name.startswith(f"{architecture.blocks}.")
+        return "not a linear layer" if inside else "outside of the transformer blocks"
 
 
 def _linear_shapes(skeleton: Skeleton) -> dict[str, tuple[int, int]]:
@@ -43,68 +85,17 @@ def _linear_shapes(skeleton: Skeleton) -> dict[str, tuple[int, int]]:
     }
 
 
-def _other_modules(skeleton: Skeleton) -> list[str]:
+def _always_dense(skeleton: Skeleton) -> list[str]:
     """Modules outside of the blocks that a user may name in --ignore although they stay dense anyway."""
     return [name for name in (skeleton.architecture.head, skeleton.architecture.embedding) if name]
 
 
 def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
-    wanted = [name for name, _ in skeleton.model.named_parameters() if name.startswith(skeleton.architecture.blocks)]
-    missing = [name for name in wanted if name not in files]
+    tied = f"{skeleton.architecture.head}.weight" if skeleton.ties_head else ""
+    missing = [name for name, _ in skeleton.model.named_parameters() if name not in files and name != tied]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} tensors of the transformer blocks are not in {files.path} under the name transformers "
-            f"gives them, e.g. {missing[0]} (the folder has e.g. {files.names()[0]})",
-            "Save the model again with save_pretrained of a recent transformers",
+            f"{len(missing)} tensors of the model are not in {files.path} under the name transformers gives them, "
+            f"e.g. {missing[0]} (there is e.g. {files.names()[0]})",
+            "Check config.json, or save the model again with save_pretrained of a recent transformers",
         )
-
-
-def _row(
-    name: str,
-    files: TensorFiles,
-    assignments: Mapping[str, Assignment],
-    reasons: Mapping[str, str],
-    skeleton: Skeleton,
-    scale_dtype: str,
-) -> PlanRow:
-    module = name.removesuffix(".weight")
-    before = files.tensor_nbytes(name)
-    shape = files.shape(name)
-    assignment = assignments.get(module) if name.endswith(".weight") else None
-    if assignment is None:
-        return PlanRow(name, shape, None, _dense_reason(name, module, shape, reasons, skeleton), before, before)
-    return PlanRow(name, shape, assignment, "", before, _packed_bytes(assignment.scheme, shape, scale_dtype))
-
-
-def _packed_bytes(scheme: Scheme, shape: tuple[int, ...], scale_dtype: str) -> int:
-    rows, columns = shape
-    return math.ceil(scheme.stored_bits(rows, columns, _bits(scale_dtype)) / 8) + _SHAPE_TENSOR_BYTES
-
-
-def _bits(dtype: str) -> int:
-    return {"float64": 64, "float32": 32}.get(dtype, 16)
-
-
-def _dense_reason(
-    name: str, module: str, shape: tuple[int, ...], reasons: Mapping[str, str], skeleton: Skeleton
-) -> str:
-    architecture = skeleton.architecture
-    if module in reasons:
-        return reasons[module]
-    if module == architecture.embedding:
-        return "token embedding"
-    if architecture.head and module == architecture.head:
-        return "output head"
-    if len(shape) <= 1:
-        return "norm, bias or other vector"
-    if name.startswith(f"{architecture.blocks}."):
-        linear = module in {f"{architecture.blocks}.{each}" for each in _block_linears(skeleton, module)}
-        return "no stage targets it" if linear else "not a linear layer"
-    return "outside of the transformer blocks"
-
-
-def _block_linears(skeleton: Skeleton, module: str) -> list[str]:
-    index = module.removeprefix(f"{skeleton.architecture.blocks}.").partition(".")[0]
-    if not index.isdigit() or int(index) >= skeleton.num_blocks:
-        return []
-    return [f"{index}.{name}" for name in skeleton.linears(skeleton.blocks[int(index)])]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.architectures.architecture import SmoothingEdge
+from compress.block_job import BlockJob, BlockOutcome, Calibration, EdgeRecord, LinearRecord
 from compress.blocks import LoadedBlock
 from compress.capture import BlockInputs, run_all
 from compress.checkpoint.integer import IntegerWeight
@@ -17,102 +16,11 @@ from compress.methods.awq import quantize_awq, search_clip
 from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
 from compress.methods.rtn import quantize_rtn
 from compress.observe import Need, Observed, observe
-from compress.plan import Assignment
 from compress.smoothing import fold_edge, head_layout, search_edge, trace_modules
 
 CLIP_ROWS = 512
-# Errors of queries and keys pass through a softmax, where the least error of the projection itself is not the best choice.
+# Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
 _UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
-
-
-@dataclass(frozen=True, slots=True)
-class LinearRecord:
-    """What happened to one linear: for the report."""
-
-    module: str
-    method: str
-    relative_error: float
-    recovery: str = ""
-    damping: float | None = None
-    dead_columns: int = 0
-    clipped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EdgeRecord:
-    """What smoothing one edge gave."""
-
-    source: str
-    targets: tuple[str, ...]
-    ratio: float
-    loss_before: float
-    loss_after: float
-
-
-@dataclass
-class BlockOutcome:
-    """A finished block.
-
-    Attributes:
-        weights: integer weights by full module name.
-        dense: tensors that stay dense, by full name, as stored.
-        hidden: `[N, L, H]`, input of the next block; None when nothing is calibrated.
-        relative_error: squared error of the block's output over the square of what the block adds, on search sequences.
-    """
-
-    weights: dict[str, IntegerWeight] = field(default_factory=dict)
-    dense: dict[str, Tensor] = field(default_factory=dict)
-    hidden: Tensor | None = None
-    relative_error: float | None = None
-    linears: list[LinearRecord] = field(default_factory=list)
-    edges: list[EdgeRecord] = field(default_factory=list)
-
-    def facts(self) -> dict[str, Any]:
-        """The JSON-able part, for the piece's metadata and the report."""
-        return {
-            "relative_error": self.relative_error,
-            "linears": [asdict(record) for record in self.linears],
-            "smoothing": [asdict(record) for record in self.edges],
-        }
-
-
-@dataclass
-class Calibration:
-    """All of the calibration, and the few sequences of it that searches run over.
-
-    Attributes:
-        inputs: every sequence, on its way through the model.
-        search: the search sequences; their hidden states are rows of `inputs.hidden`.
-        search_rows: which rows.
-    """
-
-    inputs: BlockInputs
-    search: BlockInputs
-    search_rows: Tensor
-
-    def advance(self, hidden: Tensor) -> None:
-        """Puts a block's outputs in the place of its inputs."""
-        self.inputs.hidden = hidden
-        self.search.hidden = hidden[self.search_rows]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockJob:
-    """One block's share of the plan.
-
-    Attributes:
-        index: which block.
-        assignments: what happens to each linear, by name inside the block.
-        edges: smoothing edges in use.
-        scale_dtype: dtype in which scales are stored.
-        head_dim: channels of an attention head.
-    """
-
-    index: int
-    assignments: Mapping[str, Assignment]
-    edges: Sequence[SmoothingEdge]
-    scale_dtype: torch.dtype
-    head_dim: int = 1
 
 
 @torch.no_grad()
@@ -125,8 +33,8 @@ def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
     outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
     for name, assignment in job.assignments.items():
         weight = block.weights.pop(name)
-        quantized = quantize_rtn(weight, assignment.scheme, None, job.scale_dtype)
-        record = LinearRecord(f"{block.name}.{name}", "rtn", _relative_error(weight, quantized, None))
+        quantized = _on_host(quantize_rtn(weight, assignment.scheme, None, job.scale_dtype))
+        record = LinearRecord(f"{block.name}.{name}", "rtn", _relative_error(weight.cpu(), quantized, None))
         outcome.weights[record.module] = quantized
         outcome.linears.append(record)
     return outcome

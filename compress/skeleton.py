@@ -37,6 +37,18 @@ class Skeleton:
     def num_blocks(self) -> int:
         return len(self.blocks)
 
+    @property
+    def ties_head(self) -> bool:
+        """Whether the output head is the embedding matrix."""
+        return bool(getattr(self.model.config, "tie_word_embeddings", False))
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of an attention head; 1 where the config does not say."""
+        config = self.model.config
+        heads = getattr(config, "num_attention_heads", 0)
+        return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 1)
+
     def block_name(self, index: int) -> str:
         return f"{self.architecture.blocks}.{index}"
 

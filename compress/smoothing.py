@@ -1,4 +1,4 @@
-"""AWQ's smoothing of one block: for each edge of the architecture, search a scale by the parent module's own output, fold it.
+"""AWQ's smoothing of one block: for each edge, search a scale by the parent module's own output, then fold it.
 
 All searches see the block as it was; the folds, which leave the block's function unchanged, come after.
 """
@@ -35,7 +35,7 @@ class ModuleTrace:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How o_proj's input is made of value heads: each is read by `heads_per_group` query heads of `head_dim` channels."""
+    """How o_proj's input repeats value heads: `heads_per_group` query heads of `head_dim` channels read each."""
 
     heads_per_group: int = 1
     head_dim: int = 1

@@ -8,8 +8,8 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 # Pre-norm, grouped-query attention and a gated MLP, with norms that multiply by their weight (not by 1 + weight).
-# Qwen3 norms queries and keys per head after the projections; scaling the projections' input leaves their output as it was,
-# so its edges are the same.
+# Qwen3 norms queries and keys per head after the projections; scaling the projections' input leaves their output as it
+# was, so its edges are the same.
 _LLAMA_EDGES = (
     SmoothingEdge("input_layernorm", _QKV, "self_attn"),
     SmoothingEdge("self_attn.v_proj", ("self_attn.o_proj",), "self_attn.o_proj"),

@@ -1,0 +1,105 @@
+"""What goes into the quantization of one block, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.architectures.architecture import SmoothingEdge
+from compress.capture import BlockInputs
+from compress.checkpoint.integer import IntegerWeight
+from compress.plan import Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRecord:
+    """What happened to one linear: for the report."""
+
+    module: str
+    method: str
+    relative_error: float
+    recovery: str = ""
+    damping: float | None = None
+    dead_columns: int = 0
+    clipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeRecord:
+    """What smoothing one edge gave."""
+
+    source: str
+    targets: tuple[str, ...]
+    ratio: float
+    loss_before: float
+    loss_after: float
+
+
+@dataclass
+class BlockOutcome:
+    """A finished block.
+
+    Attributes:
+        weights: integer weights by full module name.
+        dense: tensors that stay dense, by full name, as stored.
+        hidden: `[N, L, H]`, input of the next block; None when nothing is calibrated.
+        relative_error: squared error of the block's output over the square of what the block adds, on search sequences.
+    """
+
+    weights: dict[str, IntegerWeight] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    hidden: Tensor | None = None
+    relative_error: float | None = None
+    linears: list[LinearRecord] = field(default_factory=list)
+    edges: list[EdgeRecord] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """The JSON-able part, for the piece's metadata and the report."""
+        return {
+            "relative_error": self.relative_error,
+            "linears": [asdict(record) for record in self.linears],
+            "smoothing": [asdict(record) for record in self.edges],
+        }
+
+
+@dataclass
+class Calibration:
+    """All of the calibration, and the few sequences of it that searches run over.
+
+    Attributes:
+        inputs: every sequence, on its way through the model.
+        search: the search sequences; their hidden states are rows of `inputs.hidden`.
+        search_rows: which rows.
+    """
+
+    inputs: BlockInputs
+    search: BlockInputs
+    search_rows: Tensor
+
+    def advance(self, hidden: Tensor) -> None:
+        """Puts a block's outputs in the place of its inputs."""
+        self.inputs.hidden = hidden
+        self.search.hidden = hidden[self.search_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockJob:
+    """One block's share of the plan.
+
+    Attributes:
+        index: which block.
+        assignments: what happens to each linear, by name inside the block.
+        edges: smoothing edges in use.
+        scale_dtype: dtype in which scales are stored.
+        head_dim: channels of an attention head.
+    """
+
+    index: int
+    assignments: Mapping[str, Assignment]
+    edges: Sequence[SmoothingEdge]
+    scale_dtype: torch.dtype
+    head_dim: int = 1

@@ -1,0 +1,106 @@
+"""What `compress quantize` and `compress run` share: from a request to a finished checkpoint, or to the plan of one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from compress.checkpoint.demo import DEMO_NAME, demo_model_path
+from compress.recipe import Recipe
+
+if TYPE_CHECKING:
+    from compress.prepare import Prepared, RunRequest
+
+DEMO_SOURCE = "demo"
+
+
+def make_request(
+    model: Path | None,
+    recipe: Recipe,
+    *,
+    out: Path,
+    device: str,
+    dtype: str,
+    resume: bool,
+    trust_remote_code: bool,
+) -> RunRequest:
+    """Fills in the demo model where none is named, and says so."""
+    from compress.prepare import RunRequest
+
+    if model is None:
+        _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
+    folder = demo_model_path() if model is None else model.expanduser()
+    source = DEMO_SOURCE if model is None else str(folder.resolve())
+    return RunRequest(
+        folder,
+        source,
+        recipe,
+        out.expanduser(),
+        device=device,
+        dtype=dtype,
+        restart=not resume,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def carry_out(request: RunRequest, *, dry_run: bool, as_json: bool) -> None:
+    """Plans, and unless only the plan was asked for, runs. Prints results on standard output, progress on the other.
+
+    Raises:
+        ToolkitError: see `compress.prepare.prepare` and `compress.pipeline.run`.
+        KeyboardInterrupt: after saying how to resume.
+    """
+    from compress.cli.show import print_plan, print_result
+    from compress.prepare import prepare
+
+    prepared = prepare(request)
+    if dry_run:
+        if as_json:
+            typer.echo(json.dumps(prepared.to_dict(), indent=2))
+        else:
+            print_plan(prepared)
+        return
+    _announce(prepared)
+    result = _run(prepared, as_json)
+    if as_json:
+        typer.echo(json.dumps(result.report, indent=2))
+    else:
+        print_result(prepared, result)
+
+
+def _run(prepared: Prepared, quiet: bool):
+    from compress.checkpoint.disk import partial_folder
+    from compress.pipeline import run
+
+    try:
+        return run(prepared, quiet=quiet)
+    except KeyboardInterrupt:
+        folder = partial_folder(prepared.request.out)
+        if folder.exists():
+            _say(f"\nInterrupted. Finished blocks are in {folder}: run the same command again to continue, or add")
+            _say("--restart to begin anew.")
+        else:
+            _say("\nInterrupted before anything was written.")
+        raise
+
+
+def _announce(prepared: Prepared) -> None:
+    stages = {f"{row.assignment.method} {row.assignment.scheme}" for row in prepared.plan.quantized}
+    _say(f"Quantizing {len(prepared.plan.quantized)} linear layers as {', '.join(sorted(stages))}")
+    if prepared.calibrates:
+        calibration = prepared.request.recipe.calibration
+        dtype = str(prepared.dtype).removeprefix("torch.")
+        _say(
+            f"Calibrating on {calibration.source}: {calibration.samples} sequences of {prepared.length} tokens, "
+            f"{dtype} on {prepared.device}"
+        )
+    for note in prepared.plan.notes:
+        _say(f"note: {note}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

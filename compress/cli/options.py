@@ -1,0 +1,30 @@
+"""Options that several commands share, spelled the same everywhere. Imports nothing heavy: help must be instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    Path | None,
+    typer.Argument(metavar="MODEL", help="Folder of a dense Hugging Face model. Default: the bundled demo model."),
+]
+Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Dtype = Annotated[
+    str,
+    typer.Option("--dtype", help="Dtype of the calibration passes: auto, bfloat16, float16 or float32."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume/--restart", help="Continue unfinished progress of this output, or throw it away."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen to every tensor, and stop.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python files of the model folder. Read them first.")
+]
+
+DEFAULT_OUT = Path("packed")

@@ -1,0 +1,106 @@
+"""Plans and results as tables."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from compress.pipeline import RunResult
+    from compress.prepare import Prepared
+
+
+def print_plan(prepared: Prepared) -> None:
+    """What would happen to every tensor, grouped by kind, with totals and needs."""
+    console = Console()
+    table = Table(title=f"Plan for {prepared.request.model}", title_justify="left")
+    for column in ("tensor", "shape", "count", "scheme", "MB before", "MB after", "why dense"):
+        table.add_column(column, justify="right" if column in ("count", "MB before", "MB after") else "left")
+    for row in prepared.summary_rows():
+        table.add_row(*row)
+    plan = prepared.plan
+    table.add_section()
+    table.add_row("total", "", "", "", _megabytes(plan.bytes_before), _megabytes(plan.bytes_after), "")
+    console.print(table)
+    for line in _facts(prepared):
+        console.print(line, highlight=False, markup=False)
+
+
+def print_result(prepared: Prepared, result: RunResult) -> None:
+    """Sizes, verification, quality, and the next command to type."""
+    console = Console()
+    structure, before = result.structure, prepared.plan.bytes_before
+    table = Table(show_header=False)
+    table.add_row(
+        "size",
+        f"{_megabytes(before)} MB -> {_megabytes(structure.total_bytes)} MB "
+        f"({before / structure.total_bytes:.2f} times smaller)",
+    )
+    table.add_row(
+        "bits per weight",
+        f"{structure.bits_per_weight:.3f} in the quantized layers, "
+        f"{structure.bits_per_parameter:.3f} over the whole model",
+    )
+    table.add_row(
+        "verified",
+        f"{len(structure.quantized)} layers read back bit for bit, {len(structure.dense)} tensors kept dense",
+    )
+    for name, text in _quality(result.quality):
+        table.add_row(name, text)
+    recovered = result.report["recovered"]
+    if recovered:
+        table.add_row("fallbacks", "; ".join(f"{each['module']}: {each['recovery']}" for each in recovered[:3]))
+    table.add_row("report", str(result.out / "compression_report.json"))
+    console.print(table)
+    console.print("Next:", highlight=False)
+    for command in _next_commands(result.out):
+        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _facts(prepared: Prepared) -> list[str]:
+    plan, calibration = prepared.plan, prepared.request.recipe.calibration
+    lines = [
+        f"bits per weight: {plan.bits_per_weight:.3f} in the quantized layers, "
+        f"{plan.bits_per_parameter:.3f} over the whole model",
+        f"peak memory: about {_gigabytes(prepared.peak_memory)} GB; "
+        f"disk while running: about {_gigabytes(prepared.disk)} GB beside {prepared.request.out}",
+    ]
+    if prepared.calibrates:
+        dtype = str(prepared.dtype).removeprefix("torch.")
+        lines.append(
+            f"calibration: {calibration.source}, {calibration.samples} sequences of {prepared.length} tokens, "
+            f"{prepared.micro_batch} at a time, {dtype} on {prepared.device}"
+        )
+    else:
+        lines.append("calibration: none")
+    return lines + [f"note: {note}" for note in plan.notes]
+
+
+def _quality(quality: dict) -> list[tuple[str, str]]:
+    if "not_measured" in quality:
+        return [("quality", f"not measured: {quality['not_measured']}")]
+    return [
+        (
+            "perplexity",
+            f"{quality['baseline_perplexity']:.3f} dense -> {quality['perplexity']:.3f} packed "
+            f"({quality['tokens']} tokens of {quality['data']}: a quick check)",
+        ),
+        ("KL to dense", f"{quality['kl_mean']:.5f} mean, {quality['kl_p999']:.4f} at 99.9 %"),
+    ]
+
+
+def _next_commands(out: Path) -> list[str]:
+    folder = shlex.quote(f"{out}/")
+    return [f"compress eval --ppl {folder}", f"runtime serve {folder}"]
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.2f}"
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.2f}"

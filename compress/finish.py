@@ -1,0 +1,121 @@
+"""From finished blocks to a checkpoint: assembled, re-read, compared with what was chosen, measured, put in place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from compress.blocks import check_finite
+from compress.checkpoint.config import packed_config
+from compress.checkpoint.disk import sync_folder
+from compress.checkpoint.errors import CheckpointError, ToolkitError
+from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.structure import StructureReport
+from compress.checkpoint.verify import verify_against, verify_structure
+from compress.checkpoint.writer import assemble
+from compress.prepare import Prepared, RunRequest
+from compress.resume import REST, Progress, block_key
+
+REPORT_FILE = "compression_report.json"
+
+
+def save_rest(prepared: Prepared, progress: Progress) -> None:
+    """Writes everything outside of the blocks, bit for bit as it was. Raises NumericsError on NaN or infinity."""
+    blocks = f"{prepared.skeleton.architecture.blocks}."
+    names = [row.tensor for row in prepared.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
+    tensors = {name: prepared.files.tensor(name) for name in names}
+    for name, tensor in tensors.items():
+        check_finite(name, tensor)
+    progress.pieces.write(REST, tensors)
+    prepared.files.release()
+
+
+def assemble_checkpoint(prepared: Prepared, progress: Progress, provenance: dict[str, Any]) -> Path:
+    """Builds the checkpoint inside the partial folder. Raises CheckpointError when the disk is full."""
+    assignments = prepared.plan.assignments
+    quantization = compressed_tensors.quantization_config(
+        {name: assignment.scheme for name, assignment in assignments.items()}, _dense_linears(prepared)
+    )
+    config = packed_config(prepared.config, quantization, assignments, provenance)
+    keys = [block_key(index) for index in range(prepared.skeleton.num_blocks)]
+    shutil.rmtree(progress.finished, ignore_errors=True)
+    return assemble(progress.pieces, [*keys, REST], progress.finished, config=config, source=prepared.files)
+
+
+def check_checkpoint(prepared: Prepared, folder: Path, digests: dict[str, str]) -> StructureReport:
+    """Re-reads what was written and compares it with the digests taken when the codes were chosen.
+
+    Raises:
+        CheckpointError: anything is not as it should be.
+    """
+    structure = verify_structure(folder, prepared.files)
+    problems = [*structure.problems, *verify_against(folder, digests)]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint just written does not verify: {_first(problems)}",
+            "Nothing was put in place; please report this, and try again with --restart",
+        )
+    return structure
+
+
+def check_quality(folder: Path, request: RunRequest) -> dict[str, Any]:
+    """Perplexity and KL on a small fixed slice; says why where they were not measured."""
+    if not request.measure:
+        return {"not_measured": "not asked for"}
+    from compress.evaluate.session import quick_check
+
+    try:
+        return quick_check(folder, request.model)
+    except ToolkitError as error:
+        return {"not_measured": str(error)}
+
+
+def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
+    """Adds the report and renames the finished folder to `out`: it appears whole or not at all."""
+    (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    folder.rename(out)
+    sync_folder(out.parent)
+
+
+def _dense_linears(prepared: Prepared) -> list[str]:
+    """Every linear that stays dense, by full name: loaders that target the class `Linear` must know."""
+    skeleton, assignments = prepared.skeleton, prepared.plan.assignments
+    inside = {
+        f"{skeleton.block_name(index)}.{name}"
+        for index, block in enumerate(skeleton.blocks)
+        for name in skeleton.linears(block)
+    }
+    stored = {
+        row.tensor.removesuffix(".weight")
+        for row in prepared.plan.rows
+        if row.assignment is None and len(row.shape) == 2 and row.tensor.endswith(".weight")
+    }
+    stored.discard(skeleton.architecture.embedding)
+    heads = {skeleton.architecture.head} if skeleton.architecture.head else set()
+    return sorted((inside | stored | heads) - assignments.keys())
+
+
+def _first(problems: Iterable[str]) -> str:
+    listed = list(problems)
+    more = f" (and {len(listed) - 1} more)" if len(listed) > 1 else ""
+    return f"{listed[0]}{more}"
+
+
+def compare_with_report(folder: Path) -> list[str] | None:
+    """Problems found by comparing the stored codes with `compression_report.json`; None when there is no such report.
+
+    Raises:
+        CheckpointError: the report cannot be read.
+    """
+    path = folder / REPORT_FILE
+    if not path.is_file():
+        return None
+    try:
+        blocks = json.loads(path.read_text(encoding="utf-8"))["blocks"]
+        digests = {module: value for block in blocks for module, value in block["digests"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a report of this toolkit: {error!r}", "Remove it to skip this") from error
+    return verify_against(folder, digests)

@@ -1,0 +1,96 @@
+"""Memory: what a run will need, and what to do when it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from compress.checkpoint.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from compress.plan import Plan
+    from compress.skeleton import Skeleton
+
+Result = TypeVar("Result")
+
+_PROCESS_BYTES = 700 * 2**20
+_FLOAT32 = 4
+# Tokens that run at once: enough for large matrix products, few enough to keep activations small.
+_TOKENS_CPU, _TOKENS_GPU = 4096, 16384
+
+
+def first_micro_batch(length: int, device: str) -> int:
+    """Sequences to run at once before memory has been found short."""
+    return max(1, (_TOKENS_GPU if device.startswith("cuda") else _TOKENS_CPU) // length)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a GPU or on the host."""
+    import torch
+
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def with_smaller_batches(
+    work: Callable[[int], Result], micro_batch: int, on_retry: Callable[[int], None] = lambda _: None
+) -> Result:
+    """Runs `work(micro_batch)`, halving the micro-batch each time memory runs out.
+
+    `work` must leave nothing behind when it fails.
+
+    Raises:
+        ToolkitError: memory ran out with a single sequence.
+    """
+    while True:
+        try:
+            return work(micro_batch)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if micro_batch == 1:
+                reason = (str(error).splitlines() or ["out of memory"])[0]
+                raise ToolkitError(
+                    f"not enough memory even for one sequence at a time ({reason})",
+                    "Use a smaller --length, or a machine with more memory; finished blocks are kept",
+                ) from error
+        # The failed attempt's tensors are only free now that its traceback is gone.
+        micro_batch //= 2
+        _empty_cache()
+        on_retry(micro_batch)
+
+
+def _empty_cache() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, micro_batch: int, item_bytes: int) -> int:
+    """Bytes a calibrated run needs at its worst moment, host and device together: an estimate, not a bound.
+
+    Args:
+        samples, length: size of the calibration; zero samples when there is none.
+        item_bytes: bytes per number of the dtype of computation.
+    """
+    config = skeleton.model.config
+    hidden = getattr(config, "hidden_size", 0)
+    block = sum(parameter.numel() for parameter in skeleton.blocks[0].parameters())
+    linears = list(skeleton.linears(skeleton.blocks[0]).values())
+    widest = max(linear.in_features for linear in linears)
+    largest = max(linear.weight.numel() for linear in linears)
+    if not samples:
+        return _PROCESS_BYTES + 6 * _FLOAT32 * largest
+    states = 2 * samples * length * hidden * item_bytes
+    embedding = getattr(config, "vocab_size", 0) * hidden * item_bytes
+    uses_hessian = any(row.assignment.method == "gptq" for row in plan.quantized)
+    inputs = {linear.in_features for linear in linears}
+    hessians = _FLOAT32 * (sum(width**2 for width in inputs) + 4 * widest**2) if uses_hessian else 0
+    activations = micro_batch * length * item_bytes * sum(linear.out_features for linear in linears)
+    working = block * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * largest + hessians + activations
+    return _PROCESS_BYTES + states + max(embedding, working)

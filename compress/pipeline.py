@@ -1,0 +1,255 @@
+"""The run itself: one block at a time from the dense checkpoint to the packed one, resumable after any of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibration.sequences import SequenceSet, pack_sequences
+from calibration.sources import load_texts
+from calibration.tokenizer import load_tokenizer
+from compress.block_job import BlockJob, BlockOutcome, Calibration
+from compress.blocks import check_finite, load_block, read_block, release
+from compress.capture import BlockInputs, capture_inputs
+from compress.checkpoint.disk import check_space
+from compress.checkpoint.errors import NumericsError, ToolkitError
+from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.structure import StructureReport
+from compress.checkpoint.verify import digest
+from compress.finish import assemble_checkpoint, check_checkpoint, check_quality, put_in_place, save_rest
+from compress.memory import with_smaller_batches
+from compress.prepare import Prepared
+from compress.progress import RunDisplay
+from compress.quantize_block import quantize_block, quantize_block_plainly
+from compress.report import environment, full_report, provenance, tool_version
+from compress.resume import Progress, only_one_run
+
+# Searches run over this share of the calibration tokens, and at least this many: they cost dozens of passes over them.
+_SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 16, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a finished run can say for itself."""
+
+    out: Path
+    structure: StructureReport
+    quality: dict[str, Any]
+    report: dict[str, Any]
+
+
+def run(prepared: Prepared, quiet: bool = False) -> RunResult:
+    """Compresses as prepared, continuing what an earlier run of the same configuration left.
+
+    Raises:
+        ToolkitError: what went wrong and what mends it; finished blocks are kept unless the numbers are at fault.
+    """
+    started = time.monotonic()
+    with only_one_run(prepared.request.out):
+        sequences = _calibration_text(prepared)
+        progress = Progress.open(prepared.request.out, _identity(prepared, sequences), prepared.request.restart)
+        with _cleared_on_failure(progress, prepared):
+            _begin(prepared, progress, quiet)
+            _run_blocks(prepared, progress, sequences, quiet)
+            save_rest(prepared, progress)
+            folder = assemble_checkpoint(prepared, progress, provenance(prepared, sequences))
+            structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
+            quality = check_quality(folder, prepared.request)
+        seconds = time.monotonic() - started
+        report = full_report(prepared, progress, sequences, structure, quality, seconds)
+        put_in_place(folder, prepared.request.out, report)
+        progress.discard()
+    return RunResult(prepared.request.out, structure, quality, report)
+
+
+def _calibration_text(prepared: Prepared) -> SequenceSet | None:
+    if not prepared.calibrates:
+        return None
+    recipe = prepared.request.recipe
+    return pack_sequences(
+        load_texts(recipe.calibration.source),
+        load_tokenizer(prepared.request.model),
+        samples=recipe.calibration.samples,
+        length=prepared.length,
+        seed=recipe.seed,
+    )
+
+
+def _identity(prepared: Prepared, sequences: SequenceSet | None) -> dict[str, Any]:
+    """Everything the packed bytes depend on; runs that differ in it must not share progress."""
+    files = [file.path for file in prepared.files.files]
+    return {
+        "source": prepared.request.source,
+        "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        "recipe": prepared.request.recipe.to_dict(),
+        "calibration_tokens": sequences.token_sha256 if sequences else None,
+        "device": prepared.device.type,
+        "dtype": str(prepared.dtype),
+        "tool": tool_version(),
+    }
+
+
+@contextmanager
+def _cleared_on_failure(progress: Progress, prepared: Prepared) -> Iterator[None]:
+    """Keeps finished blocks when a run fails, except where running again cannot help."""
+    try:
+        yield
+    except ToolkitError as error:
+        if isinstance(error, NumericsError) or not progress.num_finished(prepared.skeleton.num_blocks):
+            progress.discard()
+        raise
+
+
+def _begin(prepared: Prepared, progress: Progress, quiet: bool) -> None:
+    """Checks once, before anything is written, that there is room and that every weight is a number."""
+    if progress.exists:
+        return
+    check_space(progress.folder, prepared.disk)
+    with RunDisplay(len(prepared.files.names()), quiet=quiet) as display:
+        for name in prepared.files.names():
+            check_finite(name, prepared.files.tensor(name))
+            prepared.files.release()
+            display.step(f"checking weights: {name}", 1)
+    progress.begin()
+
+
+def _run_blocks(prepared: Prepared, progress: Progress, sequences: SequenceSet | None, quiet: bool) -> None:
+    total = prepared.skeleton.num_blocks
+    done = progress.num_finished(total)
+    with RunDisplay(total, done, quiet) as display:
+        if done:
+            display.say(f"continuing after block {done} of {total} (progress in {progress.folder})")
+        if done == total:
+            return
+        runner = _CalibratedRunner(prepared, progress, sequences, done, display) if sequences else None
+        for index in range(done, total):
+            outcome = runner.run(index) if runner else _run_plainly(prepared, index)
+            _save(prepared, progress, index, outcome, runner.micro_batch if runner else 0)
+            display.finish_block(_line(outcome))
+
+
+def _run_plainly(prepared: Prepared, index: int) -> BlockOutcome:
+    job = _job(prepared, index)
+    block = read_block(prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device)
+    return quantize_block_plainly(block, job)
+
+
+class _CalibratedRunner:
+    """Carries the calibration from block to block.
+
+    Attributes:
+        micro_batch: sequences that run at once; halved when memory runs out, and recorded with every block so that a
+            resumed run computes just as an uninterrupted one.
+    """
+
+    def __init__(
+        self, prepared: Prepared, progress: Progress, sequences: SequenceSet, done: int, display: RunDisplay
+    ) -> None:
+        self._prepared = prepared
+        self._tokens = sequences.tokens
+        self._display = display
+        self._rows = _search_rows(self._tokens)
+        self._hidden: Tensor | None = progress.load_hidden(done) if done else None
+        self._calibration: Calibration | None = None
+        self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else prepared.micro_batch
+
+    def run(self, index: int) -> BlockOutcome:
+        """Quantizes block `index` and keeps its outputs as the inputs of the next."""
+        outcome = with_smaller_batches(lambda size: self._attempt(index, size), self.micro_batch, self._retry)
+        self._hidden = outcome.hidden
+        self._calibration.advance(outcome.hidden)
+        return outcome
+
+    def _attempt(self, index: int, micro_batch: int) -> BlockOutcome:
+        prepared, job = self._prepared, _job(self._prepared, index)
+        module = prepared.skeleton.blocks[index]
+        try:
+            if self._calibration is None:
+                self._display.step("embedding")
+                self._calibration = self._capture(micro_batch)
+            self._display.step("loading")
+            block = load_block(
+                prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device, prepared.dtype
+            )
+            return quantize_block(block, job, self._calibration, prepared.device, self._display.step)
+        finally:
+            release(module)
+            prepared.files.release()
+
+    def _retry(self, micro_batch: int) -> None:
+        self._display.say(f"out of memory: trying again with {micro_batch} sequences at a time")
+        self.micro_batch = micro_batch
+        self._calibration = None
+
+    def _capture(self, micro_batch: int) -> Calibration:
+        """Arguments of all blocks, and the hidden states as far as they have come."""
+        inputs, search = self._capture_tokens(self._tokens, micro_batch), self._search_inputs(micro_batch)
+        calibration = Calibration(inputs, search, self._rows)
+        if self._hidden is not None:
+            calibration.advance(self._hidden)
+        return calibration
+
+    def _search_inputs(self, micro_batch: int) -> BlockInputs:
+        return self._capture_tokens(self._tokens[self._rows], micro_batch)
+
+    def _capture_tokens(self, tokens: Tensor, micro_batch: int) -> BlockInputs:
+        prepared = self._prepared
+        return capture_inputs(prepared.skeleton, prepared.files, tokens, micro_batch, prepared.device, prepared.dtype)
+
+
+def _search_rows(tokens: Tensor) -> Tensor:
+    """Sequences for searches, evenly spread; the choice does not depend on the micro-batch."""
+    count, length = tokens.shape
+    wanted = max(count * length * _SEARCH_SHARE, _MIN_SEARCH_TOKENS)
+    return torch.linspace(0, count - 1, min(count, max(1, round(wanted / length)))).round().long()
+
+
+def _job(prepared: Prepared, index: int) -> BlockJob:
+    skeleton, plan = prepared.skeleton, prepared.plan
+    return BlockJob(
+        index,
+        plan.in_block(skeleton.block_name(index)),
+        plan.edges[index],
+        getattr(torch, plan.scale_dtype),
+        skeleton.head_dim,
+    )
+
+
+def _save(prepared: Prepared, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
+    scale_dtype = getattr(torch, prepared.plan.scale_dtype)
+    tensors = dict(outcome.dense)
+    for module, weight in outcome.weights.items():
+        tensors |= compressed_tensors.encode(module, weight, scale_dtype)
+    facts = outcome.facts() | {
+        "block": prepared.skeleton.block_name(index),
+        "micro_batch": micro_batch,
+        "digests": {module: digest(weight) for module, weight in outcome.weights.items()},
+        "environment": environment(prepared),
+    }
+    is_last = index + 1 == prepared.skeleton.num_blocks
+    progress.save_block(index, tensors, facts, None if is_last else outcome.hidden)
+    prepared.files.release()
+
+
+def _digests(prepared: Prepared, progress: Progress) -> dict[str, str]:
+    blocks = range(prepared.skeleton.num_blocks)
+    return {module: value for index in blocks for module, value in progress.facts(index)["digests"].items()}
+
+
+def _line(outcome: BlockOutcome) -> str:
+    worst = max(outcome.linears, key=lambda record: record.relative_error)
+    parts = [f"worst weight error {worst.relative_error:.2e} ({worst.module.rpartition('.')[2]})"]
+    if outcome.relative_error is not None:
+        parts.insert(0, f"output error {outcome.relative_error:.2e}")
+    if outcome.edges:
+        kept = sum(edge.loss_after < edge.loss_before for edge in outcome.edges)
+        parts.append(f"smoothed {kept}/{len(outcome.edges)}")
+    parts += [f"{record.module.rpartition('.')[2]}: {record.recovery}" for record in outcome.linears if record.recovery]
+    return ", ".join(parts)

@@ -1,0 +1,96 @@
+"""What a run was and what it gave, as data: `compression_config` of config.json and `compression_report.json`."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from calibration.sequences import SequenceSet
+from compress.checkpoint.structure import StructureReport
+from compress.prepare import Prepared
+from compress.resume import Progress
+
+DISTRIBUTION = "compress-runtime"
+
+
+def tool_version() -> str:
+    """Version of this toolkit; `unknown` when it runs from a source tree that was never installed."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def provenance(prepared: Prepared, sequences: SequenceSet | None) -> dict[str, Any]:
+    """`compression_config`: where a checkpoint came from. Equal runs give equal values."""
+    request = prepared.request
+    return {
+        "source": request.source,
+        "recipe": request.recipe.to_dict(),
+        "seed": request.recipe.seed,
+        "tool": f"{DISTRIBUTION} {tool_version()}",
+        "calibration": describe_calibration(prepared, sequences),
+        "dense": {
+            row.tensor.removesuffix(".weight"): row.reason
+            for row in prepared.plan.rows
+            if row.assignment is None and len(row.shape) > 1
+        },
+    }
+
+
+def describe_calibration(prepared: Prepared, sequences: SequenceSet | None) -> dict[str, Any] | None:
+    """Text, size and hashes of the calibration; None when there was none."""
+    if sequences is None:
+        return None
+    return {
+        "source": sequences.source,
+        "description": sequences.description,
+        "sha256": sequences.sha256,
+        "token_sha256": sequences.token_sha256,
+        "samples": prepared.request.recipe.calibration.samples,
+        "length": prepared.length,
+        "tokens": sequences.num_tokens,
+    }
+
+
+def full_report(
+    prepared: Prepared,
+    progress: Progress,
+    sequences: SequenceSet | None,
+    structure: StructureReport,
+    quality: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    """`compression_report.json`: plan, every block's losses and fallbacks, verification and quality.
+
+    Args:
+        seconds: wall time of this process's part; an earlier, killed part is not counted.
+    """
+    facts = [progress.facts(index) for index in range(prepared.skeleton.num_blocks)]
+    recovered = [each for block in facts for each in block["linears"] if each["recovery"]]
+    return {
+        "format_version": 1,
+        **provenance(prepared, sequences),
+        "environment": environment(prepared),
+        "plan": prepared.to_dict(),
+        "warnings": list(sequences.warnings) if sequences else [],
+        "recovered": recovered,
+        "blocks": facts,
+        "structure": structure.as_dict() | {"path": str(prepared.request.out)},
+        "bit_compared": sum(len(block["digests"]) for block in facts),
+        "quality": quality,
+        "seconds": round(seconds, 2),
+    }
+
+
+def environment(prepared: Prepared) -> dict[str, Any]:
+    """What may change the last bits of a result."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if prepared.device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+    }

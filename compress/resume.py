@@ -1,0 +1,172 @@
+"""Progress on disk: what a killed run leaves in `<out>.partial/`, and when the next run may continue from it.
+
+    progress.json            what the result depends on
+    pieces/block-00003...    finished blocks, each whole or absent
+    inputs/hidden-00004...   hidden states entering the first unfinished block
+
+The hidden states of block i+1 are on disk before piece i is, and those of block i are removed after, so at every moment
+the first missing piece has its inputs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.checkpoint.disk import atomic_file, partial_folder
+from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.writer import PieceStore
+
+REST = "rest"
+_HIDDEN = "hidden"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The unfinished work on one output folder.
+
+    Attributes:
+        folder: `<out>.partial`.
+        identity: what the result depends on; runs with another identity must not continue this one.
+    """
+
+    folder: Path
+    identity: dict[str, Any]
+
+    @classmethod
+    def open(cls, out: Path, identity: Mapping[str, Any], restart: bool = False) -> Progress:
+        """Begins or continues the work on `out`; `only_one_run` must be held.
+
+        Args:
+            restart: throws away what is there.
+
+        Raises:
+            CheckpointError: there is progress of another configuration; says what differs.
+        """
+        progress = cls(partial_folder(out), json.loads(json.dumps(identity)))
+        if restart:
+            progress.discard()
+        if progress.exists:
+            _refuse_other(progress.folder, json.loads(progress._record.read_text(encoding="utf-8")), progress.identity)
+        return progress
+
+    @property
+    def exists(self) -> bool:
+        """Whether an earlier run left something to continue from."""
+        return self._record.is_file()
+
+    def begin(self) -> None:
+        """Records the identity: from here on there is progress."""
+        with atomic_file(self._record) as stream:
+            stream.write(json.dumps(self.identity, indent=2).encode())
+
+    @property
+    def pieces(self) -> PieceStore:
+        return PieceStore(self.folder / "pieces")
+
+    @property
+    def finished(self) -> Path:
+        """Where the checkpoint is assembled and verified before it moves to its place."""
+        return self.folder / "finished"
+
+    def num_finished(self, num_blocks: int) -> int:
+        """Blocks done so far, counted from the first."""
+        return next((index for index in range(num_blocks) if not self.pieces.has(block_key(index))), num_blocks)
+
+    def facts(self, index: int) -> dict[str, Any]:
+        """What was recorded with a finished block."""
+        return self.pieces.read_metadata(block_key(index))
+
+    def save_block(
+        self, index: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], hidden: Tensor | None
+    ) -> None:
+        """Records a finished block, and the inputs of the next one."""
+        if hidden is not None:
+            self._inputs.write(_hidden_key(index + 1), {_HIDDEN: hidden})
+        self.pieces.write(block_key(index), tensors, facts)
+        (self._inputs.folder / f"{_hidden_key(index)}.safetensors").unlink(missing_ok=True)
+
+    def load_hidden(self, index: int) -> Tensor:
+        """Hidden states `[N, L, H]` that enter block `index`, as `save_block` of the block before stored them."""
+        return self._inputs.open(_hidden_key(index)).tensor(_HIDDEN).clone()
+
+    def discard(self) -> None:
+        """Removes everything but the lock."""
+        for child in self.folder.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child)
+            elif child.name != _LOCK:
+                child.unlink()
+
+    @property
+    def _record(self) -> Path:
+        return self.folder / "progress.json"
+
+    @property
+    def _inputs(self) -> PieceStore:
+        return PieceStore(self.folder / "inputs")
+
+
+@contextmanager
+def only_one_run(out: Path) -> Iterator[None]:
+    """Holds the partial folder of `out` for this process, and removes it at the end when nothing is left in it.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    folder = partial_folder(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(
+                f"another process is writing {out} right now", "Wait for it, or choose another --out"
+            ) from error
+        try:
+            yield
+        finally:
+            Path(lock.name).unlink(missing_ok=True)
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def block_key(index: int) -> str:
+    return f"block-{index:05d}"
+
+
+def _hidden_key(index: int) -> str:
+    return f"hidden-{index:05d}"
+
+
+def _refuse_other(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    old, new = _flat(before), _flat(now)
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    if not differing:
+        return
+    shown = "; ".join(f"{key} was {old.get(key)}, now {new.get(key)}" for key in differing[:4])
+    more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+    raise CheckpointError(
+        f"{folder} holds unfinished progress of another configuration: {shown}{more}",
+        "Run that configuration to finish it, choose another --out, or add --restart to throw the progress away",
+    )
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one level, keys joined by dots."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in items:
+        flat |= _flat(item, f"{prefix}.{key}".lstrip("."))
+    return flat or {prefix: value}
