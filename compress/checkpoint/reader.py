@@ -129,4 +129,5 @@ class PackedCheckpoint:
 
 
 def _is_embedding(name: str) -> bool:
-    return any(part in name.split(".")[-2] for part in ("embed", "wte", "wpe"))
+    module = name.split(".")[-2]
+    return module != "embed_out" and any(part in module for part in ("embed", "wte", "wpe"))

@@ -165,6 +165,8 @@ def _parse_entry(path: Path, name: str, fields: Any) -> TensorEntry:
         raise _broken(path, f"{name!r} has the unknown dtype {code!r}")
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise _broken(path, f"{name!r} has shape {list(shape)} and offsets {[begin, end]}, which are not counts")
+    if math.prod(max(size, 1) for size in shape) >= 2**63:
+        raise _broken(path, f"{name!r} has the impossible shape {list(shape)}")
     needed = math.prod(shape) * DTYPES[code].itemsize
     if end - begin != needed:
         raise _broken(path, f"{name!r} occupies {end - begin} bytes, but {code} {list(shape)} needs {needed}")

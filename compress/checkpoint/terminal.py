@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from compress.checkpoint.errors import ToolkitError
 
@@ -11,23 +12,38 @@ if TYPE_CHECKING:
     import typer
 
 INTERRUPTED = 130
+REMEDIES = {
+    errno.ENOSPC: "Free space, or write to another disk",
+    errno.EDQUOT: "Free space, or write to another disk",
+    errno.EACCES: "Change its permissions, or name another path",
+    errno.EROFS: "Name a path on a writable disk",
+}
+"""What the user can do about failures of the system that may come from any read or write."""
 
 
 def run_cli(app: typer.Typer) -> None:
     """Runs a Typer application and leaves the process; it never returns.
 
-    A ToolkitError becomes one line `error: <problem>. <remedy>` on stderr and status 1, Ctrl-C becomes status 130, and
-    wrong options keep Typer's own message and status 2.
+    A ToolkitError, a full disk or a denied permission becomes one line `error: <problem>. <remedy>` on stderr and
+    status 1, Ctrl-C becomes status 130, and wrong options keep Typer's own message and status 2.
     """
     try:
         app()
     except ToolkitError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(1)
+        _refuse(error)
+    except OSError as error:
+        if error.errno not in REMEDIES:
+            raise
+        _refuse(ToolkitError(f"{error.strerror}: {error.filename or 'while writing'}", REMEDIES[error.errno]))
     except (KeyboardInterrupt, SystemExit) as stop:
         if _came_from_ctrl_c(stop):
             sys.exit(INTERRUPTED)
         raise
+
+
+def _refuse(error: ToolkitError) -> NoReturn:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(1)
 
 
 def _came_from_ctrl_c(error: BaseException | None) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -44,7 +45,8 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
     for name in packed.dense_names():
         problems += _dense_problems(packed, name)
         packed.files.release()
-    dense = tuple(_describe_dense(packed, name) for name in packed.dense_names())
+    linears = set(packed.dense_linears())
+    dense = tuple(_describe_dense(packed, name, linears) for name in packed.dense_names())
     num_quantized = sum(rows * columns for rows, columns in shapes.values())
     return StructureReport(
         path=str(packed.path),
@@ -52,7 +54,7 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
         problems=tuple(problems),
         quantized={module: str(scheme) for module, scheme in packed.schemes.items()},
         dense=dense,
-        num_parameters=num_quantized + sum(packed.tensor(tensor.name).numel() for tensor in dense),
+        num_parameters=num_quantized + sum(math.prod(tensor.shape) for tensor in dense),
         num_quantized=num_quantized,
         quantized_bytes=sum(packed.weight_bytes(module) for module in shapes),
         total_bytes=packed.files.file_bytes,
@@ -148,12 +150,12 @@ def _dense_problems(packed: PackedCheckpoint, name: str) -> Iterator[str]:
         yield f"{name} is {tuple(tensor.shape)}, but config.json says {expected}"
 
 
-def _describe_dense(packed: PackedCheckpoint, name: str) -> DenseTensor:
+def _describe_dense(packed: PackedCheckpoint, name: str, linears: Set[str]) -> DenseTensor:
     shape = packed.files.shape(name)
-    return DenseTensor(name, shape, packed.files.tensor_nbytes(name), _reason(packed, name, shape))
+    return DenseTensor(name, shape, packed.files.tensor_nbytes(name), _reason(packed, name, shape, linears))
 
 
-def _reason(packed: PackedCheckpoint, name: str, shape: tuple[int, ...]) -> str:
+def _reason(packed: PackedCheckpoint, name: str, shape: tuple[int, ...], linears: Set[str]) -> str:
     """Why a tensor stayed dense: as recorded when it was planned, else what it evidently is."""
     module = name.rpartition(".")[0]
     recorded = compression_block(packed.config).get("dense") or {}
@@ -161,6 +163,6 @@ def _reason(packed: PackedCheckpoint, name: str, shape: tuple[int, ...]) -> str:
         return str(recorded[module])
     if len(shape) < 2:
         return "norm or bias"
-    if module not in packed.dense_linears():
+    if module not in linears:
         return "embedding, also the output head (tied)" if packed.tied else "embedding"
     return "dense checkpoint" if not packed.modules else "left out (ignore)"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from contextlib import suppress
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config
@@ -146,6 +149,7 @@ def test_truncated_shard(tmp_path):
         ({"a": {**ENTRY, "shape": [-2, -2]}}, "not counts"),
         ({"a": {**ENTRY, "shape": [2.0, 2]}}, "not counts"),
         ({"a": {**ENTRY, "shape": "4"}}, "not counts"),
+        ({"a": {**ENTRY, "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}, "impossible shape"),
         ({"a": {"dtype": "U8"}}, "lacks dtype, shape or data_offsets"),
         ({"a": 3}, "lacks dtype, shape or data_offsets"),
         ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [2, 6]}}, "overlaps"),
@@ -157,6 +161,23 @@ def test_lying_headers(tmp_path, raw_safetensors, header, complaint):
     raw_safetensors(tmp_path / "model.safetensors", header, bytes(4))
     with pytest.raises(CheckpointError, match=complaint):
         TensorFiles.open(tmp_path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4), cut=st.integers(0, 9)
+)
+def test_corrupted_bytes_never_surprise(tmp_path_factory, changes, cut):
+    """Whatever bytes are wrong: the file opens and reads, or there is one clear refusal."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    save_file(TENSORS, folder / "model.safetensors")
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    for position, value in changes:
+        data[position % len(data)] = value
+    (folder / "model.safetensors").write_bytes(data[: len(data) - cut] if cut < 3 else data)
+    with suppress(CheckpointError):
+        files = TensorFiles.open(folder)
+        assert all(files.tensor(name).shape == files.shape(name) for name in files)
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "a\\b.safetensors"])

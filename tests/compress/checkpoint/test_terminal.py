@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import pytest
@@ -20,6 +21,10 @@ def exit_status(monkeypatch, *arguments: str) -> int:
             raise CheckpointError("the shard\nis truncated: 10 of 20 bytes", "Copy it again")
         if outcome == "interrupt":
             raise KeyboardInterrupt
+        if outcome == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if outcome == "denied":
+            raise PermissionError(errno.EACCES, "Permission denied", "/out")
         if outcome == "three":
             raise typer.Exit(3)
 
@@ -32,6 +37,14 @@ def exit_status(monkeypatch, *arguments: str) -> int:
 def test_refusal_is_one_line(monkeypatch, capsys):
     assert exit_status(monkeypatch, "refuse") == 1
     assert capsys.readouterr().err == "error: the shard is truncated: 10 of 20 bytes. Copy it again.\n"
+
+
+def test_system_failures_are_one_line(monkeypatch, capsys):
+    assert exit_status(monkeypatch, "full") == 1
+    assert exit_status(monkeypatch, "denied") == 1
+    full, denied = capsys.readouterr().err.splitlines()
+    assert full == "error: No space left on device: while writing. Free space, or write to another disk."
+    assert denied == "error: Permission denied: /out. Change its permissions, or name another path."
 
 
 def test_interrupt_is_130(monkeypatch):

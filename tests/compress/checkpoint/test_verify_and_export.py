@@ -126,6 +126,19 @@ def test_export_there_and_back(dense_folder, pack, tmp_path, format, scheme):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "packed", "there"]
 
 
+def test_exported_words(dense_folder, pack, tmp_path):
+    """What other engines check first: v1 zero points, float16 scales, shapes."""
+    pack(dense_folder, tmp_path / "packed", lambda module: Scheme(4, 64))
+    gptq = TensorFiles.open(export_checkpoint(tmp_path / "packed", "gptq", tmp_path / "gptq"))
+    assert gptq.tensor(f"{DOWN}.qzeros").unique().tolist() == [0x77777777]
+    assert gptq.tensor(f"{DOWN}.g_idx").tolist() == [column // 64 for column in range(256)]
+    awq = TensorFiles.open(export_checkpoint(tmp_path / "packed", "awq", tmp_path / "awq"))
+    assert awq.tensor(f"{DOWN}.qzeros").unique().tolist() == [0x88888888 - 2**32]
+    assert (gptq.shape(f"{DOWN}.qweight"), awq.shape(f"{DOWN}.qweight")) == ((32, 128), (256, 16))
+    assert gptq.dtype(f"{DOWN}.scales") == awq.dtype(f"{DOWN}.scales") == torch.float16
+    assert gptq.dtype("model.layers.0.self_attn.q_proj.bias") == torch.bfloat16, "biases stay as they are"
+
+
 def refuse_export(folder, format, complaint):
     with pytest.raises((SchemeError, CheckpointError), match=complaint):
         export_checkpoint(folder, format, folder.parent / "out")
