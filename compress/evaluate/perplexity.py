@@ -111,7 +111,7 @@ def _score_batches(
     while done < len(tokens):
         batch = tokens[done : done + size]
         logp = _log_probabilities(model, batch, "the model")
-        reference = logp if baseline is None else _log_probabilities(baseline, batch, "the baseline")
+        reference = logp if baseline is None else _log_probabilities(baseline, batch, "the baseline").to(logp.device)
         yield _compare(logp, reference, batch)
         done += len(batch)
         if on_progress:

@@ -1,0 +1,175 @@
+"""Quality of RTN, AWQ and GPTQ on a trained model: KL to the dense model and perplexity, over calibration seeds.
+
+Calibration and evaluation texts do not overlap; all is scored in float32 by the runtime's model. It ends with the
+verdicts GPTQ < RTN and AWQ <= RTN, and exits with status 1 when one of them does not hold. Examples:
+
+    python scripts/bench_quality.py
+    python scripts/bench_quality.py --data wikitext2_test.txt --seeds 3 --tokens 65536 --markdown quality.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarking.compression import compress
+from benchmarking.machine import environment, weights_sha256
+from benchmarking.tables import Row, describe, markdown_table, print_table, write_json
+from benchmarking.verdicts import METHODS, Trial, Verdict, judge, table_rows
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from calibration.sources import load_texts
+from calibration.tokenizer import load_tokenizer
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import ToolkitError
+from compress.checkpoint.scheme import Scheme
+from compress.evaluate.perplexity import Evaluation, score_positions
+from compress.evaluate.scorers import BACKENDS, Scorer, open_scorer
+from compress.evaluate.windows import Windows, cut_windows
+from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, QuantizeStage
+
+SETTINGS = ("w4g64", "w4g128", "w3g64", "w2g64")
+
+
+class RememberedScorer:
+    """A scorer whose logits are kept on disk: the dense model runs once over each batch, not once for every trial."""
+
+    def __init__(self, scorer: Scorer, folder: Path) -> None:
+        self._scorer = scorer
+        self._folder = folder
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        key = hashlib.sha256(str(tokens.shape).encode() + tokens.numpy().tobytes()).hexdigest()
+        file = self._folder / f"{key}.safetensors"
+        if not file.exists():
+            save_file({"logits": self._scorer.logits(tokens).cpu().contiguous()}, file)
+        return load_file(file)["logits"]
+
+
+def parse_scheme(setting: str) -> Scheme:
+    """The scheme that `w4g64` means."""
+    bits, _, group_size = setting.removeprefix("w").partition("g")
+    return Scheme(int(bits), int(group_size))
+
+
+def run_trials(options: argparse.Namespace, console: Console, work: Path) -> Iterator[Trial]:
+    """Compresses and scores, setting by setting."""
+    tokenizer = load_tokenizer(options.model)
+    texts = [
+        cut_windows(load_texts(name), tokenizer, length=options.length, max_tokens=options.tokens)
+        for name in ("pydoc", *options.data)
+    ]
+    for windows in texts:
+        console.print(f"{windows.source}: {windows.num_predicted:,} predicted tokens; {windows.protocol}")
+    dense = RememberedScorer(open_scorer(options.model, options.backend, device=options.device, dtype="float32"), work)
+    for setting in options.settings:
+        for method in options.methods:
+            for seed in range(1 if method == "rtn" else options.seeds):
+                yield from _try(options, setting, method, seed, texts, dense, work / "packed")
+
+
+def _try(
+    options: argparse.Namespace,
+    setting: str,
+    method: str,
+    seed: int,
+    texts: Iterable[Windows],
+    dense: Scorer,
+    out: Path,
+) -> Iterator[Trial]:
+    calibration = CalibrationOptions(options.calibration, options.samples, options.length)
+    stage = QuantizeStage(method, parse_scheme(setting))
+    made = compress(options.model, out, stage, calibration, seed, device=options.device, dtype="float32")
+    packed = open_scorer(out, options.backend, device=options.device, dtype="float32")
+    for windows in texts:
+        positions = score_positions(packed, windows, dense)
+        yield Trial(
+            setting,
+            method,
+            seed,
+            Path(windows.source).name,
+            Evaluation.of(positions, compared=True),
+            positions.losses.mean(-1).cpu(),
+            made.seconds,
+            made.bits_per_weight,
+            made.total_bytes,
+        )
+    shutil.rmtree(out)
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=demo_model_path(), help="dense model; default: the demo model")
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, help="e.g. w4g64 w3g64")
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--seeds", type=int, default=3, help="calibration seeds of the calibrated methods")
+    parser.add_argument("--calibration", default="bundled", help="calibration text")
+    parser.add_argument("--samples", type=int, default=DEFAULT_SAMPLES, help="calibration sequences")
+    parser.add_argument("--data", nargs="*", default=(), help="more evaluation texts beside pydoc")
+    parser.add_argument("--tokens", type=int, default=32768, help="most tokens of each evaluation text")
+    parser.add_argument("--length", type=int, default=DEFAULT_LENGTH, help="tokens of sequences and windows")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--backend", default="runtime", choices=BACKENDS, help="what scores; see compress eval")
+    parser.add_argument("--json", type=Path, help="write every trial and verdict here")
+    parser.add_argument("--markdown", type=Path, help="write the table and verdicts here")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, console = parse_options(arguments), Console(width=160, highlight=False)
+    facts = environment() | {
+        "model": options.model.name,
+        "model sha256": weights_sha256(options.model)[:16],
+        "calibration": f"{options.calibration} {options.samples} x {options.length} tokens",
+        "seeds": f"0 to {options.seeds - 1}",
+    }
+    console.print(describe(facts))
+    trials = []
+    with tempfile.TemporaryDirectory() as work:
+        for trial in run_trials(options, console, Path(work)):
+            trials.append(trial)
+            console.print(
+                f"  {trial.setting} {trial.method} seed {trial.seed} {trial.text}: KL {trial.figures.kl_mean:.5f}, "
+                f"perplexity {trial.figures.perplexity:.3f}, {trial.seconds:.1f} s"
+            )
+    rows, verdicts = table_rows(trials), judge(trials)
+    print_table("Means over calibration seeds", rows, console)
+    for verdict in verdicts:
+        console.print(str(verdict), style=None if verdict.holds else "bold red")
+    _write(options, facts, trials, rows, verdicts)
+    return 0 if all(verdict.holds for verdict in verdicts) else 1
+
+
+def _write(
+    options: argparse.Namespace,
+    facts: dict[str, Any],
+    trials: Sequence[Trial],
+    rows: Sequence[Row],
+    verdicts: Sequence[Verdict],
+) -> None:
+    if options.json:
+        content = {
+            "facts": facts,
+            "trials": [trial.to_dict() for trial in trials],
+            "verdicts": [asdict(verdict) for verdict in verdicts],
+        }
+        write_json(options.json, content)
+    if options.markdown:
+        lines = "\n".join(f"- {verdict}" for verdict in verdicts)
+        options.markdown.write_text(f"{describe(facts)}\n\n{markdown_table(rows)}\n{lines}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ToolkitError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,49 @@
+"""One compression through the library, timed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A finished compression.
+
+    Attributes:
+        seconds: of the pipeline, from opening the model to the verified checkpoint.
+        micro_batch: sequences that ran at once.
+        dtype: in which the calibration ran.
+        bits_per_weight: stored bits per quantized weight: codes, scales, zero points.
+        total_bytes: size of the weight files.
+    """
+
+    out: Path
+    seconds: float
+    micro_batch: int
+    dtype: str
+    bits_per_weight: float
+    total_bytes: int
+
+
+def compress(
+    model: Path, out: Path, stage: QuantizeStage, calibration: CalibrationOptions, seed: int = 0, **where: str
+) -> Compressed:
+    """Runs the pipeline that `compress quantize` runs, without its closing measurement of quality.
+
+    Args:
+        where: `device` and `dtype` of the calibration.
+    """
+    from compress.pipeline import run
+    from compress.prepare import RunRequest, prepare
+
+    started = time.perf_counter()
+    recipe = Recipe((stage,), calibration, seed)
+    prepared = prepare(RunRequest(model, str(model), recipe, out, measure=False, **where))
+    structure = run(prepared, quiet=True).structure
+    seconds = time.perf_counter() - started
+    dtype = str(prepared.dtype).removeprefix("torch.")
+    return Compressed(out, seconds, prepared.micro_batch, dtype, structure.bits_per_weight, structure.total_bytes)

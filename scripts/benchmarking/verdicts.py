@@ -1,0 +1,135 @@
+"""Trials of compressed models on texts, and what they say about the order of the methods."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarking.tables import Row
+from compress.evaluate.perplexity import Evaluation
+
+METHODS = ("rtn", "awq", "gptq")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One compressed model on one text.
+
+    Attributes:
+        losses: `[windows]`, mean loss of each window, in nats per token.
+    """
+
+    setting: str
+    method: str
+    seed: int
+    text: str
+    figures: Evaluation
+    losses: Tensor
+    seconds: float
+    bits_per_weight: float
+    total_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("setting", "method", "seed", "text", "seconds", "bits_per_weight", "total_bytes")
+        return {name: getattr(self, name) for name in names} | self.figures.to_dict()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a method beats round-to-nearest at one setting on one text.
+
+    Attributes:
+        kl_ratio: its KL, mean over seeds, over that of RTN.
+        seeds_better, seeds: in how many calibration seeds its KL is below RTN's.
+        loss_change: its mean loss minus RTN's, in nats per token, on the same windows; negative is better.
+        loss_error: standard error of `loss_change` over windows.
+        holds: whether the promised order holds in KL and in perplexity.
+    """
+
+    setting: str
+    text: str
+    method: str
+    kl_ratio: float
+    seeds_better: int
+    seeds: int
+    loss_change: float
+    loss_error: float
+    holds: bool
+
+    def __str__(self) -> str:
+        order = "<" if self.method == "gptq" else "<="
+        return (
+            f"{'holds ' if self.holds else 'BROKEN'} {self.setting} on {self.text}: {self.method} {order} rtn, "
+            f"KL {100 * (self.kl_ratio - 1):+.1f} % ({self.seeds_better}/{self.seeds} seeds), "
+            f"perplexity {100 * self.loss_change:+.2f} +- {100 * self.loss_error:.2f} %"
+        )
+
+
+def judge(trials: Sequence[Trial]) -> list[Verdict]:
+    """A verdict for every setting, text and calibrated method that was tried beside RTN."""
+    keys = dict.fromkeys((trial.setting, trial.text) for trial in trials)
+    verdicts = []
+    for setting, text in keys:
+        by_method = {
+            method: [t for t in trials if (t.setting, t.text, t.method) == (setting, text, method)]
+            for method in METHODS
+        }
+        if by_method["rtn"]:
+            verdicts += [
+                _compare(by_method["rtn"][0], by_method[method]) for method in ("awq", "gptq") if by_method[method]
+            ]
+    return verdicts
+
+
+def _compare(rtn: Trial, trials: list[Trial]) -> Verdict:
+    method = trials[0].method
+    ratio = statistics.mean(trial.figures.kl_mean for trial in trials) / rtn.figures.kl_mean
+    better = sum(trial.figures.kl_mean < rtn.figures.kl_mean for trial in trials)
+    change = torch.stack([trial.losses for trial in trials]).mean(0) - rtn.losses
+    mean, error = change.mean().item(), _standard_error(change)
+    holds = ratio < 1 and mean < 0 if method == "gptq" else ratio <= 1 and mean <= 0
+    return Verdict(rtn.setting, rtn.text, method, ratio, better, len(trials), mean, error, holds)
+
+
+def _standard_error(values: Tensor) -> float:
+    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
+
+
+def table_rows(trials: Sequence[Trial]) -> list[Row]:
+    """One row for each setting, method and text: means over calibration seeds."""
+    keys = dict.fromkeys((trial.text, trial.setting, trial.method) for trial in trials)
+    return [
+        _row([trial for trial in trials if (trial.text, trial.setting, trial.method) == key])
+        for key in sorted(keys, key=lambda key: key[0])
+    ]
+
+
+def _row(trials: Sequence[Trial]) -> Row:
+    first = trials[0]
+    figures = [trial.figures for trial in trials]
+    perplexity = statistics.mean(each.perplexity for each in figures)
+    return {
+        "text": first.text,
+        "setting": first.setting,
+        "method": first.method,
+        "seeds": str(len(trials)),
+        "KL mean": f"{statistics.mean(each.kl_mean for each in figures):.5f}",
+        "+- text": f"{statistics.mean(each.kl_standard_error or 0.0 for each in figures):.5f}",
+        "+- seeds": _spread([each.kl_mean for each in figures], 5),
+        "KL 99.9 %": f"{statistics.mean(each.kl_p999 for each in figures):.3f}",
+        "perplexity": f"{perplexity:.3f}",
+        "dense": f"{figures[0].baseline_perplexity:.3f}",
+        "change": f"{100 * (perplexity / figures[0].baseline_perplexity - 1):+.2f} %",
+        "bits/weight": f"{first.bits_per_weight:.3f}",
+        "MB": f"{first.total_bytes / 1e6:.2f}",
+        "seconds": f"{statistics.mean(trial.seconds for trial in trials):.1f}",
+    }
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    return f"{statistics.stdev(values):.{digits}f}" if len(values) > 1 else "-"
