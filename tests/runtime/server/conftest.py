@@ -134,10 +134,10 @@ def shared_engine() -> AlphabetEngine:
 
 
 @pytest.fixture
-def engine(shared_engine: AlphabetEngine) -> AlphabetEngine:
+def engine(shared_engine: AlphabetEngine) -> Iterator[AlphabetEngine]:
     """The engine behind `api`, as new."""
+    yield shared_engine
     shared_engine.reset()
-    return shared_engine
 
 
 def alphabet_app(engine: AlphabetEngine, api_key: str | None = None) -> FastAPI:

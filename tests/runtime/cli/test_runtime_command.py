@@ -1,0 +1,164 @@
+"""The `runtime` command as a user runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from compress.checkpoint.demo import demo_model_path
+
+ROOT = Path(__file__).parents[3]
+COMMAND = [sys.executable, "-c", "from runtime.cli import main; main()"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+NOISE = 3.0  # how much slower than promised a busy machine may be
+
+
+def runtime(*arguments: str, cwd: Path | None = None, stdin: str | None = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=cwd, env=ENVIRONMENT, input=stdin, capture_output=True, text=True, timeout=120
+    )
+
+
+@contextmanager
+def serving(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """A server on a free port: the process, its URL and what it printed."""
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0", *arguments],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        printed = ""
+        while not (found := re.search(r"serving .* at (http://\S+)", printed)):
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            printed += line
+        yield process, found[1], printed + process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"]])
+def test_help_returns_at_once(arguments: list[str]) -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = runtime(*arguments)
+        seconds.append(time.perf_counter() - start)
+        assert result.returncode == 0
+        assert "Usage" in result.stdout
+    assert min(seconds) < 0.5 * NOISE
+
+
+def test_port_in_use_is_one_line_with_a_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        start = time.perf_counter()
+        result = runtime("serve", "--port", str(port))
+        assert time.perf_counter() - start < 0.5 * NOISE  # before anything is loaded
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert re.match(rf"error: port {port} on 127.0.0.1 is already in use\. .* --port \d+", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["serve", "nowhere"], 1, "there is no folder nowhere"),
+        (["generate", "nowhere", "--prompt", "x"], 1, "there is no folder nowhere"),
+        (["serve", "--host", "192.0.2.1"], 1, "no address of this machine"),
+        (["serve", "--port", "70000"], 1, "--port 70000 is no port"),
+        (["serve", "--kv-memory", "lots"], 2, "is not a size"),
+        (["serve", "--dtype", "int3"], 2, "int3"),
+        (["generate", "--prompt", "x", "--top-p", "7"], 1, "top_p=7"),
+    ],
+)
+def test_bad_input_is_refused_before_loading(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
+    result = runtime(*arguments, cwd=tmp_path)
+    assert result.returncode == status
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    for command in (["serve", "--port", "0"], ["generate", "--prompt", "x"]):
+        result = runtime(*command, str(tmp_path))
+        assert result.returncode == 1
+        assert re.fullmatch(r"error: .+\n", result.stderr.splitlines(keepends=True)[-1])
+        assert "Traceback" not in result.stderr
+
+
+def test_generate_uses_the_demo_model_and_says_so(tmp_path: Path) -> None:
+    result = runtime("generate", "--prompt", "The castle", "--max-tokens", "8", "--temperature", "0", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "bundled demo model" in result.stderr
+    assert result.stdout.strip()
+
+
+def test_generate_reads_standard_input_and_writes_json(tmp_path: Path) -> None:
+    options = ["--max-tokens", "12", "--seed", "3", "--stop", "\n\n", "--json"]
+    first = runtime("generate", str(demo_model_path()), *options, cwd=tmp_path, stdin="The castle\n")
+    assert first.returncode == 0, first.stderr
+    answer = json.loads(first.stdout)
+    assert answer["completion_tokens"] <= 12
+    again = runtime("generate", str(demo_model_path()), *options, "--prompt", "The castle", cwd=tmp_path)
+    assert json.loads(again.stdout)["text"] == answer["text"]
+
+
+def test_generate_refuses_an_empty_prompt(tmp_path: Path) -> None:
+    result = runtime("generate", cwd=tmp_path, stdin="")
+    assert result.returncode == 1
+    assert "the prompt is empty" in result.stderr
+
+
+def test_serve_announces_itself_and_its_curl_line_works(tmp_path: Path) -> None:
+    with serving(cwd=tmp_path) as (_, url, printed):
+        for words in ("bundled demo model", "dense bfloat16", "context", "KV cache", "curl"):
+            assert words in printed
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        body = json.loads(re.search(r"-d '(.*)'", printed)[1])
+        assert body["model"] == model
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_lets_running_requests_end(tmp_path: Path, number: signal.Signals) -> None:
+    with serving(cwd=tmp_path) as (process, url, _):
+        body = {"model": "demo", "prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
+def test_drain_has_a_time_limit(tmp_path: Path) -> None:
+    with serving("--drain-seconds", "1", cwd=tmp_path) as (process, url, _):
+        body = {"model": "demo", "prompt": "The", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            next(response.iter_lines())
+            start = time.perf_counter()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        assert time.perf_counter() - start < 10

@@ -1,0 +1,59 @@
+"""Options shared by the commands, and the listening socket."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import typer
+
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import ToolkitError
+from runtime.cli.listen import listen, url_of
+from runtime.cli.options import parse_size, resolve_model
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1000", 1000), ("512MiB", 512 * 2**20), ("1.5 GB", 1_500_000_000), ("4gib", 4 * 2**30)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "4 apples", "MiB", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not a size"):
+        parse_size(text)
+
+
+def test_model_defaults_to_packed_then_to_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, name = resolve_model(None)
+    assert path == demo_model_path()
+    assert "bundled demo model" in name
+    Path("packed").mkdir()
+    path, name = resolve_model(None)
+    assert path == Path("packed")
+    assert "packed/" in name
+
+
+def test_port_zero_is_any_free_port() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        socket.create_connection(("127.0.0.1", port)).close()
+
+
+def test_url_of_all_addresses_is_one_that_works() -> None:
+    with listen("0.0.0.0", 0) as listener:
+        assert url_of(listener).startswith("http://127.0.0.1:")
+
+
+def test_taken_port_is_refused_with_a_free_one() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ToolkitError, match="already in use") as caught:
+            listen("127.0.0.1", port)
+    free = int(caught.value.remedy.rpartition("--port ")[2])
+    listen("127.0.0.1", free).close()

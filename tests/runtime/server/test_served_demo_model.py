@@ -1,0 +1,179 @@
+"""The bundled demo model behind a real socket: what comes out does not depend on how it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.cli.loading import load_engine
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.engine_thread import EngineThread
+from runtime.server.app import create_app
+from runtime.server.service import Limits
+
+PROMPT = "The castle was built in the"
+GREEDY = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+SEEDED = {**GREEDY, "temperature": 0.9, "seed": 7}
+MIXED = [
+    GREEDY,
+    SEEDED,
+    {**SEEDED, "prompt": "Once upon a time", "max_tokens": 40},
+    {**SEEDED, "prompt": [PROMPT, "In 1943"], "seed": 5},
+    {**GREEDY, "prompt": PROMPT * 12, "max_tokens": 9},
+    {**GREEDY, "stop": [" and", "."], "max_tokens": 60},
+    {**SEEDED, "top_k": 40, "top_p": 0.8, "seed": 1},
+    {**SEEDED, "min_p": 0.1, "ignore_eos": True, "max_tokens": 33},
+]
+
+
+@dataclass
+class Served:
+    client: httpx.Client
+    engine: Engine
+    tokenizer: Any
+    url: str
+
+    @property
+    def is_idle(self) -> bool:
+        pool = self.engine.scheduler.pool
+        return not self.engine.has_work and pool.num_free == pool.num_blocks
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        response = self.client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def text(self, **body: Any) -> str:
+        return self.complete(**body)["choices"][0]["text"]
+
+    def streamed(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def demo(run_server: Any) -> Iterator[Served]:
+    # float64, so that the shape of a batch cannot change a token
+    config = RuntimeConfig(device="cpu", dtype="float64", kernels="reference", num_blocks=256, prefill_chunk=32)
+    engine, tokenizer = load_engine(demo_model_path(), config)
+    limits = Limits(engine.runner.max_model_len, max_requests=32)
+    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)
+    with run_server(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield Served(client, engine, tokenizer, url)
+
+
+@pytest.mark.parametrize("body", MIXED)
+def test_stream_joined_is_the_whole_answer(demo: Served, body: dict[str, Any]) -> None:
+    whole = demo.complete(**body)["choices"]
+    chunks = [choice for chunk in demo.streamed("/v1/completions", **body) for choice in chunk["choices"]]
+    for choice in whole:
+        own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        assert "".join(chunk["text"] for chunk in own) == choice["text"]
+        assert [chunk["finish_reason"] for chunk in own if chunk["finish_reason"]] == [choice["finish_reason"]]
+        assert own[-1]["finish_reason"]
+
+
+def test_seeds_are_reproducible_and_differ(demo: Served) -> None:
+    texts = [demo.text(**{**SEEDED, "seed": seed}) for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+
+
+def test_stop_string_ends_the_text_before_it(demo: Served) -> None:
+    whole = demo.text(**GREEDY)
+    stop = whole[9:14]  # across token borders as they come
+    choice = demo.complete(**GREEDY, stop=stop)["choices"][0]
+    assert choice["text"] == whole[: whole.index(stop)]
+    assert choice["finish_reason"] == "stop"
+    chunks = demo.streamed("/v1/completions", **GREEDY, stop=stop)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+
+
+def test_token_ids_are_the_same_prompt(demo: Served) -> None:
+    assert demo.text(**{**GREEDY, "prompt": demo.tokenizer.encode(PROMPT)}) == demo.text(**GREEDY)
+
+
+def test_token_outside_of_the_vocabulary(demo: Served) -> None:
+    response = demo.client.post("/v1/completions", json={**GREEDY, "prompt": [10**6]})
+    assert response.status_code == 400
+    assert "1000000" in response.json()["error"]["message"]
+
+
+def test_prompt_longer_than_the_context(demo: Served) -> None:
+    response = demo.client.post("/v1/completions", json={**GREEDY, "prompt": PROMPT * 1000})
+    assert response.status_code == 400
+    assert str(demo.engine.runner.max_model_len) in response.json()["error"]["message"]
+
+
+def test_chat_streams_what_it_answers_and_uses_the_template(demo: Served) -> None:
+    messages = [{"role": "user", "content": "Who built the castle?"}]
+    body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 20}
+    answer = demo.client.post("/v1/chat/completions", json=body).json()
+    chunks = demo.streamed("/v1/chat/completions", **body)
+    joined = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert joined == answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["prompt_tokens"] == len(demo.tokenizer.encode_chat(messages))
+    templated = demo.text(**{**GREEDY, "prompt": demo.tokenizer.encode_chat(messages), "max_tokens": 20})
+    assert joined == templated
+
+
+def test_greedy_token_is_the_most_likely_one(demo: Served) -> None:
+    logprobs = demo.complete(**GREEDY, logprobs=3)["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 24
+    for chosen, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert chosen == max(top.values())
+    text = demo.text(**GREEDY)
+    assert "".join(logprobs["tokens"]) == text
+    assert all(text[at:].startswith(t) for at, t in zip(logprobs["text_offset"], logprobs["tokens"], strict=True))
+
+
+def test_requests_together_equal_requests_alone(demo: Served) -> None:
+    alone = [[choice["text"] for choice in demo.complete(**body)["choices"]] for body in MIXED]
+
+    async def all_together() -> list[list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="none", timeout=60) as client:
+            extra = ("top_k", "min_p", "ignore_eos")
+
+            async def one(body: dict[str, Any]) -> list[str]:
+                plain = {name: value for name, value in body.items() if name not in extra}
+                rest = {name: body[name] for name in extra if name in body}
+                texts: dict[int, str] = {}
+                async for chunk in await client.completions.create(**plain, extra_body=rest, stream=True):
+                    for choice in chunk.choices:
+                        texts[choice.index] = texts.get(choice.index, "") + choice.text
+                return [texts[index] for index in sorted(texts)]
+
+            return await asyncio.gather(*map(one, MIXED))
+
+    assert asyncio.run(all_together()) == alone
+    assert demo.is_idle
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "Once"]])
+def test_client_that_leaves_frees_all_blocks(demo: Served, wait_until: Any, stream: bool, prompt: Any) -> None:
+    body = {**SEEDED, "prompt": prompt, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
+    content = json.dumps(body).encode()
+    address = httpx.URL(demo.url)
+    before = demo.engine.metrics.generation_tokens_total
+    with socket.create_connection((address.host, address.port)) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        wait_until(lambda: demo.engine.metrics.generation_tokens_total >= before + 5)
+        assert not demo.is_idle
+    wait_until(lambda: demo.is_idle)
+    assert demo.engine.metrics.generation_tokens_total < before + 500  # not the 1500 per prompt it would have been
+    demo.engine.scheduler.pool.check([])
+    assert demo.client.get("/health").json()["running"] == 0
