@@ -1,0 +1,42 @@
+"""docs/checkpoint-format.md is true: its loader reads what this toolkit writes, its examples are what packing gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packing import pack_bits
+from compress.checkpoint.scheme import Scheme
+
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
+
+
+@pytest.mark.parametrize(
+    "scheme", [Scheme(4, 64), Scheme(3, 32, False), Scheme(5, None), Scheme(8, 128, False)], ids=str
+)
+def test_the_loader_in_the_page(scheme, dense_folder, pack, tmp_path):
+    weights = pack(dense_folder, tmp_path / "packed", lambda module: scheme)
+    loader: dict = {}
+    exec(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1], loader)
+    assert loader["scheme"](tmp_path / "packed") == (scheme.bits, scheme.symmetric)
+    for module, weight in weights.items():
+        loaded = loader["load_weight"](tmp_path / "packed", module, scheme.bits, scheme.symmetric, torch.bfloat16)
+        assert torch.equal(loaded, weight.dequantize(torch.bfloat16))
+
+
+def test_the_examples_in_the_page():
+    three = pack_bits(torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 7, 6, 5, 4]]), 3, 1)
+    assert three.tolist() == [[0x77FAC688, 0x00000009]]
+    codes = torch.tensor([[8, 9, 10, 11, 12, 13, 14, 15], [7, 6, 5, 4, 3, 2, 1, 0]], dtype=torch.uint8)
+    scale, zero = torch.tensor([[0.5], [0.25]]), torch.tensor([[3], [7]], dtype=torch.uint8)
+    weight = IntegerWeight(codes, scale, zero, Scheme(4, None, symmetric=False))
+    stored = compressed_tensors.encode("m", weight, torch.bfloat16)
+    assert stored["m.weight_packed"].tolist() == [[0xFEDCBA98 - 2**32], [0x01234567]]
+    assert stored["m.weight_zero_point"].tolist() == [[0x73]]
+    assert weight.dequantize()[0].tolist() == [2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0]
+    assert weight.dequantize()[1].tolist() == [0.0, -0.25, -0.5, -0.75, -1.0, -1.25, -1.5, -1.75]
