@@ -7,8 +7,9 @@ Every candidate is rounded to the dtype it will be stored in before it is judged
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -17,8 +18,14 @@ from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
 from compress.methods.numerics import require_finite
 
+# Maps the change of a block of groups `[R, G, g]`, which it may overwrite, to its error `[R, G, 1]`.
+Measure = Callable[[Tensor], Tensor]
+
+_TINY = torch.finfo(torch.float32).tiny
 # Fractions of the full range that are tried first; clipping to a quarter is already rare at 2 bits.
 _COARSE = tuple(1.0 - 0.04 * step for step in range(20))
+# Fractions of either side of an asymmetric range, in all combinations.
+_SIDES = (1.0, 0.8, 0.6, 0.4, 0.25)
 # Around the best of them, closer than one coarse step.
 _FINE = (0.97, 0.98, 0.99, 1.01, 1.02, 1.03)
 # A chunk of rows and its scratch copies stay in the processor's cache; a GPU wants more work per launch.
@@ -39,6 +46,8 @@ def search_scales(
     scheme: Scheme,
     importance: Tensor | None = None,
     scale_dtype: torch.dtype = torch.bfloat16,
+    *,
+    inputs: Tensor | None = None,
 ) -> GroupScales:
     """The scales and zero points with the least weighted squared error.
 
@@ -50,15 +59,20 @@ def search_scales(
         scheme: bits, group size, symmetry.
         importance: `[I]`, not negative; the mean square of each input. None weighs all columns alike.
         scale_dtype: dtype in which scales are stored.
+        inputs: `[T, I]` sample inputs in place of importance: the error is then that of each group's share of the
+            outputs, correlations within the group included.
 
     Raises:
         SchemeError: the group size does not divide `I`.
-        NumericsError: NaN or infinity in weight or importance.
+        NumericsError: NaN or infinity in weight, importance or inputs.
     """
     groups = scheme.num_groups(weight.shape[1])
     require_finite(weight, "the weight")
-    column_weights = _column_weights(weight, importance).view(groups, -1)
-    found = [_search_rows(rows, column_weights, scheme, scale_dtype) for rows in _row_chunks(weight, groups)]
+    if inputs is None:
+        measure = _weighted_error(_column_weights(weight, importance).view(groups, -1))
+    else:
+        measure = _output_error(inputs, groups)
+    found = [_search_rows(rows, measure, scheme, scale_dtype) for rows in _row_chunks(weight, groups)]
     return GroupScales(torch.cat([each.scale for each in found]), torch.cat([each.zero for each in found]))
 
 
@@ -66,7 +80,7 @@ def range_scales(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torc
     """The scales that span each group's whole range, without a search: what a grid search over other things uses."""
     require_finite(weight, "the weight")
     rows = weight.float().unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
-    scale, zero = _Range.of(rows, scheme).shrunk(1.0)
+    scale, zero = _Range.of(rows, scheme).full()
     return _stored(_storable(scale, scale_dtype), zero, scale_dtype)
 
 
@@ -87,22 +101,33 @@ def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
     return importance + importance.mean() * 1e-4 + torch.finfo(torch.float32).tiny
 
 
+def _weighted_error(column_weights: Tensor) -> Measure:
+    return lambda change: change.square_().mul_(column_weights).sum(-1, keepdim=True)
+
+
+def _output_error(inputs: Tensor, groups: int) -> Measure:
+    require_finite(inputs, "the sample inputs")
+    grouped = inputs.float().unflatten(1, (groups, -1)).transpose(0, 1)
+    # At most g rows with the same Gram matrix as all T of them, hence the same errors.
+    basis = torch.linalg.qr(grouped, mode="r").R.transpose(1, 2).contiguous()
+    return lambda change: (change.transpose(0, 1) @ basis).square_().sum(-1, keepdim=True).transpose(0, 1)
+
+
 def _row_chunks(weight: Tensor, groups: int) -> Iterator[Tensor]:
     elements = _CHUNK_ELEMENTS_GPU if weight.is_cuda else _CHUNK_ELEMENTS_CPU
     for rows in weight.split(max(1, elements // weight.shape[1])):
         yield rows.float().unflatten(1, (groups, -1))
 
 
-def _search_rows(rows: Tensor, column_weights: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> GroupScales:
+def _search_rows(rows: Tensor, measure: Measure, scheme: Scheme, scale_dtype: torch.dtype) -> GroupScales:
     span = _Range.of(rows, scheme)
-    best = _Best(rows, column_weights, scheme, scale_dtype, span)
-    for fraction in span.fractions():
-        for scale, zero in span.candidates(fraction):
-            best.consider(scale, zero)
-    scale, zero = best.scale, best.zero
-    for shift in (0.0,) if scheme.symmetric else (0.0, -1.0, 1.0):
-        for factor in _FINE:
-            best.consider(scale * factor, (zero + shift).clamp_(0, scheme.max_code))
+    best = _Best(rows, measure, scheme, scale_dtype, span)
+    for scale, zero in span.candidates():
+        best.consider(scale, zero)
+    for shift in (0,) if scheme.symmetric else (-1, 1, 0):
+        scale, zero = best.scale, (best.zero + shift).clamp_(0, scheme.max_code)
+        for factor in _FINE if shift == 0 else (1.0, *_FINE):
+            best.consider(scale * factor, zero)
     return _stored(best.scale, best.zero, scale_dtype)
 
 
@@ -110,7 +135,7 @@ def _storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales as they will be read back; one that would be stored as 0 (a group of zeros) becomes a harmless 1."""
     limit = torch.finfo(dtype).max
     rounded = scale.clamp(-limit, limit).to(dtype).float()
-    return torch.where(rounded.abs() < torch.finfo(dtype).tiny, torch.ones_like(rounded), rounded)
+    return torch.where(rounded.abs() < _TINY, torch.ones_like(rounded), rounded)
 
 
 def _stored(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> GroupScales:
@@ -129,41 +154,46 @@ class _Range:
     def of(cls, rows: Tensor, scheme: Scheme) -> _Range:
         return cls(rows.amin(-1, keepdim=True).clamp(max=0), rows.amax(-1, keepdim=True).clamp(min=0), scheme)
 
-    def fractions(self) -> tuple[float, ...]:
-        """Shares of the range to try; symmetric ones start where nothing is clipped on the short side either."""
-        half = self.scheme.midpoint
-        return (half / (half - 1), *_COARSE) if self.scheme.symmetric else _COARSE
+    def full(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero point that cover the range."""
+        return self.shrunk(1.0) if self.scheme.symmetric else self.between(1.0, 1.0)
 
     def shrunk(self, fraction: float) -> tuple[Tensor, Tensor]:
-        """Scale and zero point that cover `fraction` of the range."""
-        if self.scheme.symmetric:
-            # The element of largest magnitude, with its sign, lands on code 0, i.e. on -midpoint.
-            peak = torch.where(self.high > -self.low, self.high, self.low)
-            return peak * (-fraction / self.scheme.midpoint), torch.full_like(peak, self.scheme.midpoint)
-        scale = (self.high - self.low) * (fraction / self.scheme.max_code)
-        zero = (self.low * -fraction / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
-        return scale, zero.clamp_(0, self.scheme.max_code)
+        """Symmetric: the element of largest magnitude, with its sign, lands on code 0, i.e. on -midpoint."""
+        peak = torch.where(self.high > -self.low, self.high, self.low)
+        return peak * (-fraction / self.scheme.midpoint), torch.full_like(peak, self.scheme.midpoint)
 
-    def candidates(self, fraction: float) -> Iterator[tuple[Tensor, Tensor]]:
-        scale, zero = self.shrunk(fraction)
-        yield scale, zero
+    def between(self, below: float, above: float) -> tuple[Tensor, Tensor]:
+        """Asymmetric: codes span `below` of the negative side and `above` of the positive one."""
+        low, high = self.low * below, self.high * above
+        scale = (high - low) / self.scheme.max_code
+        return scale, (-low / scale.clamp(min=_TINY)).round_().clamp_(0, self.scheme.max_code)
+
+    def candidates(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.scheme.symmetric:
-            yield -scale, zero
+            half = self.scheme.midpoint
+            # The first fraction clips nothing on the short side either: the range of an unsigned scale.
+            for fraction in (half / (half - 1), *_COARSE):
+                scale, zero = self.shrunk(fraction)
+                yield scale, zero
+                yield -scale, zero
+        else:
+            for fraction in _COARSE:
+                yield self.between(fraction, fraction)
+            for below, above in permutations(_SIDES, 2):
+                yield self.between(below, above)
 
 
 class _Best:
     """The best scale and zero point seen so far of each group, over candidates `[R, G, 1]`."""
 
-    def __init__(
-        self, rows: Tensor, column_weights: Tensor, scheme: Scheme, scale_dtype: torch.dtype, span: _Range
-    ) -> None:
+    def __init__(self, rows: Tensor, measure: Measure, scheme: Scheme, scale_dtype: torch.dtype, span: _Range) -> None:
         self._rows = rows
-        self._column_weights = column_weights
+        self._measure = measure
         self._scheme = scheme
         self._dtype = scale_dtype
         self._scratch = torch.empty_like(rows)
-        self.scale, self.zero = span.shrunk(1.0)
-        self.scale = _storable(self.scale, scale_dtype)
+        self.scale, self.zero = span.full()
         self.error = torch.full_like(self.scale, torch.inf)
 
     def consider(self, scale: Tensor, zero: Tensor) -> None:
@@ -180,4 +210,4 @@ class _Best:
             codes.clamp_(-self._scheme.midpoint, self._scheme.midpoint - 1)
         else:
             codes.add_(zero).clamp_(0, self._scheme.max_code).sub_(zero)
-        return codes.mul_(scale).sub_(self._rows).square_().mul_(self._column_weights).sum(-1, keepdim=True)
+        return self._measure(codes.mul_(scale).sub_(self._rows))
