@@ -1,0 +1,27 @@
+"""Attention without pages: whole sequences at once, nothing kept. Used to score text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runtime.attention.spans import attend_span, visibility_mask
+
+
+class DenseAttention:
+    """Causal attention inside each of B sequences of length T that lie one after the other on the token axis.
+
+    Args:
+        windows: sliding window of every layer; None is none.
+    """
+
+    def __init__(self, length: int, windows: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.length = length
+        positions = torch.arange(length, device=device)
+        kinds = {window for window in windows if window is not None and window < length}
+        masks = {window: visibility_mask(positions, length, window, dtype) for window in kinds}
+        self.masks = [masks.get(window) for window in windows]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        spans = zip(*(heads.split(self.length) for heads in (query, key, value)), strict=True)
+        return torch.cat([attend_span(*span, self.masks[layer]) for span in spans])

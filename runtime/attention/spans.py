@@ -1,0 +1,58 @@
+"""Attention of one span or of many single tokens over gathered keys and values: plain torch, any dtype, any device.
+
+Query heads that share a key-value head are folded beside it instead of repeating keys and values: on CPUs the fused
+kernel is many times slower with `enable_gqa` or with repeated heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend_span(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """A span of one sequence over its keys: query `[n, heads, D]`, key and value `[L, kv_heads, D]` -> `[n, heads, D]`.
+
+    Args:
+        mask: additive `[n, L]`; None is causal and needs n == L.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    length, num_kv_heads, _ = key.shape
+    shared = num_heads // num_kv_heads
+    folded = query.view(num_tokens, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+    shape = (num_kv_heads, shared, length, head_dim)
+    attended = F.scaled_dot_product_attention(
+        folded,
+        key.transpose(0, 1).unsqueeze(1).expand(shape),
+        value.transpose(0, 1).unsqueeze(1).expand(shape),
+        attn_mask=mask,
+        is_causal=mask is None,
+    )
+    return attended.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+
+
+def attend_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """One token of each of B sequences: query `[B, heads, D]`, key and value `[B, L, kv_heads, D]` -> `[B, heads, D]`.
+
+    Args:
+        mask: additive `[B, 1, 1, L]`; None when every key counts.
+    """
+    batch, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    folded = query.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    attended = F.scaled_dot_product_attention(folded, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask)
+    return attended.reshape(batch, num_heads, head_dim)
+
+
+def visibility_mask(positions: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive `[..., num_keys]`: 0 where the token at `positions [...]` may look at key k, minus infinity elsewhere.
+
+    It sees keys at its own position and before; with a window only the last `window` of them.
+    """
+    keys = torch.arange(num_keys, device=positions.device)
+    last = positions.unsqueeze(-1)
+    hidden = keys > last
+    if window is not None:
+        hidden = hidden | (keys <= last - window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))

@@ -1,0 +1,51 @@
+"""What a kernel is: a way to multiply by one quantized weight, and the conditions under which it may be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where products run and in which dtype activations come and go."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Product(Protocol):
+    """A weight `[O, I]` prepared for multiplication.
+
+    Attributes:
+        nbytes: memory that the prepared weight holds.
+    """
+
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x [M, I] -> x W^T [M, O]`, in the dtype of `x`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One entry of the kernel table.
+
+    Attributes:
+        summary: what it computes and how exactly, one line.
+        refuse: why it cannot serve this scheme and number of input features on this target; empty when it can.
+        prepare: turns codes into the kernel's own layout, once, at load.
+    """
+
+    name: str
+    summary: str
+    refuse: Callable[[Scheme, int, Target], str]
+    prepare: Callable[[IntegerWeight, Target], Product]

@@ -1,0 +1,45 @@
+"""Products with weights that are not quantized."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.kernels.base import Target
+
+
+class DenseProduct:
+    """`F.linear` with the weight as it is; a memory-mapped weight stays mapped."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class PrepackedProduct:
+    """oneDNN with the weight in its own blocked layout: up to twice as fast as `F.linear` for few rows on a CPU."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.nbytes = weight.nbytes
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x, self._packed, None, "none", [], "")
+
+
+def dense_product(weight: Tensor, target: Target, *, reference: bool = False) -> DenseProduct | PrepackedProduct:
+    """The best product for a dense weight `[O, I]`; `reference` asks for plain `F.linear`."""
+    weight = weight.to(target.device, target.dtype)
+    if reference or not _can_prepack(target):
+        return DenseProduct(weight)
+    return PrepackedProduct(weight)
+
+
+def _can_prepack(target: Target) -> bool:
+    on_cpu = target.device.type == "cpu" and target.dtype == torch.bfloat16
+    return on_cpu and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,0 +1,43 @@
+"""The oracle: dequantize, multiply. Any width, group, dtype and device; memory of a few rows beside the codes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.activations import quantize_tokens
+from runtime.kernels.base import Kernel, Target
+
+PANEL_ELEMENTS = 2**22
+"""Weights that are dense at one time."""
+
+
+class ReferenceProduct:
+    """Keeps codes as bytes and dequantizes rows on every call."""
+
+    def __init__(self, weight: IntegerWeight, target: Target) -> None:
+        codes, scale, zero = (t.to(target.device) for t in (weight.codes, weight.scale, weight.zero))
+        rows = max(1, PANEL_ELEMENTS // codes.shape[1])
+        parts = zip(codes.split(rows), scale.split(rows), zero.split(rows), strict=True)
+        self.panels = [IntegerWeight(*part, weight.scheme) for part in parts]
+        self.nbytes = codes.nbytes + scale.nbytes + zero.nbytes
+        self.quantize_activations = weight.scheme.activation_bits is not None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.quantize_activations:
+            return self._multiply(x)
+        levels, scale = quantize_tokens(x)
+        return (self._multiply(levels) * scale).to(x.dtype)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return torch.cat([F.linear(x, panel.dequantize(x.dtype)) for panel in self.panels], -1)
+
+
+def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
+    return ""
+
+
+KERNEL = Kernel("reference", "dequantizes on every call: the oracle, slow, least memory", refuse, ReferenceProduct)

@@ -1,0 +1,55 @@
+"""Which kernel serves which quantized linear, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from compress.checkpoint.errors import SchemeError
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels import dequantized, int4pack, int8_dynamic, reference
+from runtime.kernels.base import Kernel, Target
+
+KERNELS = (int8_dynamic.KERNEL, int4pack.KERNEL, dequantized.KERNEL, reference.KERNEL)
+"""In order of preference; the last one refuses nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel, and why it and none before it."""
+
+    kernel: Kernel
+    reason: str
+
+
+def choose_kernel(
+    scheme: Scheme, in_features: int, target: Target, kernels: str = "auto", excluded: Mapping[str, str] | None = None
+) -> Choice:
+    """The first kernel of the table that can serve a quantized linear.
+
+    Args:
+        kernels: `auto`, or the name of a kernel that must be used.
+        excluded: names of kernels that may not be chosen, with the reason.
+
+    Raises:
+        SchemeError: an unknown name, or a named kernel that cannot serve this scheme here.
+    """
+    if kernels != "auto":
+        return _named(scheme, in_features, target, kernels)
+    refusals = []
+    for kernel in KERNELS:
+        refusal = (excluded or {}).get(kernel.name) or kernel.refuse(scheme, in_features, target)
+        if not refusal:
+            return Choice(kernel, "; ".join([kernel.summary, *refusals]))
+        refusals.append(f"{kernel.name} {refusal}")
+    raise SchemeError(f"no kernel serves {scheme}: {'; '.join(refusals)}")
+
+
+def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choice:
+    kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
+    if kernel is None:
+        raise SchemeError(f"unknown kernel {name!r}", f"Choose auto or {', '.join(k.name for k in KERNELS)}")
+    refusal = kernel.refuse(scheme, in_features, target)
+    if refusal:
+        raise SchemeError(f"kernel {name} cannot serve {scheme}: it {refusal}", "Choose auto or reference")
+    return Choice(kernel, f"asked for; {kernel.summary}")

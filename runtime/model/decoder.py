@@ -1,0 +1,104 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3, on a flattened token axis: no batch, no padding, no phases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.model.config import DecoderConfig
+from runtime.model.linear import Linear
+from runtime.model.rope import Rotary
+
+
+class Attention(Protocol):
+    """Who sees whom in this step, and where keys and values are kept. One object serves all layers of a step."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention output `[T, heads, D]` of query `[T, heads, D]`, key and value `[T, kv_heads, D]`."""
+        ...
+
+
+@dataclass(slots=True)
+class Layer:
+    """Weights of one decoder layer. `qkv` and `gate_up` give their parts side by side.
+
+    Attributes:
+        head_norm: `[heads + kv_heads, D]` RMSNorm weights of the query and key heads, or None.
+    """
+
+    attention_norm: Tensor
+    qkv: Linear
+    head_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(slots=True)
+class Decoder:
+    """A decoder-only model. Holds no state between calls: keys and values belong to the attention object.
+
+    Attributes:
+        embedding: `[V, H]`.
+        head: output projection `[H] -> [V]`.
+        description: what was loaded and which kernel serves what, one line per kind of linear.
+    """
+
+    config: DecoderConfig
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Linear
+    rotary: Rotary
+    description: tuple[str, ...] = ()
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states `[T, H]` before the final norm, of int64 `token_ids [T]` at int64 `positions [T]`.
+
+        Tokens of several sequences may stand in any order; `attention` knows which belong together.
+        """
+        cos, sin = self.rotary.at(positions)
+        hidden = self.embedding[token_ids]
+        for index, layer in enumerate(self.layers):
+            hidden = hidden + self._attend(index, layer, hidden, attention, cos, sin)
+            hidden = hidden + self._feed_forward(layer, hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output head: `[T, H] -> [T, V]` in float32, or float64 for a float64 model."""
+        logits = self.head(rms_norm(hidden, self.norm, self.config.norm_eps))
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _attend(
+        self, index: int, layer: Layer, hidden: Tensor, attention: Attention, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        config = self.config
+        rotated = config.num_heads + config.num_kv_heads
+        heads = layer.qkv(rms_norm(hidden, layer.attention_norm, config.norm_eps)).view(
+            -1, rotated + config.num_kv_heads, config.head_dim
+        )
+        query_key = heads[:, :rotated]
+        if layer.head_norm is not None:
+            query_key = rms_norm(query_key, layer.head_norm, config.norm_eps)
+        query_key = self.rotary.rotate(query_key, cos, sin)
+        attended = attention(
+            index, query_key[:, : config.num_heads], query_key[:, config.num_heads :], heads[:, rotated:]
+        )
+        return layer.output(attended.reshape(-1, config.num_heads * config.head_dim))
+
+    def _feed_forward(self, layer: Layer, hidden: Tensor) -> Tensor:
+        gate, up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, self.config.norm_eps)).chunk(2, -1)
+        return layer.down(F.silu(gate).mul_(up))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension. 16-bit input is normalized in float32, rounded, and then multiplied by the
+    weight: the rounding points of transformers, so that 16-bit models give the same bits."""
+    return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)

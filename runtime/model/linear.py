@@ -1,0 +1,74 @@
+"""Linear layers as the decoder calls them: one call, whatever the weight looks like in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from runtime.kernels.base import Product
+
+
+class Linear(Protocol):
+    """`x [T, I] -> [T, O]`. `nbytes` is the memory that its weights hold."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProductLinear:
+    """One product, dense or packed, and a bias `[O]` in the activation dtype."""
+
+    product: Product
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.product.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Linears over the same input whose schemes differ, so that they cannot be one weight."""
+
+    parts: tuple[Linear, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+def fuse_weights(weights: Sequence[IntegerWeight | Tensor]) -> IntegerWeight | Tensor | None:
+    """Weights over the same input as one weight along the output features; None when their schemes or dtypes differ."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if all(isinstance(weight, Tensor) for weight in weights):
+        return torch.cat(list(weights)) if len({weight.dtype for weight in weights}) == 1 else None
+    kinds = {(weight.scheme, weight.scale.dtype) for weight in weights if isinstance(weight, IntegerWeight)}
+    if len(kinds) > 1 or any(isinstance(weight, Tensor) for weight in weights):
+        return None
+    codes, scale, zero = (torch.cat([getattr(w, name) for w in weights]) for name in ("codes", "scale", "zero"))
+    return IntegerWeight(codes, scale, zero, first.scheme)
+
+
+def fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Biases side by side, zeros where there is none; None when no part has one."""
+    present = next((bias for bias in biases if bias is not None), None)
+    if present is None:
+        return None
+    return torch.cat([present.new_zeros(n) if bias is None else bias for bias, n in zip(biases, sizes, strict=True)])

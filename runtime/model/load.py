@@ -1,0 +1,227 @@
+"""From a checkpoint folder to a decoder: dense or packed, ours or another tool's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError, ToolkitError
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.base import Target
+from runtime.kernels.dense import dense_product
+from runtime.kernels.registry import Choice, choose_kernel
+from runtime.memory import available_bytes, format_bytes
+from runtime.model.config import DecoderConfig, parse_config, read_generation_config
+from runtime.model.decoder import Decoder, Layer
+from runtime.model.linear import Linear, ProductLinear, SideBySide, fuse_biases, fuse_weights
+from runtime.model.rope import Rotary
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+
+
+def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto") -> Decoder:
+    """Opens a checkpoint and prepares every weight for its kernel.
+
+    Args:
+        device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
+        dtype: of activations and keys and values; `auto` is the checkpoint's, except that CPUs without 16-bit
+            arithmetic of that kind compute float16 as bfloat16 and bfloat16 as float32.
+        kernels: `auto`, or the name of one kernel; `reference` is plain torch everywhere.
+
+    Raises:
+        CheckpointError: a folder that cannot be read, an architecture that is not supported, missing or misshapen
+            tensors. All of it is checked before weights are read.
+        ToolkitError: a device, dtype or kernel that is not there.
+    """
+    checkpoint = PackedCheckpoint.open(path)
+    config = parse_config(checkpoint.config, read_generation_config(checkpoint.path))
+    chosen_device = resolve_device(device)
+    target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
+    check_tensors(checkpoint, config)
+    return _Loader(checkpoint, config, target, kernels).load()
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name. Raises ToolkitError when this machine has none such."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ToolkitError(f"unknown device {name!r}", "Choose auto, cpu or cuda") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ToolkitError(f"device {name} asked for, but torch sees {torch.cuda.device_count()}", "Use --device cpu")
+    return device
+
+
+def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """The activation dtype. Raises ToolkitError for an unknown one, and for one with no fast path on this CPU."""
+    if name != "auto" and name not in DTYPES:
+        raise ToolkitError(f"unknown dtype {name!r}", f"Choose auto, {', '.join(DTYPES)}")
+    wanted = getattr(torch, checkpoint_dtype if name == "auto" else name)
+    if device.type != "cpu" or _fast_on_cpu(wanted):
+        return wanted
+    if name != "auto":
+        raise ToolkitError(f"{name} has no fast path on this CPU (over ten times slower)", "Use --dtype auto")
+    return torch.bfloat16 if _fast_on_cpu(torch.bfloat16) else torch.float32
+
+
+def _fast_on_cpu(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
+
+
+def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
+    """Every tensor the decoder needs is there, with the right shape; reads headers only.
+
+    Raises:
+        CheckpointError: the first tensor that is missing or has another shape than config.json says.
+    """
+    for module, shape, needs_bias in _linears(config, checkpoint):
+        _check_shape(f"{module}.weight", checkpoint.shape(module), shape)
+        if needs_bias and f"{module}.bias" not in checkpoint.files:
+            raise CheckpointError(f"{checkpoint.path} has no tensor {module}.bias, which {config.model_type} needs")
+    _check_shape(f"{EMBEDDING}.weight", checkpoint.shape(EMBEDDING), (config.vocab_size, config.hidden_size))
+    for name, size in _norms(config):
+        _check_shape(name, checkpoint.files.shape(name), (size,))
+
+
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise CheckpointError(
+            f"{name} has shape {found}, config.json says {expected}",
+            "Check that config.json and the weights belong to the same model",
+        )
+
+
+def _linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """Module, shape and whether a bias must be there, of every linear that is loaded."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for layer in range(config.num_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        yield f"{attention}.q_proj", (queries, hidden), config.qkv_bias
+        yield f"{attention}.k_proj", (keys, hidden), config.qkv_bias
+        yield f"{attention}.v_proj", (keys, hidden), config.qkv_bias
+        yield f"{attention}.o_proj", (hidden, queries), config.output_bias
+        yield f"{mlp}.gate_proj", (inner, hidden), config.mlp_bias
+        yield f"{mlp}.up_proj", (inner, hidden), config.mlp_bias
+        yield f"{mlp}.down_proj", (hidden, inner), config.mlp_bias
+    if not _head_is_embedding(checkpoint):
+        yield HEAD, (config.vocab_size, hidden), False
+
+
+def _norms(config: DecoderConfig) -> Iterator[tuple[str, int]]:
+    for layer in range(config.num_layers):
+        yield f"model.layers.{layer}.input_layernorm.weight", config.hidden_size
+        yield f"model.layers.{layer}.post_attention_layernorm.weight", config.hidden_size
+        if config.qk_norm:
+            yield f"model.layers.{layer}.self_attn.q_norm.weight", config.head_dim
+            yield f"model.layers.{layer}.self_attn.k_norm.weight", config.head_dim
+    yield f"{NORM}.weight", config.hidden_size
+
+
+def _head_is_embedding(checkpoint: PackedCheckpoint) -> bool:
+    return checkpoint.tied and HEAD not in checkpoint.schemes
+
+
+@dataclass
+class _Loader:
+    """Builds a decoder; counts which kernel serves what on the way."""
+
+    checkpoint: PackedCheckpoint
+    config: DecoderConfig
+    target: Target
+    kernels: str
+    excluded: dict[str, str] = field(default_factory=dict)
+    used: Counter[str] = field(default_factory=Counter)
+
+    def load(self) -> Decoder:
+        config, target = self.config, self.target
+        self._bound_dequantized()
+        embedding = self._embedding()
+        return Decoder(
+            config=config,
+            dtype=target.dtype,
+            device=target.device,
+            embedding=embedding,
+            layers=[self._layer(f"model.layers.{index}") for index in range(config.num_layers)],
+            norm=self._vector(f"{NORM}.weight"),
+            head=self._product(embedding, "head (the embedding)")
+            if _head_is_embedding(self.checkpoint)
+            else self._linear(HEAD),
+            rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
+            description=tuple(f"{count} x {what}" for what, count in self.used.items()),
+        )
+
+    def _layer(self, name: str) -> Layer:
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        return Layer(
+            attention_norm=self._vector(f"{name}.input_layernorm.weight"),
+            qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            head_norm=self._head_norm(attention) if self.config.qk_norm else None,
+            output=self._linear(f"{attention}.o_proj"),
+            mlp_norm=self._vector(f"{name}.post_attention_layernorm.weight"),
+            gate_up=self._linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            down=self._linear(f"{mlp}.down_proj"),
+        )
+
+    def _head_norm(self, attention: str) -> Tensor:
+        query, key = self._vector(f"{attention}.q_norm.weight"), self._vector(f"{attention}.k_norm.weight")
+        return torch.cat((query.expand(self.config.num_heads, -1), key.expand(self.config.num_kv_heads, -1)))
+
+    def _embedding(self) -> Tensor:
+        weight = self.checkpoint.weight(EMBEDDING)
+        if isinstance(weight, IntegerWeight):
+            return weight.dequantize(self.target.dtype).to(self.target.device)
+        return weight.to(self.target.device, self.target.dtype)
+
+    def _vector(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name).to(self.target.device, self.target.dtype)
+
+    def _linear(self, *modules: str) -> Linear:
+        """One linear out of several over the same input, fused when they can be."""
+        weights = [self.checkpoint.weight(module) for module in modules]
+        biases = [self._bias(module) for module in modules]
+        fused = fuse_weights(weights)
+        name = "+".join(module.rpartition(".")[2] for module in modules)
+        if fused is None:
+            parts = zip(weights, biases, modules, strict=True)
+            return SideBySide(tuple(self._product(w, m.rpartition(".")[2], b) for w, b, m in parts))
+        return self._product(fused, name, fuse_biases(biases, [weight.shape[0] for weight in weights]))
+
+    def _bias(self, module: str) -> Tensor | None:
+        return self._vector(f"{module}.bias") if f"{module}.bias" in self.checkpoint.files else None
+
+    def _product(self, weight: IntegerWeight | Tensor, name: str, bias: Tensor | None = None) -> ProductLinear:
+        if isinstance(weight, Tensor):
+            self.used[f"{name}: dense {str(self.target.dtype).removeprefix('torch.')}"] += 1
+            return ProductLinear(dense_product(weight, self.target, reference=self.kernels == "reference"), bias)
+        choice = self._choose(weight.scheme, weight.shape[1])
+        self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1
+        return ProductLinear(choice.kernel.prepare(weight, self.target), bias)
+
+    def _choose(self, scheme: Scheme, in_features: int) -> Choice:
+        return choose_kernel(scheme, in_features, self.target, self.kernels, self.excluded)
+
+    def _bound_dequantized(self) -> None:
+        """Weights are dequantized at load only while their dense form takes at most half of the free memory."""
+        elements = 0
+        for module in self.checkpoint.modules:
+            rows, columns = self.checkpoint.shape(module)
+            if self._choose(self.checkpoint.schemes[module], columns).kernel.name == "dequantized":
+                elements += rows * columns
+        needed, limit = elements * self.target.dtype.itemsize, available_bytes(self.target.device) // 2
+        if needed > limit and self.kernels == "auto":
+            self.excluded["dequantized"] = f"would need {format_bytes(needed)} of {format_bytes(limit)} allowed"

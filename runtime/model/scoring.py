@@ -1,0 +1,35 @@
+"""Logits of whole windows of text from the model that is served, without pages. Evaluation measures with this."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runtime.attention.dense import DenseAttention
+from runtime.model.decoder import Decoder
+
+TOKENS_AT_ONCE = 4096
+"""Tokens in one forward pass at most (one sequence at least): bounds activations, not results."""
+
+
+@torch.inference_mode()
+def hidden_states(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """Hidden states `[B, T, H]` before the final norm, of int64 tokens `[B, T]`, each row a sequence from position 0."""
+    batch, length = tokens.shape
+    attention = DenseAttention(length, decoder.config.windows, decoder.dtype, decoder.device)
+    rows = max(1, TOKENS_AT_ONCE // length)
+    chunks = []
+    for part in tokens.to(decoder.device).split(rows):
+        positions = torch.arange(length, device=decoder.device).repeat(len(part))
+        chunks.append(decoder.forward(part.flatten(), positions, attention))
+    return torch.cat(chunks).view(batch, length, -1)
+
+
+@torch.inference_mode()
+def score(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """Causal next-token logits `[B, T, V]` in float32 (float64 for a float64 model) of int64 tokens `[B, T]`.
+
+    The result itself is the memory: B * T * V * 4 bytes. Call it with few rows, or take `hidden_states` and
+    `decoder.logits` of a slice at a time.
+    """
+    return decoder.logits(hidden_states(decoder, tokens).flatten(0, 1)).view(*tokens.shape, -1)
