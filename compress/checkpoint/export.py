@@ -17,6 +17,8 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.writer import MAX_SHARD_BYTES, PieceStore, assemble
 
+REPORT_FILE = "compression_report.json"
+
 
 def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
     """Writes the checkpoint at `path` to the new folder `out` as `compressed-tensors`, `gptq`, `awq` or `dense`.
@@ -45,7 +47,9 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
     store.discard()
     try:
         keys = _write_pieces(packed, format, schemes, store)
-        return assemble(store, keys, target, max_shard_bytes, config=config, source=packed.files)
+        # The report lists digests of codes, which a dense checkpoint no longer has.
+        leave_out = {REPORT_FILE} if format == dense.NAME else frozenset[str]()
+        return assemble(store, keys, target, max_shard_bytes, config=config, source=packed.files, leave_out=leave_out)
     finally:
         store.discard()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,7 @@ def assemble(
     *,
     config: Mapping[str, Any] | None = None,
     source: TensorFiles | None = None,
+    leave_out: Set[str] = frozenset(),
 ) -> Path:
     """Streams pieces into a checkpoint folder, one tensor in memory at a time; `out` appears at the end, whole.
 
@@ -104,6 +105,7 @@ def assemble(
         max_shard_bytes: up to this size one `model.safetensors` is written, above it shards with an index.
         config: config.json of the new checkpoint; None writes none.
         source: the model whose tokenizer, templates and other side files are copied verbatim.
+        leave_out: side files of `source` that are not copied.
 
     Returns:
         `out`.
@@ -120,7 +122,7 @@ def assemble(
         with refuse_when_full(out):
             check_space(building, _bytes_needed(pieces, source))
             if source is not None:
-                copy_side_files(source, building)
+                copy_side_files(source, building, leave_out)
             if config is not None:
                 write_config(building, config)
             _write_shards(_plan_shards(pieces, max_shard_bytes), building)
@@ -132,11 +134,11 @@ def assemble(
     return out
 
 
-def copy_side_files(source: TensorFiles, out: Path) -> None:
+def copy_side_files(source: TensorFiles, out: Path, leave_out: Set[str] = frozenset()) -> None:
     """Copies everything of a model that is neither a weight nor rewritten (config.json), byte for byte."""
     for file in source.side_files():
         relative = file.relative_to(source.path)
-        if str(relative) not in REWRITTEN:
+        if str(relative) not in REWRITTEN | leave_out:
             (out / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, out / relative)
 

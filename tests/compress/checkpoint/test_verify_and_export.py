@@ -139,6 +139,16 @@ def test_exported_words(dense_folder, pack, tmp_path):
     assert gptq.dtype("model.layers.0.self_attn.q_proj.bias") == torch.bfloat16, "biases stay as they are"
 
 
+def test_reports_travel_with_the_codes(packed):
+    """The report lists digests of codes: it stays true in every format but the dense one."""
+    folder, _ = packed
+    (folder / "compression_report.json").write_text("{}")
+    assert (export_checkpoint(folder, "gptq", folder.parent / "gptq") / "compression_report.json").is_file()
+    dense = export_checkpoint(folder, "dense", folder.parent / "dense")
+    assert not (dense / "compression_report.json").exists()
+    assert (dense / "chat_template.jinja").is_file()
+
+
 def refuse_export(folder, format, complaint):
     with pytest.raises((SchemeError, CheckpointError), match=complaint):
         export_checkpoint(folder, format, folder.parent / "out")
