@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -17,6 +18,13 @@ def test_import_contracts_hold() -> None:
     code = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_runtime_imports_only_the_checkpoint_part_of_compress() -> None:
+    imported = re.compile(r"^\s*(?:from|import) (compress\S*)", re.MULTILINE)
+    found = {name for file in (ROOT / "runtime").rglob("*.py") for name in imported.findall(file.read_text())}
+    assert found
+    assert not [name for name in found if not name.startswith("compress.checkpoint")]
 
 
 def test_contracts_cover_every_package() -> None:

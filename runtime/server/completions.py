@@ -61,9 +61,9 @@ class CompletionShape:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def separate_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def separate_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """The single prompts of the `prompt` field."""
-    return [prompt] if isinstance(prompt, str) or is_token_list(prompt) else list(prompt)
+    return [prompt] if isinstance(prompt, str) or is_token_list(prompt) else prompt
 
 
 def completions_router(service: Service) -> APIRouter:
