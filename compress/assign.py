@@ -61,5 +61,7 @@ def check_groups(assignments: Mapping[str, Assignment], linears: Shapes) -> None
     columns = [linears[name][1] for name in assignments]
     fitting = [each for each in GROUP_SIZES if not any(count % each for count in columns)]
     remedy = f"--group-size {fitting[-1]}" if fitting else "--group-size -1 (per channel)"
-    leaves = " ".join(f"--ignore {kind.rpartition('.')[2]}" for kind in dict.fromkeys(kind for kind, _ in bad))
-    raise SchemeError(f"group size {size} does not divide the inputs of {listed}", f"Use {remedy}, or {leaves}")
+    if sum(map(len, bad.values())) < len(assignments):
+        leaves = dict.fromkeys(kind.rpartition(".")[2] for kind, _ in bad)
+        remedy += ", or leave them dense: " + " ".join(f"--ignore {leaf}" for leaf in leaves)
+    raise SchemeError(f"group size {size} does not divide the inputs of {listed}", f"Use {remedy}")

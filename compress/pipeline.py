@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibration.sequences import SequenceSet, pack_sequences
-from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
 from compress.block_job import BlockJob, BlockOutcome, Calibration
 from compress.blocks import check_finite, load_block, read_block, release
 from compress.capture import BlockInputs, capture_inputs
@@ -53,38 +50,25 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
     """
     started = time.monotonic()
     with only_one_run(prepared.request.out):
-        sequences = _calibration_text(prepared)
-        progress = Progress.open(prepared.request.out, _identity(prepared, sequences), prepared.request.restart)
+        progress = Progress.open(prepared.request.out, _identity(prepared), prepared.request.restart)
         with _cleared_on_failure(progress, prepared):
             _begin(prepared, progress, quiet)
-            _run_blocks(prepared, progress, sequences, quiet)
+            _run_blocks(prepared, progress, quiet)
             save_rest(prepared, progress)
-            folder = assemble_checkpoint(prepared, progress, provenance(prepared, sequences))
+            folder = assemble_checkpoint(prepared, progress, provenance(prepared))
             structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
             quality = check_quality(folder, prepared.request)
         seconds = time.monotonic() - started
-        report = full_report(prepared, progress, sequences, structure, quality, seconds)
+        report = full_report(prepared, progress, structure, quality, seconds)
         put_in_place(folder, prepared.request.out, report)
         progress.discard()
     return RunResult(prepared.request.out, structure, quality, report)
 
 
-def _calibration_text(prepared: Prepared) -> SequenceSet | None:
-    if not prepared.calibrates:
-        return None
-    recipe = prepared.request.recipe
-    return pack_sequences(
-        load_texts(recipe.calibration.source),
-        load_tokenizer(prepared.request.model),
-        samples=recipe.calibration.samples,
-        length=prepared.length,
-        seed=recipe.seed,
-    )
-
-
-def _identity(prepared: Prepared, sequences: SequenceSet | None) -> dict[str, Any]:
+def _identity(prepared: Prepared) -> dict[str, Any]:
     """Everything the packed bytes depend on; runs that differ in it must not share progress."""
     files = [file.path for file in prepared.files.files]
+    sequences = prepared.sequences
     return {
         "source": prepared.request.source,
         "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
@@ -120,7 +104,7 @@ def _begin(prepared: Prepared, progress: Progress, quiet: bool) -> None:
     progress.begin()
 
 
-def _run_blocks(prepared: Prepared, progress: Progress, sequences: SequenceSet | None, quiet: bool) -> None:
+def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
     total = prepared.skeleton.num_blocks
     done = progress.num_finished(total)
     with RunDisplay(total, done, quiet) as display:
@@ -128,7 +112,11 @@ def _run_blocks(prepared: Prepared, progress: Progress, sequences: SequenceSet |
             display.say(f"continuing after block {done} of {total} (progress in {progress.folder})")
         if done == total:
             return
-        runner = _CalibratedRunner(prepared, progress, sequences, done, display) if sequences else None
+        runner = (
+            _CalibratedRunner(prepared, progress, prepared.sequences.tokens, done, display)
+            if prepared.sequences
+            else None
+        )
         for index in range(done, total):
             outcome = runner.run(index) if runner else _run_plainly(prepared, index)
             _save(prepared, progress, index, outcome, runner.micro_batch if runner else 0)
@@ -149,11 +137,9 @@ class _CalibratedRunner:
             resumed run computes just as an uninterrupted one.
     """
 
-    def __init__(
-        self, prepared: Prepared, progress: Progress, sequences: SequenceSet, done: int, display: RunDisplay
-    ) -> None:
+    def __init__(self, prepared: Prepared, progress: Progress, done: int, display: RunDisplay) -> None:
         self._prepared = prepared
-        self._tokens = sequences.tokens
+        self._tokens = prepared.sequences.tokens
         self._display = display
         self._rows = _search_rows(self._tokens)
         self._hidden: Tensor | None = progress.load_hidden(done) if done else None

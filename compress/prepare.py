@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
+from calibration.sequences import SequenceSet, pack_sequences
+from calibration.sources import load_texts
+from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.config import dtype_name, read_config
 from compress.checkpoint.disk import check_out_folder
 from compress.checkpoint.source import TensorFiles
 from compress.compute import pick_device, pick_dtype
 from compress.memory import estimate_peak, first_micro_batch
-from compress.plan import Plan, by_kind
+from compress.plan import Plan
 from compress.planning import make_plan
 from compress.recipe import Recipe
 from compress.skeleton import Skeleton, open_skeleton
@@ -53,7 +56,7 @@ class Prepared:
     """A request with everything resolved.
 
     Attributes:
-        length: tokens of a calibration sequence, within the model's context.
+        sequences: the calibration text as tokens; None when the recipe needs none.
         peak_memory: estimated bytes at the worst moment.
         disk: bytes needed on the disk of the output while the run lasts.
     """
@@ -65,26 +68,24 @@ class Prepared:
     plan: Plan
     device: torch.device
     dtype: torch.dtype
-    length: int
+    sequences: SequenceSet | None
     micro_batch: int
     peak_memory: int
     disk: int
 
     @property
-    def calibrates(self) -> bool:
-        return self.request.recipe.needs_calibration
+    def notes(self) -> tuple[str, ...]:
+        """What a careful user should know, about the plan and about the calibration text."""
+        return self.plan.notes + (self.sequences.warnings if self.sequences else ())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: what `--dry-run --json` prints."""
-        calibration = self.request.recipe.calibration
         return {
             "model": str(self.request.model),
             "source": self.request.source,
             "out": str(self.request.out),
             "recipe": self.request.recipe.to_dict(),
-            "calibration": {"source": calibration.source, "samples": calibration.samples, "length": self.length}
-            if self.calibrates
-            else None,
+            "calibration": describe_calibration(self.request.recipe, self.sequences),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "micro_batch": self.micro_batch,
@@ -93,24 +94,9 @@ class Prepared:
             **self.plan.to_dict(),
         }
 
-    def summary_rows(self) -> list[tuple[str, ...]]:
-        """The plan as lines of a table: tensor, shape, count, scheme, megabytes before and after, why dense."""
-        return [
-            (
-                name,
-                " x ".join(map(str, shape)),
-                str(len(rows)),
-                f"{assignment.method} {assignment.scheme}" if assignment else "dense",
-                f"{sum(row.bytes_before for row in rows) / 1e6:,.2f}",
-                f"{sum(row.bytes_after for row in rows) / 1e6:,.2f}",
-                reason,
-            )
-            for (name, shape, assignment, reason), rows in by_kind(self.plan.rows).items()
-        ]
-
 
 def prepare(request: RunRequest) -> Prepared:
-    """Opens and checks everything; reads no weights and writes nothing.
+    """Opens and checks everything, calibration text included; reads no weights and writes nothing.
 
     Raises:
         ToolkitError: whatever would make the run fail and can be known now.
@@ -123,13 +109,41 @@ def prepare(request: RunRequest) -> Prepared:
     model_dtype = _model_dtype(config, files)
     plan = make_plan(skeleton, files, request.recipe, model_dtype)
     dtype = pick_dtype(request.dtype, model_dtype, device)
+    sequences = _calibration(request, config) if request.recipe.needs_calibration else None
+    count, length = sequences.tokens.shape if sequences else (0, 1)
+    micro_batch = request.micro_batch or min(first_micro_batch(length, device.type), max(count, 1))
+    peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize)
+    disk = _disk_bytes(files, plan, count * length * skeleton.model.config.hidden_size * dtype.itemsize)
+    return Prepared(request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk)
+
+
+def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[str, Any] | None:
+    """Text, size and hashes of the calibration; None when there was none."""
+    if sequences is None:
+        return None
+    return {
+        "source": sequences.source,
+        "description": sequences.description,
+        "sha256": sequences.sha256,
+        "token_sha256": sequences.token_sha256,
+        "samples": recipe.calibration.samples,
+        "sequences": len(sequences.tokens),
+        "length": sequences.tokens.shape[1],
+        "tokens": sequences.num_tokens,
+        "warnings": list(sequences.warnings),
+    }
+
+
+def _calibration(request: RunRequest, config: dict[str, Any]) -> SequenceSet:
+    """The calibration text as tokens, in sequences within the model's context."""
     calibration = request.recipe.calibration
-    length = min(calibration.length, config.get("max_position_embeddings") or calibration.length)
-    micro_batch = request.micro_batch or first_micro_batch(length, device.type)
-    samples = calibration.samples if request.recipe.needs_calibration else 0
-    peak = estimate_peak(skeleton, plan, samples, length, min(micro_batch, max(samples, 1)), dtype.itemsize)
-    disk = _disk_bytes(files, plan, samples * length * skeleton.model.config.hidden_size * dtype.itemsize)
-    return Prepared(request, config, files, skeleton, plan, device, dtype, length, micro_batch, peak, disk)
+    return pack_sequences(
+        load_texts(calibration.source),
+        load_tokenizer(request.model),
+        samples=calibration.samples,
+        length=min(calibration.length, config.get("max_position_embeddings") or calibration.length),
+        seed=request.recipe.seed,
+    )
 
 
 def _model_dtype(config: dict[str, Any], files: TensorFiles) -> str:

@@ -6,9 +6,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from calibration.sequences import SequenceSet
 from compress.checkpoint.structure import StructureReport
-from compress.prepare import Prepared
+from compress.prepare import Prepared, describe_calibration
 from compress.resume import Progress
 
 DISTRIBUTION = "compress-runtime"
@@ -22,7 +21,7 @@ def tool_version() -> str:
         return "unknown"
 
 
-def provenance(prepared: Prepared, sequences: SequenceSet | None) -> dict[str, Any]:
+def provenance(prepared: Prepared) -> dict[str, Any]:
     """`compression_config`: where a checkpoint came from. Equal runs give equal values."""
     request = prepared.request
     return {
@@ -30,7 +29,7 @@ def provenance(prepared: Prepared, sequences: SequenceSet | None) -> dict[str, A
         "recipe": request.recipe.to_dict(),
         "seed": request.recipe.seed,
         "tool": f"{DISTRIBUTION} {tool_version()}",
-        "calibration": describe_calibration(prepared, sequences),
+        "calibration": describe_calibration(request.recipe, prepared.sequences),
         "dense": {
             row.tensor.removesuffix(".weight"): row.reason
             for row in prepared.plan.rows
@@ -39,25 +38,9 @@ def provenance(prepared: Prepared, sequences: SequenceSet | None) -> dict[str, A
     }
 
 
-def describe_calibration(prepared: Prepared, sequences: SequenceSet | None) -> dict[str, Any] | None:
-    """Text, size and hashes of the calibration; None when there was none."""
-    if sequences is None:
-        return None
-    return {
-        "source": sequences.source,
-        "description": sequences.description,
-        "sha256": sequences.sha256,
-        "token_sha256": sequences.token_sha256,
-        "samples": prepared.request.recipe.calibration.samples,
-        "length": prepared.length,
-        "tokens": sequences.num_tokens,
-    }
-
-
 def full_report(
     prepared: Prepared,
     progress: Progress,
-    sequences: SequenceSet | None,
     structure: StructureReport,
     quality: dict[str, Any],
     seconds: float,
@@ -71,10 +54,9 @@ def full_report(
     recovered = [each for block in facts for each in block["linears"] if each["recovery"]]
     return {
         "format_version": 1,
-        **provenance(prepared, sequences),
+        **provenance(prepared),
         "environment": environment(prepared),
         "plan": prepared.to_dict(),
-        "warnings": list(sequences.warnings) if sequences else [],
         "recovered": recovered,
         "blocks": facts,
         "structure": structure.as_dict() | {"path": str(prepared.request.out)},

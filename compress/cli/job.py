@@ -89,16 +89,12 @@ def _run(prepared: Prepared, quiet: bool):
 
 
 def _announce(prepared: Prepared) -> None:
+    from compress.cli.show import describe_run
+
     stages = {f"{row.assignment.method} {row.assignment.scheme}" for row in prepared.plan.quantized}
     _say(f"Quantizing {len(prepared.plan.quantized)} linear layers as {', '.join(sorted(stages))}")
-    if prepared.calibrates:
-        calibration = prepared.request.recipe.calibration
-        dtype = str(prepared.dtype).removeprefix("torch.")
-        _say(
-            f"Calibrating on {calibration.source}: {calibration.samples} sequences of {prepared.length} tokens, "
-            f"{dtype} on {prepared.device}"
-        )
-    for note in prepared.plan.notes:
+    _say(describe_run(prepared))
+    for note in prepared.notes:
         _say(f"note: {note}")
 
 

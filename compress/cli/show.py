@@ -9,30 +9,58 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from compress.plan import by_kind
+
 if TYPE_CHECKING:
     from compress.pipeline import RunResult
     from compress.prepare import Prepared
 
 
+_PLAIN_WIDTH = 120
+
+
 def print_plan(prepared: Prepared) -> None:
     """What would happen to every tensor, grouped by kind, with totals and needs."""
-    console = Console()
+    console = _console()
     table = Table(title=f"Plan for {prepared.request.model}", title_justify="left")
-    for column in ("tensor", "shape", "count", "scheme", "MB before", "MB after", "why dense"):
-        table.add_column(column, justify="right" if column in ("count", "MB before", "MB after") else "left")
-    for row in prepared.summary_rows():
-        table.add_row(*row)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("count", justify="right")
+    table.add_column("becomes")
+    for column in ("MB before", "MB after"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for (name, shape, assignment, reason), rows in by_kind(prepared.plan.rows).items():
+        table.add_row(
+            name.removesuffix(".weight"),
+            " x ".join(map(str, shape)),
+            str(len(rows)),
+            f"{assignment.method} {assignment.scheme}" if assignment else f"dense: {reason}",
+            _megabytes(sum(row.bytes_before for row in rows)),
+            _megabytes(sum(row.bytes_after for row in rows)),
+        )
     plan = prepared.plan
     table.add_section()
-    table.add_row("total", "", "", "", _megabytes(plan.bytes_before), _megabytes(plan.bytes_after), "")
+    table.add_row("total", "", "", "", _megabytes(plan.bytes_before), _megabytes(plan.bytes_after))
     console.print(table)
     for line in _facts(prepared):
         console.print(line, highlight=False, markup=False)
 
 
+def describe_run(prepared: Prepared) -> str:
+    """Where the calibration comes from and how it runs, in one line."""
+    if prepared.sequences is None:
+        return "Calibration: none"
+    count, length = prepared.sequences.tokens.shape
+    dtype = str(prepared.dtype).removeprefix("torch.")
+    return (
+        f"Calibration: {prepared.sequences.source}, {count} sequences of {length} tokens, "
+        f"{prepared.micro_batch} at a time, {dtype} on {prepared.device}"
+    )
+
+
 def print_result(prepared: Prepared, result: RunResult) -> None:
     """Sizes, verification, quality, and the next command to type."""
-    console = Console()
+    console = _console()
     structure, before = result.structure, prepared.plan.bytes_before
     table = Table(show_header=False)
     table.add_row(
@@ -62,22 +90,14 @@ def print_result(prepared: Prepared, result: RunResult) -> None:
 
 
 def _facts(prepared: Prepared) -> list[str]:
-    plan, calibration = prepared.plan, prepared.request.recipe.calibration
+    plan = prepared.plan
     lines = [
         f"bits per weight: {plan.bits_per_weight:.3f} in the quantized layers, "
         f"{plan.bits_per_parameter:.3f} over the whole model",
         f"peak memory: about {_gigabytes(prepared.peak_memory)} GB; "
         f"disk while running: about {_gigabytes(prepared.disk)} GB beside {prepared.request.out}",
     ]
-    if prepared.calibrates:
-        dtype = str(prepared.dtype).removeprefix("torch.")
-        lines.append(
-            f"calibration: {calibration.source}, {calibration.samples} sequences of {prepared.length} tokens, "
-            f"{prepared.micro_batch} at a time, {dtype} on {prepared.device}"
-        )
-    else:
-        lines.append("calibration: none")
-    return lines + [f"note: {note}" for note in plan.notes]
+    return [*lines, describe_run(prepared), *(f"note: {note}" for note in prepared.notes)]
 
 
 def _quality(quality: dict) -> list[tuple[str, str]]:
@@ -104,3 +124,9 @@ def _megabytes(count: int) -> str:
 
 def _gigabytes(count: int) -> str:
     return f"{count / 1e9:,.2f}"
+
+
+def _console() -> Console:
+    """A terminal keeps its width; a file or a pipe gets room for a table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
