@@ -59,35 +59,34 @@ def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianF
         NumericsError: NaN or infinity in the Hessian.
     """
     require_finite(hessian, "the Hessian")
-    diagonal = hessian.diagonal().clone()
-    dead = diagonal <= 0
-    order = _column_order(diagonal, options.activation_order)
-    mean = float(diagonal.clamp(min=0).mean())
-    num_dead = int(dead.sum())
-    if mean <= torch.finfo(torch.float32).tiny:
-        return HessianFactor(
-            None, order, diagonal.clamp(min=0), None, "rtn: every calibration input was zero", num_dead
-        )
-    ordered = hessian.float()[order][:, order]
-    ordered.diagonal().add_(dead[order] * mean)
-    feedback, damping, recovery = _climb(ordered, mean, options.damping)
-    return HessianFactor(feedback, order, diagonal.clamp(min=0), damping, recovery, num_dead)
+    importance = hessian.diagonal().float().clamp(min=0)
+    dead = importance == 0
+    order = _column_order(importance, options.activation_order)
+    mean = float(importance.double().mean())
+    if mean == 0:
+        recovery = "rtn: every calibration input was zero"
+        return HessianFactor(None, order, importance, None, recovery, len(importance))
+    # With a mean diagonal of 1 the unit of the inputs does not matter, and dampings are plain numbers.
+    ordered = hessian.float()[order][:, order] / mean
+    ordered.diagonal().add_(dead[order].float())
+    feedback, damping, recovery = _climb(ordered, options.damping)
+    return HessianFactor(feedback, order, importance, damping, recovery, int(dead.sum()))
 
 
-def _column_order(diagonal: Tensor, activation_order: bool) -> Tensor:
+def _column_order(importance: Tensor, activation_order: bool) -> Tensor:
     if activation_order:
-        return torch.argsort(diagonal, descending=True, stable=True)
-    return torch.arange(len(diagonal), device=diagonal.device)
+        return torch.argsort(importance, descending=True, stable=True)
+    return torch.arange(len(importance), device=importance.device)
 
 
-def _climb(hessian: Tensor, mean: float, dampings: tuple[float, ...]) -> tuple[Tensor | None, float | None, str]:
+def _climb(hessian: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None, float | None, str]:
     for damping in dampings:
         damped = hessian.clone()
-        damped.diagonal().add_(damping * mean)
+        damped.diagonal().add_(damping)
         feedback = _unit_upper_factor(damped)
         if feedback is not None:
             return feedback, damping, "" if damping == dampings[0] else f"damping raised to {damping:g}"
-    feedback = _unit_upper_factor(_floor_eigenvalues(hessian, dampings[0] * mean))
+    feedback = _factor_with_floor(hessian, dampings[0])
     if feedback is not None:
         return feedback, None, f"eigenvalues raised to at least {dampings[0]:g} of the mean diagonal"
     return None, None, "rtn: the Hessian could not be factorized"
@@ -104,6 +103,9 @@ def _unit_upper_factor(matrix: Tensor) -> Tensor | None:
     return factor.float() if bool(torch.isfinite(factor.sum())) else None
 
 
-def _floor_eigenvalues(matrix: Tensor, floor: float) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix.double())
-    return (vectors * values.clamp(min=floor)) @ vectors.T
+def _factor_with_floor(matrix: Tensor, floor: float) -> Tensor | None:
+    try:
+        values, vectors = torch.linalg.eigh(matrix.double())
+    except torch.linalg.LinAlgError:
+        return None
+    return _unit_upper_factor((vectors * values.clamp(min=floor)) @ vectors.T)

@@ -98,7 +98,7 @@ def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
     require_finite(importance, "the importance of the input columns")
     importance = importance.to(weight.device, torch.float32)
     # Columns that calibration never excited still count a little, so their group keeps a sensible range.
-    return importance + importance.mean() * 1e-4 + torch.finfo(torch.float32).tiny
+    return importance / importance.mean().clamp(min=_TINY) + 1e-4
 
 
 def _weighted_error(column_weights: Tensor) -> Measure:
