@@ -112,11 +112,7 @@ def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
             display.say(f"continuing after block {done} of {total} (progress in {progress.folder})")
         if done == total:
             return
-        runner = (
-            _CalibratedRunner(prepared, progress, prepared.sequences.tokens, done, display)
-            if prepared.sequences
-            else None
-        )
+        runner = _CalibratedRunner(prepared, progress, done, display) if prepared.sequences else None
         for index in range(done, total):
             outcome = runner.run(index) if runner else _run_plainly(prepared, index)
             _save(prepared, progress, index, outcome, runner.micro_batch if runner else 0)
