@@ -40,10 +40,10 @@ def pack_bits(codes: Tensor, bits: int, dim: int) -> Tensor:
         raise SchemeError(f"code {int(codes.max())} does not fit in {bits} bits")
     rows, count = codes.shape
     octets = -(-count // 8)
-    padded = torch.zeros(rows, octets * 8, dtype=torch.uint8)
+    padded = torch.zeros(rows, octets * 8, dtype=torch.uint8, device=codes.device)
     padded[:, :count] = codes
     lanes = padded.view(rows, octets, 8)
-    stream = torch.zeros(rows, octets, dtype=torch.int64)
+    stream = torch.zeros(rows, octets, dtype=torch.int64, device=codes.device)
     for lane in range(8):
         stream |= lanes[:, :, lane].to(torch.int64) << (lane * bits)
     packed = stream.view(torch.uint8).view(rows, octets, 8)[:, :, :bits].reshape(rows, octets * bits)
@@ -67,10 +67,10 @@ def unpack_bits(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
         raise SchemeError(f"{count} codes of {bits} bits need {num_words(count, bits)} words, not {words.shape[1]}")
     octets = -(-count // 8)
     packed = _resize_columns(words.contiguous().view(torch.uint8), octets * bits).view(rows, octets, bits)
-    stream = torch.zeros(rows, octets, 8, dtype=torch.uint8)
+    stream = torch.zeros(rows, octets, 8, dtype=torch.uint8, device=words.device)
     stream[:, :, :bits] = packed
     wide = stream.view(torch.int64).view(rows, octets)
-    codes = torch.empty(rows, octets, 8, dtype=torch.uint8)
+    codes = torch.empty(rows, octets, 8, dtype=torch.uint8, device=words.device)
     for lane in range(8):
         codes[:, :, lane] = (wide >> (lane * bits)) & ((1 << bits) - 1)
     return codes.view(rows, octets * 8)[:, :count].contiguous()
@@ -89,7 +89,7 @@ def deinterleave_awq(codes: Tensor) -> Tensor:
 
 def _resize_columns(matrix: Tensor, columns: int) -> Tensor:
     """Cuts or zero-pads `[R, C]` to `[R, columns]`; what is cut are only padding bits."""
-    resized = torch.zeros(matrix.shape[0], columns, dtype=matrix.dtype)
+    resized = torch.zeros(matrix.shape[0], columns, dtype=matrix.dtype, device=matrix.device)
     kept = min(columns, matrix.shape[1])
     resized[:, :kept] = matrix[:, :kept]
     return resized

@@ -44,7 +44,13 @@ class PackedCheckpoint:
         config = read_config(files.path)
         block = quantization_block(config)
         kind = find_format(str(block.get("quant_method", "?"))) if block else dense
-        return cls(files.path, config, files, kind.schemes(block, kind.modules(files.names())))
+        try:
+            schemes = kind.schemes(block, kind.modules(files.names()))
+        except CheckpointError:
+            raise
+        except (ToolkitError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"quantization_config in {files.path} cannot be used: {error}") from error
+        return cls(files.path, config, files, schemes)
 
     @property
     def format(self) -> str:
