@@ -7,8 +7,8 @@ kernel is many times slower with `enable_gqa` or with repeated heads.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 
 def attend_span(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -22,7 +22,7 @@ def attend_span(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
     shared = num_heads // num_kv_heads
     folded = query.view(num_tokens, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
     shape = (num_kv_heads, shared, length, head_dim)
-    attended = F.scaled_dot_product_attention(
+    attended = functional.scaled_dot_product_attention(
         folded,
         key.transpose(0, 1).unsqueeze(1).expand(shape),
         value.transpose(0, 1).unsqueeze(1).expand(shape),
@@ -41,7 +41,9 @@ def attend_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     batch, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     folded = query.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    attended = F.scaled_dot_product_attention(folded, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask)
+    attended = functional.scaled_dot_product_attention(
+        folded, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask
+    )
     return attended.reshape(batch, num_heads, head_dim)
 
 

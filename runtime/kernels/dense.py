@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from runtime.kernels.base import Target
 
@@ -17,7 +17,7 @@ class DenseProduct:
         self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return functional.linear(x, self.weight)
 
 
 class PrepackedProduct:

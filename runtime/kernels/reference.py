@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
@@ -33,7 +33,7 @@ class ReferenceProduct:
         return (self._multiply(levels) * scale).to(x.dtype)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return torch.cat([F.linear(x, panel.dequantize(x.dtype)) for panel in self.panels], -1)
+        return torch.cat([functional.linear(x, panel.dequantize(x.dtype)) for panel in self.panels], -1)
 
 
 def refuse(scheme: Scheme, in_features: int, target: Target) -> str:

@@ -1,4 +1,4 @@
-"""What a decoder looks like, read from config.json. No torch: what cannot be served is refused before weights are read."""
+"""What a decoder looks like, read from config.json. No torch: refusals come before weights are read."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from runtime.model.config import DecoderConfig
-from runtime.model.linear import Linear
+from runtime.model.linear import Linear, ProductLinear
 from runtime.model.rope import Rotary
 
 
@@ -59,6 +59,13 @@ class Decoder:
     rotary: Rotary
     description: tuple[str, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all weights; a head that is the embedding itself counts once."""
+        shared = isinstance(self.head, ProductLinear) and self.head.shares(self.embedding)
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return self.embedding.nbytes + (0 if shared else self.head.nbytes) + sum(linear.nbytes for linear in linears)
+
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states `[T, H]` before the final norm, of int64 `token_ids [T]` at int64 `positions [T]`.
 
@@ -95,10 +102,10 @@ class Decoder:
 
     def _feed_forward(self, layer: Layer, hidden: Tensor) -> Tensor:
         gate, up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, self.config.norm_eps)).chunk(2, -1)
-        return layer.down(F.silu(gate).mul_(up))
+        return layer.down(functional.silu(gate).mul_(up))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension. 16-bit input is normalized in float32, rounded, and then multiplied by the
     weight: the rounding points of transformers, so that 16-bit models give the same bits."""
-    return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+    return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
 from runtime.kernels.base import Product
+from runtime.kernels.dense import DenseProduct
 
 
 class Linear(Protocol):
@@ -32,6 +33,10 @@ class ProductLinear:
     @property
     def nbytes(self) -> int:
         return self.product.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def shares(self, weight: Tensor) -> bool:
+        """Whether this multiplies by that very tensor."""
+        return isinstance(self.product, DenseProduct) and self.product.weight.data_ptr() == weight.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.product(x)

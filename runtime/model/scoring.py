@@ -14,7 +14,7 @@ TOKENS_AT_ONCE = 4096
 
 @torch.inference_mode()
 def hidden_states(decoder: Decoder, tokens: Tensor) -> Tensor:
-    """Hidden states `[B, T, H]` before the final norm, of int64 tokens `[B, T]`, each row a sequence from position 0."""
+    """Hidden states `[B, T, H]` before the final norm, of int64 tokens `[B, T]`; rows start at position 0."""
     batch, length = tokens.shape
     attention = DenseAttention(length, decoder.config.windows, decoder.dtype, decoder.device)
     rows = max(1, TOKENS_AT_ONCE // length)

@@ -1,0 +1,134 @@
+"""A step plan as tensors: the flat token axis, and which stretches of it look at which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from runtime.types import ScheduledSequence
+
+MIN_SHARED_BLOCKS = 16
+"""Single tokens share one attention call when their block tables round up to the same power of two, or to this."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Rows of the token axis that attend together: one token of each of several sequences, or a span of one.
+
+    Attributes:
+        rows: of the token axis.
+        blocks: `[num_sequences * n]` block ids; shorter tables are padded with the sequence's own first block.
+        positions: `[rows]`; a token sees keys up to its own position.
+        num_sequences: 1 for a span.
+        num_keys: keys that some row sees, of each sequence.
+        ragged: some row sees fewer keys than `num_keys` for a reason other than causality inside a whole prompt.
+    """
+
+    rows: slice
+    blocks: Tensor
+    positions: Tensor
+    num_sequences: int
+    num_keys: int
+    ragged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step, laid out.
+
+    Attributes:
+        token_ids, positions, slots: int64 `[T]`; slot = block id * block_size + offset.
+        groups: cover the token axis in order.
+        sampling: entries that sample.
+        sample_rows: int64, the last row of each of them.
+        fresh_blocks: blocks that this step begins and does not fill.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    groups: tuple[AttentionGroup, ...]
+    sampling: tuple[ScheduledSequence, ...]
+    sample_rows: Tensor
+    fresh_blocks: tuple[int, ...]
+
+
+def build_batch(entries: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> Batch:
+    """Orders the entries (single tokens by length, then spans) and lays out their tokens, slots and block tables."""
+    groups = group_entries(entries, block_size)
+    ordered = [entry for group in groups for entry in group]
+    token_ids, positions, slots, last_rows = [], [], [], []
+    for entry in ordered:
+        span = range(entry.start, entry.start + entry.num_tokens)
+        block_ids = entry.sequence.block_ids
+        token_ids += entry.sequence.token_ids[span.start : span.stop]
+        positions += span
+        slots += [block_ids[position // block_size] * block_size + position % block_size for position in span]
+        if entry.samples:
+            last_rows.append(len(token_ids) - 1)
+    tables = [block_table(group, block_size) for group in groups]
+    parts = [token_ids, positions, slots, last_rows, *tables]
+    # One transfer for everything: on small models, and on a GPU, each small tensor costs as much as a layer.
+    flat = torch.tensor([number for part in parts for number in part], dtype=torch.int64, device=device)
+    token_tensor, position_tensor, slot_tensor, row_tensor, *table_tensors = flat.split([len(part) for part in parts])
+    layout, row = [], 0
+    for group, table in zip(groups, table_tensors, strict=True):
+        rows = slice(row, row + sum(entry.num_tokens for entry in group))
+        layout.append(_attention_group(group, rows, table, position_tensor[rows]))
+        row = rows.stop
+    return Batch(
+        token_tensor,
+        position_tensor,
+        slot_tensor,
+        tuple(layout),
+        tuple(entry for entry in ordered if entry.samples),
+        row_tensor,
+        tuple(block for entry in ordered for block in _fresh_block(entry, block_size)),
+    )
+
+
+def group_entries(entries: Sequence[ScheduledSequence], block_size: int) -> list[list[ScheduledSequence]]:
+    """Single tokens in groups of like length, so that padding at most doubles the work; every span on its own."""
+
+    def shared_blocks(entry: ScheduledSequence) -> int:
+        return max(MIN_SHARED_BLOCKS, 1 << (entry.start // block_size).bit_length())
+
+    singles = sorted((entry for entry in entries if entry.num_tokens == 1), key=shared_blocks)
+    groups = [list(group) for _, group in groupby(singles, key=shared_blocks)]
+    return groups + [[entry] for entry in entries if entry.num_tokens > 1]
+
+
+def block_table(group: Sequence[ScheduledSequence], block_size: int) -> list[int]:
+    """Block ids of each sequence up to its last token, one after the other, all padded to the same number."""
+    counts = [_last_block(entry, block_size) + 1 for entry in group]
+    longest = max(counts)
+    table = []
+    for entry, count in zip(group, counts, strict=True):
+        block_ids = entry.sequence.block_ids
+        table += block_ids[:count] + block_ids[:1] * (longest - count)
+    return table
+
+
+def _attention_group(
+    group: Sequence[ScheduledSequence], rows: slice, blocks: Tensor, positions: Tensor
+) -> AttentionGroup:
+    lengths = [entry.start + entry.num_tokens for entry in group]
+    partial_span = group[0].num_tokens > 1 and group[0].start > 0
+    return AttentionGroup(
+        rows, blocks, positions, len(group), max(lengths), ragged=partial_span or min(lengths) < max(lengths)
+    )
+
+
+def _last_block(entry: ScheduledSequence, block_size: int) -> int:
+    return (entry.start + entry.num_tokens - 1) // block_size
+
+
+def _fresh_block(entry: ScheduledSequence, block_size: int) -> list[int]:
+    """The last block of a span when it is begun here and not filled: the rest of it must not hold old numbers."""
+    last, stop = _last_block(entry, block_size), entry.start + entry.num_tokens
+    begun = last * block_size >= entry.start
+    return [entry.sequence.block_ids[last]] if begun and stop % block_size else []

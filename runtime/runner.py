@@ -1,0 +1,77 @@
+"""The part below the torch line: one object with one method. Holds the model and the pages of keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.attention.paged import PagedAttention
+from runtime.batch import build_batch
+from runtime.config import RuntimeConfig
+from runtime.memory import MemoryPlan, plan_memory
+from runtime.model.decoder import Decoder
+from runtime.model.pages import KVPages
+from runtime.sampler.sampler import Draw, sample_tokens
+from runtime.types import StepOutput, StepPlan
+
+
+class ModelRunner:
+    """Implements `runtime.types.Runner`. Calls must come one at a time, from any one thread.
+
+    Args:
+        memory: sizes of the pool and of the longest sequence, as `plan_memory` decides them.
+    """
+
+    def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
+        self.decoder = decoder
+        self.memory = memory
+        self.pages = KVPages(decoder.config, memory.num_blocks, memory.block_size, decoder.dtype, decoder.device)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.memory.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.memory.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.memory.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.decoder.config.eos_token_ids
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Copies blocks, computes the plan's spans in one forward pass, samples where a span ends its sequence."""
+        self.pages.copy(plan.copies)
+        if not plan.entries:
+            return StepOutput({})
+        batch = build_batch(plan.entries, self.block_size, self.decoder.device)
+        self.pages.clear(batch.fresh_blocks)
+        attention = PagedAttention(self.pages, batch, self.decoder.config.windows)
+        hidden = self.decoder.forward(batch.token_ids, batch.positions, attention)
+        if not batch.sampling:
+            return StepOutput({})
+        logits = self.decoder.logits(hidden[batch.sample_rows])
+        requests = [entry.sequence.request for entry in batch.sampling]
+        draws = [
+            Draw(request.sampling, request.seed, entry.sequence.num_tokens)
+            for request, entry in zip(requests, batch.sampling, strict=True)
+        ]
+        sampled = sample_tokens(logits, draws)
+        return StepOutput({request.id: [token] for request, token in zip(requests, sampled, strict=True)})
+
+
+def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
+    """A runner whose pool fits the budget of `config`.
+
+    Raises:
+        ToolkitError: a sequence of `max_model_len` tokens does not fit in the pool.
+    """
+    return ModelRunner(decoder, plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config))

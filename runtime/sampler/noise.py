@@ -1,0 +1,51 @@
+"""Gumbel noise that is a pure function of (seed, position, token id): the whole secret of reproducible sampling.
+
+Adding Gumbel noise to log-probabilities and taking the largest draws from the distribution exactly. Because the noise
+of a token depends on nothing but its request's seed, its position in the sequence and its id, a seed gives the same
+tokens whatever the batch, the chunking, preemption or speculation, on any device.
+
+The hash is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) in wrapping
+int64 arithmetic: its finalizer turns (seed, position) into the state of a stream, and the token id is the index in it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+GAMMA = _signed(0x9E3779B97F4A7C15)
+MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+UNIFORM_BITS = 52
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64.
+
+    Args:
+        seeds, positions: int64 `[R]`, one stream per row; position is the one the drawn token will have.
+        token_ids: int64 `[V]` or `[R, V]`.
+
+    Returns:
+        `[R, V]`, between about -3.6 and 36.7.
+    """
+    streams = _mix(_mix(seeds + GAMMA) ^ (positions + 1) * GAMMA)
+    words = _mix(streams.unsqueeze(-1) + (token_ids + 1) * GAMMA)
+    # 52 bits and a half: never 0 nor 1, and exact in float64.
+    uniform = _shift_right(words, 64 - UNIFORM_BITS).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _mix(words: Tensor) -> Tensor:
+    """SplitMix64's finalizer, a bijection of 64-bit words in which every input bit moves half of the output bits."""
+    words = (words ^ _shift_right(words, 30)) * MULTIPLIERS[0]
+    words = (words ^ _shift_right(words, 27)) * MULTIPLIERS[1]
+    return words ^ _shift_right(words, 31)
+
+
+def _shift_right(words: Tensor, bits: int) -> Tensor:
+    """Logical shift; torch's shift of int64 copies the sign."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
