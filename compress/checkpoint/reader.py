@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,20 +93,23 @@ class PackedCheckpoint:
 
     def integer_weight(self, module: str) -> IntegerWeight:
         """The codes of a quantized module. Raises CheckpointError for tensors that contradict the config."""
-        try:
+        with self._explained(module):
             return self.codec.decode(module, self.tensor, self.schemes[module], quantization_block(self.config))
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """`(O, I)` of a linear module. Raises CheckpointError when it is missing or not a matrix."""
+        codec = self.codec if module in self.schemes else dense
+        with self._explained(module):
+            return codec.shape(module, self.tensor, self.schemes.get(module, Scheme()))
+
+    @contextmanager
+    def _explained(self, module: str) -> Iterator[None]:
+        try:
+            yield
         except CheckpointError:
             raise
         except (ToolkitError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"the tensors of {module} in {self.path} contradict each other: {error}") from error
-
-    def shape(self, module: str) -> tuple[int, int]:
-        """`(O, I)` of a linear module."""
-        scheme = self.schemes.get(module)
-        if scheme is None:
-            rows, columns = self.files.shape(f"{module}.weight")
-            return rows, columns
-        return self.codec.shape(module, self.tensor, scheme)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as stored (a read-only view of the memory map)."""
