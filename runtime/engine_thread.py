@@ -23,12 +23,13 @@ Item = tuple[asyncio.Queue, Delta | RequestError]
 """Something for one request, and the queue it goes to."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Inbox:
-    """Where the deltas of one request go: a queue, and the event loop it belongs to."""
+    """Where the deltas of one request go: a queue, the event loop it belongs to, and a timer that looks for stalls."""
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Delta | RequestError]
+    timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +117,11 @@ class EngineThread:
 
     def check(self) -> Health:
         """State of the engine, from any thread."""
-        scheduler, since = self.engine.scheduler, self._busy_since
-        stalled = 0.0 if since is None else time.monotonic() - since
-        reason = self._failure
-        if not reason and not self._thread.is_alive():
-            reason = "the engine is not running"
-        if not reason and stalled > self.stall_seconds:
-            reason = f"the engine has made no progress for {stalled:.0f} s"
+        reason = self._fault()
         if not reason and not self.engine.healthy:
             reason = f"the last {self.engine.num_failed_steps} steps failed"
-        return Health(not reason, reason, len(scheduler.running), len(scheduler.waiting), stalled)
+        scheduler = self.engine.scheduler
+        return Health(not reason, reason, len(scheduler.running), len(scheduler.waiting), self._step_seconds())
 
     async def generate(
         self,
@@ -146,18 +142,18 @@ class EngineThread:
         if not self._send(Add(request_id, tuple(prompt_token_ids), sampling, cache_salt, inbox)):
             yield self._refusal(request_id)
             return
+        self._watch(request_id, inbox)
         ended = False
         try:
             while not ended:
-                item = await self._receive(inbox)
-                if item is None:
-                    yield Delta(request_id, finish_reason=FinishReason.ERROR, error=self.check().reason)
-                    return
+                item = await inbox.queue.get()
                 ended = isinstance(item, RequestError) or item.finish_reason is not None
                 if isinstance(item, RequestError):
                     raise item
                 yield item
         finally:
+            if inbox.timer is not None:
+                inbox.timer.cancel()
             if not ended:
                 self._messages.put(Abort(request_id))
 
@@ -170,14 +166,27 @@ class EngineThread:
                 self._messages.put(message)
             return self._accepting
 
-    async def _receive(self, inbox: Inbox) -> Delta | RequestError | None:
-        """The next delta; None when the engine is stalled or dead."""
-        while True:
-            try:
-                return await asyncio.wait_for(inbox.queue.get(), self.stall_seconds)
-            except TimeoutError:
-                if not self.check().healthy:
-                    return None
+    def _watch(self, request_id: str, inbox: Inbox) -> None:
+        """Looks now and then whether the engine still lives; if not, the request hears of it. Runs in the loop."""
+        if fault := self._fault():
+            inbox.queue.put_nowait(Delta(request_id, finish_reason=FinishReason.ERROR, error=fault))
+            self._messages.put(Abort(request_id))
+        else:
+            inbox.timer = inbox.loop.call_later(self.stall_seconds, self._watch, request_id, inbox)
+
+    def _step_seconds(self) -> float:
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _fault(self) -> str:
+        """Why no step will come to its end, or nothing."""
+        if self._failure:
+            return self._failure
+        if not self._thread.is_alive():
+            return "the engine is not running"
+        if (seconds := self._step_seconds()) > self.stall_seconds:
+            return f"the engine has made no progress for {seconds:.0f} s"
+        return ""
 
     def _refusal(self, request_id: str) -> Delta:
         reason = FinishReason.ERROR if self._failure else FinishReason.ABORT

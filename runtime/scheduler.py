@@ -40,7 +40,6 @@ class _Step:
     budget: int
     entries: list[ScheduledSequence] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    preempted: bool = False
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         self.entries.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens))
@@ -123,8 +122,7 @@ class Scheduler:
         step = _Step(self.config.max_num_batched_tokens)
         self._schedule_decodes(step)
         self._schedule_prefills(step)
-        if not step.preempted:
-            self._admit(step)
+        self._admit(step)
         return StepPlan(tuple(step.entries), tuple(step.copies))
 
     def complete(self, plan: StepPlan) -> None:
@@ -210,7 +208,7 @@ class Scheduler:
         is_new = index == len(sequence.block_ids)
         while (is_new or self.pool.shared(sequence.block_ids[index])) and self.pool.num_free < 1:
             victim = self.running[-1]
-            self._preempt(victim, step)
+            self._preempt(victim)
             if victim is sequence:
                 return False
         if is_new:
@@ -269,10 +267,9 @@ class Scheduler:
         root = root_hash(self.config.dtype, sequence.request.cache_salt)
         extend_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_size, root)
 
-    def _preempt(self, sequence: Sequence, step: _Step) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self.stats.num_preemptions += 1
         self.stats.num_preempted_tokens += sequence.num_computed_tokens
-        step.preempted = True
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = Status.WAITING

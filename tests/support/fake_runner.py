@@ -67,6 +67,7 @@ class FakeRunner:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
+        assert all(entry.num_tokens >= 1 for entry in plan.entries)
         self._copy(plan)
         self._check_disjoint(plan)
         for entry in plan.entries:

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from fake_runner import FakeRunner, expected_tokens
+
+from compress.checkpoint.errors import RequestError
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.engine_thread import EngineThread
+from runtime.types import Delta, FinishReason, SamplingParams, StepOutput, StepPlan
+
+
+class GatedRunner(FakeRunner):
+    """Steps wait while `gate` is closed, and take `seconds`."""
+
+    def __init__(self, num_blocks: int = 2000, max_model_len: int = 1000) -> None:
+        super().__init__(num_blocks, 4, max_model_len)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.seconds = 0.0
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self.gate.wait()
+        time.sleep(self.seconds)
+        return super().execute(plan)
+
+
+@pytest.fixture
+def runner() -> GatedRunner:
+    return GatedRunner()
+
+
+@pytest.fixture
+def thread(runner: GatedRunner) -> Iterator[EngineThread]:
+    config = RuntimeConfig(block_size=4, max_num_batched_tokens=64, max_num_sequences=16)
+    thread = EngineThread(Engine(runner, None, config), stall_seconds=0.3)
+    thread.start()
+    yield thread
+    runner.gate.set()
+    assert thread.stop()
+
+
+async def collect(thread: EngineThread, prompt: list[int], max_tokens: int = 20) -> list[Delta]:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0)
+    return [delta async for delta in thread.generate(prompt, sampling)]
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def until_idle(thread: EngineThread) -> None:
+    pool = thread.engine.scheduler.pool
+    async with asyncio.timeout(10):
+        while thread.engine.has_work or pool.num_free < pool.num_blocks:
+            await asyncio.sleep(0.002)
+
+
+def test_fifty_at_once_of_which_some_leave(thread: EngineThread) -> None:
+    prompts = [[index % 50, 1, 2, 3, 4] for index in range(50)]
+
+    async def client(index: int) -> list[Delta]:
+        if index % 5 == 0:
+            async for _ in thread.generate(prompts[index], SamplingParams(max_tokens=900, seed=0)):
+                break  # leaving the loop closes the generator when it is collected; cancelling does it at once
+            return []
+        return await collect(thread, prompts[index])
+
+    async def main() -> list[list[Delta]]:
+        tasks = [asyncio.create_task(client(index)) for index in range(50)]
+        endless = [asyncio.create_task(collect(thread, [49, index], 900)) for index in range(10)]
+        results = await asyncio.gather(*tasks)
+        for task in endless:
+            task.cancel()
+        await asyncio.gather(*endless, return_exceptions=True)
+        await until_idle(thread)
+        return results
+
+    for index, deltas in enumerate(asyncio.run(main())):
+        if deltas:
+            assert tokens(deltas) == expected_tokens(prompts[index], 20)
+            assert deltas[-1].finish_reason is FinishReason.LENGTH
+    thread.engine.scheduler.check()
+
+
+def test_an_answer_that_was_complete_is_not_aborted(thread: EngineThread) -> None:
+    asyncio.run(collect(thread, [1, 2]))
+    assert thread.engine.metrics.request_success_total == {"length": 1}
+    assert thread._messages.empty()
+
+
+def test_refusals_reach_the_caller(thread: EngineThread, runner: GatedRunner) -> None:
+    runner.seconds = 0.005
+
+    async def main() -> None:
+        with pytest.raises(RequestError, match="999 prompt tokens"):
+            await collect(thread, [1] * 999, 2)
+        first = thread.generate([1], SamplingParams(max_tokens=900), "same")
+        await anext(first)
+        with pytest.raises(RequestError, match="'same' is in use"):
+            await anext(thread.generate([1], SamplingParams(max_tokens=1), "same"))
+        assert (await anext(first)).finish_reason is None, "the second must not have ended the first"
+        await first.aclose()
+        await until_idle(thread)
+
+    asyncio.run(main())
+
+
+def test_two_event_loops_may_share_an_engine(thread: EngineThread) -> None:
+    results: list[list[int]] = []
+    loops = [
+        threading.Thread(target=lambda p=p: results.append(tokens(asyncio.run(collect(thread, [p, 1])))))
+        for p in range(4)
+    ]
+    for loop in loops:
+        loop.start()
+    for loop in loops:
+        loop.join()
+    assert sorted(results) == sorted(expected_tokens([p, 1], 20) for p in range(4))
+
+
+def test_a_loop_that_was_closed_loses_its_requests(thread: EngineThread, runner: GatedRunner) -> None:
+    async def start() -> None:
+        stream = thread.generate([1, 2], SamplingParams(max_tokens=900))
+        await anext(stream)
+        runner.gate.clear()
+        streams.append(stream)
+
+    streams: list[object] = []
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(start())
+    loop.close()
+    runner.gate.set()
+    asyncio.run(until_idle(thread))
+
+
+def test_it_sleeps_without_work(thread: EngineThread) -> None:
+    asyncio.run(collect(thread, [1]))
+    used = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - used < 0.1
+    health = thread.check()
+    assert (health.healthy, health.seconds_since_progress) == (True, 0.0)
+
+
+def test_stopping_ends_requests_in_flight_and_later_ones(thread: EngineThread) -> None:
+    async def main() -> None:
+        stream = thread.generate([1, 2], SamplingParams(max_tokens=900))
+        await anext(stream)
+        assert await asyncio.to_thread(thread.stop)
+        rest = [delta async for delta in stream]
+        assert rest[-1].finish_reason is FinishReason.ABORT
+        assert [delta.finish_reason for delta in await collect(thread, [1])] == [FinishReason.ABORT]
+
+    asyncio.run(main())
+    assert not thread._thread.is_alive()
+    assert thread.check().reason == "the engine is not running"
+    assert thread.engine.scheduler.pool.num_free == 2000
+
+
+def test_draining_lets_requests_end_and_takes_no_new_ones(thread: EngineThread) -> None:
+    async def main() -> None:
+        running = asyncio.create_task(collect(thread, [1, 2], 300))
+        await asyncio.sleep(0.01)
+        drained = asyncio.create_task(asyncio.to_thread(thread.drain, 20.0))
+        await asyncio.sleep(0.01)
+        assert (await collect(thread, [3]))[-1].finish_reason is FinishReason.ABORT
+        assert await drained
+        assert tokens(await running) == expected_tokens([1, 2], 300)
+
+    asyncio.run(main())
+
+
+def test_draining_gives_up_in_time(thread: EngineThread) -> None:
+    async def main() -> None:
+        thread.engine.runner.gate.clear()
+        running = asyncio.create_task(collect(thread, [1, 2], 900))
+        await asyncio.sleep(0.01)
+        timer = threading.Timer(0.1, thread.engine.runner.gate.set)
+        timer.start()
+        assert not await asyncio.to_thread(thread.drain, 0.02)
+        assert (await running)[-1].finish_reason is FinishReason.ABORT
+
+    asyncio.run(main())
+
+
+def test_a_stall_turns_health_and_fails_waiting_requests(thread: EngineThread, runner: GatedRunner) -> None:
+    async def main() -> None:
+        runner.gate.clear()
+        deltas = await collect(thread, [1, 2])
+        assert deltas[-1].finish_reason is FinishReason.ERROR
+        assert "no progress for" in deltas[-1].error
+        health = thread.check()
+        assert not health.healthy
+        assert health.seconds_since_progress > 0.3
+        runner.gate.set()
+        await until_idle(thread)
+        assert thread.check().healthy
+        assert tokens(await collect(thread, [1, 2])) == expected_tokens([1, 2], 20)
+
+    asyncio.run(main())
+
+
+def test_a_failing_step_fails_its_requests_only(thread: EngineThread, runner: GatedRunner) -> None:
+    runner.failure = RuntimeError("kernel")
+    assert "RuntimeError: kernel" in asyncio.run(collect(thread, [1]))[-1].error
+    assert tokens(asyncio.run(collect(thread, [1]))) == expected_tokens([1], 20)
+    assert thread.check().healthy
+
+
+def test_a_broken_engine_tells_everybody_and_health(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(thread.engine.scheduler, "schedule", broken)
+
+    async def main() -> None:
+        results = await asyncio.gather(*(collect(thread, [index]) for index in range(3)))
+        for deltas in results:
+            assert deltas[-1].finish_reason is FinishReason.ERROR
+            assert "KeyError: 'bug'" in deltas[-1].error
+
+    asyncio.run(main())
+    assert not thread.check().healthy
+    assert "KeyError" in thread.check().reason
+
+
+def test_a_thread_that_was_never_started_says_so() -> None:
+    thread = EngineThread(Engine(FakeRunner(), None, RuntimeConfig(block_size=4)))
+    assert thread.check().reason == "the engine is not running"
+    assert thread.stop()
+    assert asyncio.run(collect(thread, [1]))[-1].finish_reason is FinishReason.ABORT
