@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from compress.checkpoint.config import compression_block, quantization_block
 from compress.checkpoint.errors import CheckpointError
@@ -62,30 +63,41 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
     )
 
 
-def digest(weight: IntegerWeight) -> str:
-    """SHA-256 of codes, scales and zero points: equal for the same integers whatever format stores them."""
-    parts = (weight.codes, weight.scale.to(torch.float64), weight.zero)
-    state = hashlib.sha256(f"{weight.scheme.bits} {weight.scheme.group_size} {weight.shape}".encode())
+def digest(weight: IntegerWeight | Tensor) -> str:
+    """SHA-256 of codes, scales and zero points, equal for the same integers whatever format stores them; or of a dense
+    tensor's dtype, shape and bytes."""
+    if isinstance(weight, Tensor):
+        kind, parts = f"{weight.dtype} {tuple(weight.shape)}", [weight]
+    else:
+        kind = f"{weight.scheme.bits} {weight.scheme.group_size} {weight.shape}"
+        parts = [weight.codes, weight.scale.to(torch.float64), weight.zero]
+    state = hashlib.sha256(kind.encode())
     for part in parts:
         state.update(tensor_bytes(part))
     return state.hexdigest()
 
 
 def verify_against(path: str | Path, expected: Mapping[str, str]) -> list[str]:
-    """Compares what is stored with the digests taken when the codes were chosen.
+    """Compares what is stored with the digests taken when it was made.
+
+    Args:
+        expected: digest by name: of every quantized module, and of any dense tensors.
 
     Returns:
-        One line per module that differs, is missing or was not expected; empty when all agree.
+        One line per name that differs, is missing or was not expected; empty when all agree.
     """
     packed = PackedCheckpoint.open(path)
     problems = [
-        f"{module} was quantized but is not stored so" for module in sorted(set(expected) - set(packed.modules))
+        f"{name} is stored quantized but has no recorded digest" for name in packed.modules if name not in expected
     ]
-    for module in packed.modules:
-        if module not in expected:
-            problems.append(f"{module} is stored quantized but has no recorded digest")
-        elif digest(packed.integer_weight(module)) != expected[module]:
-            problems.append(f"{module} reads back with other codes, scales or zero points than were chosen")
+    for name, recorded in expected.items():
+        if name in packed.schemes:
+            if digest(packed.integer_weight(name)) != recorded:
+                problems.append(f"{name} reads back with other codes, scales or zero points than were chosen")
+        elif name not in packed.files:
+            problems.append(f"{name} was written but is not stored so any more")
+        elif digest(packed.tensor(name)) != recorded:
+            problems.append(f"{name} reads back with other bytes than were written")
         packed.files.release()
     return problems
 

@@ -98,6 +98,10 @@ def test_one_flipped_code_is_found(packed):
     assert verify_against(folder, digests) == [
         f"{DOWN} reads back with other codes, scales or zero points than were chosen"
     ]
+    digests["model.norm.weight"] = digest(TensorFiles.open(folder).tensor("model.norm.weight"))
+    change(folder, lambda tensors: tensors["model.norm.weight"][0:1].add_(1))
+    assert verify_against(folder, digests)[-1] == "model.norm.weight reads back with other bytes than were written"
+    del digests["model.norm.weight"]
     digests["model.layers.9.x"] = digests.pop("model.layers.1.mlp.up_proj")
     assert len(verify_against(folder, digests)) == 3
 
