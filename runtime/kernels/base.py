@@ -21,17 +21,16 @@ class Target:
     dtype: torch.dtype
 
 
-class Product(Protocol):
-    """A weight `[O, I]` prepared for multiplication.
+class Linear(Protocol):
+    """A weight `[O, I]`, and perhaps a bias, prepared for multiplication."""
 
-    Attributes:
-        nbytes: memory that the prepared weight holds.
-    """
-
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Memory that the prepared weight holds."""
+        ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x [M, I] -> x W^T [M, O]`, in the dtype of `x`."""
+        """`x [M, I] -> x W^T + bias [M, O]`, in the dtype of `x`."""
         ...
 
 
@@ -42,10 +41,10 @@ class Kernel:
     Attributes:
         summary: what it computes and how exactly, one line.
         refuse: why it cannot serve this scheme and number of input features on this target; empty when it can.
-        prepare: turns codes into the kernel's own layout, once, at load.
+        prepare: turns codes into the kernel's own layout, once, at load; the bias `[O]` comes in the activation dtype.
     """
 
     name: str
     summary: str
     refuse: Callable[[Scheme, int, Target], str]
-    prepare: Callable[[IntegerWeight, Target], Product]
+    prepare: Callable[[IntegerWeight, Tensor | None, Target], Linear]

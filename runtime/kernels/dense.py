@@ -1,4 +1,4 @@
-"""Products with weights that are not quantized."""
+"""Linears that are not quantized."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.kernels.base import Target
+from runtime.kernels.base import Linear, Target
 
 
-class DenseProduct:
+class DenseLinear:
     """`F.linear` with the weight as it is; a memory-mapped weight stays mapped."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
         self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
+        return functional.linear(x, self.weight, self.bias)
 
 
-class PrepackedProduct:
+class PrepackedLinear:
     """oneDNN with the weight in its own blocked layout: up to twice as fast as `F.linear` for few rows on a CPU."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.nbytes = weight.nbytes
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._bias = bias
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(x, self._packed, None, "none", [], "")
+        return self._linear(x, self._packed, self._bias, "none", [], "")
 
 
-def dense_product(weight: Tensor, target: Target, *, reference: bool = False) -> DenseProduct | PrepackedProduct:
-    """The best product for a dense weight `[O, I]`; `reference` asks for plain `F.linear`."""
+def dense_linear(weight: Tensor, bias: Tensor | None, target: Target, *, reference: bool = False) -> Linear:
+    """The best linear for a dense weight `[O, I]`; `reference` asks for plain `F.linear`."""
     weight = weight.to(target.device, target.dtype)
     if reference or not _can_prepack(target):
-        return DenseProduct(weight)
-    return PrepackedProduct(weight)
+        return DenseLinear(weight, bias)
+    return PrepackedLinear(weight, bias)
 
 
 def _can_prepack(target: Target) -> bool:

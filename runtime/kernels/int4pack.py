@@ -28,10 +28,10 @@ PANEL_COLUMNS = 1024
 LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
 
 
-class Int4PackProduct:
+class Int4PackLinear:
     """Prepares nibbles in the layout of this CPU; it is never stored."""
 
-    def __init__(self, weight: IntegerWeight, target: Target) -> None:
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
         self.out_features, self.in_features = weight.shape
         self.group_size = kernel_group_size(weight.scheme, self.in_features)
         codes, scale, zero = _padded(weight, self.in_features // self.group_size)
@@ -41,6 +41,7 @@ class Int4PackProduct:
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles.int(), 1)
         self._scales = torch.stack((scale.bfloat16(), offset.bfloat16()), -1).transpose(0, 1).contiguous()
         self._zero = MIDDLE if weight.scheme.symmetric else zero_nibbles.T.bfloat16().unsqueeze(1)
+        self._bias = bias
         self._tile = tile_columns()
         self._multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
         self.nbytes = self._packed.nbytes + self._scales.nbytes
@@ -50,7 +51,9 @@ class Int4PackProduct:
             y = self._multiply_by_panels(x)
         else:
             y = self._multiply(x.contiguous(), self._packed, self.group_size, self._scales)
-        return y if y.shape[1] == self.out_features else y[:, : self.out_features]
+        if y.shape[1] != self.out_features:
+            y = y[:, : self.out_features]
+        return y if self._bias is None else y + self._bias
 
     def _multiply_by_panels(self, x: Tensor) -> Tensor:
         num_columns = self._scales.shape[1]
@@ -111,4 +114,4 @@ def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
     return ""
 
 
-KERNEL = Kernel("int4pack", "packed nibbles, float32 sums: exact for symmetric codes", refuse, Int4PackProduct)
+KERNEL = Kernel("int4pack", "packed nibbles, float32 sums: exact for symmetric codes", refuse, Int4PackLinear)

@@ -18,12 +18,15 @@ from runtime.kernels.base import Kernel, Target
 SHIFT = 128
 
 
-class Int8DynamicProduct:
-    def __init__(self, weight: IntegerWeight, target: Target) -> None:
+class Int8DynamicLinear:
+    """Weights in oneDNN's own blocked layout."""
+
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
         offsets = (weight.codes.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
         self.nbytes = offsets.nbytes + weight.scale.nbytes
         self._packed = torch.ops.onednn.qlinear_prepack(offsets, None)
         self._scale = weight.scale[:, 0].float().contiguous()
+        self._bias = bias
         self._zero = torch.zeros(weight.shape[0], dtype=torch.int32)
         self._multiply = torch.ops.onednn.qlinear_pointwise.default
 
@@ -33,7 +36,8 @@ class Int8DynamicProduct:
         y = self._multiply(
             levels, 1.0, SHIFT, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return y.mul_(scale).to(x.dtype)
+        y.mul_(scale)
+        return (y if self._bias is None else y + self._bias).to(x.dtype)
 
 
 def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
@@ -48,4 +52,4 @@ def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
     return ""
 
 
-KERNEL = Kernel("int8_dynamic", "8-bit codes times 8-bit activations, exact int32 sums", refuse, Int8DynamicProduct)
+KERNEL = Kernel("int8_dynamic", "8-bit codes times 8-bit activations, exact int32 sums", refuse, Int8DynamicLinear)

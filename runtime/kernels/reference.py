@@ -15,22 +15,25 @@ PANEL_ELEMENTS = 2**22
 """Weights that are dense at one time."""
 
 
-class ReferenceProduct:
+class ReferenceLinear:
     """Keeps codes as bytes and dequantizes rows on every call."""
 
-    def __init__(self, weight: IntegerWeight, target: Target) -> None:
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
         codes, scale, zero = (t.to(target.device) for t in (weight.codes, weight.scale, weight.zero))
         rows = max(1, PANEL_ELEMENTS // codes.shape[1])
         parts = zip(codes.split(rows), scale.split(rows), zero.split(rows), strict=True)
+        self.bias = bias
         self.panels = [IntegerWeight(*part, weight.scheme) for part in parts]
         self.nbytes = codes.nbytes + scale.nbytes + zero.nbytes
         self.quantize_activations = weight.scheme.activation_bits is not None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.quantize_activations:
-            return self._multiply(x)
-        levels, scale = quantize_tokens(x)
-        return (self._multiply(levels) * scale).to(x.dtype)
+        if self.quantize_activations:
+            levels, scale = quantize_tokens(x)
+            y = (self._multiply(levels) * scale).to(x.dtype)
+        else:
+            y = self._multiply(x)
+        return y if self.bias is None else y + self.bias
 
     def _multiply(self, x: Tensor) -> Tensor:
         return torch.cat([functional.linear(x, panel.dequantize(x.dtype)) for panel in self.panels], -1)
@@ -40,4 +43,4 @@ def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
     return ""
 
 
-KERNEL = Kernel("reference", "dequantizes on every call: the oracle, slow, least memory", refuse, ReferenceProduct)
+KERNEL = Kernel("reference", "dequantizes on every call: the oracle, slow, least memory", refuse, ReferenceLinear)

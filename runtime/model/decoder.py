@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from runtime.kernels.base import Linear
+from runtime.kernels.dense import DenseLinear
 from runtime.model.config import DecoderConfig
-from runtime.model.linear import Linear, ProductLinear
 from runtime.model.rope import Rotary
 
 
@@ -62,7 +63,7 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Memory of all weights; a head that is the embedding itself counts once."""
-        shared = isinstance(self.head, ProductLinear) and self.head.shares(self.embedding)
+        shared = isinstance(self.head, DenseLinear) and self.head.weight.data_ptr() == self.embedding.data_ptr()
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return self.embedding.nbytes + (0 if shared else self.head.nbytes) + sum(linear.nbytes for linear in linears)
 

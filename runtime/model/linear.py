@@ -1,46 +1,15 @@
-"""Linear layers as the decoder calls them: one call, whatever the weight looks like in memory."""
+"""Several linears over the same input as one call: fused into one weight where their schemes agree."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
-from runtime.kernels.base import Product
-from runtime.kernels.dense import DenseProduct
-
-
-class Linear(Protocol):
-    """`x [T, I] -> [T, O]`. `nbytes` is the memory that its weights hold."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ProductLinear:
-    """One product, dense or packed, and a bias `[O]` in the activation dtype."""
-
-    product: Product
-    bias: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.product.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    def shares(self, weight: Tensor) -> bool:
-        """Whether this multiplies by that very tensor."""
-        return isinstance(self.product, DenseProduct) and self.product.weight.data_ptr() == weight.data_ptr()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self.product(x)
-        return y if self.bias is None else y + self.bias
+from runtime.kernels.base import Linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels.base import Target
-from runtime.kernels.dense import dense_product
+from runtime.kernels.base import Linear, Target
+from runtime.kernels.dense import dense_linear
 from runtime.kernels.registry import Choice, choose_kernel
 from runtime.memory import available_bytes, format_bytes
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Layer
-from runtime.model.linear import Linear, ProductLinear, SideBySide, fuse_biases, fuse_weights
+from runtime.model.linear import SideBySide, fuse_biases, fuse_weights
 from runtime.model.rope import Rotary
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -158,7 +158,7 @@ class _Loader:
             embedding=embedding,
             layers=[self._layer(f"model.layers.{index}") for index in range(config.num_layers)],
             norm=self._vector(f"{NORM}.weight"),
-            head=self._product(embedding, "head (the embedding)")
+            head=self._prepare(embedding, "head (the embedding)")
             if _head_is_embedding(self.checkpoint)
             else self._linear(HEAD),
             rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
@@ -198,19 +198,19 @@ class _Loader:
         name = "+".join(module.rpartition(".")[2] for module in modules)
         if fused is None:
             parts = zip(weights, biases, modules, strict=True)
-            return SideBySide(tuple(self._product(w, m.rpartition(".")[2], b) for w, b, m in parts))
-        return self._product(fused, name, fuse_biases(biases, [weight.shape[0] for weight in weights]))
+            return SideBySide(tuple(self._prepare(w, m.rpartition(".")[2], b) for w, b, m in parts))
+        return self._prepare(fused, name, fuse_biases(biases, [weight.shape[0] for weight in weights]))
 
     def _bias(self, module: str) -> Tensor | None:
         return self._vector(f"{module}.bias") if f"{module}.bias" in self.checkpoint.files else None
 
-    def _product(self, weight: IntegerWeight | Tensor, name: str, bias: Tensor | None = None) -> ProductLinear:
+    def _prepare(self, weight: IntegerWeight | Tensor, name: str, bias: Tensor | None = None) -> Linear:
         if isinstance(weight, Tensor):
             self.used[f"{name}: dense {str(self.target.dtype).removeprefix('torch.')}"] += 1
-            return ProductLinear(dense_product(weight, self.target, reference=self.kernels == "reference"), bias)
+            return dense_linear(weight, bias, self.target, reference=self.kernels == "reference")
         choice = self._choose(weight.scheme, weight.shape[1])
         self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1
-        return ProductLinear(choice.kernel.prepare(weight, self.target), bias)
+        return choice.kernel.prepare(weight, bias, self.target)
 
     def _choose(self, scheme: Scheme, in_features: int) -> Choice:
         return choose_kernel(scheme, in_features, self.target, self.kernels, self.excluded)
