@@ -37,6 +37,8 @@ def compress(
     Args:
         where: `device` and `dtype` of the calibration.
     """
+    import transformers.models.auto.modeling_auto  # noqa: F401 - imports are no part of the work
+
     from compress.pipeline import run
     from compress.prepare import RunRequest, prepare
 

@@ -1,0 +1,134 @@
+"""`scripts/bench_quality.py` and `scripts/bench_compress.py` at the smallest size that still runs every part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from compress.evaluate.perplexity import Evaluation
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts_on_path():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield
+
+
+@pytest.fixture
+def quality() -> ModuleType:
+    import bench_quality
+
+    return bench_quality
+
+
+@pytest.fixture
+def verdicts() -> ModuleType:
+    from benchmarking import verdicts
+
+    return verdicts
+
+
+def test_quality_writes_trials_table_and_verdicts(quality, tmp_path: Path, capsys):
+    from benchmarking.random_model import SHAPES, write_model
+
+    model, table, figures = tmp_path / "model", tmp_path / "table.md", tmp_path / "figures.json"
+    write_model(model, SHAPES["tiny"])
+    small = ["--samples", "2", "--length", "128", "--tokens", "512", "--seeds", "2"]
+    status = quality.main(
+        ["--model", str(model), "--settings", "w2g64", *small, "--json", str(figures), "--markdown", str(table)]
+    )
+    content = json.loads(figures.read_text())
+    assert [(trial["method"], trial["seed"]) for trial in content["trials"]] == [
+        ("rtn", 0),
+        ("awq", 0),
+        ("awq", 1),
+        ("gptq", 0),
+        ("gptq", 1),
+    ]
+    assert len({trial["baseline_perplexity"] for trial in content["trials"]}) == 1
+    assert all(trial["kl_mean"] > 0 and 2 < trial["bits_per_weight"] < 3 for trial in content["trials"])
+    assert {"python", "torch", "model sha256", "seeds"} <= content["facts"].keys()
+    assert status == (0 if all(verdict["holds"] for verdict in content["verdicts"]) else 1)
+    assert len(content["verdicts"]) == 2
+    assert "| pydoc | w2g64 | gptq | 2 |" in table.read_text()
+    assert "w2g64 on pydoc: gptq < rtn" in capsys.readouterr().out
+
+
+def make_trial(verdicts: ModuleType, method: str, kl: float, losses: list[float], seed: int = 0):
+    figures = Evaluation(20.0, 100, 19.0, kl, 1.0, 0.01, 0.9)
+    return verdicts.Trial("w4g64", method, seed, "text", figures, torch.tensor(losses), 1.0, 4.25, 100)
+
+
+@pytest.mark.parametrize(
+    ("method", "kl", "losses", "holds"),
+    [
+        ("gptq", 0.1, [2.0, 3.0], True),
+        ("gptq", 0.3, [2.0, 3.0], False),
+        ("gptq", 0.1, [2.3, 3.3], False),
+        ("gptq", 0.2, [2.2, 3.2], False),
+        ("awq", 0.2, [2.2, 3.2], True),
+        ("awq", 0.21, [2.2, 3.2], False),
+    ],
+)
+def test_the_order_must_hold_in_divergence_and_in_loss(verdicts, method: str, kl: float, losses, holds: bool):
+    rtn = make_trial(verdicts, "rtn", 0.2, [2.2, 3.2])
+    (verdict,) = verdicts.judge([rtn, make_trial(verdicts, method, kl, losses)])
+    assert verdict.holds is holds
+    assert str(verdict).startswith("holds" if holds else "BROKEN")
+
+
+def test_a_verdict_is_about_the_mean_over_seeds(verdicts):
+    rtn = make_trial(verdicts, "rtn", 0.2, [2.0, 3.0, 4.0])
+    trials = [
+        make_trial(verdicts, "gptq", 0.1, [1.8, 2.8, 3.8]),
+        make_trial(verdicts, "gptq", 0.22, [2.0, 3.0, 4.0], seed=1),
+    ]
+    (verdict,) = verdicts.judge([rtn, *trials])
+    assert verdict.kl_ratio == pytest.approx(0.8)
+    assert (verdict.seeds_better, verdict.seeds) == (1, 2)
+    assert verdict.loss_change == pytest.approx(-0.1)
+    assert verdict.loss_error == pytest.approx(0, abs=1e-6)
+    assert verdict.holds
+
+
+def test_compression_is_measured_beside_a_dense_pass(tmp_path: Path, capsys):
+    import bench_compress
+
+    figures = tmp_path / "figures.json"
+    small = ["--shape", "tiny", "--samples", "2", "--length", "64", "--group-size", "64"]
+    assert bench_compress.main([*small, "--methods", "gptq", "--work", str(tmp_path), "--json", str(figures)]) == 0
+    content = json.loads(figures.read_text())
+    dense, gptq = content["rows"]
+    assert (dense["name"], gptq["name"]) == ("dense forward", "gptq")
+    assert gptq["bits_per_weight"] == pytest.approx(4.25, abs=0.02)
+    assert min(dense["peak_host_bytes"], gptq["peak_host_bytes"]) > 100e6
+    assert content["parameters"] == 2_392_704
+    assert "x dense forward" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_random_model_loads_in_transformers(tmp_path: Path):
+    from benchmarking.random_model import SHAPES, write_model
+    from transformers import AutoModelForCausalLM
+
+    parameters = write_model(tmp_path / "model", SHAPES["tiny"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
+
+
+def test_peak_memory_is_of_this_process():
+    from benchmarking.memory import in_own_process, peak_host_bytes
+
+    ballast = torch.ones(64 << 20)
+    assert peak_host_bytes() > ballast.nbytes
+    # A bare interpreter does not inherit the peak of the one that started it.
+    assert in_own_process(peak_host_bytes) < ballast.nbytes
