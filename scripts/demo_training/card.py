@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import fill
 
 import torch
 from transformers import PretrainedConfig
@@ -23,16 +24,11 @@ work on offline. It writes English-looking text; it knows nothing and must not b
 
 ## Architecture
 
-{parameters:.1f}M parameters in bfloat16. Hidden size {c.hidden_size}, layers {c.num_hidden_layers}, heads
-{c.num_attention_heads} of {c.head_dim}, key-value heads {c.num_key_value_heads}, feed-forward {c.intermediate_size},
-tied embeddings, context {c.max_position_embeddings}. The tokenizer is a byte-level BPE of {c.vocab_size} in which every
-digit is a token of its own. The chat template uses `<|im_start|>` and `<|im_end|>`.
+{architecture}
 
 ## Training
 
-{tokens}. Texts: {texts}. The training text is not shipped.
-Batches of {batch}, Muon on the matrices and Adam on embeddings and norms, warm-up, constant, then
-linear decay to zero over the last half; float32 weights{autocast}. {minutes:.0f} minutes of training. The command:
+{training}
 
 ```
 {command}
@@ -52,6 +48,19 @@ as shipped, float32 arithmetic.
 Apache-2.0.
 """
 
+ARCHITECTURE = (
+    "{parameters:.1f}M parameters in bfloat16. Hidden size {c.hidden_size}, {c.num_hidden_layers} layers, "
+    "{c.num_attention_heads} heads of {c.head_dim}, {c.num_key_value_heads} key-value heads, "
+    "feed-forward {c.intermediate_size}, tied embeddings, context {c.max_position_embeddings}. The tokenizer is a "
+    "byte-level BPE of {c.vocab_size} in which every digit is a token of its own. "
+    "The chat template uses `<|im_start|>` and `<|im_end|>`."
+)
+TRAINING = (
+    "{tokens}. Texts: {texts}. The training text is not shipped. Batches of {batch}, Muon on the matrices and Adam on "
+    "embeddings and norms, warm-up, constant, then linear decay to zero over the last half; float32 weights{autocast}. "
+    "{minutes:.0f} minutes of training. The command:"
+)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -67,15 +76,18 @@ class Run:
 
 def render(run: Run, model: torch.nn.Module, progress: Progress, results: list[Perplexity]) -> str:
     config: PretrainedConfig = model.config
-    return TEMPLATE.format(
-        title=run.title,
-        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
-        c=config,
+    architecture = ARCHITECTURE.format(parameters=sum(p.numel() for p in model.parameters()) / 1e6, c=config)
+    training = TRAINING.format(
         tokens=_tokens(progress.tokens, run.tokens_before),
         texts=run.about_texts,
         batch=run.batch,
         autocast=", bfloat16 autocast" if run.autocast else "",
         minutes=progress.seconds / 60,
+    )
+    return TEMPLATE.format(
+        title=run.title,
+        architecture=fill(architecture, 120, break_on_hyphens=False),
+        training=fill(training, 120, break_on_hyphens=False),
         command=run.command,
         table="\n".join(f"| {r.text} | {r.window} | {r.tokens:,} | {r.value:.2f} |" for r in results),
     )
