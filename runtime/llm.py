@@ -1,0 +1,106 @@
+"""The engine in a script: `LLM("packed/").generate(["Once upon"], SamplingParams(max_tokens=32))`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compress.checkpoint.errors import RequestError
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.text.tokenizer import Tokenizer
+from runtime.types import Delta, FinishReason, SamplingParams, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Completion:
+    """One prompt and its whole answer. `error` says what went wrong when `finish_reason` is `error`."""
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    num_cached_tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        """Appends what one step brought."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+        self.num_cached_tokens = delta.num_cached_tokens
+
+
+def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokenizer]:
+    """Loads a checkpoint folder, packed or dense. Imports torch, so it takes a second or more.
+
+    Raises:
+        CheckpointError: the folder cannot be loaded, and why.
+        ToolkitError: the configuration asks for what this machine or the model does not have.
+    """
+    from runtime.model.load import load_model
+    from runtime.runner import build_runner
+
+    tokenizer = Tokenizer.open(path)
+    decoder = load_model(path, device=config.device, dtype=config.dtype, kernels=config.kernels)
+    return Engine(build_runner(decoder, config), tokenizer, config), tokenizer
+
+
+class LLM:
+    """Offline generation with the engine that also serves. One thread.
+
+    Args:
+        path: checkpoint folder.
+        config: budgets and numbers; None takes the defaults.
+
+    Raises:
+        CheckpointError: the folder cannot be loaded, and why.
+    """
+
+    def __init__(self, path: str | Path, config: RuntimeConfig | None = None) -> None:
+        self.engine, self.tokenizer = load_engine(path, config or RuntimeConfig())
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answers all prompts together, in their order.
+
+        Args:
+            prompts: texts or token ids.
+            sampling: for all of them, or one each.
+
+        Raises:
+            RequestError: a prompt is refused; then none is computed.
+        """
+        if isinstance(prompts, str):
+            raise RequestError("prompts is one string", "pass a list of prompts")
+        given = sampling or SamplingParams()
+        each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts", "give one, or one each")
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        for token_ids, params in zip(ids, each, strict=True):
+            self.engine.check_request(token_ids, params)
+        completions = {
+            self.engine.add_request(token_ids, params): Completion(token_ids)
+            for token_ids, params in zip(ids, each, strict=True)
+        }
+        while self.engine.has_work:
+            for delta in self.engine.step():
+                completions[delta.request_id].add(delta)
+        return list(completions.values())
+
+    def chat(
+        self, conversations: Sequence[Sequence[dict[str, str]]], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Answers conversations, each a list of `{"role": ..., "content": ...}`, by the model's chat template.
+
+        Raises:
+            RequestError: the model has no chat template, or a conversation is refused.
+        """
+        return self.generate([self.tokenizer.encode_chat(messages) for messages in conversations], sampling)
