@@ -58,15 +58,15 @@ def generate(
     path, name = resolve_model(model)
     sampling = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
     text = read_prompt() if prompt is None else prompt
+    if not text:
+        raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")
     print(f"model: {name}", file=sys.stderr)
-    from runtime.cli.loading import load_engine
     from runtime.config import RuntimeConfig
+    from runtime.llm import load_engine
 
     config = RuntimeConfig(device.value, dtype.value, kernels.value, max_model_len=max_model_len)
     engine, tokenizer = load_engine(path, config)
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
-    if not token_ids:
-        raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")
     write(steps(engine, token_ids, sampling), as_json, path.name)
 
 

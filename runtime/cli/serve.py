@@ -65,9 +65,10 @@ def serve(
     listener = listen(host, port)  # before the model loads, so that a taken port costs no time
     served_name = name or ("demo" if path == demo_model_path() else path.resolve().name)
     print(f"model     {where}", flush=True)
-    from runtime.cli.loading import describe_memory, describe_scheme, load_engine
+    from runtime.cli.describe import describe_memory, describe_scheme
     from runtime.config import RuntimeConfig
     from runtime.engine_thread import EngineThread
+    from runtime.llm import load_engine
     from runtime.server.app import create_app
     from runtime.server.service import Limits
 

@@ -20,7 +20,7 @@ import pytest
 from compress.checkpoint.demo import demo_model_path
 
 ROOT = Path(__file__).parents[3]
-COMMAND = [sys.executable, "-c", "from runtime.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "runtime.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 NOISE = 3.0  # how much slower than promised a busy machine may be
 
@@ -118,6 +118,7 @@ def test_generate_reads_standard_input_and_writes_json(tmp_path: Path) -> None:
     answer = json.loads(first.stdout)
     assert answer["completion_tokens"] <= 12
     again = runtime("generate", str(demo_model_path()), *options, "--prompt", "The castle", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["text"] == answer["text"]
 
 

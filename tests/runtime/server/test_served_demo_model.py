@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,10 +17,10 @@ import openai
 import pytest
 
 from compress.checkpoint.demo import demo_model_path
-from runtime.cli.loading import load_engine
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.engine_thread import EngineThread
+from runtime.llm import load_engine
 from runtime.server.app import create_app
 from runtime.server.service import Limits
 
@@ -177,3 +180,17 @@ def test_client_that_leaves_frees_all_blocks(demo: Served, wait_until: Any, stre
     assert demo.engine.metrics.generation_tokens_total < before + 500  # not the 1500 per prompt it would have been
     demo.engine.scheduler.pool.check([])
     assert demo.client.get("/health").json()["running"] == 0
+
+
+def test_demo_client_streams_and_measures(demo: Served, tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "demo_client.py"
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(script), demo.url, "--out", str(figures)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert PROMPT in result.stdout
+    found = json.loads(figures.read_text())
+    assert found["model"] == "demo"
+    for kind in ("completion", "chat"):
+        assert found[kind]["tokens"] >= 2
+        assert found[kind]["tokens_per_second"] > 0

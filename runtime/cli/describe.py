@@ -1,0 +1,27 @@
+"""What to tell the user about a checkpoint and the engine that serves it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+
+
+def describe_scheme(path: Path) -> str:
+    """How the weights are stored: `compressed-tensors, w4a16 g128 sym (42 linears)`."""
+    from compress.checkpoint.reader import PackedCheckpoint
+
+    checkpoint = PackedCheckpoint.open(path)
+    counts = Counter(str(scheme) for scheme in checkpoint.schemes.values())
+    schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
+    return f"{checkpoint.format}, {schemes}" if schemes else f"dense {str(checkpoint.dtype).removeprefix('torch.')}"
+
+
+def describe_memory(engine: Engine) -> str:
+    """Room in the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
+    num_tokens = engine.runner.num_blocks * engine.config.block_size
+    requests = num_tokens / engine.runner.max_model_len
+    return f"{num_tokens} tokens in {engine.runner.num_blocks} blocks, {requests:.1f} requests of the whole context"
