@@ -57,7 +57,7 @@ class InputStatistics:
         self._absolute_sum += absolute
         self._square_sum += rows32.square().sum(0)
         if self._second_moment is not None:
-            with full_float32(rows32.device):
+            with full_float32():
                 _add_upper_gram(self._second_moment, rows32, rows32)
         self._rows.update(rows)
         self.count += len(rows)
@@ -123,7 +123,7 @@ class RowSample:
 
 
 @contextmanager
-def full_float32(device: torch.device) -> Iterator[None]:
+def full_float32() -> Iterator[None]:
     """Float32 products in full precision, whatever the process allows elsewhere (TF32 keeps 10 bits)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
