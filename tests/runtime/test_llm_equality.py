@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from tiny_models import load_reference, pack_model, put_weights, save_tiny_model
 
 from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import RequestError
+from compress.checkpoint.scheme import Scheme
 from runtime.config import RuntimeConfig
+from runtime.engine import Engine
 from runtime.llm import LLM, Completion
+from runtime.model.load import load_model
+from runtime.runner import build_runner
 from runtime.types import FinishReason, SamplingParams
 
 PROMPTS = (
@@ -89,6 +96,30 @@ def test_greedy_tokens_in_a_crowd_equal_transformers(wanted: dict[str, list[int]
     assert churn(llm, PROMPTS) == wanted
     if "num_blocks" in options:
         assert llm.engine.scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_packed_weights_and_windows_in_a_crowd_equal_transformers(family: str, tmp_path: Path) -> None:
+    """Random int4 weights; transformers gets their dequantized values. Mistral's window is shorter than the text."""
+    options = {"sliding_window": 16} if family == "mistral" else {}
+    dense = save_tiny_model(tmp_path / "dense", family, **options)
+    weights = pack_model(dense, tmp_path / "packed", lambda module: Scheme(bits=4, group_size=32))
+    model = put_weights(load_reference(dense), weights)
+    settings = config(num_blocks=24, block_size=4, max_model_len=96, prefill_chunk=5)
+    runner = build_runner(load_model(tmp_path / "packed", dtype="float64"), settings)
+    engine = Engine(runner, None, settings)
+    prompts = [[(7 * i + k) % 112 for i in range(4 + 9 * k)] for k in range(4)]
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    found = {engine.add_request(prompt, params): [] for prompt in prompts}
+    while engine.has_work:
+        for delta in engine.step():
+            found[delta.request_id] += delta.token_ids
+    assert engine.scheduler.stats.num_preemptions > 0
+    for prompt, tokens in zip(prompts, found.values(), strict=True):
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)  # without it transformers takes token 0 for padding
+        output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=50, eos_token_id=None)
+        assert tokens == output[0, len(prompt) :].tolist()
 
 
 def test_a_seed_gives_the_same_tokens_in_every_crowd() -> None:
