@@ -6,6 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 
 DEMO_NAME = "bundled demo model"
+DEMO_SOURCE = "demo"
+"""How `compression_config.source` names it: the folder differs from machine to machine."""
 
 
 def demo_model_path() -> Path:

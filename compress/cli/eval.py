@@ -10,21 +10,26 @@ import typer
 
 from compress.checkpoint.demo import DEMO_NAME, demo_model_path
 from compress.checkpoint.errors import ToolkitError
+from compress.cli.options import DEFAULT_OUT, AsJson, Device
 
 if TYPE_CHECKING:
     from compress.evaluate.session import EvaluationReport
-
-DEFAULT_OUT = Path("packed")
 
 
 def evaluate(
     model: Annotated[
         Path | None,
-        typer.Argument(help="Checkpoint to measure. Default: packed/ if it is there, else the demo model."),
+        typer.Argument(
+            metavar="MODEL", help="Checkpoint to measure. Default: packed/ if it is there, else the demo model."
+        ),
     ] = None,
     ppl: Annotated[bool, typer.Option("--ppl", help="Measure perplexity, and KL to the baseline.")] = False,
     data: Annotated[
-        str, typer.Option(help="Text: pydoc (inside every Python), bundled, a .txt/.jsonl file, or a datasets name.")
+        str,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="Text: pydoc (inside every Python), bundled, a .txt/.jsonl file, or a datasets name.",
+        ),
     ] = "pydoc",
     baseline: Annotated[
         Path | None, typer.Option(help="Dense model to compare with. Default: the source the checkpoint records.")
@@ -34,9 +39,9 @@ def evaluate(
     backend: Annotated[
         str, typer.Option(help="runtime (what is served) or transformers (the cross-check).")
     ] = "runtime",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, ...")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure perplexity and KL by the standard protocol.
 
@@ -50,13 +55,14 @@ def evaluate(
     if not ppl:
         raise ToolkitError("nothing to measure was named", "Add --ppl")
     console = Console(stderr=True)
-    path = model or _default_model(console)
+    path = model.expanduser() if model else _default_model(console)
+    baseline = baseline.expanduser() if baseline else None
     request = EvaluationRequest(path, baseline, data, length, tokens, backend, device, dtype)
     with _progress(console) as progress:
         task = progress.add_task("scoring", total=None)
         report = run_evaluation(request, lambda done, total: progress.update(task, completed=done, total=total))
     for warning in report.warnings:
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
+        console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
@@ -65,9 +71,11 @@ def evaluate(
 
 def _default_model(console) -> Path:
     if DEFAULT_OUT.is_dir():
-        console.print(f"No model named: measuring {DEFAULT_OUT}/", highlight=False)
+        console.print(f"No model named: measuring {DEFAULT_OUT}/", highlight=False, soft_wrap=True)
         return DEFAULT_OUT
-    console.print(f"No model named and no {DEFAULT_OUT}/ here: measuring the {DEMO_NAME}", highlight=False)
+    console.print(
+        f"No model named and no {DEFAULT_OUT}/ here: measuring the {DEMO_NAME}", highlight=False, soft_wrap=True
+    )
     return demo_model_path()
 
 
@@ -75,7 +83,7 @@ def _progress(console):
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _print_table(report: EvaluationReport) -> None:

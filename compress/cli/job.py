@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from compress.checkpoint.demo import DEMO_NAME, demo_model_path
+from compress.checkpoint.demo import DEMO_NAME, DEMO_SOURCE, demo_model_path
 from compress.recipe import Recipe
 
 if TYPE_CHECKING:
     from compress.prepare import Prepared, RunRequest
-
-DEMO_SOURCE = "demo"
 
 
 def make_request(

@@ -10,7 +10,7 @@ from typing import Any
 from calibration.sources import load_texts
 from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.config import compression_block, read_config
-from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.demo import DEMO_SOURCE, demo_model_path
 from compress.checkpoint.errors import CheckpointError, DataError
 from compress.evaluate.overlap import calibration_overlap
 from compress.evaluate.perplexity import Evaluation, evaluate
@@ -20,7 +20,6 @@ from compress.evaluate.windows import Windows, cut_windows
 DEFAULT_DATA = "pydoc"
 DEFAULT_LENGTH = 512
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-DEMO_SOURCE = "demo"
 QUICK_TOKENS = 4096
 
 

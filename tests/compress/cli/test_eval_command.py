@@ -1,0 +1,107 @@
+"""`compress eval` as it is typed: what it prints, which model it takes, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from compress.checkpoint.demo import demo_model_path
+from compress.cli import main
+from compress.evaluate import session
+
+SHORT = ["--tokens", "128", "--length", "64"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
+    """Runs `compress eval ...` in an empty folder: (status, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["compress", "eval", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A stand-in for `packed/`: the demo model, claiming to be made from itself."""
+    folder = shutil.copytree(demo_model_path(), tmp_path / "packed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"compression_config": {"source": "demo"}}))
+    return folder
+
+
+def test_without_a_model_it_measures_the_demo_model_and_says_so(run):
+    status, out, error = run("--ppl", *SHORT)
+    assert status == 0
+    assert "no packed/ here: measuring the bundled demo model" in error
+    assert "perplexity" in out
+    assert "126" in out
+    assert "Protocol: pydoc_data.topics of Python" in out
+
+
+def test_without_a_model_packed_is_preferred(run, packed: Path):
+    status, out, error = run("--ppl", *SHORT)
+    assert status == 0
+    assert "measuring packed/" in error
+    assert "baseline perplexity" in out
+    assert "KL mean" in out
+
+
+def test_json_is_one_object_with_the_promised_keys(run, packed: Path):
+    status, out, _ = run("--ppl", "packed", *SHORT, "--json")
+    values = json.loads(out)
+    assert status == 0
+    assert values["perplexity"] == values["baseline_perplexity"] > 1
+    assert values["kl_mean"] == pytest.approx(0, abs=1e-6)
+    assert values["kl_p999"] == pytest.approx(0, abs=1e-5)
+    assert values["tokens"] == 2 * 63
+
+
+def test_a_local_text_is_measured(run, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    status, out, _ = run("--ppl", "--data", "text.txt", *SHORT, "--json")
+    assert status == 0
+    assert json.loads(out)["data"] == "text.txt"
+
+
+def test_warnings_are_printed_beside_the_figures(run, packed: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(session, "calibration_overlap", lambda *_: ("the figures flatter it",))
+    status, out, error = run("--ppl", *SHORT, "--json")
+    assert status == 0
+    assert "warning: the figures flatter it" in error
+    assert json.loads(out)["warnings"] == ["the figures flatter it"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "nothing to measure was named. Add --ppl."),
+        (("--ppl", "nowhere"), "nowhere/config.json does not exist."),
+        (("--ppl", "--data", "./missing.txt"), "text file ./missing.txt does not exist."),
+        (("--ppl", "--data", "empty.txt"), "empty.txt holds no text."),
+        (("--ppl", "--data", "short.txt"), "short.txt gives"),
+        (("--ppl", "--backend", "vllm"), "Use --backend runtime or transformers."),
+        (("--ppl", "--dtype", "int3"), "dtype 'int3' is unknown."),
+        (("--ppl", "--length", "1"), "predict nothing."),
+        (("--ppl", "--baseline", "nowhere"), "model folder nowhere does not exist."),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_and_status_one(run, tmp_path: Path, arguments, message: str):
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "short.txt").write_text("three short words")
+    status, out, error = run(*arguments)
+    lines = [line for line in error.splitlines() if not line.startswith("No model named")]
+    assert status == 1
+    assert out == ""
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
