@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compress.checkpoint.errors import SchemeError
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels import int4pack
+from runtime.kernels.base import Target
+from runtime.kernels.registry import KERNELS, choose_kernel
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16 = Target(CPU, torch.bfloat16)
+W8A8 = Scheme(8, None, True, activation_bits=8)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="states the table of one kind of CPU")
+@pytest.mark.parametrize(
+    ("scheme", "in_features", "target", "name"),
+    [
+        (Scheme(4, 128), 256, BF16, "int4pack"),
+        (Scheme(4, 128, symmetric=False), 256, BF16, "int4pack"),
+        (Scheme(4, None), 256, BF16, "int4pack"),
+        (Scheme(3, 64), 256, BF16, "int4pack"),
+        (Scheme(2, 32), 256, BF16, "int4pack"),
+        (Scheme(4, 16), 256, BF16, "dequantized"),
+        (Scheme(4, None), 100, BF16, "dequantized"),
+        (Scheme(5, 128), 256, BF16, "dequantized"),
+        (Scheme(8, 128), 256, BF16, "dequantized"),
+        (Scheme(4, 128), 256, Target(CPU, torch.float32), "dequantized"),
+        (Scheme(4, 128), 256, Target(CPU, torch.float64), "dequantized"),
+        (Scheme(4, 128), 256, Target(CUDA, torch.bfloat16), "dequantized"),
+        (W8A8, 256, BF16, "int8_dynamic"),
+        (W8A8, 256, Target(CPU, torch.float32), "int8_dynamic"),
+        (W8A8, 256, Target(CPU, torch.float64), "reference"),
+        (W8A8, 256, Target(CUDA, torch.bfloat16), "reference"),
+        (Scheme(8, 128, True, activation_bits=8), 256, BF16, "reference"),
+    ],
+)
+def test_the_table(scheme, in_features, target, name):
+    choice = choose_kernel(scheme, in_features, target)
+    assert choice.kernel.name == name
+    refused = [kernel.name for kernel in KERNELS[: KERNELS.index(choice.kernel)]]
+    assert all(kernel in choice.reason for kernel in refused)
+
+
+def test_excluded_kernels_say_why():
+    choice = choose_kernel(Scheme(8, 128), 256, BF16, excluded={"dequantized": "would need 9 GiB of 1 GiB"})
+    assert choice.kernel.name == "reference"
+    assert "dequantized would need 9 GiB of 1 GiB" in choice.reason
+
+
+def test_a_named_kernel_must_fit():
+    assert choose_kernel(Scheme(4, 128), 256, BF16, "reference").kernel.name == "reference"
+    with pytest.raises(SchemeError, match=r"kernel int4pack cannot serve w8a16 g128 sym.*Choose auto or reference"):
+        choose_kernel(Scheme(8, 128), 256, BF16, "int4pack")
+    with pytest.raises(SchemeError, match=r"unknown kernel 'marlin'.*int4pack"):
+        choose_kernel(Scheme(4, 128), 256, BF16, "marlin")
+
+
+@pytest.mark.parametrize(
+    ("group_size", "in_features", "expected"),
+    [(128, 512, 128), (512, 512, 256), (96, 192, 32), (None, 320, 64), (None, 100, 0), (16, 64, 0)],
+)
+def test_groups_are_repeated_to_one_that_the_kernel_knows(group_size, in_features, expected):
+    assert int4pack.kernel_group_size(Scheme(4, group_size), in_features) == expected

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny_models import SIZES
+
+from compress.checkpoint.errors import CheckpointError
+from runtime.model.config import parse_config
+
+CONFIG = {"model_type": "llama", **SIZES}
+
+
+def test_defaults():
+    config = parse_config(CONFIG)
+    assert (config.head_dim, config.num_kv_heads, config.windows) == (16, 2, (None, None))
+    assert (config.rope.type, config.rope.theta, config.norm_eps) == ("default", 10000.0, 1e-6)
+    assert not any((config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm))
+
+
+def test_families_differ_as_they_should():
+    assert parse_config(CONFIG | {"model_type": "qwen2"}).qkv_bias
+    assert not parse_config(CONFIG | {"model_type": "qwen2"}).output_bias
+    assert parse_config(CONFIG | {"model_type": "qwen3"}).qk_norm
+    assert parse_config(CONFIG | {"attention_bias": True}).output_bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"model_type": "mistral", "sliding_window": 8}, (8, 8)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None)),
+        ({"model_type": "qwen2", "sliding_window": 8}, (None, None)),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, (None, None)),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+            (None, 8),
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (8, None),
+        ),
+    ],
+)
+def test_windows(changes, windows):
+    assert parse_config(CONFIG | changes).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("config_eos", "generation_eos", "expected"),
+    [(1, None, {1}), (1, [2, 3], {2, 3}), ([4, 5], None, {4, 5}), (None, None, set()), (None, 7, {7})],
+)
+def test_end_tokens(config_eos, generation_eos, expected):
+    generation = {} if generation_eos is None else {"eos_token_id": generation_eos}
+    assert parse_config(CONFIG | {"eos_token_id": config_eos}, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, r"cannot serve model_type 'gpt2'; it knows llama, mistral, qwen2, qwen3\. Serve it"),
+        ({"model_type": None}, "cannot serve model_type None"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported, only silu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary embedding 'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' lacks low_freq_factor, high_freq"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "lacks rope_theta"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
+        ({"hidden_size": "64"}, "hidden_size='64', not a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"vocab_size": None}, "vocab_size=None"),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["chunked_attention"] * 2},
+            r"layer_types \['chunked_attention'\] is not supported",
+        ),
+    ],
+)
+def test_refusals(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        parse_config(CONFIG | changes)
+
+
+def test_needs_no_torch():
+    code = "import sys, runtime.model.config; sys.exit('torch' in sys.modules)"
+    started = time.perf_counter()
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert time.perf_counter() - started < 5

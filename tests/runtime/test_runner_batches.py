@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.batch import build_batch, group_entries
+from runtime.types import Request, SamplingParams, ScheduledSequence, Sequence
+
+BLOCK = 4
+CPU = torch.device("cpu")
+
+
+def entry(name: str, start: int, num_tokens: int, blocks: list[int], total: int | None = None) -> ScheduledSequence:
+    tokens = [ord(name) * 1000 + position for position in range(total or start + num_tokens)]
+    sequence = Sequence(Request(name, tuple(tokens), SamplingParams(), seed=0), tokens, block_ids=blocks)
+    return ScheduledSequence(sequence, start, num_tokens)
+
+
+def test_layout():
+    batch = build_batch(
+        [
+            entry("A", 2, 5, [9, 4]),  # a span in the middle, crosses a block
+            entry("B", 5, 1, [3, 7]),  # a single token
+            entry("C", 0, 2, [5], total=6),  # the beginning of a prompt, does not sample
+            entry("D", 12, 1, [0, 1, 2, 8]),  # a single token that begins a block
+        ],
+        BLOCK,
+        CPU,
+    )
+    a, b, c, d = (1000 * ord(name) for name in "ABCD")
+    assert batch.token_ids.tolist() == [b + 5, d + 12, a + 2, a + 3, a + 4, a + 5, a + 6, c, c + 1]
+    assert batch.positions.tolist() == [5, 12, 2, 3, 4, 5, 6, 0, 1]
+    assert batch.slots.tolist() == [29, 32, 38, 39, 16, 17, 18, 20, 21]
+    assert [entry.sequence.id for entry in batch.sampling] == ["B", "D", "A"]
+    assert batch.sample_rows.tolist() == [0, 1, 6]
+    assert batch.fresh_blocks == (8, 4, 5)
+    singles, span, prompt = batch.groups
+    assert (singles.rows, span.rows, prompt.rows) == (slice(0, 2), slice(2, 7), slice(7, 9))
+    assert singles.blocks.tolist() == [3, 7, 3, 3, 0, 1, 2, 8]
+    assert (singles.num_sequences, singles.num_keys, singles.ragged) == (2, 13, True)
+    assert (span.blocks.tolist(), span.num_keys, span.ragged) == ([9, 4], 7, True)
+    assert (prompt.blocks.tolist(), prompt.num_keys, prompt.ragged) == ([5], 2, False)
+
+
+def test_blocks_that_are_filled_or_were_begun_before_are_not_cleared():
+    assert build_batch([entry("A", 0, 8, [1, 2])], BLOCK, CPU).fresh_blocks == ()
+    assert build_batch([entry("A", 5, 2, [1, 2])], BLOCK, CPU).fresh_blocks == ()
+    assert build_batch([entry("A", 3, 4, [1, 2])], BLOCK, CPU).fresh_blocks == (2,)
+
+
+def test_long_and_short_tables_are_padded_apart():
+    entries = [entry("A", 3, 1, [0]), entry("B", 500, 1, list(range(130))), entry("C", 10, 1, [0, 1, 2])]
+    groups = [[e.sequence.id for e in group] for group in group_entries(entries, BLOCK)]
+    assert groups == [["A", "C"], ["B"]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9)), min_size=1, max_size=8))
+def test_every_token_once_and_padding_at_most_doubles(spans):
+    entries = [entry(chr(65 + n), start, count, list(range(100))) for n, (start, count) in enumerate(spans)]
+    batch = build_batch(entries, BLOCK, CPU)
+    assert len(batch.token_ids) == sum(count for _, count in spans)
+    assert [group.rows.start for group in batch.groups[1:]] == [group.rows.stop for group in batch.groups[:-1]]
+    for group in batch.groups:
+        padded = len(group.blocks) // group.num_sequences
+        lengths = (group.positions + 1).tolist() if group.num_sequences > 1 else [group.num_keys]
+        assert all(padded <= max(16, 2 * -(-length // BLOCK)) for length in lengths)

@@ -1,0 +1,178 @@
+"""The runner gives transformers' tokens, however prompts are cut, whatever else runs, wherever blocks lie."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny_models import load_reference, reference_logits, save_tiny_model
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.config import RuntimeConfig
+from runtime.model.load import load_model
+from runtime.runner import ModelRunner, build_runner
+from runtime.types import BlockCopy, Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
+
+GREEDY = SamplingParams(temperature=0, max_tokens=200)
+
+
+def new_sequence(name: str, tokens: list[int], blocks: list[int], sampling: SamplingParams = GREEDY) -> Sequence:
+    return Sequence(Request(name, tuple(tokens), sampling, seed=7), list(tokens), block_ids=blocks)
+
+
+class LogitsRecorder:
+    """A decoder that remembers the logits of the last step."""
+
+    def __init__(self, decoder) -> None:
+        self.decoder = decoder
+        self.last: torch.Tensor
+
+    def __getattr__(self, name):
+        return getattr(self.decoder, name)
+
+    def logits(self, hidden):
+        self.last = self.decoder.logits(hidden)
+        return self.last
+
+
+def make_runner(decoder, **options) -> ModelRunner:
+    return build_runner(LogitsRecorder(decoder), RuntimeConfig(**({"num_blocks": 64, "block_size": 4} | options)))
+
+
+def poison(runner: ModelRunner) -> None:
+    """What nobody wrote must not be read, not even to be multiplied by zero."""
+    runner.pages.data.fill_(float("nan"))
+
+
+MODELS = {
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen3": {"head_dim": 24},
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_cut_and_any_mixture_gives_the_logits_of_the_whole_text(family, seed, tmp_path):
+    folder = save_tiny_model(tmp_path / "model", family, **MODELS[family])
+    decoder = load_model(folder, dtype="float64")
+    reference, chance = load_reference(folder), random.Random(seed)
+    texts = {name: [chance.randrange(112) for _ in range(chance.randint(3, 40))] for name in "ABCDE"}
+    expected = {name: reference_logits(reference, torch.tensor([text]))[0] for name, text in texts.items()}
+    runner = make_runner(decoder)
+    poison(runner)
+    blocks = chance.sample(range(64), 64)
+    sequences = {name: new_sequence(name, [], [blocks.pop() for _ in range(10)]) for name in texts}
+    while any(sequence.num_tokens < len(texts[name]) for name, sequence in sequences.items()):
+        entries = []
+        for name in chance.sample(sorted(texts), chance.randint(1, 5)):
+            sequence, start = sequences[name], sequences[name].num_tokens
+            count = min(chance.choice([1, 1, 1, 2, 3, 9, 30]), len(texts[name]) - start)
+            if count:
+                sequence.token_ids += texts[name][start : start + count]
+                entries.append(ScheduledSequence(sequence, start, count))
+        if not entries:
+            continue
+        output = runner.execute(StepPlan(tuple(entries)))
+        assert set(output.tokens) == {entry.sequence.id for entry in entries}
+        rows = {name: row for row, name in enumerate(output.tokens)}
+        for entry in entries:
+            name, last = entry.sequence.id, entry.start + entry.num_tokens - 1
+            torch.testing.assert_close(runner.decoder.last[rows[name]], expected[name][last], rtol=0, atol=1e-10)
+
+
+def generate(runner: ModelRunner, sequence: Sequence, num_tokens: int, chunk: int = 1000) -> list[int]:
+    computed, wanted = 0, sequence.num_tokens + num_tokens
+    while sequence.num_tokens < wanted:
+        count = min(chunk, sequence.num_tokens - computed)
+        output = runner.execute(StepPlan((ScheduledSequence(sequence, computed, count),)))
+        computed += count
+        for token in output.tokens.get(sequence.id, []):
+            sequence.token_ids.append(token.token_id)
+    return sequence.token_ids[-num_tokens:]
+
+
+@pytest.mark.parametrize("chunk", [1000, 7])
+def test_greedy_tokens_of_the_demo_model(chunk):
+    """128 tokens in float64, as transformers' own generate gives them."""
+    prompt = torch.randint(4, 8192, (1, 45), generator=torch.Generator().manual_seed(1))
+    model = load_reference(demo_model_path(), exact_norms=False)
+    expected = model.generate(prompt, max_new_tokens=128, do_sample=False, eos_token_id=None, pad_token_id=3)[0, 45:]
+    runner = make_runner(load_model(demo_model_path(), dtype="float64"), block_size=16)
+    blocks = random.Random(0).sample(range(64), 12)
+    assert generate(runner, new_sequence("a", prompt[0].tolist(), blocks), 128, chunk) == expected.tolist()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return load_model(save_tiny_model(tmp_path_factory.mktemp("models") / "tiny"), dtype="float64")
+
+
+def test_seeded_tokens_do_not_depend_on_the_batch(tiny):
+    sampling = SamplingParams(temperature=1.2, top_p=0.95, max_tokens=20)
+    prompt = [5, 17, 80, 3, 3]
+    alone = generate(make_runner(tiny), new_sequence("a", prompt, list(range(8)), sampling), 20)
+    runner = make_runner(tiny)
+    sequence = new_sequence("a", prompt, list(range(8)), sampling)
+    other = new_sequence("b", list(range(40)), list(range(20, 40)), SamplingParams(temperature=2.0))
+    computed, found = {"a": 0, "b": 0}, []
+    while len(found) < 20:
+        entries = tuple(
+            ScheduledSequence(s, computed[s.id], min(3, s.num_tokens - computed[s.id])) for s in (other, sequence)
+        )
+        output = runner.execute(StepPlan(entries))
+        for entry in entries:
+            computed[entry.sequence.id] += entry.num_tokens
+            entry.sequence.token_ids += [token.token_id for token in output.tokens.get(entry.sequence.id, [])]
+        found = sequence.output_token_ids
+    assert found[:20] == alone
+
+
+def test_copied_blocks_continue_a_shared_prefix(tiny):
+    prompt = list(range(10, 21))
+    runner = make_runner(tiny)
+    poison(runner)
+    expected = generate(runner, new_sequence("a", prompt, [0, 1, 2, 3, 4]), 8)
+    poison_free = runner.pages.data[:, :, :3].clone()
+    fork = new_sequence("b", prompt, [0, 1, 9, 10, 11])
+    plan = StepPlan((ScheduledSequence(fork, 10, 1),), copies=(BlockCopy(source=2, target=9, num_tokens=2),))
+    fork.token_ids.append(runner.execute(plan).tokens["b"][0].token_id)
+    while fork.num_output_tokens < 8:
+        step = StepPlan((ScheduledSequence(fork, fork.num_tokens - 1, 1),))
+        fork.token_ids.append(runner.execute(step).tokens["b"][0].token_id)
+    assert fork.output_token_ids == expected
+    assert torch.equal(runner.pages.data[:, :, :3], poison_free)
+
+
+def test_a_sequence_that_is_not_finite_fails_alone(tiny):
+    """Its keys and values stay behind in its blocks; the next owner of a block must not see them."""
+    runner = make_runner(tiny)
+    good = new_sequence("good", [1, 2, 3], [0, 1])
+    expected = runner.execute(StepPlan((ScheduledSequence(good, 0, 3),))).tokens["good"]
+    bad = new_sequence("bad", [4, 5, 6, 7, 8], [2, 3])
+    runner.execute(StepPlan((ScheduledSequence(bad, 0, 5),)))
+    runner.pages.data[:, :, 2] = float("nan")
+    bad.token_ids.append(9)
+    good.token_ids.append(expected[0].token_id)
+    fresh = make_runner(tiny)
+    fresh.execute(StepPlan((ScheduledSequence(good, 0, 3),)))
+    alone = fresh.execute(StepPlan((ScheduledSequence(good, 3, 1),))).tokens["good"]
+    both = runner.execute(StepPlan((ScheduledSequence(good, 3, 1), ScheduledSequence(bad, 5, 1))))
+    assert both.tokens["good"] == alone
+    assert "not finite" in both.tokens["bad"][0].error
+    heir = new_sequence("heir", [1, 2], [2])
+    assert not runner.execute(StepPlan((ScheduledSequence(heir, 0, 2),))).tokens["heir"][0].error
+
+
+def test_a_plan_without_entries_only_copies(tiny):
+    runner = make_runner(tiny)
+    runner.pages.data[:, :, 0] = 3.0
+    assert runner.execute(StepPlan((), copies=(BlockCopy(0, 5, 4),))).tokens == {}
+    assert (runner.pages.data[:, :, 5] == 3).all()
+
+
+def test_spans_that_do_not_reach_the_end_give_no_token(tiny):
+    sequence = new_sequence("a", list(range(12)), [0, 1, 2])
+    assert make_runner(tiny).execute(StepPlan((ScheduledSequence(sequence, 0, 7),))).tokens == {}

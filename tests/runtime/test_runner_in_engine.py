@@ -1,0 +1,101 @@
+"""Engine, scheduler, blocks and model together, in float64: every way of scheduling gives the same tokens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from tiny_models import load_reference, save_tiny_model
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.model.load import load_model
+from runtime.runner import build_runner
+from runtime.types import SamplingParams
+
+
+def serve(decoder, requests, arrivals=None, **options) -> dict[str, list[int]]:
+    """Tokens by request id. `arrivals`: the step before which each request comes in."""
+    config = RuntimeConfig(**({"block_size": 4, "num_blocks": 200} | options))
+    runner = build_runner(decoder, config)
+    runner.pages.data.fill_(float("nan"))
+    engine = Engine(runner, None, config)
+    waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
+    tokens: dict[str, list[int]] = {name: [] for name, _, _ in requests}
+    for step in itertools.count():
+        while waiting and waiting[0][0] <= step:
+            name, prompt, sampling = waiting.pop(0)[1]
+            engine.add_request(prompt, sampling, name)
+        if not waiting and not engine.has_work:
+            return tokens
+        for delta in engine.step():
+            assert not delta.error
+            tokens[delta.request_id] += delta.token_ids
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return load_model(save_tiny_model(tmp_path_factory.mktemp("models") / "tiny"), dtype="float64")
+
+
+def many_requests() -> list[tuple[str, list[int], SamplingParams]]:
+    chance = random.Random(4)
+    shared = [chance.randrange(112) for _ in range(17)]
+    requests = []
+    for number in range(9):
+        prompt = shared[: chance.choice([0, 8, 17])] + [chance.randrange(112) for _ in range(chance.randint(1, 20))]
+        sampling = SamplingParams(
+            temperature=chance.choice([0, 0.9]),
+            top_p=0.9,
+            seed=number,
+            max_tokens=chance.randint(1, 25),
+            ignore_eos=True,
+        )
+        requests.append((f"r{number}", prompt, sampling))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    """Each request alone, in one piece, with nothing cached."""
+    answers: dict[str, list[int]] = {}
+    for request in many_requests():
+        answers |= serve(tiny, [request], prefix_caching=False, prefill_chunk=512)
+    return answers
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("num_blocks", [200, 17])
+@pytest.mark.parametrize(("chunk", "budget"), [(5, 12), (64, 512)])
+@pytest.mark.parametrize("spread", [0, 7])
+def test_tokens_do_not_depend_on_scheduling(prefix_caching, num_blocks, chunk, budget, spread, tiny, expected):
+    requests = many_requests()
+    found = serve(
+        tiny,
+        requests,
+        arrivals=[number * spread % 23 for number in range(len(requests))],
+        prefix_caching=prefix_caching,
+        num_blocks=num_blocks,
+        prefill_chunk=chunk,
+        max_num_batched_tokens=budget,
+    )
+    assert found == expected
+
+
+def test_demo_model_equals_transformers_while_others_come_and_go():
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(4, 8192, (length,), generator=generator).tolist() for length in (30, 70, 5, 41)]
+    model = load_reference(demo_model_path(), exact_norms=False)
+    expected = model.generate(
+        torch.tensor([prompts[0]]), max_new_tokens=128, do_sample=False, eos_token_id=None, pad_token_id=3
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+    requests = [("main", prompts[0], greedy)]
+    for number, prompt in enumerate(prompts[1:]):
+        requests.append((f"guest {number}", prompt, SamplingParams(temperature=1, seed=number, max_tokens=9)))
+    decoder = load_model(demo_model_path(), dtype="float64")
+    found = serve(decoder, requests, arrivals=[0, 3, 20, 50], block_size=16, prefill_chunk=16)
+    assert found["main"] == expected[0, 30:].tolist()

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+from tiny_models import SIZES
+
+from compress.checkpoint.errors import ToolkitError
+from runtime.config import RuntimeConfig
+from runtime.memory import format_bytes, plan_memory
+from runtime.model.config import parse_config
+
+MODEL = parse_config({"model_type": "llama", **SIZES})
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 2
+"""Keys and values, two layers, two heads of 16, two bytes each."""
+
+
+def plan(**options):
+    return plan_memory(MODEL, 1000, 2, RuntimeConfig(**options))
+
+
+def test_the_budget_decides_the_number_of_blocks():
+    found = plan(kv_memory_bytes=TOKEN_BYTES * 16 * 20 + 5)
+    assert (found.num_blocks, found.token_bytes, found.max_model_len) == (20, TOKEN_BYTES, 256)
+    assert found.kv_bytes == TOKEN_BYTES * 16 * 20
+
+
+def test_no_more_blocks_than_all_sequences_can_fill():
+    assert plan(max_num_sequences=3).num_blocks == 3 * 256 // 16
+    assert plan(max_num_sequences=3, max_model_len=33).num_blocks == 3 * 3
+
+
+def test_a_wish_for_blocks_is_followed():
+    found = plan(num_blocks=7)
+    assert (found.num_blocks, found.max_model_len) == (7, 112)
+    assert "what the KV pool holds; the model's context is 256" in found.explain()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 257}, r"max_model_len=257 is not between 1 and the model's context of 256 tokens"),
+        ({"max_model_len": 0}, "max_model_len=0"),
+        ({"max_model_len": 100, "num_blocks": 6}, r"100 tokens needs 7 KV blocks \(28.0 KiB\), and the pool has 6"),
+        ({"kv_memory_bytes": 100}, "the pool has 0"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ToolkitError, match=message):
+        plan(**options)
+
+
+def test_explanation_has_the_numbers():
+    text = plan(num_blocks=20).explain()
+    assert "weights  1000 B" in text
+    assert "20 blocks of 16 tokens = 320 tokens at 256 B each" in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(5, "5 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")]
+)
+def test_bytes_as_text(count, text):
+    assert format_bytes(count) == text

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from runtime.sampler.sampler import Draw, draw_tokens, sample_tokens
+from runtime.types import SamplingParams
+
+VOCAB = 20
+
+
+def logits(rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    return 2 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def draw(seed: int = 0, position: int = 0, **options) -> Draw:
+    return Draw(SamplingParams(**options), seed, position)
+
+
+def chi_square(tokens: list[int], probabilities: torch.Tensor) -> float:
+    """Distance from the expected counts in standard deviations of chi-square."""
+    expected = probabilities * len(tokens)
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(probabilities)).double()
+    assert (counts[expected == 0] == 0).all()
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    freedom = len(expected) - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+CASES = {
+    "temperature 1": {},
+    "temperature 0.6": {"temperature": 0.6},
+    "temperature 2": {"temperature": 2.0},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8, "temperature": 1.5},
+    "min-p": {"min_p": 0.05},
+    "all": {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+def exact_distribution(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """What the tokens must follow, by the plain definitions (the row has no ties)."""
+    p = (row.double() / params.temperature).softmax(0)
+    order = p.argsort(descending=True)
+    keep = order[: params.top_k] if params.top_k else order
+    mass = (p[keep] / p[keep].sum()).cumsum(0)
+    keep = keep[: int((mass < params.top_p).sum()) + 1]
+    keep = keep[p[keep] >= params.min_p * p.max()]
+    result = torch.zeros_like(p)
+    result[keep] = p[keep] / p[keep].sum()
+    return result
+
+
+@pytest.mark.parametrize("varying", ["position", "seed"])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_follow_the_distribution(name, varying):
+    params = SamplingParams(**CASES[name])
+    row = logits()
+    tokens: list[int] = []
+    for start in range(0, 20_000, 4_000):
+        draws = [Draw(params, *((n, 3) if varying == "seed" else (3, n))) for n in range(start, start + 4_000)]
+        tokens += draw_tokens(row.expand(4_000, -1), draws).tolist()
+    assert abs(chi_square(tokens, exact_distribution(row[0], params))) < 5
+
+
+def test_a_wrong_distribution_is_noticed():
+    draws = [draw(seed=3, position=n) for n in range(20_000)]
+    tokens = draw_tokens(logits().expand(20_000, -1), draws).tolist()
+    assert chi_square(tokens, (logits()[0].double() / 1.2).softmax(0)) > 20
+
+
+def test_batch_composition_does_not_matter():
+    rows = logits(6)
+    draws = [
+        draw(seed=1, position=10, logprobs=3),
+        draw(temperature=0),
+        draw(seed=2, position=4, top_k=3),
+        draw(seed=1, position=11, top_p=0.7, logprobs=0),
+        draw(seed=5, position=10, min_p=0.2, temperature=3.0),
+        draw(seed=6, temperature=0.01),
+    ]
+    together = sample_tokens(rows, draws)
+    alone = [sample_tokens(rows[n : n + 1], [draws[n]])[0] for n in range(6)]
+    assert together == alone
+    order = [4, 2, 0, 5, 3, 1]
+    assert sample_tokens(rows[order], [draws[n] for n in order]) == [together[n] for n in order]
+
+
+def test_seeds_and_positions_make_a_difference():
+    rows = torch.zeros(100, VOCAB)
+    tokens = [sample_tokens(rows, [draw(seed=s, position=p) for p in range(100)]) for s in (1, 1, 2)]
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert len({token.token_id for token in tokens[0]}) > 10
+
+
+def test_greedy_takes_the_first_of_equal_logits():
+    row = torch.tensor([[1.0, 5.0, 2.0, 5.0]])
+    assert sample_tokens(row, [draw(temperature=0, seed=9)])[0].token_id == 1
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    row = logits()
+    token = sample_tokens(row, [draw(seed=4, temperature=0.3, top_k=2, logprobs=4)])[0]
+    expected = row[0].log_softmax(0)
+    assert token.logprobs.logprob == expected[token.token_id].item()
+    ids = [token_id for token_id, _ in token.logprobs.top]
+    assert ids == expected.argsort(descending=True)[:4].tolist()
+    assert [value for _, value in token.logprobs.top] == expected[ids].tolist()
+
+
+def test_greedy_logprob_is_exactly_the_largest():
+    token = sample_tokens(logits(), [draw(temperature=0, logprobs=1)])[0]
+    assert token.logprobs.logprob == token.logprobs.top[0][1]
+
+
+@pytest.mark.parametrize("number", [0, 20])
+def test_number_of_alternatives(number):
+    assert len(sample_tokens(logits(), [draw(logprobs=number)])[0].logprobs.top) == number
+    assert sample_tokens(logits(), [draw()])[0].logprobs is None
+
+
+def test_more_alternatives_than_tokens():
+    assert len(sample_tokens(logits(vocab=5), [draw(logprobs=20)])[0].logprobs.top) == 5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_fails_alone(bad, temperature):
+    rows = logits(3)
+    draws = [draw(seed=n, temperature=temperature, logprobs=1) for n in range(3)]
+    good = sample_tokens(rows, draws)
+    rows[1, 7] = bad
+    found = sample_tokens(rows, draws)
+    assert [found[0], found[2]] == [good[0], good[2]]
+    assert (found[1].token_id, found[1].logprobs) == (-1, None)
+    assert "not finite" in found[1].error
+
+
+def test_float64_logits_stay_float64():
+    row = logits().double()
+    row[0, 3], row[0, 4] = 50.0, 50.0 + 1e-10
+    assert sample_tokens(row, [draw(temperature=0)])[0].token_id == 4
