@@ -2,7 +2,8 @@
 
 Every row is measured in a process of its own, so its peak memory is its own. A method's seconds are those of the whole
 pipeline: reading, calibrating, rounding, writing, verifying. The dense pass is what calibration cannot do without: the
-blocks (no output head) over the same tokens, weights already in memory, in the same dtype. Examples:
+blocks (no output head) over the same tokens, weights already in memory, in the same dtype. Where other work shares the
+processor, trust the ratio in CPU time. Examples:
 
     python scripts/bench_compress.py --shape 125m --samples 16
     python scripts/bench_compress.py --shape 1.1b --samples 64 --length 512 --json compress.json
@@ -15,7 +16,6 @@ import argparse
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ class Measured:
 
     name: str
     seconds: float
+    cpu_seconds: float
     peak_host_bytes: int
     peak_device_bytes: int | None
     dtype: str
@@ -65,12 +66,13 @@ def measure_method(setup: Setup, method: str) -> Measured:
     made = compress(setup.model, out, stage, setup.calibration, device=setup.device, dtype=setup.dtype)
     shutil.rmtree(out)
     peaks = peak_host_bytes(), peak_device_bytes()
-    return Measured(method, made.seconds, *peaks, made.dtype, made.bits_per_weight, made.total_bytes)
+    return Measured(method, made.seconds, made.cpu_seconds, *peaks, made.dtype, made.bits_per_weight, made.total_bytes)
 
 
 def measure_dense_pass(setup: Setup) -> Measured:
     """The blocks over all calibration tokens, in the micro-batches that the pipeline begins with."""
     import torch
+    from benchmarking.compression import Stopwatch
     from transformers import AutoModelForCausalLM
 
     from calibration.sequences import pack_sequences
@@ -88,13 +90,13 @@ def measure_dense_pass(setup: Setup) -> Measured:
     blocks = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype).to(device).model
     with torch.inference_mode():
         blocks(tokens[:1].to(device), use_cache=False)
-        started = time.perf_counter()
+        started = Stopwatch()
         for batch in tokens.split(first_micro_batch(options.length, device.type)):
             blocks(batch.to(device), use_cache=False)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-    return Measured(DENSE_PASS, seconds, peak_host_bytes(), peak_device_bytes(), str(dtype).removeprefix("torch."))
+        times = started.read()
+    return Measured(DENSE_PASS, *times, peak_host_bytes(), peak_device_bytes(), str(dtype).removeprefix("torch."))
 
 
 def table_rows(rows: Sequence[Measured], parameters: int) -> list[Row]:
@@ -104,6 +106,7 @@ def table_rows(rows: Sequence[Measured], parameters: int) -> list[Row]:
             "work": row.name,
             "seconds": f"{row.seconds:.1f}",
             "x dense forward": f"{row.seconds / rows[0].seconds:.2f}",
+            "x in CPU time": f"{row.cpu_seconds / rows[0].cpu_seconds:.2f}",
             "s per 1e9 weights": f"{row.seconds / parameters * 1e9:.0f}",
             "peak RSS MB": f"{row.peak_host_bytes / 1e6:,.0f}",
             "peak GPU MB": "-" if row.peak_device_bytes is None else f"{row.peak_device_bytes / 1e6:,.0f}",

@@ -9,12 +9,23 @@ from pathlib import Path
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 
+class Stopwatch:
+    """Wall and processor time since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._processor = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        return time.perf_counter() - self._wall, time.process_time() - self._processor
+
+
 @dataclass(frozen=True)
 class Compressed:
     """A finished compression.
 
     Attributes:
         seconds: of the pipeline, from opening the model to the verified checkpoint.
+        cpu_seconds: processor time of the same, all threads together.
         micro_batch: sequences that ran at once.
         dtype: in which the calibration ran.
         bits_per_weight: stored bits per quantized weight: codes, scales, zero points.
@@ -23,6 +34,7 @@ class Compressed:
 
     out: Path
     seconds: float
+    cpu_seconds: float
     micro_batch: int
     dtype: str
     bits_per_weight: float
@@ -42,10 +54,12 @@ def compress(
     from compress.pipeline import run
     from compress.prepare import RunRequest, prepare
 
-    started = time.perf_counter()
+    started = Stopwatch()
     recipe = Recipe((stage,), calibration, seed)
     prepared = prepare(RunRequest(model, str(model), recipe, out, measure=False, **where))
     structure = run(prepared, quiet=True).structure
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = started.read()
     dtype = str(prepared.dtype).removeprefix("torch.")
-    return Compressed(out, seconds, prepared.micro_batch, dtype, structure.bits_per_weight, structure.total_bytes)
+    return Compressed(
+        out, seconds, cpu_seconds, prepared.micro_batch, dtype, structure.bits_per_weight, structure.total_bytes
+    )
