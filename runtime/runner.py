@@ -58,7 +58,7 @@ class ModelRunner:
         hidden = self.decoder.forward(batch.token_ids, batch.positions, attention)
         if not batch.sampling:
             return StepOutput({})
-        logits = self.decoder.logits(hidden[batch.sample_rows])
+        logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
         requests = [entry.sequence.request for entry in batch.sampling]
         draws = [
             Draw(request.sampling, request.seed, entry.sequence.num_tokens)

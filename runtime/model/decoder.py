@@ -73,10 +73,10 @@ class Decoder:
         Tokens of several sequences may stand in any order; `attention` knows which belong together.
         """
         cos, sin = self.rotary.at(positions)
-        hidden = self.embedding[token_ids]
+        hidden = self.embedding.index_select(0, token_ids)
         for index, layer in enumerate(self.layers):
-            hidden = hidden + self._attend(index, layer, hidden, attention, cos, sin)
-            hidden = hidden + self._feed_forward(layer, hidden)
+            hidden += self._attend(index, layer, hidden, attention, cos, sin)
+            hidden += self._feed_forward(layer, hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

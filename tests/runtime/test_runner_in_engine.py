@@ -25,15 +25,16 @@ def serve(decoder, requests, arrivals=None, **options) -> dict[str, list[int]]:
     engine = Engine(runner, None, config)
     waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     tokens: dict[str, list[int]] = {name: [] for name, _, _ in requests}
-    for step in itertools.count():
+    steps = itertools.count()
+    while waiting or engine.has_work:
+        step = next(steps)
         while waiting and waiting[0][0] <= step:
             name, prompt, sampling = waiting.pop(0)[1]
             engine.add_request(prompt, sampling, name)
-        if not waiting and not engine.has_work:
-            return tokens
         for delta in engine.step():
             assert not delta.error
             tokens[delta.request_id] += delta.token_ids
+    return tokens
 
 
 @pytest.fixture(scope="module")
