@@ -1,0 +1,67 @@
+"""Tiny random models of several families, with the demo model's tokenizer, that the tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.checkpoint.demo import demo_model_path
+
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 128, 256, 3, 4, 2
+FAMILIES = ("llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3")
+TinyModel = Callable[..., Path]
+
+
+def build_model(family: str, **options):
+    """A random model of a family, in float32, with biases and norms that are not 0 and 1."""
+    import transformers
+
+    common = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": 8192,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 3,
+    }
+    special = {
+        "llama_biased": {"attention_bias": True, "mlp_bias": True},
+        "mistral": {"sliding_window": 16},
+        "qwen3": {"head_dim": 64},
+        # Qwen2 may mix full and windowed attention, so its blocks are passed different masks.
+        "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    }
+    name = {"llama_biased": "Llama", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    prefix = name.get(family, family.capitalize())
+    config = getattr(transformers, f"{prefix}Config")(**common | special.get(family, {}) | options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.3 if parameter.dim() == 1 else 2 / parameter.shape[-1] ** 0.5
+            parameter.normal_(mean=1.0 if parameter.dim() == 1 else 0.0, std=spread)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Writes (once per session and combination) a tiny model folder and returns its path."""
+    made: dict[tuple, Path] = {}
+
+    def make(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **options) -> Path:
+        key = (family, dtype, *sorted(options.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            build_model(family, **options).to(dtype).save_pretrained(made[key])
+            for file in demo_model_path().glob("tokenizer*"):
+                (made[key] / file.name).write_bytes(file.read_bytes())
+        return made[key]
+
+    return make

@@ -1,0 +1,165 @@
+"""The plan: what every tensor becomes, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.checkpoint.config import read_config
+from compress.checkpoint.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
+from compress.checkpoint.scheme import Scheme
+from compress.plan import Plan
+from compress.prepare import RunRequest, prepare
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.skeleton import check_supported
+
+SMALL = CalibrationOptions(samples=2, length=32)
+
+
+def request(path: Path, *stages: QuantizeStage, **options) -> RunRequest:
+    return RunRequest(path, str(path), Recipe(stages, SMALL), Path("unwritten"), **options)
+
+
+def plan_for(path: Path, *stages: QuantizeStage) -> Plan:
+    return prepare(request(path, *stages)).plan
+
+
+def test_every_tensor_has_a_row_and_a_fate(tiny_model) -> None:
+    plan = plan_for(tiny_model("llama_biased"), QuantizeStage("awq", Scheme(4, 64), ignore=("down_proj",)))
+    fates = {row.kind: (str(row.assignment.scheme) if row.assignment else row.reason) for row in plan.rows}
+    assert fates["model.layers.*.self_attn.q_proj.weight"] == "w4a16 g64 sym"
+    assert fates["model.layers.*.self_attn.q_proj.bias"] == "norm, bias or other vector"
+    assert fates["model.layers.*.mlp.down_proj.weight"] == "left out by --ignore down_proj"
+    assert fates["model.embed_tokens.weight"] == "token embedding"
+    assert fates["lm_head.weight"] == "output head"
+    assert len(plan.quantized) == 3 * 6
+    assert json.loads(json.dumps(plan.to_dict()))["bytes_after"] == plan.bytes_after < plan.bytes_before
+
+
+def test_bits_per_weight_count_codes_scales_and_zero_points(tiny_model) -> None:
+    path = tiny_model()
+    assert plan_for(path, QuantizeStage("rtn", Scheme(4, 128))).bits_per_weight == 4 + 16 / 128
+    assert plan_for(path, QuantizeStage("rtn", Scheme(3, 32, False))).bits_per_weight == 3 + (16 + 3) / 32
+
+
+def test_later_stages_win(tiny_model) -> None:
+    plan = plan_for(
+        tiny_model(),
+        QuantizeStage("rtn", Scheme(4, 128)),
+        QuantizeStage("rtn", Scheme(8, None), targets=("*.down_proj",)),
+    )
+    schemes = {row.kind.split(".")[-2]: row.assignment.scheme for row in plan.quantized}
+    assert schemes["down_proj"] == Scheme(8, None)
+    assert schemes["up_proj"] == Scheme(4, 128)
+
+
+def test_group_size_that_does_not_divide_names_every_layer_and_what_fits(tiny_model) -> None:
+    path = tiny_model(intermediate_size=192)
+    with pytest.raises(SchemeError) as caught:
+        plan_for(path, QuantizeStage("rtn", Scheme(4, 128)))
+    assert "model.layers.*.mlp.down_proj (3 layers, 192 inputs)" in str(caught.value)
+    assert "q_proj" not in str(caught.value)
+    assert "--group-size 64" in caught.value.remedy
+    assert "--ignore down_proj" in caught.value.remedy
+
+
+def test_ignoring_everything_is_an_error(tiny_model) -> None:
+    with pytest.raises(RecipeError, match="no linear layer is left"):
+        plan_for(tiny_model(), QuantizeStage("rtn", ignore=("model.layers",)))
+
+
+def test_the_head_cannot_be_a_target(tiny_model) -> None:
+    with pytest.raises(RecipeError, match="targets include lm_head, which always stays dense"):
+        plan_for(tiny_model(), QuantizeStage("rtn", targets=("lm_head",)))
+
+
+def test_smoothing_edges_need_all_their_targets(tiny_model) -> None:
+    plan = plan_for(tiny_model(), QuantizeStage("awq", Scheme(4, 64), ignore=("up_proj",)))
+    assert {edge.source for edge in plan.edges[0]} == {"input_layernorm", "self_attn.v_proj"}
+    assert any("post_attention_layernorm -> mlp.gate_proj, mlp.up_proj in 3 of 3 blocks" in note for note in plan.notes)
+    assert any("mlp.gate_proj, mlp.up_proj differ in scheme" in note for note in plan.notes)
+
+
+def test_unknown_family_is_quantized_without_smoothing_and_says_so(tiny_model) -> None:
+    plan = plan_for(tiny_model("phi3"), QuantizeStage("awq", Scheme(4, 64)))
+    assert plan.edges == ((), (), ())
+    assert {row.kind.split(".")[-2] for row in plan.quantized} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert any("'phi3' is not in the architecture table" in note for note in plan.notes)
+
+
+def test_the_copy_of_a_tied_head_is_not_stored_again(tiny_model, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in tiny_model(tie_word_embeddings=True).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    row = next(row for row in plan_for(tmp_path, QuantizeStage("rtn")).rows if row.tensor == "lm_head.weight")
+    assert row.bytes_after == 0
+    assert "tied" in row.reason
+
+
+def test_scales_take_the_models_dtype(tiny_model) -> None:
+    assert plan_for(tiny_model(dtype=torch.float16), QuantizeStage("rtn")).scale_dtype == "float16"
+    assert plan_for(tiny_model(dtype=torch.float32), QuantizeStage("rtn")).scale_dtype == "float32"
+
+
+def test_calibration_is_cut_to_the_models_context(tiny_model) -> None:
+    long = Recipe((QuantizeStage("awq"),), CalibrationOptions(samples=2, length=10_000))
+    path = tiny_model()
+    assert prepare(RunRequest(path, str(path), long, Path("unwritten"))).sequences.tokens.shape == (2, 256)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"vision_config": {}}, "not a decoder-only text model .config.json has vision_config"),
+        ({"is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "already quantized .gptq"),
+        ({"model_type": ""}, "has no model_type"),
+    ],
+)
+def test_models_of_another_kind_are_refused(tiny_model, change: dict, problem: str) -> None:
+    path = tiny_model()
+    with pytest.raises(CheckpointError, match=problem):
+        check_supported(path, read_config(path) | change)
+
+
+def with_config(source: Path, target: Path, **change) -> Path:
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((target / "config.json").read_text()) | change
+    (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model_type": "llamma"}, "not a decoder-only language model that transformers"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ({"num_hidden_layers": 5}, "18 tensors of the model are not in .* e.g. model.layers.3"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, "needs Python code from .* --trust-remote-code"),
+    ],
+)
+def test_models_that_cannot_be_built_are_refused(tiny_model, tmp_path, change: dict, problem: str) -> None:
+    path = with_config(tiny_model(), tmp_path, **change)
+    with pytest.raises(CheckpointError, match=problem):
+        plan_for(path, QuantizeStage("rtn"))
+
+
+@pytest.mark.parametrize(("option", "value"), [("device", "tpu"), ("device", "meta"), ("dtype", "int8")])
+def test_impossible_devices_and_dtypes_are_refused(tiny_model, option: str, value: str) -> None:
+    with pytest.raises(ToolkitError, match=value):
+        prepare(request(tiny_model(), QuantizeStage("rtn"), **{option: value}))
+
+
+def test_nothing_is_written_by_planning(tiny_model, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan_for(tiny_model(), QuantizeStage("awq"))
+    assert list(tmp_path.iterdir()) == []

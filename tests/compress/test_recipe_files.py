@@ -1,0 +1,85 @@
+"""Recipes: what YAML means, and what every mistake in it is answered with."""
+
+from __future__ import annotations
+
+import pytest
+
+from compress.checkpoint.errors import RecipeError
+from compress.checkpoint.scheme import Scheme
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
+
+BUNDLED = {
+    "int4-awq": ("awq", Scheme(4, 128)),
+    "int4-gptq": ("gptq", Scheme(4, 128)),
+    "int4-rtn": ("rtn", Scheme(4, 128)),
+    "int8-rtn": ("rtn", Scheme(8, None)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BUNDLED))
+def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
+    recipe = load_recipe(name)
+    assert [(stage.method, stage.scheme) for stage in recipe.stages] == [BUNDLED[name]]
+    assert recipe.name == name
+    assert recipe.needs_calibration == (BUNDLED[name][0] != "rtn")
+
+
+def test_every_bundled_recipe_is_tested() -> None:
+    assert set(bundled_recipes()) == set(BUNDLED)
+
+
+def test_a_whole_recipe(tmp_path) -> None:
+    path = tmp_path / "mixed.yaml"
+    path.write_text(
+        "name: mixed\nseed: 7\ncalibration: {source: pydoc, samples: 8, length: 128}\n"
+        "stages:\n"
+        "  - quantize: {method: gptq, bits: 3, group_size: 64, symmetric: false, ignore: [lm_head]}\n"
+        "  - quantize: {method: rtn, bits: 8, group_size: -1, targets: ['*.down_proj']}\n"
+    )
+    assert load_recipe(str(path)) == Recipe(
+        stages=(
+            QuantizeStage("gptq", Scheme(3, 64, False), ignore=("lm_head",)),
+            QuantizeStage("rtn", Scheme(8, None), targets=("*.down_proj",)),
+        ),
+        calibration=CalibrationOptions("pydoc", 8, 128),
+        seed=7,
+        name="mixed",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("stages:\n  - quantize:\n      bit: 4\n", "r.yaml:3: unknown key 'bit' in quantize. Did you mean 'bits'?"),
+        ("stages:\n  - quantise: {}\n", "r.yaml:2: unknown key 'quantise' in stage. Did you mean 'quantize'?"),
+        ("sed: 1\nstages: []\n", "r.yaml:1: unknown key 'sed' in recipe. Did you mean 'seed'?"),
+        ("seed: 1\ncalibration: {sample: 3}\n", "r.yaml:2: unknown key 'sample' in calibration"),
+        ("stages:\n  - quantize: {bits: 9}\n", "r.yaml:2: bits=9 is outside 2 to 8"),
+        ("stages:\n  - quantize: {bits: four}\n", "r.yaml:2: bits: 'four' is not of type int"),
+        ("stages:\n  - quantize: {bits: true}\n", "r.yaml:2: bits: 'true' is not of type int"),
+        ("stages:\n  - quantize: {symmetric: 1}\n", "r.yaml:2: symmetric: '1' is not of type bool"),
+        ("stages:\n  - quantize: {bits: 4,\n      bits: 3}\n", "r.yaml:3: key 'bits' stands twice"),
+        ("stages:\n  - quantize: {method: gtpq}\n", "method 'gtpq' does not exist. Did you mean 'gptq'?"),
+        ("stages: {}\n", "r.yaml:1: stages must be a list"),
+        ("stages: []\n", "the recipe has no stages"),
+        ("- 1\n", "r.yaml:1: recipe must be a mapping"),
+        ("calibration: {samples: 0}\nstages: [{quantize: {}}]\n", "samples=0 leaves nothing"),
+        ("", "r.yaml is empty"),
+        ("stages: [", "r.yaml is not YAML"),
+    ],
+)
+def test_mistakes_are_named_with_file_line_and_key(text: str, problem: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "r.yaml")
+    assert problem in str(caught.value)
+
+
+def test_unknown_recipe_lists_the_bundled_ones() -> None:
+    with pytest.raises(RecipeError, match="recipe int4-awk does not exist. Did you mean 'int4-awq'"):
+        load_recipe("int4-awk")
+
+
+def test_yaml_cannot_build_python_objects() -> None:
+    with pytest.raises(RecipeError):
+        parse_recipe("stages:\n  - quantize: {method: !!python/object/apply:os.getcwd []}\n", "r.yaml")
