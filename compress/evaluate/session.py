@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 from calibration.sources import load_texts
 from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.config import compression_block, read_config
+from compress.checkpoint.config import compression_block, dtype_name, read_config
 from compress.checkpoint.demo import DEMO_SOURCE, demo_model_path
 from compress.checkpoint.errors import CheckpointError, DataError
+from compress.checkpoint.source import TensorFiles
 from compress.evaluate.overlap import calibration_overlap
 from compress.evaluate.perplexity import Evaluation, evaluate
 from compress.evaluate.scorers import BACKENDS, open_scorer
@@ -118,9 +120,25 @@ def quick_check(packed: Path, source: Path, tokens: int = QUICK_TOKENS) -> dict[
     """Perplexity and KL of a fresh checkpoint against its source on a fixed slice of the default text.
 
     Raises:
-        CheckpointError: the packed checkpoint does not compute.
+        CheckpointError: the packed checkpoint does not compute, or both models do not fit in memory.
     """
-    report = run_evaluation(EvaluationRequest(model=packed, baseline=source, max_tokens=tokens))
-    if report.result.baseline_perplexity is None:
-        raise CheckpointError(f"the source {source} could not be measured", "Run compress eval --baseline SOURCE")
-    return report.to_dict()
+    _require_memory(source)
+    return run_evaluation(EvaluationRequest(model=packed, baseline=source, max_tokens=tokens)).to_dict()
+
+
+def _require_memory(source: Path) -> None:
+    """Compressing streams; measuring holds two whole models. Better no figure than a run that is killed at its end."""
+    from runtime.memory import available_bytes, format_bytes
+    from runtime.model.load import resolve_device, resolve_dtype
+
+    files = TensorFiles.open(source)
+    device = resolve_device("auto")
+    item_bytes = resolve_dtype("auto", dtype_name(read_config(source)), device).itemsize
+    needed = 2 * item_bytes * sum(math.prod(files.shape(name)) for name in files.names())
+    available = available_bytes(device)
+    if needed > available:
+        raise CheckpointError(
+            f"the dense and the packed model take about {format_bytes(needed)}, of which {format_bytes(available)} "
+            f"are free",
+            "Run compress eval on a machine with more memory",
+        )

@@ -73,6 +73,13 @@ def test_quick_check_measures_a_fixed_slice(make_packed, tmp_path: Path):
     assert values == quick_check(packed, dequantized, tokens=512)
 
 
+def test_quick_check_is_not_begun_without_the_memory_for_both_models(make_packed, monkeypatch: pytest.MonkeyPatch):
+    packed, dequantized = make_packed()
+    monkeypatch.setattr("runtime.memory.available_bytes", lambda device: 1 << 20)
+    with pytest.raises(CheckpointError, match=r"take about 8\.\d MiB, of which 1\.0 MiB are free"):
+        quick_check(packed, dequantized)
+
+
 def calibrated_on(source: str, **options) -> dict:
     block = {"source": source, "sha256": load_texts(source).sha256, "samples": 8, "length": 64, "seed": 0}
     return {"calibration": block | options}
