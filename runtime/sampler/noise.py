@@ -32,20 +32,21 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     Returns:
         `[R, V]`, between about -3.6 and 36.7.
     """
-    streams = _mix(_mix(seeds + GAMMA) ^ (positions + 1) * GAMMA)
+    streams = _mix(_mix(seeds + GAMMA).bitwise_xor_((positions + 1) * GAMMA))
     words = _mix(streams.unsqueeze(-1) + (token_ids + 1) * GAMMA)
     # 52 bits and a half: never 0 nor 1, and exact in float64.
-    uniform = _shift_right(words, 64 - UNIFORM_BITS).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    uniform = _shift_right_(words, 64 - UNIFORM_BITS).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
     return uniform.log_().neg_().log_().neg_()
 
 
 def _mix(words: Tensor) -> Tensor:
-    """SplitMix64's finalizer, a bijection of 64-bit words in which every input bit moves half of the output bits."""
-    words = (words ^ _shift_right(words, 30)) * MULTIPLIERS[0]
-    words = (words ^ _shift_right(words, 27)) * MULTIPLIERS[1]
-    return words ^ _shift_right(words, 31)
+    """SplitMix64's finalizer, a bijection of 64-bit words in which every input bit moves half of the output bits.
+    Overwrites `words`: with a large vocabulary, new memory would cost more than the arithmetic."""
+    words.bitwise_xor_(_shift_right_(words.clone(), 30)).mul_(MULTIPLIERS[0])
+    words.bitwise_xor_(_shift_right_(words.clone(), 27)).mul_(MULTIPLIERS[1])
+    return words.bitwise_xor_(_shift_right_(words.clone(), 31))
 
 
-def _shift_right(words: Tensor, bits: int) -> Tensor:
-    """Logical shift; torch's shift of int64 copies the sign."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
+def _shift_right_(words: Tensor, bits: int) -> Tensor:
+    """Logical shift in place; torch's shift of int64 copies the sign."""
+    return words.bitwise_right_shift_(bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.sampler.noise import gumbel_noise
-from runtime.sampler.truncation import truncation_threshold
+from runtime.sampler.truncation import candidates
 from runtime.types import SampledToken, SamplingParams, TokenLogprobs
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
@@ -33,10 +33,12 @@ def sample_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
     finite = logits.sum(-1).isfinite().tolist()  # a sum is finite only if all of its terms are
     token_ids = logits.argmax(-1).tolist()
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and finite[row]]
-    if random:
-        drawn = draw_tokens(_rows(logits, random), [draws[row] for row in random]).tolist()
-        for row, token_id in zip(random, drawn, strict=True):
-            token_ids[row] = token_id
+    for truncated in (False, True):
+        rows = [row for row in random if _truncates(draws[row].sampling) == truncated]
+        if rows:
+            drawn = draw_tokens(_rows(logits, rows), [draws[row] for row in rows], truncated=truncated).tolist()
+            for row, token_id in zip(rows, drawn, strict=True):
+                token_ids[row] = token_id
     logprobs = {
         row: token_logprobs(logits[row], token_ids[row], draw.sampling.logprobs)
         for row, draw in enumerate(draws)
@@ -48,8 +50,12 @@ def sample_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
     ]
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Tokens `[R]` drawn from finite logits `[R, V]` at temperatures above 0, by the Gumbel-max rule."""
+def draw_tokens(logits: Tensor, draws: Sequence[Draw], *, truncated: bool) -> Tensor:
+    """Tokens `[R]` drawn from finite logits `[R, V]` at temperatures above 0, by the Gumbel-max rule.
+
+    Args:
+        truncated: apply top-k, top-p and min-p.
+    """
     params = [draw.sampling for draw in draws]
     device = logits.device
 
@@ -60,13 +66,13 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     scores = logits / column([p.temperature for p in params]).unsqueeze(-1)
-    if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
+    ids = torch.arange(logits.shape[-1], device=device).unsqueeze(0)
+    if truncated:
         top_p, min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
-        threshold = truncation_threshold(scores, integers([p.top_k for p in params]), top_p, min_p)
-        scores = scores.masked_fill(scores < threshold, float("-inf"))
-    seeds, positions = integers([draw.seed for draw in draws]), integers([draw.position for draw in draws])
-    noise = gumbel_noise(seeds, positions, torch.arange(logits.shape[-1], device=device))
-    return (noise + scores).argmax(-1)
+        scores, ids = candidates(scores, integers([p.top_k for p in params]), top_p, min_p)
+    noise = gumbel_noise(integers([d.seed for d in draws]), integers([d.position for d in draws]), ids)
+    winner = noise.add_(scores).argmax(-1, keepdim=True)
+    return ids.expand(len(draws), -1).gather(-1, winner).squeeze(-1)
 
 
 def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
@@ -74,6 +80,10 @@ def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs
     logprobs = logits.log_softmax(-1)
     values, ids = logprobs.topk(min(num_top, len(logprobs)))
     return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+NUM_LIKELY = 128
+"""Tokens that are sorted first. Only when a row's threshold lies below them is the whole vocabulary sorted."""
 
-def truncation_threshold(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Lowest score that may be drawn, `[R, 1]`.
+
+def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The likely tokens of every row, best first: scores `[R, K]`, minus infinity where a token cannot be drawn, and
+    their ids `[R, K]`.
 
     Args:
         scores: logits over temperature `[R, V]`.
@@ -19,25 +23,33 @@ def truncation_threshold(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Te
         top_p: `[R]`; keeps the highest tokens until their mass reaches p; 1 is off.
         min_p: `[R]`; keeps tokens at least p times as likely as the most likely; 0 is off.
     """
-    threshold = scores.amax(-1, keepdim=True) + min_p.unsqueeze(-1).log()
-    if bool(((top_k > 0) | (top_p < 1)).any()):
-        descending = scores.sort(-1, descending=True).values
-        kth = _top_k_threshold(descending, top_k)
-        nucleus = _top_p_threshold(descending.masked_fill(descending < kth, float("-inf")), top_p)
-        threshold = torch.maximum(threshold, torch.maximum(kth, nucleus))
-    return threshold
+    likely, ids = scores.topk(min(NUM_LIKELY, scores.shape[-1]))
+    threshold = _threshold(likely, scores, top_k, top_p, min_p)
+    if likely.shape[-1] < scores.shape[-1] and bool((threshold <= likely[:, -1:]).any()):
+        likely, ids = scores.sort(-1, descending=True)
+        threshold = _threshold(likely, scores, top_k, top_p, min_p)
+    return likely.masked_fill(likely < threshold, float("-inf")), ids
 
 
-def _top_k_threshold(descending: Tensor, top_k: Tensor) -> Tensor:
-    size = descending.shape[-1]
-    last = torch.where(top_k > 0, top_k.clamp(max=size), size) - 1
-    return descending.gather(-1, last.unsqueeze(-1))
+def _threshold(likely: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Lowest score that may be drawn `[R, 1]`; minus infinity when it lies below all of `likely`."""
+    kth = _top_k_threshold(likely, top_k.unsqueeze(-1))
+    nucleus = _top_p_threshold(likely, scores, kth, top_p.unsqueeze(-1))
+    return torch.maximum(torch.maximum(kth, nucleus), likely[:, :1] + min_p.unsqueeze(-1).log())
 
 
-def _top_p_threshold(descending: Tensor, top_p: Tensor) -> Tensor:
-    probabilities = descending.softmax(-1)
-    mass_before = probabilities.cumsum(-1) - probabilities
-    outside = mass_before >= top_p.unsqueeze(-1)
+def _top_k_threshold(likely: Tensor, top_k: Tensor) -> Tensor:
+    num_likely = likely.shape[-1]
+    kth = likely.gather(-1, top_k.clamp(1, num_likely) - 1)
+    return kth.masked_fill((top_k == 0) | (top_k > num_likely), float("-inf"))
+
+
+def _top_p_threshold(likely: Tensor, scores: Tensor, kth: Tensor, top_p: Tensor) -> Tensor:
+    total = scores.masked_fill(scores < kth, float("-inf")).logsumexp(-1, keepdim=True)
+    probabilities = (likely - total).exp().masked_fill_(likely < kth, 0.0)
+    mass = probabilities.cumsum(-1)
+    outside = mass - probabilities >= top_p
     outside[:, 0] = False
-    lowest = descending.masked_fill(outside, float("inf")).amin(-1, keepdim=True)
-    return torch.where(top_p.unsqueeze(-1) < 1, lowest, float("-inf"))
+    lowest = likely.masked_fill(outside, float("inf")).amin(-1, keepdim=True)
+    reached = (mass[:, -1:] >= top_p) & (top_p < 1)
+    return lowest.masked_fill(~reached, float("-inf"))

@@ -62,14 +62,20 @@ def test_tokens_follow_the_distribution(name, varying):
     tokens: list[int] = []
     for start in range(0, 20_000, 4_000):
         draws = [Draw(params, *((n, 3) if varying == "seed" else (3, n))) for n in range(start, start + 4_000)]
-        tokens += draw_tokens(row.expand(4_000, -1), draws).tolist()
+        tokens += draw_tokens(row.expand(4_000, -1), draws, truncated=True).tolist()
     assert abs(chi_square(tokens, exact_distribution(row[0], params))) < 5
 
 
 def test_a_wrong_distribution_is_noticed():
     draws = [draw(seed=3, position=n) for n in range(20_000)]
-    tokens = draw_tokens(logits().expand(20_000, -1), draws).tolist()
+    tokens = draw_tokens(logits().expand(20_000, -1), draws, truncated=False).tolist()
     assert chi_square(tokens, (logits()[0].double() / 1.2).softmax(0)) > 20
+
+
+def test_truncation_that_truncates_nothing_changes_nothing():
+    rows, draws = logits(50), [draw(seed=n, position=n) for n in range(50)]
+    free = draw_tokens(rows, draws, truncated=False)
+    assert torch.equal(draw_tokens(rows, draws, truncated=True), free)
 
 
 def test_batch_composition_does_not_matter():

@@ -5,16 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.sampler.truncation import truncation_threshold
+from runtime.sampler import truncation
+from runtime.sampler.truncation import candidates
 
 
 def kept(scores: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
     """Ids of one row that may still be drawn."""
-    dtype = scores.dtype
-    threshold = truncation_threshold(
-        scores[None], torch.tensor([top_k]), torch.tensor([top_p], dtype=dtype), torch.tensor([min_p], dtype=dtype)
-    )
-    return set((scores >= threshold[0]).nonzero().flatten().tolist())
+    numbers = (torch.tensor([value], dtype=scores.dtype) for value in (top_p, min_p))
+    values, ids = candidates(scores[None], torch.tensor([top_k]), *numbers)
+    allowed = values[0].isfinite()
+    assert torch.equal(values[0][allowed], scores[ids[0][allowed]])
+    return set(ids[0][allowed].tolist())
 
 
 PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2], dtype=torch.float64)
@@ -65,25 +66,31 @@ def by_the_book(scores: list[float], top_k: int, top_p: float, min_p: float) -> 
     return result
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("num_likely", [1, 3, 256])
+@settings(max_examples=150, deadline=None)
 @given(
     scores=st.lists(st.integers(-8, 8), min_size=1, max_size=12),
     top_k=st.integers(0, 13),
     top_p=st.sampled_from([0.033, 0.21, 0.513, 0.777, 0.919, 0.9901, 1.0]),
     min_p=st.sampled_from([0.0, 0.0123, 0.123, 0.777, 1.0]),
 )
-def test_any_row(scores, top_k, top_p, min_p):
+def test_any_row(num_likely, scores, top_k, top_p, min_p):
+    """Sorting a few likely tokens first changes nothing."""
     values = [score / 4 for score in scores]
-    found = kept(torch.tensor(values, dtype=torch.float64), top_k, top_p, min_p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(truncation, "NUM_LIKELY", num_likely)
+        found = kept(torch.tensor(values, dtype=torch.float64), top_k, top_p, min_p)
     assert found == by_the_book(values, top_k, top_p, min_p)
 
 
-def test_rows_are_independent():
+@pytest.mark.parametrize("num_likely", [4, 256])
+def test_rows_are_independent(num_likely, monkeypatch):
+    monkeypatch.setattr(truncation, "NUM_LIKELY", num_likely)
     scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     top_k, top_p = torch.tensor([0, 5, 0, 3]), torch.tensor([1.0, 1.0, 0.5, 0.9])
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.1])
-    together = truncation_threshold(scores, top_k, top_p, min_p)
+    values, ids = candidates(scores, top_k, top_p, min_p)
     for row in range(4):
-        alone = truncation_threshold(*(t[row : row + 1] for t in (scores, top_k, top_p, min_p)))
-        assert torch.equal(scores[row] >= alone[0], scores[row] >= together[row])
-    assert (scores[0] >= together[0]).all()
+        alone = kept(scores[row], int(top_k[row]), float(top_p[row]), float(min_p[row]))
+        assert alone == set(ids[row][values[row].isfinite()].tolist())
+    assert values[0].isfinite().all()
