@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 
 import pytest
 import typer
 
 from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.terminal import run_cli
+from compress.checkpoint.terminal import let_threads_sleep, run_cli
 
 
 def exit_status(monkeypatch, *arguments: str) -> int:
@@ -28,6 +29,7 @@ def exit_status(monkeypatch, *arguments: str) -> int:
         if outcome == "three":
             raise typer.Exit(3)
 
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(sys, "argv", ["tool", *arguments])
     with pytest.raises(SystemExit) as stop:
         run_cli(app)
@@ -55,3 +57,12 @@ def test_other_statuses_pass(monkeypatch):
     assert exit_status(monkeypatch, "fine") == 0
     assert exit_status(monkeypatch, "three") == 3
     assert exit_status(monkeypatch) == 2
+
+
+def test_worker_threads_sleep_unless_the_user_wants_otherwise(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    let_threads_sleep()
+    assert os.environ == {"OMP_WAIT_POLICY": "passive"}
+    monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "active"})
+    let_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
