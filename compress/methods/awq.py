@@ -1,6 +1,6 @@
 """AWQ: input channels with large activations are scaled up before rounding, and ranges are clipped where that pays.
 
-Lin et al. 2023, https://arxiv.org/abs/2306.00978: section 3.2 (the scale search) and the released recipe's clipping.
+Lin et al. 2023, https://arxiv.org/abs/2306.00978: section 3.2 (the scale search) and the released code's clipping.
 `W x = (W s)(x / s)`: the factor `1 / s` is folded into whatever produced x (see `folding`), so it costs nothing later.
 """
 
@@ -17,11 +17,7 @@ from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
 from compress.methods.folding import share_across_heads
 from compress.methods.numerics import require_finite
-from compress.methods.scales import GroupScales, encode, range_scales, search_scales
-
-# Limits tried by the clip search, as shares of each group's largest magnitude.
-_CLIP_SHARES = tuple(1.0 - 0.05 * step for step in range(1, 10))
-_CLIP_CHUNK_ELEMENTS = 1 << 20
+from compress.methods.scales import GroupScales, encode, search_scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,51 +79,45 @@ def search_smoothing(
     return best
 
 
-def search_clip(weight: Tensor, inputs: Tensor, scheme: Scheme) -> Tensor:
-    """Symmetric limits `[O, G]` on each group's weights that give the least error of the group's own output.
+def search_clip(
+    weight: Tensor,
+    inputs: Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> GroupScales:
+    """Each group's range, clipped where that lowers the error of the group's share of the output on real inputs.
 
-    The caller leaves out query and key projections, whose errors pass through a softmax.
+    The released code tries ten symmetric limits per group. Here every candidate of the scale search is judged by
+    that same error instead: both signs, finer steps, and zero points where there are any.
 
     Args:
         weight: `[O, I]`, after smoothing.
-        inputs: `[T, I]` sample rows, after smoothing.
+        inputs: `[T, I]` sample rows, after smoothing; 512 are plenty.
         scheme: how the weight will be quantized.
+        scale_dtype: dtype in which scales are stored.
 
     Raises:
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in weight or inputs.
     """
-    groups = scheme.num_groups(weight.shape[1])
-    require_finite(inputs, "the sample inputs")
-    basis = _error_basis(inputs, groups)
-    rows = max(1, _CLIP_CHUNK_ELEMENTS // weight.shape[1])
-    return torch.cat([_clip_rows(chunk.float(), basis, scheme) for chunk in weight.split(rows)])
+    return search_scales(weight, scheme, None, scale_dtype, inputs=inputs)
 
 
 def quantize_awq(
     weight: Tensor,
     scheme: Scheme,
     importance: Tensor | None = None,
-    clip: Tensor | None = None,
+    clip: GroupScales | None = None,
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> IntegerWeight:
-    """Quantizes an already smoothed `weight [O, I]`: within clip limits `[O, G]` where given, else under the scale
+    """Quantizes an already smoothed `weight [O, I]`: in the ranges of `search_clip` where given, else under the scale
     search weighted by `importance [I]`, the mean square of the smoothed inputs.
 
     Raises:
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in weight or importance.
     """
-    if clip is None:
-        return encode(weight, search_scales(weight, scheme, importance, scale_dtype), scheme)
-    return _within(weight, clip, scheme, scale_dtype)
-
-
-def _within(weight: Tensor, clip: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> IntegerWeight:
-    limit = clip.float().unsqueeze(-1)
-    clipped = weight.float().unflatten(1, (clip.shape[1], -1)).clamp(-limit, limit).flatten(1)
-    scales: GroupScales = range_scales(clipped, scheme, scale_dtype)
-    return encode(clipped, scales, scheme)
+    return encode(weight, clip or search_scales(weight, scheme, importance, scale_dtype), scheme)
 
 
 def _raw_scales(abs_mean: Tensor, magnitude: Tensor, num_ratios: int) -> Iterator[tuple[float, bool, Tensor]]:
@@ -140,7 +130,7 @@ def _raw_scales(abs_mean: Tensor, magnitude: Tensor, num_ratios: int) -> Iterato
 
 
 def _balanced(raw: Tensor) -> Tensor:
-    scale = raw / (raw.max() * raw.min()).sqrt()
+    scale = raw / raw.max().sqrt() / raw.min().sqrt()
     return torch.where(torch.isfinite(scale) & (scale > 0), scale, torch.ones_like(scale))
 
 
@@ -151,28 +141,3 @@ def _relative_magnitude(weights: list[Tensor], group_size: int | None) -> Tensor
         largest = grouped.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         total += (grouped / largest).flatten(1).sum(0)
     return total / sum(len(weight) for weight in weights)
-
-
-def _error_basis(inputs: Tensor, groups: int) -> Tensor:
-    """`[G, k, g]` rows whose Gram matrix is that of the inputs, group by group: the same errors from at most g rows."""
-    grouped = inputs.float().unflatten(1, (groups, -1)).transpose(0, 1)
-    return torch.linalg.qr(grouped, mode="r").R
-
-
-def _clip_rows(rows: Tensor, basis: Tensor, scheme: Scheme) -> Tensor:
-    groups = basis.shape[0]
-    largest = rows.unflatten(1, (groups, -1)).abs().amax(-1)
-    best, least = largest.clone(), _output_error(rows, largest, basis, scheme)
-    for share in _CLIP_SHARES:
-        limit = largest * share
-        error = _output_error(rows, limit, basis, scheme)
-        best = torch.where(error < least, limit, best)
-        least = torch.minimum(error, least)
-    return best
-
-
-def _output_error(rows: Tensor, limit: Tensor, basis: Tensor, scheme: Scheme) -> Tensor:
-    """`[R, G]`: squared error of each group's share of each output."""
-    change = _within(rows, limit, scheme, torch.bfloat16).dequantize() - rows
-    change = change.unflatten(1, (basis.shape[0], -1)).transpose(0, 1)
-    return (change @ basis.transpose(1, 2)).square().sum(-1).T

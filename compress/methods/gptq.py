@@ -54,7 +54,7 @@ class _Columns:
 
     def __init__(self, weight: Tensor, factor: HessianFactor, scales: GroupScales, scheme: Scheme) -> None:
         assert factor.feedback is not None
-        self.errors = weight.float().T[factor.order]
+        self.errors = weight.float().T.contiguous()[factor.order]
         self.targets = self.errors.clone()
         self.codes = torch.empty(self.errors.shape, dtype=torch.uint8, device=weight.device)
         self._feedback = factor.feedback

@@ -29,7 +29,7 @@ _SIDES = (1.0, 0.8, 0.6, 0.4, 0.25)
 # Around the best of them, closer than one coarse step.
 _FINE = (0.97, 0.98, 0.99, 1.01, 1.02, 1.03)
 # A chunk of rows and its scratch copies stay in the processor's cache; a GPU wants more work per launch.
-_CHUNK_ELEMENTS_CPU = 1 << 16
+_CHUNK_ELEMENTS_CPU = 1 << 19
 _CHUNK_ELEMENTS_GPU = 1 << 24
 
 
