@@ -34,11 +34,17 @@ class Answer:
         sequence: gets the tokens, the finish reason and the error.
         tokenizer: without it there is no text.
         eos_token_ids: the model's own end tokens.
+        request_id: what the caller knows; the sequence's own id differs when the request has several answers.
+        index: which of them this is.
     """
 
-    def __init__(self, sequence: Sequence, tokenizer: TextLayer | None, eos_token_ids: Set[int]) -> None:
+    def __init__(
+        self, sequence: Sequence, tokenizer: TextLayer | None, eos_token_ids: Set[int], request_id: str, index: int
+    ) -> None:
         sampling = sequence.request.sampling
         self.sequence = sequence
+        self.request_id = request_id
+        self.index = index
         self.max_tokens = sampling.max_tokens
         self.end_token_ids = frozenset(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
         self._text = tokenizer.detokenizer(sequence.request.prompt_token_ids) if tokenizer else None
@@ -91,7 +97,7 @@ class Answer:
     def _delta(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta:
         sequence = self.sequence
         return Delta(
-            request_id=sequence.id,
+            request_id=self.request_id,
             text=text,
             token_ids=token_ids,
             logprobs=logprobs,
@@ -100,4 +106,5 @@ class Answer:
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_output_tokens=sequence.num_output_tokens,
             num_cached_tokens=sequence.num_cached_tokens,
+            index=self.index,
         )

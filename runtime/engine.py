@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from compress.checkpoint.errors import RequestError
@@ -14,12 +15,42 @@ from runtime.blocks import BlockPool
 from runtime.config import RuntimeConfig
 from runtime.metrics import Metrics, RequestTimes
 from runtime.scheduler import Scheduler
-from runtime.types import MAX_SEED, Delta, FinishReason, Request, Runner, SamplingParams, StepPlan
+from runtime.types import (
+    MAX_SEED,
+    Delta,
+    FinishReason,
+    Request,
+    RequestOptions,
+    Runner,
+    SampledToken,
+    SamplingParams,
+    Sequence,
+    StepPlan,
+)
 
 logger = logging.getLogger("runtime.engine")
 
 UNHEALTHY_AFTER = 3
 """Failed steps in a row after which the engine says that it is not healthy."""
+
+
+NO_OPTIONS = RequestOptions()
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request until its last answer has ended.
+
+    Attributes:
+        answers: that have not ended, by sequence id.
+        forks: answers 1 to n - 1 until the prompt is computed; then they become sequences.
+        deadline: in the engine clock's seconds.
+    """
+
+    id: str
+    forks: list[Request]
+    deadline: float | None
+    answers: dict[str, Answer] = field(default_factory=dict)
 
 
 class Engine:
@@ -29,7 +60,7 @@ class Engine:
         runner: computes the steps.
         tokenizer: turns tokens into text; without it deltas carry token ids only and stop strings are refused.
         config: budgets.
-        clock: seconds, for the metrics.
+        clock: seconds, for metrics and time limits.
     """
 
     def __init__(
@@ -48,7 +79,8 @@ class Engine:
         self.metrics = Metrics()
         self.num_failed_steps = 0
         self._clock = clock
-        self._answers: dict[str, Answer] = {}
+        self._live: dict[str, _Live] = {}
+        self._by_sequence: dict[str, _Live] = {}
         self._times: dict[str, RequestTimes] = {}
         self._num_requests = 0
 
@@ -81,14 +113,12 @@ class Engine:
         prompt_token_ids: TokenIds[int],
         sampling: SamplingParams,
         request_id: str | None = None,
-        *,
-        cache_salt: str = "",
+        options: RequestOptions = NO_OPTIONS,
     ) -> str:
         """Queues a prompt and returns its id.
 
         Args:
             request_id: chosen by the caller; None lets the engine choose.
-            cache_salt: requests share cached prefixes only with those of the same salt.
 
         Raises:
             RequestError: the request could never be answered, or the id is in use.
@@ -96,49 +126,51 @@ class Engine:
         self.check_request(prompt_token_ids, sampling)
         self._num_requests += 1
         request_id = f"request-{self._num_requests}" if request_id is None else request_id
-        if request_id in self._answers:
+        now, seed = self._clock(), self._seed(sampling)
+        first = Request(request_id, tuple(prompt_token_ids), sampling, seed, now, options)
+        forks = [_fork_request(first, index) for index in range(1, sampling.n)]
+        if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or request_id in self._live:
             raise RequestError(f"request id {request_id!r} is in use", "choose another id, or none")
-        now = self._clock()
-        request = Request(request_id, tuple(prompt_token_ids), sampling, self._seed(sampling), now, cache_salt)
-        sequence = self.scheduler.add(request)
-        self._answers[request_id] = Answer(sequence, self.tokenizer, self.runner.eos_token_ids)
-        self._times[request_id] = RequestTimes(now)
+        live = _Live(request_id, forks, first.deadline)
+        self._live[request_id] = live
+        self._add_answer(live, self.scheduler.add(first), 0)
         return request_id
 
     def abort(self, request_id: str) -> None:
         """Forgets a request and frees its blocks at once. Unknown and ended ids are fine."""
-        answer = self._answers.get(request_id)
-        if answer is not None:
-            self._end(answer, FinishReason.ABORT)
+        if request_id in self._live:
+            self._end(self._live[request_id], FinishReason.ABORT)
 
     def abort_all(self) -> list[Delta]:
-        """Ends every request, with a last delta for each."""
-        return [self._end(answer, FinishReason.ABORT) for answer in list(self._answers.values())]
+        """Ends every request, with a last delta for each answer."""
+        return [delta for live in list(self._live.values()) for delta in self._end(live, FinishReason.ABORT)]
 
     def step(self) -> list[Delta]:
-        """Computes one step and returns what it added, at most one delta per request.
+        """Computes one step and returns what it added, at most one delta per answer.
 
-        A runner that raises fails the requests of this step, each with a delta that says why; the others go on.
+        A runner that raises fails the requests of this step, each with deltas that say why; the others go on.
 
         Raises:
             RuntimeError: there is work and nothing was planned, which is a bug.
         """
+        deltas = self._end_late()
         plan = self.scheduler.schedule()
         if not plan.entries:
             if self.has_work:
                 raise RuntimeError("requests are waiting and the scheduler planned nothing")
-            return []
+            return deltas
         self._note_start(plan)
         sampling = [entry.sequence for entry in plan.entries if entry.samples]
         try:
             tokens = self.runner.execute(plan).tokens
             sampled = [(sequence, tokens[sequence.id]) for sequence in sampling]
         except Exception as error:  # whatever a kernel may raise: the requests must hear of it, the engine goes on
-            deltas = self._fail_step(plan, error)
+            deltas += self._fail_step(plan, error)
         else:
             self.num_failed_steps = 0
             self.scheduler.complete(plan)
-            deltas = [self._publish(self._answers[sequence.id].extend(new)) for sequence, new in sampled]
+            for sequence, new in sampled:
+                deltas += self._extend(sequence, new)
         self.metrics.steps_total += 1
         return deltas
 
@@ -147,28 +179,58 @@ class Engine:
         self.metrics.read_scheduler(self.scheduler)
         return self.metrics.render()
 
-    def _publish(self, delta: Delta) -> Delta:
+    # --- beginning and end of answers -----------------------------------------------------------------------------
+
+    def _add_answer(self, live: _Live, sequence: Sequence, index: int) -> None:
+        live.answers[sequence.id] = Answer(sequence, self.tokenizer, self.runner.eos_token_ids, live.id, index)
+        self._by_sequence[sequence.id] = live
+        self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)
+
+    def _extend(self, sequence: Sequence, sampled: list[SampledToken]) -> list[Delta]:
+        live = self._by_sequence[sequence.id]
+        if live.forks and sampled[0].error:
+            return self._end(live, FinishReason.ERROR, sampled[0].error)
+        # The first token of the first answer: the prompt is computed, and now all answers go on from it.
+        for index, request in enumerate(live.forks, start=1):
+            self._add_answer(live, self.scheduler.fork(sequence, request, index), index)
+        live.forks = []
+        answer = live.answers[sequence.id]
+        return [self._publish(live, answer, answer.extend(sampled))]
+
+    def _publish(self, live: _Live, answer: Answer, delta: Delta) -> Delta:
         """Accounts for a delta, and frees its sequence if it is the last."""
-        now = self._clock()
+        now, sequence = self._clock(), answer.sequence
         if delta.token_ids:
-            self.metrics.note_tokens(self._times[delta.request_id], len(delta.token_ids), now)
+            self.metrics.note_tokens(self._times[sequence.id], len(delta.token_ids), now)
         if delta.finish_reason is not None:
-            self.metrics.note_end(self._times.pop(delta.request_id), delta.finish_reason, now)
-            answer = self._answers.pop(delta.request_id)
+            self.metrics.note_end(self._times.pop(sequence.id), delta.finish_reason, now)
             # Keys and values that led to a failure must not be found by the next request with the same prefix.
-            self.scheduler.finish(answer.sequence, trusted=delta.finish_reason is not FinishReason.ERROR)
+            self.scheduler.finish(sequence, trusted=delta.finish_reason is not FinishReason.ERROR)
+            del live.answers[sequence.id], self._by_sequence[sequence.id]
+            if not live.answers:
+                del self._live[live.id]
         return delta
 
-    def _end(self, answer: Answer, reason: FinishReason, error: str = "") -> Delta:
-        return self._publish(answer.end(reason, error))
+    def _end(self, live: _Live, reason: FinishReason, error: str = "") -> list[Delta]:
+        """Ends all answers of a request, also those that have not begun."""
+        deltas = [self._publish(live, answer, answer.end(reason, error)) for answer in list(live.answers.values())]
+        for index, _ in enumerate(live.forks, start=1):
+            deltas.append(replace(deltas[0], index=index))
+        return deltas
+
+    def _end_late(self) -> list[Delta]:
+        """Ends the requests whose time is over."""
+        now = self._clock()
+        late = [live for live in self._live.values() if live.deadline is not None and now >= live.deadline]
+        return [delta for live in late for delta in self._end(live, FinishReason.TIMEOUT)]
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[Delta]:
-        logger.exception("a step of %d tokens failed; its %d requests fail", plan.num_tokens, len(plan.entries))
+        logger.exception("a step of %d tokens failed; its %d sequences fail", plan.num_tokens, len(plan.entries))
         self.num_failed_steps += 1
         self.metrics.step_errors_total += 1
         message = f"the step failed: {type(error).__name__}: {error}"
-        answers = [self._answers[entry.sequence.id] for entry in plan.entries]
-        return [self._end(answer, FinishReason.ERROR, message) for answer in answers]
+        failed = {live.id: live for live in (self._by_sequence[entry.sequence.id] for entry in plan.entries)}
+        return [delta for live in failed.values() for delta in self._end(live, FinishReason.ERROR, message)]
 
     def _note_start(self, plan: StepPlan) -> None:
         now = self._clock()
@@ -178,5 +240,14 @@ class Engine:
     def _seed(self, sampling: SamplingParams) -> int:
         if sampling.seed is not None:
             return sampling.seed
-        digest = blake2b(f"{self.config.seed}/{self._num_requests}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") & MAX_SEED
+        return derive_seed(self.config.seed, self._num_requests)
+
+
+def _fork_request(first: Request, index: int) -> Request:
+    return replace(first, id=f"{first.id}/{index}", seed=derive_seed(first.seed, index))
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A seed of its own for the request, or the answer of a request, with this number."""
+    digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED

@@ -14,47 +14,11 @@ from queue import Empty, SimpleQueue
 from uuid import uuid4
 
 from compress.checkpoint.errors import RequestError
-from runtime.engine import Engine
-from runtime.types import Delta, FinishReason, SamplingParams
+from runtime.engine import NO_OPTIONS, Engine
+from runtime.messages import Abort, Add, Inbox, Lost, Stop, post
+from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
 
 logger = logging.getLogger("runtime.engine")
-
-Item = tuple[asyncio.Queue, Delta | RequestError]
-"""Something for one request, and the queue it goes to."""
-
-
-@dataclass(eq=False, slots=True)
-class Inbox:
-    """Where the deltas of one request go: a queue, the event loop it belongs to, and a timer that looks for stalls."""
-
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Delta | RequestError]
-    timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Start a request."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    cache_salt: str
-    inbox: Inbox
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Forget a request; nobody listens to it any more."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the thread: at once, or when all requests have ended."""
-
-    when_idle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,33 +92,34 @@ class EngineThread:
         prompt_token_ids: TokenIds[int],
         sampling: SamplingParams,
         request_id: str | None = None,
-        *,
-        cache_salt: str = "",
+        options: RequestOptions = NO_OPTIONS,
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas of one request. Closing the generator early, by any way, frees the request within one step.
+        """Deltas of one request, those of its `n` answers interleaved. It ends when all answers have ended.
+
+        Closing the generator early, by any way, frees the request within one step.
 
         Raises:
             RequestError: the engine refuses the request.
         """
         self.engine.check_request(prompt_token_ids, sampling)
+        inbox = Inbox(asyncio.get_running_loop(), asyncio.Queue(), sampling.n)
         request_id = uuid4().hex if request_id is None else request_id
-        inbox = Inbox(asyncio.get_running_loop(), asyncio.Queue())
-        if not self._send(Add(request_id, tuple(prompt_token_ids), sampling, cache_salt, inbox)):
-            yield self._refusal(request_id)
-            return
+        is_sent = self._send(Add(request_id, tuple(prompt_token_ids), sampling, options, inbox))
         self._watch(request_id, inbox)
-        ended = False
+        unfinished = set(range(sampling.n))
         try:
-            while not ended:
-                item = await inbox.queue.get()
-                ended = isinstance(item, RequestError) or item.finish_reason is not None
-                if isinstance(item, RequestError):
-                    raise item
-                yield item
+            while unfinished:
+                for delta in _unpack(await inbox.queue.get(), request_id, unfinished):
+                    if delta.finish_reason is not None:
+                        unfinished.remove(delta.index)
+                    yield delta
+        except RequestError:
+            unfinished.clear()  # refused: the engine does not know it, or knows another request by this id
+            raise
         finally:
             if inbox.timer is not None:
                 inbox.timer.cancel()
-            if not ended:
+            if is_sent and unfinished:
                 self._messages.put(Abort(request_id))
 
     # --- the asyncio side -----------------------------------------------------------------------------------------
@@ -164,12 +129,14 @@ class EngineThread:
         with self._lock:
             if self._accepting:
                 self._messages.put(message)
+            else:
+                message.inbox.queue.put_nowait(self._farewell())
             return self._accepting
 
     def _watch(self, request_id: str, inbox: Inbox) -> None:
         """Looks now and then whether the engine still lives; if not, the request hears of it. Runs in the loop."""
         if fault := self._fault():
-            inbox.queue.put_nowait(Delta(request_id, finish_reason=FinishReason.ERROR, error=fault))
+            inbox.queue.put_nowait(Lost(FinishReason.ERROR, fault))
             self._messages.put(Abort(request_id))
         else:
             inbox.timer = inbox.loop.call_later(self.stall_seconds, self._watch, request_id, inbox)
@@ -188,9 +155,8 @@ class EngineThread:
             return f"the engine has made no progress for {seconds:.0f} s"
         return ""
 
-    def _refusal(self, request_id: str) -> Delta:
-        reason = FinishReason.ERROR if self._failure else FinishReason.ABORT
-        return Delta(request_id, finish_reason=reason, error=self._failure)
+    def _farewell(self) -> Lost:
+        return Lost(FinishReason.ERROR if self._failure else FinishReason.ABORT, self._failure)
 
     def _end_thread(self, message: Stop, timeout: float) -> bool:
         with self._lock:
@@ -240,52 +206,53 @@ class EngineThread:
 
     def _add(self, message: Add) -> None:
         try:
-            self.engine.add_request(
-                message.prompt_token_ids, message.sampling, message.request_id, cache_salt=message.cache_salt
-            )
+            self.engine.add_request(message.prompt_token_ids, message.sampling, message.request_id, message.options)
         except RequestError as error:
-            _post(message.inbox.loop, [(message.inbox.queue, error)])
+            post(message.inbox.loop, [(message.inbox.queue, error)])
         else:
             self._inboxes[message.request_id] = message.inbox
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """Hands deltas over, with one wake-up per event loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[Item]] = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop, list[Delta]] = defaultdict(list)
         for delta in deltas:
-            ended = delta.finish_reason is not None
-            inbox = self._inboxes.pop(delta.request_id) if ended else self._inboxes[delta.request_id]
-            by_loop[inbox.loop].append((inbox.queue, delta))
-        for loop, items in by_loop.items():
-            if not _post(loop, items):
-                self._forget(items)
+            by_loop[self._inboxes[delta.request_id].loop].append(delta)
+        unheard: list[Delta] = []
+        for loop, group in by_loop.items():
+            if not post(loop, [(self._inboxes[delta.request_id].queue, delta) for delta in group]):
+                unheard += group
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._note_end(delta.request_id)
+        for delta in unheard:  # their loop was closed without closing its generators
+            self._handle(Abort(delta.request_id))
 
-    def _forget(self, items: list[Item]) -> None:
-        """Their event loop was closed without closing its generators: nobody listens any more."""
-        for _, item in items:
-            if isinstance(item, Delta):
-                self._handle(Abort(item.request_id))
+    def _note_end(self, request_id: str) -> None:
+        inbox = self._inboxes[request_id]
+        inbox.num_unfinished -= 1
+        if inbox.num_unfinished == 0:
+            del self._inboxes[request_id]
 
     def _close(self) -> None:
         """Tells everybody who still waits, also those whose message was not read."""
         with self._lock:
             self._accepting = False
-        lost = [self._refusal(request_id) for request_id in self._inboxes]
-        self._deliver(lost if self._failure else self.engine.abort_all())
+        if not self._failure:
+            self.engine.abort_all()
+        left = list(self._inboxes.values())
         while not self._messages.empty():
             message = self._messages.get()
             if isinstance(message, Add):
-                _post(message.inbox.loop, [(message.inbox.queue, self._refusal(message.request_id))])
+                left.append(message.inbox)
+        for inbox in left:
+            post(inbox.loop, [(inbox.queue, self._farewell())])
+        self._inboxes.clear()
 
 
-def _post(loop: asyncio.AbstractEventLoop, items: list[Item]) -> bool:
-    """Puts items into queues of an event loop from another thread. False when that loop has been closed."""
-    try:
-        loop.call_soon_threadsafe(_put_all, items)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _put_all(items: list[Item]) -> None:
-    for queue, item in items:
-        queue.put_nowait(item)
+def _unpack(item: Delta | Lost | RequestError, request_id: str, unfinished: set[int]) -> list[Delta]:
+    """The deltas in an item; a loss is one last delta for every answer that has not ended."""
+    if isinstance(item, RequestError):
+        raise item
+    if isinstance(item, Delta):
+        return [item]
+    return [Delta(request_id, finish_reason=item.reason, error=item.error, index=index) for index in sorted(unfinished)]

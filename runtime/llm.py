@@ -15,7 +15,7 @@ from runtime.types import Delta, FinishReason, SamplingParams, TokenLogprobs
 
 @dataclass(slots=True)
 class Completion:
-    """One prompt and its whole answer. `error` says what went wrong when `finish_reason` is `error`."""
+    """One whole answer to one prompt. `error` says what went wrong when `finish_reason` is `error`."""
 
     prompt_token_ids: list[int]
     text: str = ""
@@ -24,6 +24,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     error: str = ""
     num_cached_tokens: int = 0
+    index: int = 0
 
     def add(self, delta: Delta) -> None:
         """Appends what one step brought."""
@@ -68,7 +69,7 @@ class LLM:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Answers all prompts together, in their order.
+        """Answers all prompts together, in their order; with `n` above 1 the answers to a prompt follow each other.
 
         Args:
             prompts: texts or token ids.
@@ -86,13 +87,11 @@ class LLM:
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         for token_ids, params in zip(ids, each, strict=True):
             self.engine.check_request(token_ids, params)
-        completions = {
-            self.engine.add_request(token_ids, params): Completion(token_ids)
-            for token_ids, params in zip(ids, each, strict=True)
-        }
+        added = [(self.engine.add_request(i, params), i, params.n) for i, params in zip(ids, each, strict=True)]
+        completions = {(name, index): Completion(i, index=index) for name, i, n in added for index in range(n)}
         while self.engine.has_work:
             for delta in self.engine.step():
-                completions[delta.request_id].add(delta)
+                completions[delta.request_id, delta.index].add(delta)
         return list(completions.values())
 
     def chat(

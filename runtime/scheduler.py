@@ -3,13 +3,15 @@
 One token budget per step is spent in this order: sequences one token behind (decodes), sequences in the middle of their
 prompt, then waiting ones. Two orders make it fair and live:
 
-* `running` and `waiting` are sorted by `Sequence.order` (first come, first served) and nobody overtakes the head of
-  `waiting`.
-* Blocks for all known tokens are taken at admission, so only decodes can run out of blocks; then the youngest running
-  sequence is preempted, never the oldest. A preempted sequence has only younger ones behind it in `waiting`.
+* `running` and `waiting` are sorted by `Sequence.order`: first come, first served, where a unit of priority is worth
+  `PRIORITY_PLACES` places. Nobody overtakes the head of `waiting`.
+* Blocks for all known tokens are taken at admission, so only decodes can run out of blocks; then the last running
+  sequence is preempted, never the first.
 
-So the oldest sequence computes at least one token in every step, and a sequence ends after at most the sum of
-`prompt + max_tokens` over itself and those before it.
+So the first running sequence computes at least one token in every step. Without priorities and forks all running
+sequences are before all waiting ones, and a sequence ends after at most the sum of `prompt + max_tokens` over itself
+and those before it. With them the first of all sequences may have to wait, but only for those that run already: each
+sequence ends after at most `(max_num_sequences + 1) * max_model_len` steps for itself and for each one before it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from runtime.blocks import BlockPool, extend_hashes, root_hash
 from runtime.config import RuntimeConfig
 from runtime.types import BlockCopy, Request, ScheduledSequence, Sequence, Status, StepPlan
 
+PRIORITY_PLACES = 64
+"""A request is overtaken by at most so many later ones per unit of priority that they are ahead: nobody starves."""
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -31,6 +36,7 @@ class SchedulerStats:
     num_preempted_tokens: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_copies: int = 0
 
 
 @dataclass(slots=True)
@@ -50,7 +56,7 @@ class _Step:
             self.copies.append(BlockCopy(source, target, num_tokens))
 
 
-def _order(sequence: Sequence) -> tuple[float, int]:
+def _order(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.order
 
 
@@ -112,10 +118,32 @@ class Scheduler:
             RequestError: it could never finish.
         """
         self.check_request(len(request.prompt_token_ids), request.sampling.max_tokens)
-        sequence = Sequence(request, list(request.prompt_token_ids), order=(0.0, self._num_added))
+        place = self._num_added + request.options.priority * PRIORITY_PLACES
+        sequence = Sequence(request, list(request.prompt_token_ids), order=(place, self._num_added, 0))
         self._num_added += 1
         insort(self.waiting, sequence, key=_order)
         return sequence
+
+    def fork(self, parent: Sequence, request: Request, index: int) -> Sequence:
+        """One more sequence over the prompt of `parent`, which is computed and has no output yet.
+
+        If there is room it starts at once on the parent's blocks: it computes the last prompt token again to have its
+        logits, and what it writes goes to a copy of the last block. Otherwise it waits like any other.
+
+        Args:
+            index: 1 or more, unique among the forks of a parent; the place behind it in the queue.
+        """
+        child = Sequence(request, list(request.prompt_token_ids), order=(*parent.order[:2], index))
+        child.num_cached_tokens = parent.num_cached_tokens
+        overtakes = bool(self.waiting) and self.waiting[0].order < child.order
+        if overtakes or len(self.running) >= self._max_running or self.pool.num_free <= len(self.running):
+            insort(self.waiting, child, key=_order)
+            return child
+        child.block_ids = self.pool.fork(parent.block_ids)
+        child.num_computed_tokens = child.num_tokens - 1
+        child.status = Status.RUNNING
+        insort(self.running, child, key=_order)
+        return child
 
     def schedule(self) -> StepPlan:
         """Plans one step and takes the blocks it needs. After it `complete`, or `finish` every sequence of the plan."""
@@ -123,6 +151,7 @@ class Scheduler:
         self._schedule_decodes(step)
         self._schedule_prefills(step)
         self._admit(step)
+        self.stats.num_copies += len(step.copies)
         return StepPlan(tuple(step.entries), tuple(step.copies))
 
     def complete(self, plan: StepPlan) -> None:
@@ -264,7 +293,7 @@ class Scheduler:
         self.stats.num_prefix_hits += sequence.num_computed_tokens
 
     def _extend_hashes(self, sequence: Sequence) -> None:
-        root = root_hash(self.config.dtype, sequence.request.cache_salt)
+        root = root_hash(self.config.dtype, sequence.request.options.cache_salt)
         extend_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_size, root)
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -9,6 +9,8 @@ from typing import Protocol
 from compress.checkpoint.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+MAX_ANSWERS = 128
+MAX_PRIORITY = 100
 
 
 class Status(StrEnum):
@@ -22,6 +24,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TIMEOUT = "timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class SamplingParams:
         stop_token_ids: ids that end the sequence beside the model's own end tokens.
         ignore_eos: keep going through the model's end tokens.
         logprobs: number of alternatives reported per token, of the unmodified distribution; None reports nothing.
+        n: answers to one prompt, each with noise of its own; the first is the same as with `n=1`.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -50,6 +54,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         checks = (
@@ -61,10 +66,36 @@ class SamplingParams:
             ("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}"),
             ("stop", all(self.stop), "non-empty strings"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
+            ("n", 1 <= self.n <= MAX_ANSWERS, f"between 1 and {MAX_ANSWERS}"),
         )
         for name, fits, rule in checks:
             if not fits:
                 raise RequestError(f"{name}={getattr(self, name)!r} is not allowed", f"{name} must be {rule}")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """How a request is served, whatever its tokens.
+
+    Attributes:
+        priority: smaller is served earlier; each unit is worth a fixed number of places in the queue.
+        time_limit: seconds, waiting included, after which the request ends with what it has; None waits for ever.
+        cache_salt: requests share cached prefixes only with those of the same salt.
+
+    Raises:
+        RequestError: a value outside of its range, by name.
+    """
+
+    priority: int = 0
+    time_limit: float | None = None
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        if abs(self.priority) > MAX_PRIORITY:
+            rule = f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+            raise RequestError(f"priority={self.priority} is not allowed", rule)
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise RequestError(f"time_limit={self.time_limit} is not allowed", "time_limit must be above 0 seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +108,24 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, immutable once admitted. `seed` is always set here: the engine fills in what the caller left out."""
+    """One prompt and one answer, immutable once admitted. `seed` is always set: the engine fills in what was left out.
+
+    Attributes:
+        arrival_time: seconds of the engine's clock.
+    """
 
     id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     arrival_time: float = 0.0
-    cache_salt: str = ""
+    options: RequestOptions = RequestOptions()
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds of the engine's clock at which the request ends at the latest."""
+        limit = self.options.time_limit
+        return None if limit is None else self.arrival_time + limit
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +139,7 @@ class Sequence:
 
     request: Request
     token_ids: list[int]
-    order: tuple[float, int] = (0.0, 0)
+    order: tuple[int, int, int] = (0, 0, 0)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -183,13 +224,14 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one request. Deltas of a request, joined, are its whole answer.
+    """What one step added to one answer. Deltas of a request and an index, joined, are a whole answer.
 
     Attributes:
+        index: which of the request's `n` answers.
         text: new text, already settled: no half characters, nothing that may still become a stop string.
         token_ids: new tokens, the ending one included; text may lag behind them.
         logprobs: one entry per new token when the request asked for them.
-        finish_reason: set on the last delta of a request and only there.
+        finish_reason: set on the last delta of an answer and only there.
         error: what went wrong when `finish_reason` is `error`.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
     """
@@ -203,6 +245,7 @@ class Delta:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    index: int = 0
 
 
 class Runner(Protocol):

@@ -10,7 +10,7 @@ from compress.checkpoint.errors import RequestError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Delta, FinishReason, SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
 
 
 def make_engine(runner: FakeRunner | None = None, tokenizer: Tokenizer | None = None, **options: object) -> Engine:
@@ -121,8 +121,92 @@ def test_a_delta_tells_the_numbers() -> None:
 def test_salts_keep_tenants_apart() -> None:
     engine = make_engine()
     for salt, cached in (("a", 0), ("b", 0), ("a", 8)):
-        request_id = engine.add_request(list(range(10)), SamplingParams(max_tokens=1), cache_salt=salt)
+        request_id = engine.add_request(
+            list(range(10)), SamplingParams(max_tokens=1), options=RequestOptions(cache_salt=salt)
+        )
         assert run(engine)[request_id][-1].num_cached_tokens == cached
+
+
+# --- several answers, priorities, time limits -----------------------------------------------------------------------
+
+
+def answers(deltas: list[Delta], n: int) -> list[list[int]]:
+    return [tokens([delta for delta in deltas if delta.index == index]) for index in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "num_blocks", "num_sequences"), [(True, 99, 8), (False, 99, 8), (True, 9, 2), (False, 9, 3)]
+)
+@pytest.mark.parametrize("length", [1, 7, 8, 9])
+def test_several_answers_share_a_prompt_and_nothing_else(
+    prefix_caching: bool, num_blocks: int, num_sequences: int, length: int
+) -> None:
+    runner = FakeRunner(num_blocks=num_blocks)
+    engine = make_engine(runner, prefix_caching=prefix_caching, max_num_sequences=num_sequences)
+    prompt = list(range(length))
+    for n, name in ((3, "three"), (1, "one"), (4, "four")):
+        engine.add_request(prompt, SamplingParams(max_tokens=20, seed=5, n=n), name)
+    deltas = run(engine)
+    assert answers(deltas["one"], 1) == [expected_tokens(prompt, 20, 5)]
+    assert answers(deltas["three"], 3) == answers(deltas["four"], 4)[:3]
+    assert answers(deltas["three"], 3)[0] == expected_tokens(prompt, 20, 5)
+    assert len({tuple(answer) for answer in answers(deltas["four"], 4)}) == 4
+    assert sum(delta.finish_reason is FinishReason.LENGTH for delta in deltas["four"]) == 4
+    if num_blocks == 99 and length == 7:
+        assert engine.scheduler.stats.num_copies > 0
+        computed = sum(sum(plan.values()) for plan in runner.plans)
+        assert computed == 3 * length + 5 + 8 * 19, "each prompt once, one token of it per fork"
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_aborting_and_failing_take_all_answers(started: bool) -> None:
+    engine = make_engine(prefill_chunk=4)
+    for name in ("abort", "bad", "rest"):
+        engine.add_request(list(range(9)), SamplingParams(max_tokens=9, n=3), name)
+    for _ in range(3 if not started else 8):
+        early = engine.step()
+    assert bool({d.index for d in early if d.request_id == "abort"} - {0}) == started
+    engine.abort("abort")
+    engine.runner.broken_ids |= {"bad", "bad/1", "bad/2"}
+    deltas = run(engine)
+    assert "abort" not in deltas
+    assert {d.index for d in deltas["bad"] if d.finish_reason is FinishReason.ERROR} == {0, 1, 2}
+    assert {d.index for d in deltas["rest"] if d.finish_reason is FinishReason.LENGTH} == {0, 1, 2}
+    assert not engine._live
+    assert not engine._times
+
+
+def test_urgent_requests_are_answered_first() -> None:
+    engine = make_engine(max_num_sequences=1)
+    for index, priority in enumerate((0, 2, 0, -1)):
+        options = RequestOptions(priority=priority)
+        engine.add_request([index], SamplingParams(max_tokens=3), str(index), options)
+    ends = [d.request_id for _ in range(12) for d in engine.step() if d.finish_reason]
+    assert ends == ["3", "0", "2", "1"]
+    with pytest.raises(RequestError, match="priority=101"):
+        RequestOptions(priority=101)
+
+
+def test_a_time_limit_ends_running_and_waiting_requests_with_what_they_have() -> None:
+    now = 0.0
+    engine = Engine(FakeRunner(), None, RuntimeConfig(block_size=4, max_num_sequences=2), clock=lambda: now)
+    for name, limit in (("runs", 2.5), ("endless", None), ("waits", 2.5)):
+        sampling = SamplingParams(max_tokens=5, seed=0, n=2 if name == "waits" else 1)
+        engine.add_request([1, 2], sampling, name, RequestOptions(time_limit=limit))
+    deltas: list[Delta] = []
+    while engine.has_work:
+        deltas += engine.step()
+        now += 1
+    ends = {(d.request_id, d.index): (d.finish_reason, d.num_output_tokens) for d in deltas if d.finish_reason}
+    assert ends == {
+        ("runs", 0): (FinishReason.TIMEOUT, 3),
+        ("endless", 0): (FinishReason.LENGTH, 5),
+        ("waits", 0): (FinishReason.TIMEOUT, 0),
+        ("waits", 1): (FinishReason.TIMEOUT, 0),
+    }
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    with pytest.raises(RequestError, match="time_limit=0"):
+        RequestOptions(time_limit=0)
 
 
 # --- text -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Any sequence of arrivals, steps and aborts, on any small pool: every request ends within a computed bound, gets the
-tokens it would get alone, and leaves nothing behind."""
+"""Any sequence of arrivals, steps, aborts and failures, on any small pool: every request ends within a computed bound,
+gets the tokens it would get alone, and leaves nothing behind."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import pytest
 from fake_runner import FakeRunner, expected_tokens
@@ -18,15 +20,30 @@ from hypothesis.stateful import (
 
 from compress.checkpoint.errors import RequestError
 from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.types import Delta, FinishReason, SamplingParams
+from runtime.engine import Engine, derive_seed
+from runtime.scheduler import PRIORITY_PLACES
+from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
 
 MAX_MODEL_LEN = 30
 END_TOKENS = frozenset({0, 1})
 
 
+@dataclass
+class Expected:
+    """A live request: the tokens each of its answers must get, those it has, and the step it must end in at the latest.
+
+    `order` is its place in the queue, `deadline` the end of its time.
+    """
+
+    order: tuple[int, int]
+    bound: int
+    deadline: int | None
+    wanted: dict[int, list[int]]
+    received: dict[int, list[int]] = field(default_factory=dict)
+
+
 class EngineMachine(RuleBasedStateMachine):
-    """`wanted`: tokens each live request must get. `bounds`: the step in which it must have ended at the latest."""
+    """The engine's clock counts steps."""
 
     @initialize(
         num_blocks=st.integers(1, 16),
@@ -35,9 +52,17 @@ class EngineMachine(RuleBasedStateMachine):
         num_sequences=st.integers(1, 6),
         chunk=st.integers(1, 8),
         prefix_caching=st.booleans(),
+        plain=st.booleans(),
     )
     def start(
-        self, num_blocks: int, block_size: int, budget: int, num_sequences: int, chunk: int, prefix_caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        num_sequences: int,
+        chunk: int,
+        prefix_caching: bool,
+        plain: bool,
     ) -> None:
         config = RuntimeConfig(
             block_size=block_size,
@@ -47,11 +72,12 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
         )
         self.runner = FakeRunner(num_blocks, block_size, MAX_MODEL_LEN, END_TOKENS)
-        self.engine = Engine(self.runner, None, config)
         self.num_steps = 0
-        self.wanted: dict[str, list[int]] = {}
-        self.received: dict[str, list[int]] = {}
-        self.bounds: dict[str, int] = {}
+        self.engine = Engine(self.runner, None, config, clock=lambda: self.num_steps)
+        self.plain = plain
+        self.longest_wait = (num_sequences + 1) * MAX_MODEL_LEN
+        self.num_added = 0
+        self.live: dict[str, Expected] = {}
 
     @rule(
         prefix=st.integers(0, 20),
@@ -59,51 +85,85 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         seed=st.integers(0, 1),
         salt=st.sampled_from(["", "", "tenant"]),
+        n=st.sampled_from([1, 1, 2, 3]),
+        priority=st.sampled_from([0, 0, -1, 1]),
+        time_limit=st.sampled_from([None, None, None, 1, 5, 20]),
     )
-    def add(self, prefix: int, suffix: list[int], max_tokens: int, seed: int, salt: str) -> None:
+    def add(
+        self,
+        prefix: int,
+        suffix: list[int],
+        max_tokens: int,
+        seed: int,
+        salt: str,
+        n: int,
+        priority: int,
+        time_limit: int | None,
+    ) -> None:
+        n, priority = (1, 0) if self.plain else (n, priority)
         prompt = [i % 3 for i in range(prefix)] + suffix
-        sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
+        sampling = SamplingParams(max_tokens=max_tokens, seed=seed, n=n)
+        options = RequestOptions(priority=priority, time_limit=time_limit, cache_salt=salt)
         try:
-            request_id = self.engine.add_request(prompt, sampling, cache_salt=salt)
+            request_id = self.engine.add_request(prompt, sampling, None, options)
         except RequestError:
-            total = len(prompt) + max_tokens
             room = self.runner.num_blocks * self.runner.block_size
-            assert not prompt or total > min(MAX_MODEL_LEN, room)
+            assert not prompt or len(prompt) + max_tokens > min(MAX_MODEL_LEN, room)
             return
-        self.wanted[request_id] = expected_tokens(prompt, max_tokens, seed, END_TOKENS)
-        self.received[request_id] = []
-        # In every step the oldest computes at least one token, and who is preempted starts again once at most while
-        # being the oldest: each takes no more steps than it has tokens, after those before it.
-        before = max([self.num_steps, *self.bounds.values()])
-        self.bounds[request_id] = before + len(prompt) + max_tokens
+        order = (self.num_added + priority * PRIORITY_PLACES, self.num_added)
+        self.num_added += 1
+        deadline = None if time_limit is None else self.num_steps + time_limit
+        seeds = [seed, *(derive_seed(seed, index) for index in range(1, n))]
+        wanted = {i: expected_tokens(prompt, max_tokens, s, END_TOKENS) for i, s in enumerate(seeds)}
+        bound = self.bound(order, n, len(prompt) + max_tokens)
+        self.live[request_id] = Expected(order, bound, deadline, wanted, {index: [] for index in wanted})
+
+    def bound(self, order: tuple[int, int], n: int, num_tokens: int) -> int:
+        """The step in which a new request must have ended; moves the bounds of those that it overtakes.
+
+        Plain requests: in every step the first one computes at least one token, and nobody preempts it. With several
+        answers and priorities, the first of all sequences may wait until those that run have ended.
+        """
+        if self.plain:
+            return max([self.num_steps, *(other.bound for other in self.live.values())]) + num_tokens
+        for other in self.live.values():
+            other.bound += n * self.longest_wait * (order < other.order)
+        before = sum(len(other.wanted) for other in self.live.values() if other.order < order)
+        return self.num_steps + (before + n) * self.longest_wait
 
     @rule(count=st.integers(1, 8))
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.step()
 
-    @precondition(lambda self: self.wanted)
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.wanted)))
+        request_id = data.draw(st.sampled_from(sorted(self.live)))
         self.engine.abort(request_id)
-        self.forget(request_id)
+        del self.live[request_id]
 
-    @precondition(lambda self: self.wanted)
+    @precondition(lambda self: self.live)
     @rule()
     def fail(self) -> None:
         self.runner.failure = RuntimeError("injected")
-        for delta in self.engine.step():
-            assert delta.finish_reason is FinishReason.ERROR
-            self.forget(delta.request_id)
-        self.num_steps += 1
+        self.step()
+        self.runner.failure = None
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def break_one(self, data: st.DataObject) -> None:
+        """Its logits are not finite from now on."""
+        request_id = data.draw(st.sampled_from(sorted(self.live)))
+        self.runner.broken_ids.add(request_id)
 
     @invariant()
     def nothing_is_broken(self) -> None:
         if hasattr(self, "engine"):
             self.engine.scheduler.check()
-            assert self.engine.has_work == bool(self.wanted)
-            assert all(self.num_steps <= bound for bound in self.bounds.values())
+            assert self.engine.has_work == bool(self.live)
+            assert all(self.num_steps <= expected.bound for expected in self.live.values())
+            assert all(self.num_steps <= (e.deadline or self.num_steps) for e in self.live.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -113,32 +173,35 @@ class EngineMachine(RuleBasedStateMachine):
             self.nothing_is_broken()
         pool = self.engine.scheduler.pool
         assert pool.num_free == pool.num_blocks
-        assert not self.engine._answers
-        assert not self.engine._times
+        for table in (self.engine._live, self.engine._by_sequence, self.engine._times):
+            assert not table
 
     def step(self) -> None:
-        oldest = min((s.order for s in self.engine.scheduler.running), default=None)
-        preemptions = {s.order: s.num_preemptions for s in self.engine.scheduler.running}
+        running = self.engine.scheduler.running
+        first, preemptions = (running[0], running[0].num_preemptions) if running else (None, 0)
         deltas = self.engine.step()
-        for sequence in self.engine.scheduler.waiting:
-            if sequence.order == oldest:
-                assert sequence.num_preemptions == preemptions[sequence.order], "the oldest was preempted"
         self.num_steps += 1
+        assert first is None or first.num_preemptions == preemptions, "the first was preempted"
         for delta in deltas:
             self.take(delta)
 
     def take(self, delta: Delta) -> None:
-        received, wanted = self.received[delta.request_id], self.wanted[delta.request_id]
+        expected = self.live[delta.request_id]
+        received, wanted = expected.received[delta.index], expected.wanted[delta.index]
         received += delta.token_ids
         assert received == wanted[: len(received)]
-        if delta.finish_reason is not None:
+        if delta.finish_reason is None:
+            return
+        if delta.finish_reason is FinishReason.TIMEOUT:
+            assert self.num_steps > expected.deadline
+        elif delta.finish_reason is FinishReason.ERROR:
+            assert "injected" in delta.error or delta.request_id in self.runner.broken_ids
+        else:
             assert received == wanted
             assert delta.finish_reason is (FinishReason.STOP if wanted[-1] in END_TOKENS else FinishReason.LENGTH)
-            self.forget(delta.request_id)
-
-    def forget(self, request_id: str) -> None:
-        for table in (self.wanted, self.received, self.bounds):
-            del table[request_id]
+        del expected.received[delta.index]
+        if not expected.received:
+            del self.live[delta.request_id]
 
 
 def run_machine(examples: int, steps: int) -> None:
@@ -154,7 +217,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_everything_ends_and_nothing_leaks() -> None:
-    run_machine(examples=60, steps=40)
+    run_machine(examples=80, steps=40)
 
 
 @pytest.mark.slow

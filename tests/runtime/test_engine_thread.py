@@ -94,6 +94,22 @@ def test_an_answer_that_was_complete_is_not_aborted(thread: EngineThread) -> Non
     assert thread._messages.empty()
 
 
+def test_several_answers_come_out_of_one_generator(thread: EngineThread) -> None:
+    async def main() -> None:
+        sampling = SamplingParams(max_tokens=20, seed=0, n=3)
+        deltas = [delta async for delta in thread.generate([1, 2], sampling)]
+        assert sorted(delta.index for delta in deltas if delta.finish_reason) == [0, 1, 2]
+        assert tokens([delta for delta in deltas if delta.index == 0]) == expected_tokens([1, 2], 20)
+        stream = thread.generate([1, 2], SamplingParams(max_tokens=900, n=3))
+        while (await anext(stream)).index != 2:
+            pass
+        await stream.aclose()
+        await until_idle(thread)
+        assert not thread._inboxes
+
+    asyncio.run(main())
+
+
 def test_refusals_reach_the_caller(thread: EngineThread, runner: GatedRunner) -> None:
     runner.seconds = 0.005
 
@@ -155,6 +171,8 @@ def test_stopping_ends_requests_in_flight_and_later_ones(thread: EngineThread) -
         assert await asyncio.to_thread(thread.stop)
         rest = [delta async for delta in stream]
         assert rest[-1].finish_reason is FinishReason.ABORT
+        many = [delta async for delta in thread.generate([1], SamplingParams(n=3))]
+        assert [(delta.index, delta.finish_reason) for delta in many] == [(i, FinishReason.ABORT) for i in range(3)]
         assert [delta.finish_reason for delta in await collect(thread, [1])] == [FinishReason.ABORT]
 
     asyncio.run(main())

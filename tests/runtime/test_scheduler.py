@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from compress.checkpoint.errors import RequestError
 from runtime.blocks import BlockPool
 from runtime.config import RuntimeConfig
-from runtime.scheduler import Scheduler
-from runtime.types import Request, SamplingParams, Sequence, Status, StepPlan
+from runtime.scheduler import PRIORITY_PLACES, Scheduler
+from runtime.types import Request, RequestOptions, SamplingParams, Sequence, Status, StepPlan
 
 
 def make_scheduler(num_blocks: int = 100, max_model_len: int = 1000, **options: object) -> Scheduler:
@@ -15,9 +17,10 @@ def make_scheduler(num_blocks: int = 100, max_model_len: int = 1000, **options: 
     return Scheduler(pool, config, max_model_len)
 
 
-def add(scheduler: Scheduler, name: str, prompt: list[int] | int, max_tokens: int = 20, salt: str = "") -> Sequence:
+def add(scheduler: Scheduler, name: str, prompt: list[int] | int, max_tokens: int = 20, **options: object) -> Sequence:
     tokens = [sum(name.encode())] * prompt if isinstance(prompt, int) else prompt
-    return scheduler.add(Request(name, tuple(tokens), SamplingParams(max_tokens=max_tokens), seed=0, cache_salt=salt))
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return scheduler.add(Request(name, tuple(tokens), sampling, seed=0, options=RequestOptions(**options)))
 
 
 def spans(plan: StepPlan) -> list[tuple[str, int, int]]:
@@ -119,7 +122,7 @@ def test_prompts_share_full_blocks_but_not_across_salts() -> None:
     add(scheduler, "a", prompt)
     step(scheduler)
     step(scheduler)
-    b, c = add(scheduler, "b", prompt), add(scheduler, "c", prompt, salt="tenant")
+    b, c = add(scheduler, "b", prompt), add(scheduler, "c", prompt, cache_salt="tenant")
     plan = step(scheduler)
     assert ("b", 8, 2) in plan
     assert ("c", 0, 8) in plan
@@ -149,6 +152,68 @@ def test_a_prompt_that_is_known_as_a_whole_computes_one_token_in_a_copy(in_use: 
     assert plan.copies[0].num_tokens == 3
     assert plan.copies[0].target == second.block_ids[1]
     assert plan.copies[0].source != second.block_ids[1]
+
+
+def fork(scheduler: Scheduler, parent: Sequence, index: int) -> Sequence:
+    return scheduler.fork(parent, replace(parent.request, id=f"{parent.id}/{index}"), index)
+
+
+@pytest.mark.parametrize(("length", "copied"), [(6, 2), (8, 3), (5, 1)])
+def test_forks_share_the_prompt_and_copy_what_they_write(length: int, copied: int) -> None:
+    """Of a last block that is partly filled the last writer keeps the original; a full one is copied by forks only."""
+    scheduler = make_scheduler()
+    parent = add(scheduler, "a", length)
+    plan = scheduler.schedule()
+    scheduler.complete(plan)
+    child = fork(scheduler, parent, 1)
+    parent.token_ids.append(7)
+    assert child.status is Status.RUNNING
+    assert child.block_ids == parent.block_ids
+    plan = scheduler.schedule()
+    assert spans(plan) == [("a", length, 1), ("a/1", length - 1, 1)]
+    assert parent.block_ids[0] == child.block_ids[0]
+    assert parent.block_ids[1] != child.block_ids[1]
+    assert [copy.num_tokens for copy in plan.copies] == [copied]
+    scheduler.check()
+    for sequence in (parent, child):
+        scheduler.finish(sequence)
+    scheduler.check()
+    assert scheduler.pool.num_free == 100
+
+
+def test_a_fork_without_room_waits_and_computes_for_itself() -> None:
+    scheduler = make_scheduler(max_num_sequences=1, prefix_caching=False)
+    parent = add(scheduler, "a", 6)
+    later = add(scheduler, "b", 6)
+    scheduler.complete(scheduler.schedule())
+    child = fork(scheduler, parent, 1)
+    parent.token_ids.append(7)
+    assert child.status is Status.WAITING
+    assert scheduler.waiting == [child, later], "a fork stands in its parent's place"
+    scheduler.finish(parent)
+    assert step(scheduler) == [("a/1", 0, 6)]
+
+
+def test_priority_is_worth_places_and_not_more() -> None:
+    scheduler = make_scheduler(max_num_sequences=1)
+    add(scheduler, "running", 1)
+    step(scheduler)
+    patient = add(scheduler, "patient", 1, priority=1)
+    others = [add(scheduler, str(index), 1) for index in range(PRIORITY_PLACES + 5)]
+    assert scheduler.waiting.index(patient) == PRIORITY_PLACES - 1
+    urgent = add(scheduler, "urgent", 1, priority=-100)
+    assert scheduler.waiting[0] is urgent
+    assert len(others) == PRIORITY_PLACES + 5
+
+
+def test_the_least_urgent_is_preempted_first() -> None:
+    scheduler = make_scheduler(num_blocks=5, prefix_caching=False)
+    patient = add(scheduler, "patient", 7, max_tokens=13, priority=1)
+    step(scheduler)
+    urgent = add(scheduler, "urgent", 7, max_tokens=13)
+    for _ in range(3):
+        step(scheduler)
+    assert (patient.status, urgent.status) == (Status.WAITING, Status.RUNNING)
 
 
 def test_finishing_frees_at_once_and_twice_is_fine() -> None:
