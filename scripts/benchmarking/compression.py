@@ -49,14 +49,13 @@ def compress(
     Args:
         where: `device` and `dtype` of the calibration.
     """
-    import transformers.models.auto.modeling_auto  # noqa: F401 - imports are no part of the work
-
     from compress.pipeline import run
     from compress.prepare import RunRequest, prepare
 
+    request = RunRequest(model, str(model), Recipe((stage,), calibration, seed), out, measure=False, **where)
+    prepare(request)  # imports what the model needs, which is no part of the work
     started = Stopwatch()
-    recipe = Recipe((stage,), calibration, seed)
-    prepared = prepare(RunRequest(model, str(model), recipe, out, measure=False, **where))
+    prepared = prepare(request)
     structure = run(prepared, quiet=True).structure
     seconds, cpu_seconds = started.read()
     dtype = str(prepared.dtype).removeprefix("torch.")
