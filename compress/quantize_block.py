@@ -15,6 +15,7 @@ from compress.checkpoint.integer import IntegerWeight
 from compress.methods.awq import quantize_awq, search_clip
 from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
 from compress.methods.rtn import quantize_rtn
+from compress.methods.scales import GroupScales
 from compress.observe import Need, Observed, observe
 from compress.smoothing import fold_edge, head_layout, search_edge, trace_modules
 
@@ -153,11 +154,13 @@ class _Rounding:
         method = "rtn" if self.method == "unreached" else self.method
         return quantized, LinearRecord(self.module, method, error, **details)
 
-    def _clip(self) -> Tensor | None:
+    def _clip(self) -> GroupScales | None:
         if any(part in self.name for part in _UNCLIPPED):
             return None
         rows = self.statistics.sample(CLIP_ROWS).float()
-        return search_clip(self.weight, rows if self.scale is None else rows / self.scale, self.scheme)
+        return search_clip(
+            self.weight, rows if self.scale is None else rows / self.scale, self.scheme, self.scale_dtype
+        )
 
 
 def _output_error(
