@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import signal
 import socket
@@ -113,6 +114,9 @@ def announce(url: str, name: str, has_chat: bool, api_key: str | None) -> None:
 def run(app: FastAPI, listener: socket.socket, drain_seconds: int) -> None:
     """Serves until SIGINT or SIGTERM, lets running requests end for at most `drain_seconds`, then returns."""
     import uvicorn
+
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("runtime").setLevel(logging.INFO)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -141,7 +141,7 @@ def test_serve_announces_itself_and_its_curl_line_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_lets_running_requests_end(tmp_path: Path, number: signal.Signals) -> None:
     with serving(cwd=tmp_path) as (process, url, _):
-        body = {"model": "demo", "prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        body = {"model": "demo", "prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True, "user": "Ann"}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
@@ -150,6 +150,7 @@ def test_signal_lets_running_requests_end(tmp_path: Path, number: signal.Signals
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
         assert process.wait(30) == 0
+        assert "user 'Ann'" in process.stderr.read()
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
 
