@@ -10,7 +10,11 @@ import pytest
 from calibration.sources import load_texts
 from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import CheckpointError, DataError
+from compress.checkpoint.scheme import Scheme
 from compress.evaluate.session import EvaluationRequest, quick_check, recorded_source, run_evaluation
+from compress.pipeline import run
+from compress.prepare import RunRequest, prepare
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 BOTH = ("runtime", "transformers")
 
@@ -101,6 +105,17 @@ def test_calibration_on_a_part_of_the_text_is_a_warning(make_packed, text: Path)
     packed, _ = make_packed(provenance=calibrated_on(str(text)))
     (warning,) = run_evaluation(request_for(packed, max_tokens=2048)).warnings
     assert f"% of pydoc was also in the calibration text {text}" in warning
+
+
+def test_what_the_pipeline_records_is_what_the_check_reads(make_model, text: Path, tmp_path: Path):
+    source = make_model()
+    recipe = Recipe((QuantizeStage("gptq", Scheme(4, 32)),), CalibrationOptions(str(text), 8, 64), seed=5)
+    run(prepare(RunRequest(source, str(source), recipe, tmp_path / "out", measure=False)), quiet=True)
+    report = run_evaluation(request_for(tmp_path / "out", max_tokens=2048))
+    assert report.baseline == source
+    assert "% of pydoc was also in the calibration text" in report.warnings[0]
+    (warning,) = run_evaluation(request_for(tmp_path / "out", data=str(text))).warnings
+    assert "is also the calibration text" in warning
 
 
 def test_other_text_and_vanished_text_are_no_warning(make_packed, text: Path):
