@@ -22,12 +22,13 @@ class ChatShape:
 
     tokenizer: Tokenizer
     with_logprobs: bool
+    num_choices: int
     id_prefix: str = "chatcmpl"
     whole_object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
 
     def opening(self) -> list[dict[str, Any]]:
-        return [self.chunk(0, {"role": "assistant", "content": ""})]
+        return [self.chunk(index, {"role": "assistant", "content": ""}) for index in range(self.num_choices)]
 
     def part(self, index: int, delta: Delta) -> dict[str, Any]:
         return self.chunk(index, {"content": delta.text}, self.write_logprobs(delta.token_ids, delta.logprobs))
@@ -66,7 +67,7 @@ def chat_router(service: Service) -> APIRouter:
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         token_ids = await asyncio.to_thread(service.tokenizer.encode_chat, messages)
         sampling = service.sampling(body, len(token_ids), None)
-        shape = ChatShape(service.tokenizer, bool(body.logprobs))
+        shape = ChatShape(service.tokenizer, bool(body.logprobs), body.num_answers)
         return await service.respond(request, body, shape, [token_ids], [sampling])
 
     return router

@@ -80,7 +80,8 @@ def completions_router(service: Service) -> APIRouter:
         prompts = separate_prompts(body.prompt)
         token_ids = await asyncio.to_thread(tokenize, prompts)
         samplings = [service.sampling(body, len(ids), DEFAULT_MAX_TOKENS) for ids in token_ids]
-        echoed = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else []
+        texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else []
+        echoed = [text for text in texts for _ in range(body.num_answers)]
         shape = CompletionShape(tokenizer, echoed, body.logprobs is not None)
         return await service.respond(request, body, shape, token_ids, samplings)
 

@@ -34,7 +34,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One sequence to generate."""
+    """One prompt and how to continue it."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -42,7 +42,7 @@ class Job:
 
 
 class Generations:
-    """Runs sequences on the engine, at most `max_requests` at a time. Lives on the event loop's thread."""
+    """Runs jobs on the engine, at most `max_requests` answers at a time. Lives on the event loop's thread."""
 
     def __init__(self, engine: Engine, max_requests: int) -> None:
         self.engine = engine
@@ -54,7 +54,7 @@ class Generations:
         """Holds `count` places in the queue, or refuses with 429 (400 when there never could be as many)."""
         limit = self.max_requests
         if count > limit:
-            raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}.", "prompt")
+            raise ApiError(400, f"{count} answers in one request; this server takes at most {limit}.", "prompt")
         if self.num_active + count > limit:
             raise ApiError(
                 429,
@@ -69,18 +69,20 @@ class Generations:
             self.num_active -= count
 
     async def run(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Deltas of all jobs as they come, with the job's index. Closing it frees every job.
+        """Deltas of all jobs as they come, with the index of their choice: the answers of the first prompt come first.
+
+        Closing it frees every job.
 
         Raises:
             ApiError: 429 without a place in the queue; 500 when the engine fails a sequence, 503 when it stops.
             RequestError: the engine refuses a job.
         """
-        with self.admit(len(jobs)):
+        with self.admit(sum(job.sampling.n for job in jobs)):
             streams = [self.engine.generate(job.prompt_token_ids, job.sampling, job.request_id) for job in jobs]
             async with aclosing(merge(streams)) as deltas:
                 async for index, delta in deltas:
                     check_delta(delta)
-                    yield index, delta
+                    yield index * jobs[index].sampling.n + delta.index, delta
 
 
 def check_delta(delta: Delta) -> None:

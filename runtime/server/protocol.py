@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from runtime.types import MAX_SEED
+from runtime.types import MAX_ANSWERS, MAX_SEED
 
 MAX_STOP_STRINGS = 16
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class GenerationRequest(Strict):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, only(1)] = None
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     presence_penalty: Annotated[float | None, only(0)] = None
     frequency_penalty: Annotated[float | None, only(0)] = None
     user: str | None = Field(None, description="written to the server's log beside the request's id")
@@ -115,6 +115,10 @@ class GenerationRequest(Strict):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def num_answers(self) -> int:
+        return self.n or 1
 
     @property
     def token_limit(self) -> int | None:

@@ -85,6 +85,7 @@ class Service:
             top_k=body.top_k or 0,
             min_p=body.min_p or 0.0,
             seed=body.seed,
+            n=body.num_answers,
             stop=body.stop_strings,
             ignore_eos=bool(body.ignore_eos),
             logprobs=body.num_logprobs,
@@ -119,10 +120,10 @@ class Service:
         prompts: list[list[int]],
         samplings: list[SamplingParams],
     ) -> Response:
-        """Generates one choice per prompt and answers in the request's way, at once or as a stream."""
+        """Generates `n` choices per prompt and answers in the request's way, at once or as a stream."""
         request_id = f"{shape.id_prefix}-{uuid4().hex}"
         jobs = [Job(f"{request_id}-{i}", *job) for i, job in enumerate(zip(prompts, samplings, strict=True))]
         logger.info("request %s: user %r, prompts of %s tokens", request_id, body.user, [len(p) for p in prompts])
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
-        answer = Answer(envelope, shape, len(jobs), body.include_usage)
+        answer = Answer(envelope, shape, len(jobs) * body.num_answers, body.include_usage)
         return await respond(request, self.generations.run(jobs), answer, bool(body.stream))

@@ -35,16 +35,17 @@ class Output:
 
 @dataclass
 class Usage:
-    """Token counts of all sequences of a request."""
+    """Token counts of a request. A prompt counts once, however many answers it has."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
 
     def add(self, last: Delta) -> None:
-        self.prompt += last.num_prompt_tokens
         self.completion += last.num_output_tokens
-        self.cached += last.num_cached_tokens
+        if last.index == 0:
+            self.prompt += last.num_prompt_tokens
+            self.cached += last.num_cached_tokens
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -38,7 +38,8 @@ class ByteTokenizer:
 
 
 class AlphabetEngine:
-    """Continues every prompt with the alphabet, one letter per step, starting at the prompt's last byte plus one.
+    """Continues every prompt with the alphabet, one letter per step, starting at the prompt's last byte plus one;
+    further answers to the same prompt start ten letters later each.
 
     `gate` is closed by tests that want requests to hang; `active` are the requests that were not freed yet.
     """
@@ -82,12 +83,13 @@ class AlphabetEngine:
                 if i == self.fail_after:
                     yield Delta(request_id, finish_reason=FinishReason.ERROR, error="logits are not finite")
                     return
-                yield self.letter(request_id, prompt_token_ids, sampling, i)
+                for index in range(sampling.n):
+                    yield self.letter(request_id, prompt_token_ids, sampling, i, index)
         finally:
             self.active.discard(request_id)
 
-    def letter(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, i: int) -> Delta:
-        token = ord("a") + (prompt[-1] + 1 + i) % 26
+    def letter(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, i: int, index: int) -> Delta:
+        token = ord("a") + (prompt[-1] + 1 + i + 10 * index) % 26
         logprobs = [TokenLogprobs(-0.5, ((token, -0.5), (1, float("-inf")))[: sampling.logprobs])]
         last = i + 1 == sampling.max_tokens
         return Delta(
@@ -98,6 +100,7 @@ class AlphabetEngine:
             finish_reason=FinishReason.LENGTH if last else None,
             num_prompt_tokens=len(prompt),
             num_output_tokens=i + 1,
+            index=index,
         )
 
 

@@ -54,6 +54,17 @@ def test_stream_opens_with_the_role_and_ends_once(api: httpx.Client) -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["length"]
 
 
+def test_several_answers(api: httpx.Client) -> None:
+    contents = [choice["message"]["content"] for choice in chat(api, n=3, max_tokens=2)["choices"]]
+    assert contents == ["lm", "vw", "fg"]
+    chunks = stream(api, n=3, max_tokens=2)
+    assert [c["choices"][0]["delta"].get("role") for c in chunks[:3]] == ["assistant"] * 3
+    for index, content in enumerate(contents):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(choice["delta"].get("content", "") for choice in own) == content
+        assert own[-1]["finish_reason"] == "length"
+
+
 def test_usage_chunk_when_asked_for(api: httpx.Client) -> None:
     last = stream(api, max_tokens=3, stream_options={"include_usage": True})[-1]
     assert last["choices"] == []

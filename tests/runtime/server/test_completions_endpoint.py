@@ -104,6 +104,17 @@ def test_echo_puts_the_prompt_first(api: httpx.Client) -> None:
     assert text_of(stream(api, prompt="A", max_tokens=2, echo=True)) == "Aop"
 
 
+def test_several_answers_per_prompt(api: httpx.Client) -> None:
+    body = complete(api, prompt=["A", "B"], n=2, max_tokens=2, echo=True)
+    assert [choice["text"] for choice in body["choices"]] == ["Aop", "Ayz", "Bpq", "Bza"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (2, 8)
+    chunks = stream(api, prompt=["A", "B"], n=2, max_tokens=2, echo=True)
+    assert [text_of(chunks, index) for index in range(4)] == ["Aop", "Ayz", "Bpq", "Bza"]
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert reasons.count("length") == 4
+
+
 def test_logprobs_are_aligned_and_finite(api: httpx.Client) -> None:
     logprobs = complete(api, max_tokens=2, logprobs=2)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["n", "o"]

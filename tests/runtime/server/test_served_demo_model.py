@@ -35,6 +35,7 @@ MIXED = [
     {**GREEDY, "prompt": PROMPT * 12, "max_tokens": 9},
     {**GREEDY, "stop": [" and", "."], "max_tokens": 60},
     {**SEEDED, "top_k": 40, "top_p": 0.8, "seed": 1},
+    {**SEEDED, "n": 3, "max_tokens": 20},
     {**SEEDED, "min_p": 0.1, "ignore_eos": True, "max_tokens": 33},
 ]
 
@@ -92,6 +93,12 @@ def test_seeds_are_reproducible_and_differ(demo: Served) -> None:
     texts = [demo.text(**{**SEEDED, "seed": seed}) for seed in (1, 1, 2, 3)]
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
+
+
+def test_first_of_several_answers_is_the_only_one_of_one(demo: Served) -> None:
+    several = [choice["text"] for choice in demo.complete(**SEEDED, n=3)["choices"]]
+    assert several[0] == demo.text(**SEEDED)
+    assert len(set(several)) == 3
 
 
 def test_stop_string_ends_the_text_before_it(demo: Served) -> None:
