@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import lzma
 import platform
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -127,9 +129,7 @@ def _document(record: object, place: str) -> str | Messages:
         if isinstance(record.get("text"), str):
             return record["text"]
         messages = record.get("messages")
-        if isinstance(messages, list) and all(
-            isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
-        ):
+        if isinstance(messages, list) and all(map(_is_message, messages)):
             return messages
     raise DataError(f"{place} has neither a `text` string nor a `messages` list", "Give each record one of the two")
 
@@ -143,10 +143,24 @@ def _named_dataset(spec: str) -> TextSource:
     try:
         from datasets import DownloadConfig, load_dataset
 
-        rows = load_dataset(name, config or None, split=split or "train", download_config=DownloadConfig(max_retries=1))
+        options = DownloadConfig(max_retries=1)
+        with _quiet("huggingface_hub"):
+            rows = load_dataset(name, config or None, split=split or "train", download_config=options)
     # The library and the network below it raise many unrelated types; all of them mean the same to a user.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         problem = f"{spec!r} is neither a file here nor a dataset that could be loaded ({reason})"
         raise DataError(problem, "Give a .txt or .jsonl file, or one of: " + ", ".join(NAMED_SOURCES)) from error
     return TextSource(spec, tuple(_document(row, f"{spec} row {i}") for i, row in enumerate(rows)), f"dataset {spec}")
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Keeps a library's warnings (one for each of its retries) from burying the one line that a refusal is."""
+    library = logging.getLogger(logger)
+    before = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(before)
