@@ -61,7 +61,10 @@ def build_batch(entries: Sequence[ScheduledSequence], block_size: int, device: t
     """Orders the entries (single tokens by length, then spans) and lays out their tokens, slots and block tables."""
     groups = group_entries(entries, block_size)
     ordered = [entry for group in groups for entry in group]
-    token_ids, positions, slots, last_rows = [], [], [], []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    last_rows: list[int] = []
     for entry in ordered:
         span = range(entry.start, entry.start + entry.num_tokens)
         block_ids = entry.sequence.block_ids

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from compress.checkpoint.errors import ToolkitError
 from runtime.attention.paged import PagedAttention
 from runtime.batch import build_batch
 from runtime.config import RuntimeConfig
-from runtime.memory import MemoryPlan, plan_memory
+from runtime.memory import MemoryPlan, available_bytes, format_bytes, plan_memory
 from runtime.model.decoder import Decoder
 from runtime.model.pages import KVPages
 from runtime.sampler.sampler import Draw, sample_tokens
@@ -72,6 +73,13 @@ def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
     """A runner whose pool fits the budget of `config`.
 
     Raises:
-        ToolkitError: a sequence of `max_model_len` tokens does not fit in the pool.
+        ToolkitError: a sequence of `max_model_len` tokens does not fit in the pool, or the pool not in memory.
     """
-    return ModelRunner(decoder, plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config))
+    plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config)
+    free = available_bytes(decoder.device)
+    if plan.kv_bytes > free:
+        raise ToolkitError(
+            f"a KV pool of {format_bytes(plan.kv_bytes)} does not fit in {format_bytes(free)} of free memory",
+            "Allow less KV memory or fewer blocks",
+        )
+    return ModelRunner(decoder, plan)

@@ -20,8 +20,8 @@ class DenseAttention:
         positions = torch.arange(length, device=device)
         kinds = {window for window in windows if window is not None and window < length}
         masks = {window: visibility_mask(positions, length, window, dtype) for window in kinds}
-        self.masks = [masks.get(window) for window in windows]
+        self.masks = [None if window is None else masks.get(window) for window in windows]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        spans = zip(*(heads.split(self.length) for heads in (query, key, value)), strict=True)
-        return torch.cat([attend_span(*span, self.masks[layer]) for span in spans])
+        spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
+        return torch.cat([attend_span(q, k, v, self.masks[layer]) for q, k, v in spans])

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.kernels.base import Linear, Target
+from runtime.kernels.cpu import is_fast
 
 
 class DenseLinear:
@@ -36,11 +37,5 @@ class PrepackedLinear:
 def dense_linear(weight: Tensor, bias: Tensor | None, target: Target, *, reference: bool = False) -> Linear:
     """The best linear for a dense weight `[O, I]`; `reference` asks for plain `F.linear`."""
     weight = weight.to(target.device, target.dtype)
-    if reference or not _can_prepack(target):
-        return DenseLinear(weight, bias)
-    return PrepackedLinear(weight, bias)
-
-
-def _can_prepack(target: Target) -> bool:
-    on_cpu = target.device.type == "cpu" and target.dtype == torch.bfloat16
-    return on_cpu and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    can_prepack = target.device.type == "cpu" and target.dtype == torch.bfloat16 and is_fast(torch.bfloat16)
+    return PrepackedLinear(weight, bias) if can_prepack and not reference else DenseLinear(weight, bias)

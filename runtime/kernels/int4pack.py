@@ -18,6 +18,7 @@ from torch import Tensor
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Kernel, Target
+from runtime.kernels.cpu import has_vector_nibbles
 
 GROUP_SIZES = (256, 128, 64, 32)
 ROW_MULTIPLE = 64
@@ -103,7 +104,7 @@ def tile_columns() -> int:
 
 
 def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
-    if target.device.type != "cpu" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+    if target.device.type != "cpu" or not has_vector_nibbles():
         return "needs a CPU with AVX2 or AVX-512"
     if target.dtype != torch.bfloat16:
         return f"is fast in bfloat16 only, not in {str(target.dtype).removeprefix('torch.')}"

@@ -14,6 +14,7 @@ from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.activations import quantize_tokens
 from runtime.kernels.base import Kernel, Target
+from runtime.kernels.cpu import has_byte_products
 
 SHIFT = 128
 
@@ -47,7 +48,7 @@ def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
         return "takes symmetric weights with one scale per channel"
     if target.device.type != "cpu" or target.dtype == torch.float64:
         return "runs on CPUs, in 16 or 32 bits"
-    if not torch.backends.mkldnn.is_available() or not torch.cpu._is_vnni_supported():
+    if not has_byte_products():
         return "needs a CPU with 8-bit dot products (VNNI)"
     return ""
 

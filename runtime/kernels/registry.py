@@ -36,7 +36,7 @@ def choose_kernel(
     """
     if kernels != "auto":
         return _named(scheme, in_features, target, kernels)
-    refusals = []
+    refusals: list[str] = []
     for kernel in KERNELS:
         refusal = (excluded or {}).get(kernel.name) or kernel.refuse(scheme, in_features, target)
         if not refusal:

@@ -28,16 +28,17 @@ class SideBySide:
 
 def fuse_weights(weights: Sequence[IntegerWeight | Tensor]) -> IntegerWeight | Tensor | None:
     """Weights over the same input as one weight along the output features; None when their schemes or dtypes differ."""
-    first = weights[0]
     if len(weights) == 1:
-        return first
-    if all(isinstance(weight, Tensor) for weight in weights):
-        return torch.cat(list(weights)) if len({weight.dtype for weight in weights}) == 1 else None
-    kinds = {(weight.scheme, weight.scale.dtype) for weight in weights if isinstance(weight, IntegerWeight)}
-    if len(kinds) > 1 or any(isinstance(weight, Tensor) for weight in weights):
+        return weights[0]
+    dense = [weight for weight in weights if isinstance(weight, Tensor)]
+    packed = [weight for weight in weights if isinstance(weight, IntegerWeight)]
+    kinds = {weight.dtype for weight in dense} | {(weight.scheme, weight.scale.dtype) for weight in packed}
+    if len(kinds) > 1:
         return None
-    codes, scale, zero = (torch.cat([getattr(w, name) for w in weights]) for name in ("codes", "scale", "zero"))
-    return IntegerWeight(codes, scale, zero, first.scheme)
+    if dense:
+        return torch.cat(dense)
+    codes, scale, zero = (torch.cat([getattr(w, name) for w in packed]) for name in ("codes", "scale", "zero"))
+    return IntegerWeight(codes, scale, zero, packed[0].scheme)
 
 
 def fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:

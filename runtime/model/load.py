@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
@@ -22,9 +20,8 @@ from runtime.model.config import DecoderConfig, parse_config, read_generation_co
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.linear import SideBySide, fuse_biases, fuse_weights
 from runtime.model.rope import Rotary
-
-DTYPES = ("bfloat16", "float16", "float32", "float64")
-EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+from runtime.model.target import resolve_device, resolve_dtype
+from runtime.model.tensors import EMBEDDING, HEAD, NORM, check_tensors, head_is_embedding
 
 
 def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto") -> Decoder:
@@ -47,93 +44,6 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
     check_tensors(checkpoint, config)
     return _Loader(checkpoint, config, target, kernels).load()
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of that name. Raises ToolkitError when this machine has none such."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ToolkitError(f"unknown device {name!r}", "Choose auto, cpu or cuda") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ToolkitError(f"device {name} asked for, but torch sees {torch.cuda.device_count()}", "Use --device cpu")
-    return device
-
-
-def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """The activation dtype. Raises ToolkitError for an unknown one, and for one with no fast path on this CPU."""
-    if name != "auto" and name not in DTYPES:
-        raise ToolkitError(f"unknown dtype {name!r}", f"Choose auto, {', '.join(DTYPES)}")
-    wanted = getattr(torch, checkpoint_dtype if name == "auto" else name)
-    if device.type != "cpu" or _fast_on_cpu(wanted):
-        return wanted
-    if name != "auto":
-        raise ToolkitError(f"{name} has no fast path on this CPU (over ten times slower)", "Use --dtype auto")
-    return torch.bfloat16 if _fast_on_cpu(torch.bfloat16) else torch.float32
-
-
-def _fast_on_cpu(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return True
-
-
-def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
-    """Every tensor the decoder needs is there, with the right shape; reads headers only.
-
-    Raises:
-        CheckpointError: the first tensor that is missing or has another shape than config.json says.
-    """
-    for module, shape, needs_bias in _linears(config, checkpoint):
-        _check_shape(f"{module}.weight", checkpoint.shape(module), shape)
-        if needs_bias and f"{module}.bias" not in checkpoint.files:
-            raise CheckpointError(f"{checkpoint.path} has no tensor {module}.bias, which {config.model_type} needs")
-    _check_shape(f"{EMBEDDING}.weight", checkpoint.shape(EMBEDDING), (config.vocab_size, config.hidden_size))
-    for name, size in _norms(config):
-        _check_shape(name, checkpoint.files.shape(name), (size,))
-
-
-def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise CheckpointError(
-            f"{name} has shape {found}, config.json says {expected}",
-            "Check that config.json and the weights belong to the same model",
-        )
-
-
-def _linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[tuple[str, tuple[int, int], bool]]:
-    """Module, shape and whether a bias must be there, of every linear that is loaded."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for layer in range(config.num_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        yield f"{attention}.q_proj", (queries, hidden), config.qkv_bias
-        yield f"{attention}.k_proj", (keys, hidden), config.qkv_bias
-        yield f"{attention}.v_proj", (keys, hidden), config.qkv_bias
-        yield f"{attention}.o_proj", (hidden, queries), config.output_bias
-        yield f"{mlp}.gate_proj", (inner, hidden), config.mlp_bias
-        yield f"{mlp}.up_proj", (inner, hidden), config.mlp_bias
-        yield f"{mlp}.down_proj", (hidden, inner), config.mlp_bias
-    if not _head_is_embedding(checkpoint):
-        yield HEAD, (config.vocab_size, hidden), False
-
-
-def _norms(config: DecoderConfig) -> Iterator[tuple[str, int]]:
-    for layer in range(config.num_layers):
-        yield f"model.layers.{layer}.input_layernorm.weight", config.hidden_size
-        yield f"model.layers.{layer}.post_attention_layernorm.weight", config.hidden_size
-        if config.qk_norm:
-            yield f"model.layers.{layer}.self_attn.q_norm.weight", config.head_dim
-            yield f"model.layers.{layer}.self_attn.k_norm.weight", config.head_dim
-    yield f"{NORM}.weight", config.hidden_size
-
-
-def _head_is_embedding(checkpoint: PackedCheckpoint) -> bool:
-    return checkpoint.tied and HEAD not in checkpoint.schemes
 
 
 @dataclass
@@ -159,7 +69,7 @@ class _Loader:
             layers=[self._layer(f"model.layers.{index}") for index in range(config.num_layers)],
             norm=self._vector(f"{NORM}.weight"),
             head=self._prepare(embedding, "head (the embedding)")
-            if _head_is_embedding(self.checkpoint)
+            if head_is_embedding(self.checkpoint)
             else self._linear(HEAD),
             rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
             description=tuple(f"{count} x {what}" for what, count in self.used.items()),

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from tiny_models import SIZES
+from tiny_models import SIZES, save_tiny_model
 
 from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
 from runtime.memory import format_bytes, plan_memory
 from runtime.model.config import parse_config
+from runtime.model.load import load_model
+from runtime.runner import build_runner
 
 MODEL = parse_config({"model_type": "llama", **SIZES})
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 2
@@ -59,3 +61,9 @@ def test_explanation_has_the_numbers():
 )
 def test_bytes_as_text(count, text):
     assert format_bytes(count) == text
+
+
+def test_a_pool_larger_than_memory_is_refused_before_it_is_touched(tmp_path):
+    decoder = load_model(save_tiny_model(tmp_path / "model"))
+    with pytest.raises(ToolkitError, match=r"KV pool of \d+\.\d GiB does not fit in .* of free memory"):
+        build_runner(decoder, RuntimeConfig(num_blocks=10**12))

@@ -68,12 +68,14 @@ def test_reference_dequantizes_a_panel_at_a_time(monkeypatch):
     seed=st.integers(0, 9),
 )
 def test_int4pack_rounds_no_more_than_bfloat16(bits, symmetric, group_size, groups, out_features, rows, seed):
-    """Relative error of the worst case; 2^-8 is one bfloat16 rounding of a whole row at its worst."""
+    """The result is rounded once, and (8 - zero point) * scale once: 2^-8 of each at most."""
     weight = random_weight((out_features, (group_size or 160) * groups), Scheme(bits, group_size, symmetric), seed)
     x = activations(rows, weight.shape[1])
     found = int4pack.KERNEL.prepare(weight, None, BF16)(x)
     assert found.shape == (rows, out_features)
-    assert relative_error(found, exact(x, weight)) < 2**-8
+    offsets = weight.scale.double().abs().repeat_interleave(weight.shape[1] // weight.scale.shape[1], 1) * 8
+    magnitude = x.double().abs() @ (weight.dequantize(torch.float64).abs() + (0 if symmetric else offsets)).T
+    assert ((found.double() - exact(x, weight)).abs() <= 1.01 * 2**-8 * magnitude).all()
 
 
 @needs_int4pack

@@ -11,7 +11,7 @@ from tiny_models import load_reference, pack_model, put_weights, reference_logit
 
 from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.scheme import Scheme
-from runtime.model import load
+from runtime.model import load, target
 from runtime.model.linear import SideBySide
 from runtime.model.load import load_model
 from runtime.model.scoring import score
@@ -195,11 +195,11 @@ def test_devices_and_dtypes(options, message, dense):
 )
 def test_dtype_of_slow_cpus(name, stored, fast, expected, monkeypatch):
     slow = {"bfloat16", "float16"} - fast
-    monkeypatch.setattr(load, "_fast_on_cpu", lambda dtype: str(dtype).removeprefix("torch.") not in slow)
-    assert load.resolve_dtype(name, stored, torch.device("cpu")) == getattr(torch, expected)
+    monkeypatch.setattr(target, "is_fast", lambda dtype: str(dtype).removeprefix("torch.") not in slow)
+    assert target.resolve_dtype(name, stored, torch.device("cpu")) == getattr(torch, expected)
 
 
 def test_a_dtype_without_a_fast_path_is_not_silently_slow(monkeypatch):
-    monkeypatch.setattr(load, "_fast_on_cpu", lambda dtype: False)
+    monkeypatch.setattr(target, "is_fast", lambda dtype: False)
     with pytest.raises(ToolkitError, match="float16 has no fast path on this CPU"):
-        load.resolve_dtype("float16", "float16", torch.device("cpu"))
+        target.resolve_dtype("float16", "float16", torch.device("cpu"))

@@ -1,0 +1,26 @@
+"""What this CPU computes at full speed. Everything else is refused or avoided: slow paths are never silent."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether matrix products in this dtype have a vectorized path; 16-bit ones are over ten times slower without."""
+    if dtype in (torch.float32, torch.float64):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    operators = torch.ops.mkldnn
+    check = operators._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else operators._is_mkldnn_fp16_supported
+    return bool(check())
+
+
+def has_vector_nibbles() -> bool:
+    """Whether the packed 4-bit product is vectorized (AVX2 or AVX-512)."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def has_byte_products() -> bool:
+    """Whether one instruction sums byte products in 32 bits (VNNI), so that nothing saturates on the way."""
+    return torch.backends.mkldnn.is_available() and bool(torch.cpu._is_vnni_supported())
