@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import aclosing
 
 import pytest
 from fake_runner import FakeRunner, expected_tokens
@@ -86,6 +87,25 @@ def test_fifty_at_once_of_which_some_leave(thread: EngineThread) -> None:
             assert tokens(deltas) == expected_tokens(prompts[index], 20)
             assert deltas[-1].finish_reason is FinishReason.LENGTH
     thread.engine.scheduler.check()
+
+
+def test_a_thousand_clients_that_vanish_leave_every_block_free(thread: EngineThread) -> None:
+    async def client(index: int) -> None:
+        sampling = SamplingParams(max_tokens=900, n=1 + index % 2)
+        async with aclosing(thread.generate([index % 50, 1, 2], sampling)) as stream:
+            for _ in range(index % 3):
+                await anext(stream)
+            if index % 3 == 0:
+                await asyncio.wait_for(anext(stream), 0.001 * (index % 7))
+
+    async def main() -> None:
+        await asyncio.gather(*(client(index) for index in range(1000)), return_exceptions=True)
+        await until_idle(thread)
+        assert not thread._inboxes
+
+    asyncio.run(main())
+    thread.engine.scheduler.check()
+    assert thread.check().healthy
 
 
 def test_an_answer_that_was_complete_is_not_aborted(thread: EngineThread) -> None:

@@ -194,6 +194,28 @@ def test_a_fork_without_room_waits_and_computes_for_itself() -> None:
     assert step(scheduler) == [("a/1", 0, 6)]
 
 
+def test_a_fork_does_not_overtake_who_is_more_urgent() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    parent = add(scheduler, "a", 6, max_tokens=4)
+    plan = scheduler.schedule()
+    urgent = add(scheduler, "urgent", 16, max_tokens=4, priority=-1)
+    scheduler.complete(plan)
+    child = fork(scheduler, parent, 1)
+    assert scheduler.waiting == [urgent, child]
+
+
+def test_a_full_block_that_a_fork_writes_alone_is_not_found_any_more() -> None:
+    scheduler = make_scheduler()
+    parent = add(scheduler, "a", list(range(8)))
+    scheduler.complete(scheduler.schedule())
+    child = fork(scheduler, parent, 1)
+    scheduler.finish(parent)
+    plan = scheduler.schedule()
+    assert spans(plan) == [("a/1", 7, 1)]
+    assert not plan.copies
+    assert scheduler.pool.match(child.block_hashes) == scheduler.pool.match(parent.block_hashes[:1])
+
+
 def test_priority_is_worth_places_and_not_more() -> None:
     scheduler = make_scheduler(max_num_sequences=1)
     add(scheduler, "running", 1)
