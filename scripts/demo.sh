@@ -80,4 +80,4 @@ stop_server
 printf '\n'
 python "$repository/scripts/demo_table.py" .
 say "
-$((SECONDS - start_seconds)) seconds in all. The packed model is $PWD/packed: try 'runtime serve' in that folder's parent."
+$((SECONDS - start_seconds)) seconds in all. To serve the result again: $repository/.venv/bin/runtime serve $PWD/packed"

@@ -33,8 +33,8 @@ def rows(folder: Path) -> Iterator[Row]:
     dense_bits = 8 * dense_bytes / structure["num_parameters"]
     yield "", "dense", "packed"
     yield "size", megabytes(dense_bytes), f"{megabytes(packed_bytes)} ({dense_bytes / packed_bytes:.2f}x smaller)"
-    yield "bits per weight, quantized layers", f"{dense_bits:.2f}", f"{structure['bits_per_weight']:.2f}"
-    yield "bits per weight, whole model", f"{dense_bits:.2f}", f"{structure['bits_per_parameter']:.2f}"
+    yield "bits per weight, quantized layers", f"{dense_bits:.1f}", f"{structure['bits_per_weight']:.2f}"
+    yield "bits per weight, whole model", f"{dense_bits:.1f}", f"{structure['bits_per_parameter']:.2f}"
     yield "perplexity", f"{evaluation['baseline_perplexity']:.3f}", f"{evaluation['perplexity']:.3f}"
     yield "KL to dense, mean", "0", f"{evaluation['kl_mean']:.5f} nats"
     yield "KL to dense, 99.9 %", "0", f"{evaluation['kl_p999']:.4f} nats"
