@@ -129,7 +129,7 @@ def quick_check(packed: Path, source: Path, tokens: int = QUICK_TOKENS) -> dict[
 def _require_memory(source: Path) -> None:
     """Compressing streams; measuring holds two whole models. Better no figure than a run that is killed at its end."""
     from runtime.memory import available_bytes, format_bytes
-    from runtime.model.load import resolve_device, resolve_dtype
+    from runtime.model.target import resolve_device, resolve_dtype
 
     files = TensorFiles.open(source)
     device = resolve_device("auto")
