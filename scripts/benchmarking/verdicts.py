@@ -48,7 +48,8 @@ class Verdict:
         seeds_better, seeds: in how many calibration seeds its KL is below RTN's.
         loss_change: its mean loss minus RTN's, in nats per token, on the same windows; negative is better.
         loss_error: standard error of `loss_change` over windows.
-        holds: whether the promised order holds in KL and in perplexity.
+        holds: whether the promised order holds in KL and in perplexity. GPTQ must be better in both; AWQ must not be
+            worse, where a change of perplexity within two standard errors is a tie.
     """
 
     setting: str
@@ -61,10 +62,16 @@ class Verdict:
     loss_error: float
     holds: bool
 
+    @property
+    def word(self) -> str:
+        if not self.holds:
+            return "BROKEN"
+        return "holds" if self.loss_change <= 0 else "tie"
+
     def __str__(self) -> str:
         order = "<" if self.method == "gptq" else "<="
         return (
-            f"{'holds ' if self.holds else 'BROKEN'} {self.setting} on {self.text}: {self.method} {order} rtn, "
+            f"{self.word:6} {self.setting} on {self.text}: {self.method} {order} rtn, "
             f"KL {100 * (self.kl_ratio - 1):+.1f} % ({self.seeds_better}/{self.seeds} seeds), "
             f"perplexity {100 * self.loss_change:+.2f} +- {100 * self.loss_error:.2f} %"
         )
@@ -92,7 +99,7 @@ def _compare(rtn: Trial, trials: list[Trial]) -> Verdict:
     better = sum(trial.figures.kl_mean < rtn.figures.kl_mean for trial in trials)
     change = torch.stack([trial.losses for trial in trials]).mean(0) - rtn.losses
     mean, error = change.mean().item(), _standard_error(change)
-    holds = ratio < 1 and mean < 0 if method == "gptq" else ratio <= 1 and mean <= 0
+    holds = ratio < 1 and mean < 0 if method == "gptq" else ratio <= 1 and mean <= 2 * error
     return Verdict(rtn.setting, rtn.text, method, ratio, better, len(trials), mean, error, holds)
 
 

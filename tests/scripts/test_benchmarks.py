@@ -75,6 +75,7 @@ def make_trial(verdicts: ModuleType, method: str, kl: float, losses: list[float]
         ("gptq", 0.2, [2.2, 3.2], False),
         ("awq", 0.2, [2.2, 3.2], True),
         ("awq", 0.21, [2.2, 3.2], False),
+        ("awq", 0.1, [2.3, 3.3], False),
     ],
 )
 def test_the_order_must_hold_in_divergence_and_in_loss(verdicts, method: str, kl: float, losses, holds: bool):
@@ -82,6 +83,14 @@ def test_the_order_must_hold_in_divergence_and_in_loss(verdicts, method: str, kl
     (verdict,) = verdicts.judge([rtn, make_trial(verdicts, method, kl, losses)])
     assert verdict.holds is holds
     assert str(verdict).startswith("holds" if holds else "BROKEN")
+
+
+def test_perplexity_that_is_worse_by_less_than_its_noise_is_a_tie(verdicts):
+    rtn = make_trial(verdicts, "rtn", 0.2, [2.0, 3.0, 4.0])
+    losses = [2.3, 2.9, 3.9]  # 0.03 worse, with a standard error of 0.13
+    (awq,) = verdicts.judge([rtn, make_trial(verdicts, "awq", 0.1, losses)])
+    (gptq,) = verdicts.judge([rtn, make_trial(verdicts, "gptq", 0.1, losses)])
+    assert (awq.word, gptq.word) == ("tie", "BROKEN")
 
 
 def test_a_verdict_is_about_the_mean_over_seeds(verdicts):
