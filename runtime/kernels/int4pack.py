@@ -70,7 +70,8 @@ class Int4PackLinear:
         nibbles[:, :, 1] = ((words >> 4) & LOW_NIBBLES).transpose(0, 1)
         panel = nibbles.view(torch.uint8).to(torch.bfloat16).view(-1, self.group_size, stop - start)
         zero = self._zero if isinstance(self._zero, int) else self._zero[:, :, start:stop]
-        return panel.sub_(zero).mul_(self._scales[:, None, start:stop, 0]).view(self.in_features, -1)
+        scale = self._scales[:, start:stop, 0].contiguous()  # a strided factor makes the product six times slower
+        return panel.sub_(zero).mul_(scale.unsqueeze(1)).view(self.in_features, -1)
 
 
 def kernel_group_size(scheme: Scheme, in_features: int) -> int:
