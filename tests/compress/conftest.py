@@ -45,7 +45,7 @@ def build_model(family: str, **options):
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            spread = 0.3 if parameter.dim() == 1 else 2 / parameter.shape[-1] ** 0.5
+            spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
             parameter.normal_(mean=1.0 if parameter.dim() == 1 else 0.0, std=spread)
     return model
 

@@ -76,7 +76,7 @@ def test_mistakes_are_named_with_file_line_and_key(text: str, problem: str) -> N
 
 
 def test_unknown_recipe_lists_the_bundled_ones() -> None:
-    with pytest.raises(RecipeError, match="recipe int4-awk does not exist. Did you mean 'int4-awq'"):
+    with pytest.raises(RecipeError, match=r"recipe int4-awk does not exist. Did you mean 'int4-awq'"):
         load_recipe("int4-awk")
 
 
