@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 
 import torch
 from torch import Tensor
@@ -61,35 +61,24 @@ def build_batch(entries: Sequence[ScheduledSequence], block_size: int, device: t
     """Orders the entries (single tokens by length, then spans) and lays out their tokens, slots and block tables."""
     groups = group_entries(entries, block_size)
     ordered = [entry for group in groups for entry in group]
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    last_rows: list[int] = []
-    for entry in ordered:
-        span = range(entry.start, entry.start + entry.num_tokens)
-        block_ids = entry.sequence.block_ids
-        token_ids += entry.sequence.token_ids[span.start : span.stop]
-        positions += span
-        slots += [block_ids[position // block_size] * block_size + position % block_size for position in span]
-        if entry.samples:
-            last_rows.append(len(token_ids) - 1)
-    tables = [block_table(group, block_size) for group in groups]
-    parts = [token_ids, positions, slots, last_rows, *tables]
+    stops = list(accumulate(entry.num_tokens for entry in ordered))
+    parts = [
+        list(chain.from_iterable(entry.sequence.token_ids[entry.start : _stop(entry)] for entry in ordered)),
+        list(chain.from_iterable(range(entry.start, _stop(entry)) for entry in ordered)),
+        list(chain.from_iterable(_slots(entry, block_size) for entry in ordered)),
+        [stop - 1 for entry, stop in zip(ordered, stops, strict=True) if entry.samples],
+        *(block_table(group, block_size) for group in groups),
+    ]
     # One transfer for everything: on small models, and on a GPU, each small tensor costs as much as a layer.
-    flat = torch.tensor([number for part in parts for number in part], dtype=torch.int64, device=device)
-    token_tensor, position_tensor, slot_tensor, row_tensor, *table_tensors = flat.split([len(part) for part in parts])
-    layout, row = [], 0
-    for group, table in zip(groups, table_tensors, strict=True):
-        rows = slice(row, row + sum(entry.num_tokens for entry in group))
-        layout.append(_attention_group(group, rows, table, position_tensor[rows]))
-        row = rows.stop
+    flat = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64, device=device)
+    token_ids, positions, slots, sample_rows, *tables = flat.split([len(part) for part in parts])
     return Batch(
-        token_tensor,
-        position_tensor,
-        slot_tensor,
-        tuple(layout),
+        token_ids,
+        positions,
+        slots,
+        _attention_groups(groups, tables, positions),
         tuple(entry for entry in ordered if entry.samples),
-        row_tensor,
+        sample_rows,
         tuple(block for entry in ordered for block in _fresh_block(entry, block_size)),
     )
 
@@ -116,22 +105,36 @@ def block_table(group: Sequence[ScheduledSequence], block_size: int) -> list[int
     return table
 
 
-def _attention_group(
-    group: Sequence[ScheduledSequence], rows: slice, blocks: Tensor, positions: Tensor
-) -> AttentionGroup:
-    lengths = [entry.start + entry.num_tokens for entry in group]
-    partial_span = group[0].num_tokens > 1 and group[0].start > 0
-    return AttentionGroup(
-        rows, blocks, positions, len(group), max(lengths), ragged=partial_span or min(lengths) < max(lengths)
-    )
+def _attention_groups(
+    groups: Sequence[Sequence[ScheduledSequence]], tables: Sequence[Tensor], positions: Tensor
+) -> tuple[AttentionGroup, ...]:
+    layout, row = [], 0
+    for group, table in zip(groups, tables, strict=True):
+        rows = slice(row, row + sum(entry.num_tokens for entry in group))
+        lengths = [_stop(entry) for entry in group]
+        partial_span = group[0].num_tokens > 1 and group[0].start > 0
+        ragged = partial_span or min(lengths) < max(lengths)
+        layout.append(AttentionGroup(rows, table, positions[rows], len(group), max(lengths), ragged))
+        row = rows.stop
+    return tuple(layout)
+
+
+def _stop(entry: ScheduledSequence) -> int:
+    return entry.start + entry.num_tokens
+
+
+def _slots(entry: ScheduledSequence, block_size: int) -> list[int]:
+    block_ids = entry.sequence.block_ids
+    span = range(entry.start, _stop(entry))
+    return [block_ids[position // block_size] * block_size + position % block_size for position in span]
 
 
 def _last_block(entry: ScheduledSequence, block_size: int) -> int:
-    return (entry.start + entry.num_tokens - 1) // block_size
+    return (_stop(entry) - 1) // block_size
 
 
 def _fresh_block(entry: ScheduledSequence, block_size: int) -> list[int]:
     """The last block of a span when it is begun here and not filled: the rest of it must not hold old numbers."""
-    last, stop = _last_block(entry, block_size), entry.start + entry.num_tokens
+    last = _last_block(entry, block_size)
     begun = last * block_size >= entry.start
-    return [entry.sequence.block_ids[last]] if begun and stop % block_size else []
+    return [entry.sequence.block_ids[last]] if begun and _stop(entry) % block_size else []

@@ -22,19 +22,19 @@ class Family:
     Attributes:
         qkv_bias: biases on q, k and v whatever config.json says; None asks `attention_bias`, for the output too.
         qk_norm: an RMSNorm over each query and key head before the rotary embedding.
-        window_switch: whether `sliding_window` counts only when `use_sliding_window` is set.
+        window: whether `sliding_window` counts: `never`, `always`, or `switched` on by `use_sliding_window`.
     """
 
     qkv_bias: bool | None = None
     qk_norm: bool = False
-    window_switch: bool = False
+    window: str = "never"
 
 
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True, window_switch=True),
-    "qwen3": Family(qk_norm=True, window_switch=True),
+    "mistral": Family(window="always"),
+    "qwen2": Family(qkv_bias=True, window="switched"),
+    "qwen3": Family(qk_norm=True, window="switched"),
 }
 
 
@@ -181,15 +181,13 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
 
 def _windows(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
     num_layers = _positive(config, "num_hidden_layers")
-    window = config.get("sliding_window")
-    if family.window_switch and not config.get("use_sliding_window", False):
-        window = None
-    if window is None:
+    counts = family.window == "always" or (family.window == "switched" and config.get("use_sliding_window"))
+    if not counts or config.get("sliding_window") is None:
         return (None,) * num_layers
     window = _positive(config, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:
-        first = config.get("max_window_layers", 28) if family.window_switch else 0
+        first = config.get("max_window_layers", 28) if family.window == "switched" else 0
         kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown or len(kinds) != num_layers:

@@ -32,6 +32,7 @@ def test_families_differ_as_they_should():
     [
         ({"model_type": "mistral", "sliding_window": 8}, (8, 8)),
         ({"model_type": "mistral", "sliding_window": None}, (None, None)),
+        ({"model_type": "llama", "sliding_window": 8}, (None, None)),
         ({"model_type": "qwen2", "sliding_window": 8}, (None, None)),
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, (None, None)),
         (
