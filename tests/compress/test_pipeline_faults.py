@@ -1,0 +1,167 @@
+"""What goes wrong in a run: one clear error, nothing half-written, and memory shortage is no error at all."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compress.checkpoint.errors import CheckpointError, NumericsError, ToolkitError
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme
+from compress.memory import is_out_of_memory, with_smaller_batches
+from compress.pipeline import run
+from compress.prepare import RunRequest, prepare
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+
+
+def make_request(model: Path, out: Path, method: str = "gptq", **options) -> RunRequest:
+    recipe = Recipe((QuantizeStage(method, Scheme(4, 64)),), CalibrationOptions(samples=4, length=48))
+    return RunRequest(model, str(model), recipe, out, measure=False, **options)
+
+
+@pytest.fixture
+def source(tiny_model, tmp_path) -> Path:
+    """A private copy of a tiny model, to be damaged."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for file in tiny_model().iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def damage(source: Path, name: str, change) -> None:
+    tensors = load_file(source / "model.safetensors")
+    change(tensors[name])
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+
+
+def assert_nothing_written(tmp_path: Path) -> None:
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+)
+def test_nan_weights_are_named_before_anything_is_written(source, tmp_path, method, name) -> None:
+    damage(source, name, lambda tensor: tensor.view(-1)[7].fill_(float("nan")))
+    with pytest.raises(NumericsError, match=f"{name} holds 1 NaN or infinite values among"):
+        run(prepare(make_request(source, tmp_path / "packed", method)), quiet=True)
+    assert_nothing_written(tmp_path)
+
+
+def test_activations_that_overflow_are_named_and_leave_nothing(source, tmp_path) -> None:
+    damage(source, "model.layers.1.mlp.down_proj.weight", lambda tensor: tensor.fill_(6e4))
+    with pytest.raises(NumericsError, match=r"model.layers.1 .*NaN or infinite"):
+        run(prepare(make_request(source, tmp_path / "packed", dtype="float16")), quiet=True)
+    assert_nothing_written(tmp_path)
+
+
+def test_existing_output_is_never_touched(source, tmp_path) -> None:
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists already"):
+        prepare(make_request(source, tmp_path / "packed"))
+    assert (tmp_path / "packed" / "mine.txt").read_text() == "mine"
+
+
+def test_a_disk_too_small_is_refused_at_once(source, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(CheckpointError, match=r"free, but .* are needed"):
+        run(prepare(make_request(source, tmp_path / "packed")), quiet=True)
+    assert_nothing_written(tmp_path)
+
+
+def test_a_disk_that_fills_up_keeps_finished_blocks(source, tmp_path, monkeypatch) -> None:
+    import compress.checkpoint.writer as writer
+
+    original, calls = writer.tensor_bytes, []
+
+    def full_later(tensor):
+        calls.append(tensor)
+        if len(calls) == 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "tensor_bytes", full_later)
+        with pytest.raises(CheckpointError, match="no space left while writing"):
+            run(prepare(make_request(source, tmp_path / "packed", "rtn")), quiet=True)
+    assert not (tmp_path / "packed").exists()
+    assert (tmp_path / "packed.partial" / "pieces" / "block-00000.safetensors").exists()
+    assert run(prepare(make_request(source, tmp_path / "packed", "rtn")), quiet=True).structure.ok
+
+
+class LittleMemory:
+    """Stands before the blocks' forward passes and refuses batches above a size, as an allocator would."""
+
+    def __init__(self, most: int, kind: type[BaseException] = RuntimeError) -> None:
+        self.most, self.kind, self.refused = most, kind, []
+
+    def __call__(self, original):
+        def run_block(module, hidden, call):
+            if len(hidden) > self.most:
+                self.refused.append(len(hidden))
+                raise self.kind("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 4 bytes")
+            return original(module, hidden, call)
+
+        return run_block
+
+
+def starve(monkeypatch, most: int, kind: type[BaseException] = RuntimeError) -> LittleMemory:
+    import compress.capture
+    import compress.observe
+    import compress.smoothing
+
+    memory = LittleMemory(most, kind)
+    limited = memory(compress.capture.run_block)
+    for module in (compress.capture, compress.observe, compress.smoothing):
+        monkeypatch.setattr(module, "run_block", limited)
+    return memory
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, torch.cuda.OutOfMemoryError])
+def test_out_of_memory_halves_the_micro_batch(source, tmp_path, monkeypatch, kind) -> None:
+    whole = run(prepare(make_request(source, tmp_path / "plenty", dtype="float32")), quiet=True)
+    memory = starve(monkeypatch, 1, kind)
+    result = run(prepare(make_request(source, tmp_path / "scarce", dtype="float32")), quiet=True)
+    assert memory.refused[0] == 4
+    assert [block["micro_batch"] for block in result.report["blocks"]] == [1, 1, 1]
+    assert [block["micro_batch"] for block in whole.report["blocks"]] == [4, 4, 4]
+    one, other = PackedCheckpoint.open(tmp_path / "plenty"), PackedCheckpoint.open(tmp_path / "scarce")
+    for module in one.modules:
+        assert (one.weight(module).codes != other.weight(module).codes).float().mean() < 0.02
+
+
+def test_not_even_one_sequence_fits(source, tmp_path, monkeypatch) -> None:
+    starve(monkeypatch, 0)
+    with pytest.raises(ToolkitError, match="not enough memory even for one sequence") as caught:
+        run(prepare(make_request(source, tmp_path / "packed")), quiet=True)
+    assert "--length" in caught.value.remedy
+    assert_nothing_written(tmp_path)
+
+
+def test_other_errors_are_not_taken_for_memory() -> None:
+    assert not is_out_of_memory(RuntimeError("size mismatch"))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        with_smaller_batches(lambda size: (_ for _ in ()).throw(RuntimeError(f"size mismatch {size}")), 8)
+
+
+def test_a_dead_layer_falls_back_and_the_report_says_so(source, tmp_path) -> None:
+    damage(source, "model.layers.1.input_layernorm.weight", lambda tensor: tensor.zero_())
+    report = run(prepare(make_request(source, tmp_path / "packed")), quiet=True).report
+    fallen = {record["module"]: record["recovery"] for record in report["recovered"]}
+    assert set(fallen) == {f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"}
+    assert all("every calibration input was zero" in reason for reason in fallen.values())
+
+
+def test_missing_tokenizer_is_one_line(source, tmp_path) -> None:
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ToolkitError, match="no tokenizer"):
+        prepare(make_request(source, tmp_path / "packed"))
+    assert_nothing_written(tmp_path)
