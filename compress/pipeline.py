@@ -21,7 +21,7 @@ from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.structure import StructureReport
 from compress.checkpoint.verify import digest
 from compress.finish import assemble_checkpoint, check_checkpoint, check_quality, put_in_place, save_rest
-from compress.memory import with_smaller_batches
+from compress.memory import return_freed_memory, with_smaller_batches
 from compress.prepare import Prepared
 from compress.progress import RunDisplay
 from compress.quantize_block import quantize_block, quantize_block_plainly
@@ -117,6 +117,8 @@ def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
             outcome = runner.run(index) if runner else _run_plainly(prepared, index)
             _save(prepared, progress, index, outcome, runner.micro_batch if runner else 0)
             display.finish_block(_line(outcome))
+            del outcome
+            return_freed_memory()
 
 
 def _run_plainly(prepared: Prepared, index: int) -> BlockOutcome:

@@ -1,0 +1,51 @@
+"""Peak memory follows the width of a model, not its depth."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Prints the peak resident memory of a run in MB.
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from compress.checkpoint.scheme import Scheme
+from compress.pipeline import run
+from compress.prepare import RunRequest, prepare
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+
+model, out = map(Path, sys.argv[1:])
+recipe = Recipe((QuantizeStage("gptq", Scheme(4, 64)),), CalibrationOptions(samples=4, length=64))
+run(prepare(RunRequest(model, "test", recipe, out, measure=False)), quiet=True)
+# Not ru_maxrss: that one starts from the memory of the process that forked this one.
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(int(status["VmHWM"].split()[0]) / 1024)
+"""
+
+
+def peak_megabytes(model: Path, out: Path) -> float:
+    command = [sys.executable, "-c", MEASURE, str(model), str(out)]
+    # Every larger allocation gets pages of its own, so the peak is what was in use and not what the C library kept.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}
+    finished = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=True
+    )
+    return float(finished.stdout.split()[-1])
+
+
+def test_peak_memory_of_16_blocks_is_that_of_4(tiny_model, tmp_path) -> None:
+    size = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+    peaks, sizes = {}, {}
+    for layers in (4, 16):
+        model = tiny_model(num_hidden_layers=layers, **size)
+        sizes[layers] = (model / "model.safetensors").stat().st_size / 2**20
+        peaks[layers] = peak_megabytes(model, tmp_path / str(layers))
+    extra = sizes[16] - sizes[4]
+    assert extra > 40
+    # Were all blocks resident, twelve more would add at least their own bytes.
+    assert peaks[16] - peaks[4] < 0.2 * extra, (peaks, sizes)
