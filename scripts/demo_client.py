@@ -19,11 +19,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 TIMEOUT_SECONDS = 120
-COMPLETION = {"prompt": "The castle was built in the", "max_tokens": 96, "temperature": 0.7, "seed": 1}
+COMPLETION = {"prompt": "He opened the door and", "max_tokens": 96, "temperature": 0.6, "seed": 1}
 CHAT = {
-    "messages": [{"role": "user", "content": "Tell me about the history of the town."}],
+    "messages": [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have now?"}],
     "max_tokens": 96,
-    "temperature": 0.7,
+    "temperature": 0.5,
     "seed": 1,
 }
 
