@@ -1,0 +1,165 @@
+"""The `compress` command as it is typed: help at once, plans, results, refusals in one line, Ctrl-C that resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+COMMANDS = ("quantize", "eval", "run", "verify", "export")
+QUICK = ("--samples", "4", "--length", "48", "--group-size", "64")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command said and how it ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def compress(monkeypatch, capsys, tmp_path):
+    """Runs `compress ARGUMENTS` in `tmp_path`, in this process, just as the console script does."""
+    from compress.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: str | int | Path, code: int = 0) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["compress", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        printed = capsys.readouterr()
+        answer = Answer(stopped.value.code or 0, printed.out, printed.err)
+        assert answer.code == code, answer.stderr
+        return answer
+
+    return call
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_reads_well_and_loads_nothing_heavy(command) -> None:
+    code = (
+        "import sys; from compress.cli import app\n"
+        f"try: app({[command, '--help'] if command else ['--help']!r})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'accelerate'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert finished.returncode == 0, finished.stderr
+    assert "Usage" in finished.stdout
+    # Processor time: the clock on the wall also measures what else the machine does.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_option_names_are_the_agreed_ones(compress) -> None:
+    text = compress("quantize", "--help").stdout
+    agreed = "out method bits group-size symmetric asymmetric ignore calibration samples length device seed resume"
+    for name in f"{agreed} restart dry-run json dtype trust-remote-code".split():
+        assert f"--{name}" in text
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(compress, tiny_model, tmp_path) -> None:
+    shown = compress("quantize", tiny_model(), "--dry-run", *QUICK).stdout
+    assert "model.layers.*.mlp.down_proj" in shown
+    assert "awq w4a16 g64 sym" in shown
+    assert "dense: token embedding" in shown
+    assert "bits per weight: 4.250" in shown
+    assert "peak memory: about" in shown
+    assert "4 sequences of 48 tokens" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_as_json(compress, tiny_model, tmp_path) -> None:
+    plan = json.loads(compress("quantize", tiny_model(), "--dry-run", "--json", *QUICK).stdout)
+    assert plan["bits_per_weight"] == 4.25
+    assert plan["calibration"]["tokens"] == 4 * 48
+    assert {layer["scheme"] for layer in plan["layers"]} == {"dense", "w4a16 g64 sym"}
+
+
+def test_quantize_then_verify_then_export(compress, tiny_model, tmp_path) -> None:
+    done = compress("quantize", tiny_model(), "--method", "gptq", *QUICK)
+    assert "block 3/3" in done.stderr
+    for words in ("times smaller", "read back bit for bit", "perplexity", "KL to dense"):
+        assert words in done.stdout
+    assert "compress eval --ppl packed/" in done.stdout
+    assert "runtime serve packed/" in done.stdout
+    verified = compress("verify", "packed").stdout
+    assert "codes compared with the report" in verified
+    compress("export", "packed", "--format", "gptq", "--out", "exported")
+    assert json.loads((tmp_path / "exported/config.json").read_text())["quantization_config"]["quant_method"] == "gptq"
+
+
+def test_no_model_means_the_demo_model_and_says_so(compress, tmp_path) -> None:
+    done = compress("quantize", "--method", "rtn", "--json")
+    assert "No model named: using the bundled demo model" in done.stderr
+    report = json.loads(done.stdout)
+    assert report["source"] == "demo"
+    assert report["structure"]["ok"]
+    assert json.loads((tmp_path / "packed/config.json").read_text())["compression_config"]["source"] == "demo"
+
+
+def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("stages:\n  - quantize: {method: rtn, bits: 8, group_size: -1}\n")
+    compress("run", recipe, tiny_model(), "--out", "by-recipe")
+    compress("quantize", tiny_model(), "--method", "rtn", "--bits", 8, "--group-size", -1, "--out", "by-hand")
+    first, second = (tmp_path / name / "model.safetensors" for name in ("by-recipe", "by-hand"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["quantize", "nowhere"], "model folder nowhere does not exist"),
+        (["quantize", "--bits", "9"], "bits=9 is outside 2 to 8"),
+        (["quantize", "--method", "gptk"], "method 'gptk' does not exist"),
+        (["quantize", "--ignore", "lm_haed"], "matches no linear layer. Nearest: lm_head"),
+        (["quantize", "--calibration", "none.txt"], "none.txt does not exist"),
+        (["quantize", "--samples", "0"], "samples=0"),
+        (["run", "int4-awk"], "Did you mean 'int4-awq'"),
+        (["verify", "nowhere"], "nowhere does not exist"),
+        (["export", "nowhere", "--format", "gptq", "--out", "x"], "nowhere does not exist"),
+    ],
+)
+def test_refusals_are_one_line_with_a_remedy(compress, tmp_path, arguments, problem) -> None:
+    lines = compress(*arguments, code=1).stderr.strip().splitlines()
+    assert lines[-1].startswith("error: ")
+    assert problem in lines[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_says_how_to_resume_and_the_next_run_does(compress, tiny_model, tmp_path) -> None:
+    arguments = ["quantize", str(tiny_model(num_hidden_layers=8)), *QUICK]
+    command = [sys.executable, "-m", "compress.cli", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    piece = tmp_path / "packed.partial/pieces/block-00000.safetensors"
+    deadline = time.monotonic() + 100
+    while not piece.exists() and time.monotonic() < deadline and running.poll() is None:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "run the same command again to continue" in errors
+    assert "--restart" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "packed").exists()
+    resumed = compress(*arguments)
+    assert "continuing after block" in resumed.stderr
+    assert (tmp_path / "packed/compression_report.json").exists()
