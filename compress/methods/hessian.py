@@ -36,6 +36,7 @@ class HessianFactor:
 
     Attributes:
         feedback: `[I, I]` float32, unit upper triangular, rows and columns in `order`; None means round to nearest.
+        spread: `[I]` float32, in `order`: what is left of each input's magnitude once those after it are known.
         order: `[I]` int64, original column of each position.
         importance: `[I]` diag(H) in the original order, for the scale search.
         damping: share of mean(diag(H)) that was added; None when no damping helped.
@@ -44,11 +45,20 @@ class HessianFactor:
     """
 
     feedback: Tensor | None
+    spread: Tensor | None
     order: Tensor
     importance: Tensor
     damping: float | None
     recovery: str
     dead_columns: int
+
+    def equivalent_inputs(self) -> Tensor | None:
+        """`[I, I]` rows, columns in the original order, whose second moments are in proportion to the damped Hessian."""
+        if self.feedback is None or self.spread is None:
+            return None
+        rows = torch.empty_like(self.feedback)
+        rows[:, self.order] = (self.feedback * self.spread).T
+        return rows
 
 
 def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianFactor:
@@ -65,12 +75,16 @@ def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianF
     mean = float(importance.double().mean())
     if mean == 0:
         recovery = "rtn: every calibration input was zero"
-        return HessianFactor(None, order, importance, None, recovery, len(importance))
+        return HessianFactor(None, None, order, importance, None, recovery, len(importance))
     # With a mean diagonal of 1 the unit of the inputs does not matter, and dampings are plain numbers.
     ordered = hessian.float()[order][:, order] / mean
     ordered.diagonal().add_(dead[order].float())
-    feedback, damping, recovery = _climb(ordered, options.damping)
-    return HessianFactor(feedback, order, importance, damping, recovery, int(dead.sum()))
+    upper, damping, recovery = _climb(ordered, options.damping)
+    if upper is None:
+        return HessianFactor(None, None, order, importance, None, recovery, int(dead.sum()))
+    spread = upper.diagonal().clone()
+    upper /= spread
+    return HessianFactor(upper, spread, order, importance, damping, recovery, int(dead.sum()))
 
 
 def _column_order(importance: Tensor, activation_order: bool) -> Tensor:
@@ -83,24 +97,23 @@ def _climb(hessian: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None,
     for damping in dampings:
         damped = hessian.clone()
         damped.diagonal().add_(damping)
-        feedback = _unit_upper_factor(damped)
-        if feedback is not None:
-            return feedback, damping, "" if damping == dampings[0] else f"damping raised to {damping:g}"
-    feedback = _factor_with_floor(hessian, dampings[0])
-    if feedback is not None:
-        return feedback, None, f"eigenvalues raised to at least {dampings[0]:g} of the mean diagonal"
+        upper = _upper_factor(damped)
+        if upper is not None:
+            return upper, damping, "" if damping == dampings[0] else f"damping raised to {damping:g}"
+    upper = _factor_with_floor(hessian, dampings[0])
+    if upper is not None:
+        return upper, None, f"eigenvalues raised to at least {dampings[0]:g} of the mean diagonal"
     return None, None, "rtn: the Hessian could not be factorized"
 
 
-def _unit_upper_factor(matrix: Tensor) -> Tensor | None:
-    """M of `matrix = M D M^T`, unit upper triangular; None when the matrix is not positive definite."""
+def _upper_factor(matrix: Tensor) -> Tensor | None:
+    """R of `matrix = R R^T`, upper triangular, float32; None when the matrix is not positive definite."""
     # Reversing rows and columns turns the usual lower factor into an upper one.
     factor, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
     if int(info) != 0:
         return None
-    factor = factor.flip(0, 1)
-    factor /= factor.diagonal().clone()
-    return factor.float() if bool(torch.isfinite(factor.sum())) else None
+    factor = factor.flip(0, 1).float()
+    return factor if bool(torch.isfinite(factor.sum())) else None
 
 
 def _factor_with_floor(matrix: Tensor, floor: float) -> Tensor | None:
@@ -108,4 +121,4 @@ def _factor_with_floor(matrix: Tensor, floor: float) -> Tensor | None:
         values, vectors = torch.linalg.eigh(matrix.double())
     except torch.linalg.LinAlgError:
         return None
-    return _unit_upper_factor((vectors * values.clamp(min=floor)) @ vectors.T)
+    return _upper_factor((vectors * values.clamp(min=floor)) @ vectors.T)

@@ -50,7 +50,8 @@ def optimal_brain_quantizer(weight: Tensor, hessian: Tensor, options: GptqOption
     order = torch.arange(len(hessian))
     if options.activation_order:
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    scales = search_scales(weight, scheme, hessian.diagonal())
+    inputs = factorize(hessian, options).equivalent_inputs() if scheme.bits == 2 and scheme.group_size else None
+    scales = search_scales(weight, scheme, hessian.diagonal(), inputs=inputs)
     group_of = torch.arange(len(hessian)) // (len(hessian) // scales.scale.shape[1])
     inverse = torch.linalg.inv(damped)
     work, codes = weight.double().clone(), torch.zeros(weight.shape, dtype=torch.uint8)
@@ -68,7 +69,9 @@ def optimal_brain_quantizer(weight: Tensor, hessian: Tensor, options: GptqOption
 
 
 @pytest.mark.parametrize("options", [GptqOptions(), PLAIN], ids=["activation order", "plain order"])
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(3, 64, False), Scheme(2, None), Scheme(8, 128)], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [Scheme(4, 32), Scheme(3, 64, False), Scheme(2, 32), Scheme(2, None), Scheme(8, 128)], ids=str
+)
 def test_codes_are_those_of_the_paper(scheme: Scheme, options: GptqOptions) -> None:
     inputs, weight = correlated_inputs(1024, 128), random_weight(48, 128)
     hessian = hessian_of(inputs)
@@ -107,6 +110,25 @@ def test_each_default_earns_its_place(scheme: Scheme) -> None:
     in_order = output_error(weight, quantize_gptq(weight, factorize(hessian, PLAIN), scheme), inputs)
     by_activation = output_error(weight, quantize_gptq(weight, factorize(hessian), scheme), inputs)
     assert by_activation < 0.85 * in_order < 0.85 * weighted < 0.85 * rounded < 0.85 * plain_range
+
+
+@pytest.mark.parametrize("options", [GptqOptions(), PLAIN], ids=["activation order", "plain order"])
+def test_equivalent_inputs_have_the_damped_hessian_as_their_second_moments(options: GptqOptions) -> None:
+    hessian = hessian_of(correlated_inputs(512, 96))
+    rows = factorize(hessian, options).equivalent_inputs()
+    assert rows is not None
+    mean = hessian.diagonal().mean()
+    torch.testing.assert_close(rows.T @ rows * mean, hessian + 0.01 * mean * torch.eye(96), rtol=1e-3, atol=1e-4)
+
+
+def test_clipping_at_two_bits_sees_correlations() -> None:
+    generator = torch.Generator().manual_seed(2)
+    inputs = 1.0 + 0.5 * torch.randn(512, 64, generator=generator)
+    weight, scheme = random_weight(64, 64).abs(), Scheme(2, 32)
+    hessian = hessian_of(inputs)
+    by_diagonal = encode(weight, search_scales(weight, scheme, hessian.diagonal()), scheme)
+    found = quantize_gptq(weight, factorize(hessian), scheme)
+    assert output_error(weight, found, inputs) < 0.2 * output_error(weight, by_diagonal, inputs)
 
 
 def test_siblings_share_one_factor_and_rows_are_independent() -> None:
