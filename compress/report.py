@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from compress.checkpoint.structure import StructureReport
-from compress.prepare import Prepared, describe_calibration
-from compress.resume import Progress
+from compress.pipeline.prepare import Prepared, describe_calibration
+from compress.pipeline.resume import Progress
 
 DISTRIBUTION = "compress-runtime"
 

@@ -13,7 +13,7 @@ from compress.checkpoint.demo import DEMO_NAME, DEMO_SOURCE, demo_model_path
 from compress.recipe import Recipe
 
 if TYPE_CHECKING:
-    from compress.prepare import Prepared, RunRequest
+    from compress.pipeline.prepare import Prepared, RunRequest
 
 
 def make_request(
@@ -27,7 +27,7 @@ def make_request(
     trust_remote_code: bool,
 ) -> RunRequest:
     """Fills in the demo model where none is named, and says so."""
-    from compress.prepare import RunRequest
+    from compress.pipeline.prepare import RunRequest
 
     if model is None:
         _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
@@ -49,11 +49,11 @@ def carry_out(request: RunRequest, *, dry_run: bool, as_json: bool) -> None:
     """Plans, and unless only the plan was asked for, runs. Prints results on standard output, progress on the other.
 
     Raises:
-        ToolkitError: see `compress.prepare.prepare` and `compress.pipeline.run`.
+        ToolkitError: see `compress.pipeline.prepare.prepare` and `compress.pipeline.run`.
         KeyboardInterrupt: after saying how to resume.
     """
     from compress.cli.show import print_plan, print_result
-    from compress.prepare import prepare
+    from compress.pipeline.prepare import prepare
 
     prepared = prepare(request)
     if dry_run:
@@ -72,7 +72,7 @@ def carry_out(request: RunRequest, *, dry_run: bool, as_json: bool) -> None:
 
 def _run(prepared: Prepared, quiet: bool):
     from compress.checkpoint.disk import partial_folder
-    from compress.pipeline import run
+    from compress.pipeline.run import run
 
     try:
         return run(prepared, quiet=quiet)

@@ -12,8 +12,8 @@ from rich.table import Table
 from compress.plan import by_kind
 
 if TYPE_CHECKING:
-    from compress.pipeline import RunResult
-    from compress.prepare import Prepared
+    from compress.pipeline.prepare import Prepared
+    from compress.pipeline.run import RunResult
 
 
 _PLAIN_WIDTH = 120

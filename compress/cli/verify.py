@@ -21,7 +21,7 @@ def verify(
     """
     from compress.checkpoint.errors import CheckpointError
     from compress.checkpoint.verify import verify_structure
-    from compress.finish import compare_with_report
+    from compress.pipeline.finish import compare_with_report
 
     structure = verify_structure(path)
     differing = compare_with_report(path)

@@ -53,7 +53,7 @@ class HessianFactor:
     dead_columns: int
 
     def equivalent_inputs(self) -> Tensor | None:
-        """`[I, I]`: rows with the damped Hessian's second moments, up to a factor; columns in the original order."""
+        """`[I, I]` rows, columns in original order, whose second moments are in proportion to the damped Hessian."""
         if self.feedback is None or self.spread is None:
             return None
         rows = torch.empty_like(self.feedback)

@@ -49,8 +49,8 @@ def compress(
     Args:
         where: `device` and `dtype` of the calibration.
     """
-    from compress.pipeline import run
-    from compress.prepare import RunRequest, prepare
+    from compress.pipeline.prepare import RunRequest, prepare
+    from compress.pipeline.run import run
 
     request = RunRequest(model, str(model), Recipe((stage,), calibration, seed), out, measure=False, **where)
     prepare(request)  # imports what the model needs, which is no part of the work

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.blocks import fill, load_block, release
-from compress.capture import capture_inputs, run_all
 from compress.checkpoint.config import read_config
 from compress.checkpoint.errors import CheckpointError, NumericsError
 from compress.checkpoint.source import TensorFiles
-from compress.skeleton import open_skeleton
+from compress.pipeline.blocks import fill, load_block, release
+from compress.pipeline.capture import capture_inputs, run_all
+from compress.pipeline.skeleton import open_skeleton
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(10, 8000, (5, 24), generator=torch.Generator().manual_seed(1))

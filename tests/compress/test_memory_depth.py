@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 import torch
 from compress.checkpoint.scheme import Scheme
-from compress.pipeline import run
-from compress.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.pipeline.prepare import RunRequest, prepare
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 model, out = map(Path, sys.argv[1:])

@@ -17,8 +17,8 @@ from compress.checkpoint.scheme import Scheme
 from compress.evaluate.perplexity import Evaluation, evaluate
 from compress.evaluate.scorers import RuntimeScorer
 from compress.evaluate.windows import Windows, cut_windows
-from compress.pipeline import run
-from compress.prepare import RunRequest, prepare
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 TOKENS = 16384

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from compress.checkpoint.errors import CheckpointError, NumericsError, ToolkitError
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
-from compress.memory import is_out_of_memory, with_smaller_batches
-from compress.pipeline import run
-from compress.prepare import RunRequest, prepare
+from compress.pipeline.memory import is_out_of_memory, with_smaller_batches
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 
@@ -113,13 +113,13 @@ class LittleMemory:
 
 
 def starve(monkeypatch, most: int, kind: type[BaseException] = RuntimeError) -> LittleMemory:
-    import compress.capture
-    import compress.observe
-    import compress.smoothing
+    import compress.pipeline.capture
+    import compress.pipeline.observe
+    import compress.pipeline.smoothing
 
     memory = LittleMemory(most, kind)
-    limited = memory(compress.capture.run_block)
-    for module in (compress.capture, compress.observe, compress.smoothing):
+    limited = memory(compress.pipeline.capture.run_block)
+    for module in (compress.pipeline.capture, compress.pipeline.observe, compress.pipeline.smoothing):
         monkeypatch.setattr(module, "run_block", limited)
     return memory
 

@@ -12,8 +12,8 @@ from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
-from compress.pipeline import run
-from compress.prepare import RunRequest, prepare
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 SMALL = CalibrationOptions(samples=6, length=48)

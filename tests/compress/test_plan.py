@@ -11,10 +11,10 @@ import torch
 from compress.checkpoint.config import read_config
 from compress.checkpoint.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
 from compress.checkpoint.scheme import Scheme
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.skeleton import check_supported
 from compress.plan import Plan
-from compress.prepare import RunRequest, prepare
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
-from compress.skeleton import check_supported
 
 SMALL = CalibrationOptions(samples=2, length=32)
 

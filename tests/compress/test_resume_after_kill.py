@@ -12,15 +12,15 @@ import pytest
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.writer import PieceStore
-from compress.pipeline import run
-from compress.prepare import RunRequest, prepare
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 # A fresh process that has torch loaded already, and no threads yet when it forks.
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(
     [
-        "compress.pipeline",
+        "compress.pipeline.run",
         "accelerate",
         "transformers.models.auto.modeling_auto",
         "transformers.models.auto.tokenization_auto",
@@ -150,7 +150,7 @@ def test_a_changed_source_is_noticed(tiny_model, tmp_path) -> None:
 
 
 def test_two_runs_cannot_write_one_output(tiny_model, tmp_path) -> None:
-    from compress.resume import only_one_run
+    from compress.pipeline.resume import only_one_run
 
     with (
         only_one_run(tmp_path / "packed"),

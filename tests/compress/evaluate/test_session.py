@@ -12,8 +12,8 @@ from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import CheckpointError, DataError
 from compress.checkpoint.scheme import Scheme
 from compress.evaluate.session import EvaluationRequest, quick_check, recorded_source, run_evaluation
-from compress.pipeline import run
-from compress.prepare import RunRequest, prepare
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 BOTH = ("runtime", "transformers")

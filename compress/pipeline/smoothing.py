@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from compress.architectures.architecture import SmoothingEdge
-from compress.blocks import LoadedBlock
-from compress.capture import BlockInputs, Call, run_block
 from compress.checkpoint.scheme import Scheme
 from compress.methods.awq import SmoothingResult, search_smoothing
 from compress.methods.folding import one_per_value_head, scale_inputs, scale_norm, scale_outputs
 from compress.methods.scales import encode, range_scales
-from compress.observe import Observed
+from compress.pipeline.blocks import LoadedBlock
+from compress.pipeline.capture import BlockInputs, Call, run_block
+from compress.pipeline.observe import Observed
 
 NUM_RATIOS = 10
 

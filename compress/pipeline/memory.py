@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from compress.checkpoint.errors import ToolkitError
 
 if TYPE_CHECKING:
+    from compress.pipeline.skeleton import Skeleton
     from compress.plan import Plan
-    from compress.skeleton import Skeleton
 
 Result = TypeVar("Result")
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compress.assign import Shapes, assign, check_groups
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.source import TensorFiles
-from compress.edges import scheme_notes, sibling_notes, usable_edges
+from compress.pipeline.assign import Shapes, assign, check_groups
+from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
+from compress.pipeline.skeleton import Skeleton
 from compress.plan import SHAPE_TENSOR_BYTES, Assignment, Plan, PlanRow
 from compress.recipe import Recipe
-from compress.skeleton import Skeleton
 
 
 def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:

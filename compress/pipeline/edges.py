@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.scheme import Scheme
+from compress.pipeline.skeleton import Skeleton
 from compress.plan import Assignment
-from compress.skeleton import Skeleton
 
 
 def usable_edges(

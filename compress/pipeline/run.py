@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.block_job import BlockJob, BlockOutcome, Calibration
-from compress.blocks import check_finite, load_block, read_block, release
-from compress.capture import BlockInputs, capture_inputs
 from compress.checkpoint.disk import check_space
 from compress.checkpoint.errors import NumericsError, ToolkitError
 from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.structure import StructureReport
 from compress.checkpoint.verify import digest
-from compress.finish import assemble_checkpoint, check_checkpoint, check_quality, put_in_place, save_rest
-from compress.memory import return_freed_memory, with_smaller_batches
-from compress.prepare import Prepared
-from compress.progress import RunDisplay
-from compress.quantize_block import quantize_block, quantize_block_plainly
+from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration
+from compress.pipeline.blocks import check_finite, load_block, read_block, release
+from compress.pipeline.capture import BlockInputs, capture_inputs
+from compress.pipeline.finish import assemble_checkpoint, check_checkpoint, check_quality, put_in_place, save_rest
+from compress.pipeline.memory import return_freed_memory, with_smaller_batches
+from compress.pipeline.prepare import Prepared
+from compress.pipeline.progress import RunDisplay
+from compress.pipeline.quantize_block import quantize_block, quantize_block_plainly
+from compress.pipeline.resume import Progress, only_one_run
 from compress.report import environment, full_report, provenance, tool_version
-from compress.resume import Progress, only_one_run
 
 # Searches run over this share of the calibration tokens, and at least this many: they cost dozens of passes over them.
 _SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 16, 2048

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.block_job import BlockJob, BlockOutcome, Calibration, EdgeRecord, LinearRecord
-from compress.blocks import LoadedBlock
-from compress.capture import BlockInputs, run_all
 from compress.checkpoint.integer import IntegerWeight
 from compress.methods.awq import quantize_awq, search_clip
 from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
 from compress.methods.rtn import quantize_rtn
 from compress.methods.scales import GroupScales
-from compress.observe import Need, Observed, observe
-from compress.smoothing import fold_edge, head_layout, search_edge, trace_modules
+from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, EdgeRecord, LinearRecord
+from compress.pipeline.blocks import LoadedBlock
+from compress.pipeline.capture import BlockInputs, run_all
+from compress.pipeline.observe import Need, Observed, observe
+from compress.pipeline.smoothing import fold_edge, head_layout, search_edge, trace_modules
 
 CLIP_ROWS = 512
 # Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.

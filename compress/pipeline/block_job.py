@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compress.architectures.architecture import SmoothingEdge
-from compress.capture import BlockInputs
 from compress.checkpoint.integer import IntegerWeight
+from compress.pipeline.capture import BlockInputs
 from compress.plan import Assignment
 
 

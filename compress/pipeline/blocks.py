@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from compress.checkpoint.errors import CheckpointError, NumericsError
 from compress.checkpoint.source import TensorFiles
-from compress.skeleton import Skeleton
+from compress.pipeline.skeleton import Skeleton
 
 
 @dataclass

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.blocks import fill, release
 from compress.checkpoint.errors import NumericsError
 from compress.checkpoint.source import TensorFiles
-from compress.skeleton import Skeleton
+from compress.pipeline.blocks import fill, release
+from compress.pipeline.skeleton import Skeleton
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from calibration.statistics import InputStatistics
-from compress.blocks import LoadedBlock
-from compress.capture import BlockInputs, run_block
+from compress.pipeline.blocks import LoadedBlock
+from compress.pipeline.capture import BlockInputs, run_block
 
 
 @dataclass(frozen=True, slots=True)

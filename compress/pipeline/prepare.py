@@ -15,12 +15,12 @@ from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.config import dtype_name, read_config
 from compress.checkpoint.disk import check_out_folder
 from compress.checkpoint.source import TensorFiles
-from compress.compute import pick_device, pick_dtype
-from compress.memory import estimate_peak, first_micro_batch
+from compress.pipeline.compute import pick_device, pick_dtype
+from compress.pipeline.memory import estimate_peak, first_micro_batch
+from compress.pipeline.planning import make_plan
+from compress.pipeline.skeleton import Skeleton, open_skeleton
 from compress.plan import Plan
-from compress.planning import make_plan
 from compress.recipe import Recipe
-from compress.skeleton import Skeleton, open_skeleton
 
 
 @dataclass(frozen=True, slots=True)

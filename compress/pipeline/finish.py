@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from compress.blocks import check_finite
 from compress.checkpoint.config import packed_config
 from compress.checkpoint.disk import sync_folder
 from compress.checkpoint.errors import CheckpointError, ToolkitError
@@ -16,8 +15,9 @@ from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.structure import StructureReport
 from compress.checkpoint.verify import verify_against, verify_structure
 from compress.checkpoint.writer import assemble
-from compress.prepare import Prepared, RunRequest
-from compress.resume import REST, Progress, block_key
+from compress.pipeline.blocks import check_finite
+from compress.pipeline.prepare import Prepared, RunRequest
+from compress.pipeline.resume import REST, Progress, block_key
 
 REPORT_FILE = "compression_report.json"
 

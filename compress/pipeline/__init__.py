@@ -1,0 +1,1 @@
+"""The compression run: plan what happens to every tensor, then stream one block at a time, resumably."""
