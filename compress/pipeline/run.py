@@ -110,6 +110,7 @@ def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
     with RunDisplay(total, done, quiet) as display:
         if done:
             display.say(f"continuing after block {done} of {total} (progress in {progress.folder})")
+            _note_other_machine(prepared, progress.facts(done - 1)["environment"], display)
         if done == total:
             return
         runner = _CalibratedRunner(prepared, progress, done, display) if prepared.sequences else None
@@ -119,6 +120,14 @@ def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
             display.finish_block(_line(outcome))
             del outcome
             return_freed_memory()
+
+
+def _note_other_machine(prepared: Prepared, before: dict[str, Any], display: RunDisplay) -> None:
+    """The same bytes come out only where sums are taken in the same order; elsewhere the last bits may differ."""
+    now = environment(prepared)
+    differing = [f"{key} {before[key]}, now {now[key]}" for key in now if before.get(key) != now[key]]
+    if differing:
+        display.say(f"note: earlier blocks were made with {'; '.join(differing)}: last bits may differ")
 
 
 def _run_plainly(prepared: Prepared, index: int) -> BlockOutcome:

@@ -131,6 +131,15 @@ def test_progress_of_another_configuration_is_refused_with_what_differs(tiny_mod
     assert "finish it" in caught.value.remedy
 
 
+def test_resuming_under_other_conditions_is_noted(tiny_model, tmp_path, capsys, monkeypatch) -> None:
+    stop_at_third_write(make_request(tiny_model(), tmp_path / "packed"))
+    monkeypatch.setattr("torch.__version__", "9.9")
+    run(prepare(make_request(tiny_model(), tmp_path / "packed")))
+    said = capsys.readouterr().err
+    assert "continuing after block 1 of 3" in said
+    assert "now 9.9: last bits may differ" in said
+
+
 def test_restart_throws_the_progress_away(tiny_model, tmp_path) -> None:
     stop_at_third_write(make_request(tiny_model(), tmp_path / "packed"))
     result = run(prepare(make_request(tiny_model(), tmp_path / "packed", "gptq", restart=True)), quiet=True)
