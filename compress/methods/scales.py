@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -17,17 +16,11 @@ from torch import Tensor
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
 from compress.methods.numerics import require_finite
+from compress.methods.ranges import GroupRange, round_to_grid, storable
 
 # Maps the change of a block of groups `[R, G, g]`, which it may overwrite, to its error `[R, G, 1]`.
 Measure = Callable[[Tensor], Tensor]
 
-_TINY = torch.finfo(torch.float32).tiny
-# Fractions of the full range that are tried first; clipping to a quarter is already rare at 2 bits.
-_COARSE = tuple(1.0 - 0.04 * step for step in range(20))
-# Fractions of either side of an asymmetric range, in all combinations.
-_SIDES = (1.0, 0.8, 0.6, 0.4, 0.25)
-# Around the best of them, closer than one coarse step.
-_FINE = (0.97, 0.98, 0.99, 1.01, 1.02, 1.03)
 # A chunk of rows and its scratch copies stay in the processor's cache; a GPU wants more work per launch.
 _CHUNK_ELEMENTS_CPU = 1 << 19
 _CHUNK_ELEMENTS_GPU = 1 << 24
@@ -71,17 +64,28 @@ def search_scales(
     if inputs is None:
         measure = _weighted_error(_column_weights(weight, importance).view(groups, -1))
     else:
-        measure = _output_error(inputs, groups)
+        measure = _output_error(inputs.to(weight.device), groups)
     found = [_search_rows(rows, measure, scheme, scale_dtype) for rows in _row_chunks(weight, groups)]
     return GroupScales(torch.cat([each.scale for each in found]), torch.cat([each.zero for each in found]))
 
 
 def range_scales(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.bfloat16) -> GroupScales:
-    """The scales that span each group's whole range, without a search: what a grid search over other things uses."""
+    """The scales that span each group's whole range, without a search."""
     require_finite(weight, "the weight")
     rows = weight.float().unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
-    scale, zero = _Range.of(rows, scheme).full()
-    return _stored(_storable(scale, scale_dtype), zero, scale_dtype)
+    scale, zero = GroupRange.of(rows, scheme).full()
+    return _stored(storable(scale, scale_dtype), zero, scale_dtype)
+
+
+def round_in_range(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`weight [O, I]` as float32, rounded under its `range_scales`: what a search over something else tries often."""
+    rounded = torch.empty(weight.shape, device=weight.device)
+    groups = scheme.num_groups(weight.shape[1])
+    # The chunks of `rounded` are views: what is written to them lands there.
+    for rows, out in zip(_row_chunks(weight, groups), _row_chunks(rounded, groups), strict=True):
+        scale, zero = GroupRange.of(rows, scheme).full()
+        round_to_grid(rows, storable(scale, scale_dtype), zero, scheme, out)
+    return rounded
 
 
 def encode(weight: Tensor, scales: GroupScales, scheme: Scheme) -> IntegerWeight:
@@ -98,7 +102,7 @@ def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
     require_finite(importance, "the importance of the input columns")
     importance = importance.to(weight.device, torch.float32)
     # Columns that calibration never excited still count a little, so their group keeps a sensible range.
-    return importance / importance.mean().clamp(min=_TINY) + 1e-4
+    return importance / importance.mean().clamp(min=torch.finfo(torch.float32).tiny) + 1e-4
 
 
 def _weighted_error(column_weights: Tensor) -> Measure:
@@ -120,84 +124,34 @@ def _row_chunks(weight: Tensor, groups: int) -> Iterator[Tensor]:
 
 
 def _search_rows(rows: Tensor, measure: Measure, scheme: Scheme, scale_dtype: torch.dtype) -> GroupScales:
-    span = _Range.of(rows, scheme)
-    best = _Best(rows, measure, scheme, scale_dtype, span)
+    span = GroupRange.of(rows, scheme)
+    best = _Best(rows, measure, span, scale_dtype)
     for scale, zero in span.candidates():
         best.consider(scale, zero)
-    for shift in (0,) if scheme.symmetric else (-1, 1, 0):
-        scale, zero = best.scale, (best.zero + shift).clamp_(0, scheme.max_code)
-        for factor in _FINE if shift == 0 else (1.0, *_FINE):
-            best.consider(scale * factor, zero)
+    for scale, zero in span.neighbours(best.scale, best.zero):
+        best.consider(scale, zero)
     return _stored(best.scale, best.zero, scale_dtype)
-
-
-def _storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as they will be read back; one that would be stored as 0 (a group of zeros) becomes a harmless 1."""
-    limit = torch.finfo(dtype).max
-    rounded = scale.clamp(-limit, limit).to(dtype).float()
-    return torch.where(rounded.abs() < _TINY, torch.ones_like(rounded), rounded)
 
 
 def _stored(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> GroupScales:
     return GroupScales(scale.squeeze(-1).to(dtype), zero.squeeze(-1).to(torch.uint8))
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """What each group `[R, G, 1]` spans: `low <= 0 <= high`, and the signed element of largest magnitude."""
-
-    low: Tensor
-    high: Tensor
-    scheme: Scheme
-
-    @classmethod
-    def of(cls, rows: Tensor, scheme: Scheme) -> _Range:
-        return cls(rows.amin(-1, keepdim=True).clamp(max=0), rows.amax(-1, keepdim=True).clamp(min=0), scheme)
-
-    def full(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point that cover the range."""
-        return self.shrunk(1.0) if self.scheme.symmetric else self.between(1.0, 1.0)
-
-    def shrunk(self, fraction: float) -> tuple[Tensor, Tensor]:
-        """Symmetric: the element of largest magnitude, with its sign, lands on code 0, i.e. on -midpoint."""
-        peak = torch.where(self.high > -self.low, self.high, self.low)
-        return peak * (-fraction / self.scheme.midpoint), torch.full_like(peak, self.scheme.midpoint)
-
-    def between(self, below: float, above: float) -> tuple[Tensor, Tensor]:
-        """Asymmetric: codes span `below` of the negative side and `above` of the positive one."""
-        low, high = self.low * below, self.high * above
-        scale = (high - low) / self.scheme.max_code
-        return scale, (-low / scale.clamp(min=_TINY)).round_().clamp_(0, self.scheme.max_code)
-
-    def candidates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.scheme.symmetric:
-            half = self.scheme.midpoint
-            # The first fraction clips nothing on the short side either: the range of an unsigned scale.
-            for fraction in (half / (half - 1), *_COARSE):
-                scale, zero = self.shrunk(fraction)
-                yield scale, zero
-                yield -scale, zero
-        else:
-            for fraction in _COARSE:
-                yield self.between(fraction, fraction)
-            for below, above in permutations(_SIDES, 2):
-                yield self.between(below, above)
-
-
 class _Best:
     """The best scale and zero point seen so far of each group, over candidates `[R, G, 1]`."""
 
-    def __init__(self, rows: Tensor, measure: Measure, scheme: Scheme, scale_dtype: torch.dtype, span: _Range) -> None:
+    def __init__(self, rows: Tensor, measure: Measure, span: GroupRange, scale_dtype: torch.dtype) -> None:
         self._rows = rows
         self._measure = measure
-        self._scheme = scheme
+        self._scheme = span.scheme
         self._dtype = scale_dtype
         self._scratch = torch.empty_like(rows)
-        self.scale, self.zero = span.full()
+        scale, self.zero = span.full()
+        self.scale = storable(scale, scale_dtype)
         self.error = torch.full_like(self.scale, torch.inf)
 
     def consider(self, scale: Tensor, zero: Tensor) -> None:
-        scale = _storable(scale, self._dtype)
+        scale = storable(scale, self._dtype)
         error = self._error(scale, zero)
         better = error < self.error
         self.error = torch.where(better, error, self.error)
@@ -205,9 +159,5 @@ class _Best:
         self.zero = torch.where(better, zero, self.zero)
 
     def _error(self, scale: Tensor, zero: Tensor) -> Tensor:
-        codes = torch.mul(self._rows, scale.reciprocal(), out=self._scratch).round_()
-        if self._scheme.symmetric:
-            codes.clamp_(-self._scheme.midpoint, self._scheme.midpoint - 1)
-        else:
-            codes.add_(zero).clamp_(0, self._scheme.max_code).sub_(zero)
-        return self._measure(codes.mul_(scale).sub_(self._rows))
+        rounded = round_to_grid(self._rows, scale, zero, self._scheme, self._scratch)
+        return self._measure(rounded.sub_(self._rows))

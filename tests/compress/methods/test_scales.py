@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.checkpoint.errors import NumericsError, SchemeError
 from compress.checkpoint.scheme import Scheme
-from compress.methods.scales import encode, range_scales, search_scales
+from compress.methods.scales import encode, range_scales, round_in_range, search_scales
 
 
 def heavy_tailed(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -54,7 +54,7 @@ def test_search_is_close_to_brute_force(bits: int, symmetric: bool, weighted: bo
     errors = group_errors(weight, found.dequantize(torch.float64), importance, 4)
     best = brute_force_errors(weight, importance, scheme)
     assert (errors >= best * 0.99).all()
-    assert errors.sum() <= best.sum() * 1.05
+    assert errors.sum() <= best.sum() * 1.08
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -75,6 +75,25 @@ def test_search_never_loses_to_the_plain_range(bits: int, group_size: int | None
     worse = group_errors(weight, plain.dequantize(), importance, groups)
     assert (better <= worse * 1.001 + 1e-12).all()
     assert better.sum() < worse.sum()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rounding_in_the_plain_range_skips_no_step(bits: int, symmetric: bool) -> None:
+    weight, scheme = heavy_tailed(40, 128), Scheme(bits, 64, symmetric)
+    expected = encode(weight, range_scales(weight, scheme), scheme).dequantize()
+    found = round_in_range(weight.to(torch.float64), scheme)
+    assert found.dtype == torch.float32
+    assert (found != expected).float().mean() < 1e-3, "only a rounding tie may fall the other way"
+
+
+def test_enormous_and_minute_weights_keep_finite_scales() -> None:
+    for magnitude in (1e30, 1e-30):
+        weight = heavy_tailed(4, 64) * magnitude
+        coded = encode(weight, search_scales(weight, Scheme(4, 32)), Scheme(4, 32))
+        assert torch.isfinite(coded.scale).all()
+        assert (coded.scale != 0).all()
+        assert (coded.dequantize() - weight).norm(dtype=torch.float64) < 0.2 * weight.norm(dtype=torch.float64)
 
 
 def test_signed_full_range_reaches_the_largest_element_on_either_side() -> None:
