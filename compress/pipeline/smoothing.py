@@ -17,7 +17,7 @@ from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.scheme import Scheme
 from compress.methods.awq import SmoothingResult, search_smoothing
 from compress.methods.folding import one_per_value_head, scale_inputs, scale_norm, scale_outputs
-from compress.methods.scales import encode, range_scales
+from compress.methods.scales import round_in_range
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, Call, run_block
 from compress.pipeline.observe import Observed
@@ -71,7 +71,7 @@ def search_edge(
     parent = block.module.get_submodule(edge.parent)
 
     def fake_quantize(weight: Tensor) -> Tensor:
-        return encode(weight, range_scales(weight, scheme), scheme).dequantize(torch.float32)
+        return round_in_range(weight, scheme)
 
     def loss(weights: list[Tensor]) -> float:
         for name, weight in zip(edge.targets, weights, strict=True):
