@@ -6,7 +6,7 @@ and whatever else a family passes to its blocks come from the family's own code,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +54,18 @@ def run_block(module: nn.Module, hidden: Tensor, call: Call) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def run_all(module: nn.Module, name: str, inputs: BlockInputs, index: int, device: torch.device) -> Tensor:
+def run_all(
+    module: nn.Module,
+    name: str,
+    inputs: BlockInputs,
+    index: int,
+    device: torch.device,
+    tick: Callable[[float], None] = lambda _: None,
+) -> Tensor:
     """The block's output `[N, L, H]` on the host, for all of the calibration.
+
+    Args:
+        tick: told the share of the calibration that has passed.
 
     Raises:
         NumericsError: NaN or infinity in the output.
@@ -64,6 +74,7 @@ def run_all(module: nn.Module, name: str, inputs: BlockInputs, index: int, devic
     for begin, (hidden, call) in zip(
         range(0, len(outputs), inputs.micro_batch), inputs.batches(index, device), strict=True
     ):
+        tick(begin / len(outputs))
         outputs[begin : begin + len(hidden)] = run_block(module, hidden, call)
     if not torch.isfinite(outputs.sum(dtype=torch.float64)):
         bad = int((~torch.isfinite(outputs)).sum())

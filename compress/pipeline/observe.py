@@ -40,12 +40,15 @@ def observe(
     index: int,
     needs: dict[str, Need],
     device: torch.device,
-    tick: Callable[[], None] = lambda: None,
+    tick: Callable[[float], None] = lambda _: None,
 ) -> Observed:
     """Runs the whole calibration through a block and gathers statistics of its linears' inputs.
 
     The first micro-batch shows which linears receive the very same tensor; from then on one of them counts for all.
     A linear that nothing reaches (an unused expert) is in no group.
+
+    Args:
+        tick: told the share of the calibration that has passed.
 
     Raises:
         NumericsError: NaN or infinity in an input, naming the linear.
@@ -57,12 +60,11 @@ def observe(
     for leader, statistics in leaders.items():
         statistics.update(first[leader])
     first.clear()
-    tick()
     handles = [_on_input(block.linear(leader), statistics.update) for leader, statistics in leaders.items()]
     try:
-        for hidden, call in batches:
+        for number, (hidden, call) in enumerate(batches, 1):
+            tick(number / len(inputs.calls))
             run_block(block.module, hidden, call)
-            tick()
     finally:
         for handle in handles:
             handle.remove()

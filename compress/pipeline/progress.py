@@ -9,16 +9,18 @@ from typing import Any
 
 
 class RunDisplay:
-    """Progress over blocks, on standard error.
+    """Progress over blocks (or other units), on standard error.
 
     Args:
         total: number of blocks.
         done: blocks that an earlier run finished.
         quiet: show nothing.
+        unit: what is counted.
     """
 
-    def __init__(self, total: int, done: int = 0, quiet: bool = False) -> None:
+    def __init__(self, total: int, done: int = 0, quiet: bool = False, unit: str = "block") -> None:
         self._total = total
+        self._unit = unit
         self._quiet = quiet
         self._bar: Any = None
         self._task: Any = None
@@ -42,15 +44,17 @@ class RunDisplay:
     def step(self, what: str, fraction: float = 0.0) -> None:
         """Says what happens inside the current block, and how much of the block is done."""
         if self._bar is not None:
-            description = f"block {min(self._block + 1, self._total)}/{self._total}: {what}"
+            description = f"{self._unit} {min(self._block + 1, self._total)}/{self._total}: {what}"
             self._bar.update(self._task, description=description, completed=self._block + fraction)
 
-    def finish_block(self, line: str) -> None:
-        """Prints one line for a finished block."""
+    def finish(self, line: str = "") -> None:
+        """One block is done; prints a line about it, if there is one, with the seconds it took."""
         self._block += 1
         elapsed = time.monotonic() - self._started
         self._started = time.monotonic()
-        self.say(f"block {self._block:>{len(str(self._total))}}/{self._total}  {line}  {elapsed:.1f} s")
+        if line:
+            number = f"{self._block:>{len(str(self._total))}}"
+            self.say(f"{self._unit} {number}/{self._total}  {line}  {elapsed:.1f} s")
         if self._bar is not None:
             self._bar.update(self._task, completed=self._block)
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.integer import IntegerWeight
-from compress.methods.awq import quantize_awq, search_clip
+from compress.methods.awq import SmoothingResult, quantize_awq, search_clip
 from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
 from compress.methods.rtn import quantize_rtn
 from compress.methods.scales import GroupScales
@@ -17,9 +18,12 @@ from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, Edg
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, run_all
 from compress.pipeline.observe import Need, Observed, observe
-from compress.pipeline.smoothing import fold_edge, head_layout, search_edge, trace_modules
+from compress.pipeline.smoothing import ModuleTrace, fold_edge, head_layout, search_edge, trace_modules
 
+Step = Callable[[str, float], None]
 CLIP_ROWS = 512
+# Where each part of the work on a block begins and ends; what they really take differs by method and device.
+_PARTS = {"statistics": (0.0, 0.3), "smoothing": (0.3, 0.6), "rounding": (0.6, 0.8), "next inputs": (0.8, 1.0)}
 # Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
 _UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
 
@@ -47,28 +51,35 @@ def quantize_block(
     job: BlockJob,
     calibration: Calibration,
     device: torch.device,
-    step: Callable[[str], None] = lambda _: None,
+    step: Step = lambda _what, _share: None,
 ) -> BlockOutcome:
     """Quantizes a block by its inputs; the block then holds what will be served, and so do its outputs.
+
+    Args:
+        step: told what is being done and the share of the block that is done.
 
     Raises:
         NumericsError: NaN or infinity in inputs or outputs.
     """
-    step("statistics")
-    observed = observe(block, calibration.inputs, job.index, _needs(job), device)
+    observed = observe(block, calibration.inputs, job.index, _needs(job), device, _part(step, "statistics"))
     parents = sorted({edge.parent for edge in job.edges})
     traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
     outcome = BlockOutcome()
-    step("smoothing")
-    folded = _smooth(block, job, observed, traces, outcome)
+    folded = _smooth(block, job, observed, traces, outcome, _part(step, "smoothing"))
     traces.clear()
-    step("rounding")
+    _part(step, "rounding")(0)
     _round(block, job, observed, folded, outcome)
-    step("next inputs")
     outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
-    outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device)
+    tick = _part(step, "next inputs")
+    outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device, tick)
     outcome.dense = {f"{block.name}.{name}": tensor.cpu() for name, tensor in block.dense.items()}
     return outcome
+
+
+def _part(step: Step, what: str) -> Callable[[float], None]:
+    """Progress inside one part of the work, as a share of the whole block."""
+    begin, end = _PARTS[what]
+    return lambda share: step(what, begin + share * (end - begin))
 
 
 def _needs(job: BlockJob) -> dict[str, Need]:
@@ -79,14 +90,20 @@ def _needs(job: BlockJob) -> dict[str, Need]:
 
 
 def _smooth(
-    block: LoadedBlock, job: BlockJob, observed: Observed, traces: dict, outcome: BlockOutcome
+    block: LoadedBlock,
+    job: BlockJob,
+    observed: Observed,
+    traces: dict[str, ModuleTrace],
+    outcome: BlockOutcome,
+    tick: Callable[[float], None],
 ) -> dict[str, Tensor]:
     """Searches all edges, then folds them. Returns the scale now inside each target's columns."""
     schemes = {name: assignment.scheme for name, assignment in job.assignments.items()}
     layouts = {edge: head_layout(block, edge, job.head_dim) for edge in job.edges}
-    found = {
-        edge: search_edge(block, edge, traces[edge.parent], observed, schemes, layouts[edge]) for edge in job.edges
-    }
+    found: dict[SmoothingEdge, SmoothingResult] = {}
+    for number, edge in enumerate(job.edges):
+        tick(number / len(job.edges))
+        found[edge] = search_edge(block, edge, traces[edge.parent], observed, schemes, layouts[edge])
     folded: dict[str, Tensor] = {}
     for edge, result in found.items():
         targets = tuple(f"{block.name}.{name}" for name in edge.targets)

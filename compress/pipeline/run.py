@@ -10,26 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compress.checkpoint.disk import check_space
 from compress.checkpoint.errors import NumericsError, ToolkitError
 from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.structure import StructureReport
 from compress.checkpoint.verify import digest
-from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration
-from compress.pipeline.blocks import check_finite, load_block, read_block, release
-from compress.pipeline.capture import BlockInputs, capture_inputs
+from compress.pipeline.block_job import BlockOutcome
+from compress.pipeline.blocks import check_finite, read_block
+from compress.pipeline.calibrated import CalibratedRunner, block_job
 from compress.pipeline.finish import assemble_checkpoint, check_checkpoint, check_quality, put_in_place, save_rest
-from compress.pipeline.memory import return_freed_memory, with_smaller_batches
+from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.progress import RunDisplay
-from compress.pipeline.quantize_block import quantize_block, quantize_block_plainly
+from compress.pipeline.quantize_block import quantize_block_plainly
 from compress.pipeline.resume import Progress, only_one_run
 from compress.report import environment, full_report, provenance, tool_version
-
-# Searches run over this share of the calibration tokens, and at least this many: they cost dozens of passes over them.
-_SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 16, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +92,12 @@ def _begin(prepared: Prepared, progress: Progress, quiet: bool) -> None:
     if progress.exists:
         return
     check_space(progress.folder, prepared.disk)
-    with RunDisplay(len(prepared.files.names()), quiet=quiet) as display:
+    with RunDisplay(len(prepared.files.names()), quiet=quiet, unit="tensor") as display:
         for name in prepared.files.names():
+            display.step(f"checking {name}")
             check_finite(name, prepared.files.tensor(name))
             prepared.files.release()
-            display.step(f"checking weights: {name}", 1)
+            display.finish()
     progress.begin()
 
 
@@ -113,11 +110,11 @@ def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
             _note_other_machine(prepared, progress.facts(done - 1)["environment"], display)
         if done == total:
             return
-        runner = _CalibratedRunner(prepared, progress, done, display) if prepared.sequences else None
+        runner = CalibratedRunner(prepared, progress, done, display) if prepared.sequences else None
         for index in range(done, total):
             outcome = runner.run(index) if runner else _run_plainly(prepared, index)
             _save(prepared, progress, index, outcome, runner.micro_batch if runner else 0)
-            display.finish_block(_line(outcome))
+            display.finish(_line(outcome))
             del outcome
             return_freed_memory()
 
@@ -131,88 +128,9 @@ def _note_other_machine(prepared: Prepared, before: dict[str, Any], display: Run
 
 
 def _run_plainly(prepared: Prepared, index: int) -> BlockOutcome:
-    job = _job(prepared, index)
+    job = block_job(prepared, index)
     block = read_block(prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device)
     return quantize_block_plainly(block, job)
-
-
-class _CalibratedRunner:
-    """Carries the calibration from block to block.
-
-    Attributes:
-        micro_batch: sequences that run at once; halved when memory runs out, and recorded with every block so that a
-            resumed run computes just as an uninterrupted one.
-    """
-
-    def __init__(self, prepared: Prepared, progress: Progress, done: int, display: RunDisplay) -> None:
-        self._prepared = prepared
-        self._tokens = prepared.sequences.tokens
-        self._display = display
-        self._rows = _search_rows(self._tokens)
-        self._hidden: Tensor | None = progress.load_hidden(done) if done else None
-        self._calibration: Calibration | None = None
-        self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else prepared.micro_batch
-
-    def run(self, index: int) -> BlockOutcome:
-        """Quantizes block `index` and keeps its outputs as the inputs of the next."""
-        outcome = with_smaller_batches(lambda size: self._attempt(index, size), self.micro_batch, self._retry)
-        self._hidden = outcome.hidden
-        self._calibration.advance(outcome.hidden)
-        return outcome
-
-    def _attempt(self, index: int, micro_batch: int) -> BlockOutcome:
-        prepared, job = self._prepared, _job(self._prepared, index)
-        module = prepared.skeleton.blocks[index]
-        try:
-            if self._calibration is None:
-                self._display.step("embedding")
-                self._calibration = self._capture(micro_batch)
-            self._display.step("loading")
-            block = load_block(
-                prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device, prepared.dtype
-            )
-            return quantize_block(block, job, self._calibration, prepared.device, self._display.step)
-        finally:
-            release(module)
-            prepared.files.release()
-
-    def _retry(self, micro_batch: int) -> None:
-        self._display.say(f"out of memory: trying again with {micro_batch} sequences at a time")
-        self.micro_batch = micro_batch
-        self._calibration = None
-
-    def _capture(self, micro_batch: int) -> Calibration:
-        """Arguments of all blocks, and the hidden states as far as they have come."""
-        inputs, search = self._capture_tokens(self._tokens, micro_batch), self._search_inputs(micro_batch)
-        calibration = Calibration(inputs, search, self._rows)
-        if self._hidden is not None:
-            calibration.advance(self._hidden)
-        return calibration
-
-    def _search_inputs(self, micro_batch: int) -> BlockInputs:
-        return self._capture_tokens(self._tokens[self._rows], micro_batch)
-
-    def _capture_tokens(self, tokens: Tensor, micro_batch: int) -> BlockInputs:
-        prepared = self._prepared
-        return capture_inputs(prepared.skeleton, prepared.files, tokens, micro_batch, prepared.device, prepared.dtype)
-
-
-def _search_rows(tokens: Tensor) -> Tensor:
-    """Sequences for searches, evenly spread; the choice does not depend on the micro-batch."""
-    count, length = tokens.shape
-    wanted = max(count * length * _SEARCH_SHARE, _MIN_SEARCH_TOKENS)
-    return torch.linspace(0, count - 1, min(count, max(1, round(wanted / length)))).round().long()
-
-
-def _job(prepared: Prepared, index: int) -> BlockJob:
-    skeleton, plan = prepared.skeleton, prepared.plan
-    return BlockJob(
-        index,
-        plan.in_block(skeleton.block_name(index)),
-        plan.edges[index],
-        getattr(torch, plan.scale_dtype),
-        skeleton.head_dim,
-    )
 
 
 def _save(prepared: Prepared, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:

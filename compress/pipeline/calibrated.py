@@ -1,0 +1,96 @@
+"""Calibration on its way through the blocks of a run, in micro-batches that shrink when memory runs out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration
+from compress.pipeline.blocks import load_block, release
+from compress.pipeline.capture import BlockInputs, capture_inputs
+from compress.pipeline.memory import with_smaller_batches
+from compress.pipeline.prepare import Prepared
+from compress.pipeline.progress import RunDisplay
+from compress.pipeline.quantize_block import quantize_block
+from compress.pipeline.resume import Progress
+
+# Searches run over this share of the calibration tokens, and at least this many: they cost dozens of passes over them.
+_SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 16, 2048
+
+
+class CalibratedRunner:
+    """Carries the calibration from block to block.
+
+    Attributes:
+        micro_batch: sequences that run at once; halved when memory runs out, and recorded with every block so that a
+            resumed run computes just as an uninterrupted one.
+    """
+
+    def __init__(self, prepared: Prepared, progress: Progress, done: int, display: RunDisplay) -> None:
+        self._prepared = prepared
+        self._tokens = prepared.sequences.tokens
+        self._display = display
+        self._rows = _search_rows(self._tokens)
+        self._hidden: Tensor | None = progress.load_hidden(done) if done else None
+        self._calibration: Calibration | None = None
+        self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else prepared.micro_batch
+
+    def run(self, index: int) -> BlockOutcome:
+        """Quantizes block `index` and keeps its outputs as the inputs of the next."""
+        outcome = with_smaller_batches(lambda size: self._attempt(index, size), self.micro_batch, self._retry)
+        self._hidden = outcome.hidden
+        self._calibration.advance(outcome.hidden)
+        return outcome
+
+    def _attempt(self, index: int, micro_batch: int) -> BlockOutcome:
+        prepared, job = self._prepared, block_job(self._prepared, index)
+        module = prepared.skeleton.blocks[index]
+        try:
+            if self._calibration is None:
+                self._display.step("embedding")
+                self._calibration = self._capture(micro_batch)
+            self._display.step("loading")
+            block = load_block(
+                prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device, prepared.dtype
+            )
+            return quantize_block(block, job, self._calibration, prepared.device, self._display.step)
+        finally:
+            release(module)
+            prepared.files.release()
+
+    def _retry(self, micro_batch: int) -> None:
+        self._display.say(f"out of memory: trying again with {micro_batch} sequences at a time")
+        self.micro_batch = micro_batch
+        self._calibration = None
+
+    def _capture(self, micro_batch: int) -> Calibration:
+        """Arguments of all blocks, and the hidden states as far as they have come."""
+        inputs = self._capture_tokens(self._tokens, micro_batch)
+        search = self._capture_tokens(self._tokens[self._rows], micro_batch)
+        calibration = Calibration(inputs, search, self._rows)
+        if self._hidden is not None:
+            calibration.advance(self._hidden)
+        return calibration
+
+    def _capture_tokens(self, tokens: Tensor, micro_batch: int) -> BlockInputs:
+        prepared = self._prepared
+        return capture_inputs(prepared.skeleton, prepared.files, tokens, micro_batch, prepared.device, prepared.dtype)
+
+
+def _search_rows(tokens: Tensor) -> Tensor:
+    """Sequences for searches, evenly spread; the choice does not depend on the micro-batch."""
+    count, length = tokens.shape
+    wanted = max(count * length * _SEARCH_SHARE, _MIN_SEARCH_TOKENS)
+    return torch.linspace(0, count - 1, min(count, max(1, round(wanted / length)))).round().long()
+
+
+def block_job(prepared: Prepared, index: int) -> BlockJob:
+    """One block's share of the plan."""
+    skeleton, plan = prepared.skeleton, prepared.plan
+    return BlockJob(
+        index,
+        plan.in_block(skeleton.block_name(index)),
+        plan.edges[index],
+        getattr(torch, plan.scale_dtype),
+        skeleton.head_dim,
+    )
