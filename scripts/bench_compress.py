@@ -7,6 +7,7 @@ processor, trust the ratio in CPU time. Examples:
 
     python scripts/bench_compress.py --shape 125m --samples 16
     python scripts/bench_compress.py --shape 1.1b --samples 64 --length 512 --json compress.json
+    python scripts/bench_compress.py --shape 1.1b --layers 2 --samples 64
     python scripts/bench_compress.py --shape 8b --samples 128 --length 2048 --device cuda
 """
 
@@ -17,7 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ def table_rows(rows: Sequence[Measured], parameters: int) -> list[Row]:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tiny", choices=("tiny", "125m", "1.1b", "8b"))
+    parser.add_argument("--layers", type=int, help="fewer layers of that shape; time per layer is the same")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128, help="-1: one group per output channel")
@@ -139,19 +141,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options, Path(work), console)
 
 
-def write_inputs(work: Path, shape: str, samples: int, length: int) -> tuple[int, dict[str, Any]]:
+def write_inputs(work: Path, shape: str, layers: int | None, samples: int, length: int) -> tuple[int, dict[str, Any]]:
     """Writes model and calibration text into `work`; returns the number of weights, and versions and hardware."""
     from benchmarking.machine import environment
     from benchmarking.random_model import SHAPES, write_calibration, write_model
 
     write_calibration(work / "calibration.jsonl", samples * length)
-    return write_model(work / "model", SHAPES[shape]), environment()
+    chosen = SHAPES[shape] if layers is None else replace(SHAPES[shape], layers=layers)
+    return write_model(work / "model", chosen), environment()
 
 
 def _run(options: argparse.Namespace, work: Path, console: Console) -> int:
-    parameters, facts = in_own_process(write_inputs, work, options.shape, options.samples, options.length)
+    parameters, facts = in_own_process(
+        write_inputs, work, options.shape, options.layers, options.samples, options.length
+    )
+    layers = f" cut to {options.layers} layers" if options.layers else ""
     facts |= {
-        "shape": f"{options.shape} ({parameters / 1e9:.3f}e9 random weights, bfloat16)",
+        "shape": f"{options.shape}{layers} ({parameters / 1e9:.3f}e9 random weights, bfloat16)",
         "calibration": f"{options.samples} x {options.length} tokens",
         "scheme": str(Scheme(options.bits, group_size_from(options.group_size))),
     }
