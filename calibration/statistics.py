@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.checkpoint.errors import NumericsError
 
 # Below this width the upper triangle of X^T X is one product; above it the redundant half is skipped by halving.
-_TRIANGLE_LEAF = 512
+_TRIANGLE_LEAF = 256
 
 
 class InputStatistics:
