@@ -49,7 +49,7 @@ class Verdict:
         loss_change: its mean loss minus RTN's, in nats per token, on the same windows; negative is better.
         loss_error: standard error of `loss_change` over windows.
         holds: whether the promised order holds in KL and in perplexity. GPTQ must be better in both; AWQ must not be
-            worse, where a change of perplexity within two standard errors is a tie.
+            worse. `tie` marks a broken order of perplexity that is within two standard errors.
     """
 
     setting: str
@@ -64,9 +64,9 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        if not self.holds:
-            return "BROKEN"
-        return "holds" if self.loss_change <= 0 else "tie"
+        if self.holds:
+            return "holds"
+        return "tie" if self.kl_ratio <= 1 and 0 < self.loss_change <= 2 * self.loss_error else "BROKEN"
 
     def __str__(self) -> str:
         order = "<" if self.method == "gptq" else "<="
@@ -99,7 +99,7 @@ def _compare(rtn: Trial, trials: list[Trial]) -> Verdict:
     better = sum(trial.figures.kl_mean < rtn.figures.kl_mean for trial in trials)
     change = torch.stack([trial.losses for trial in trials]).mean(0) - rtn.losses
     mean, error = change.mean().item(), _standard_error(change)
-    holds = ratio < 1 and mean < 0 if method == "gptq" else ratio <= 1 and mean <= 2 * error
+    holds = ratio < 1 and mean < 0 if method == "gptq" else ratio <= 1 and mean <= 0
     return Verdict(rtn.setting, rtn.text, method, ratio, better, len(trials), mean, error, holds)
 
 

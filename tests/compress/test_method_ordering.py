@@ -70,6 +70,5 @@ def test_calibrated_methods_beat_rounding_to_nearest(scheme: Scheme, windows, de
     assert gptq.kl_mean < rtn.kl_mean
     assert gptq.perplexity < rtn.perplexity
     assert awq.kl_mean <= rtn.kl_mean
-    # Perplexity is measured on far fewer tokens than would tell close methods apart: the order may drown in its noise.
-    assert awq.perplexity <= rtn.perplexity * 1.005
+    assert awq.perplexity <= rtn.perplexity
     assert rtn.perplexity > rtn.baseline_perplexity

@@ -85,12 +85,11 @@ def test_the_order_must_hold_in_divergence_and_in_loss(verdicts, method: str, kl
     assert str(verdict).startswith("holds" if holds else "BROKEN")
 
 
-def test_perplexity_that_is_worse_by_less_than_its_noise_is_a_tie(verdicts):
+def test_perplexity_that_is_worse_by_less_than_its_noise_is_a_tie_and_does_not_hold(verdicts):
     rtn = make_trial(verdicts, "rtn", 0.2, [2.0, 3.0, 4.0])
     losses = [2.3, 2.9, 3.9]  # 0.03 worse, with a standard error of 0.13
     (awq,) = verdicts.judge([rtn, make_trial(verdicts, "awq", 0.1, losses)])
-    (gptq,) = verdicts.judge([rtn, make_trial(verdicts, "gptq", 0.1, losses)])
-    assert (awq.word, gptq.word) == ("tie", "BROKEN")
+    assert (awq.word, awq.holds) == ("tie", False)
 
 
 def test_a_verdict_is_about_the_mean_over_seeds(verdicts):
