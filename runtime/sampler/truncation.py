@@ -25,7 +25,9 @@ def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> t
     """
     likely, ids = scores.topk(min(NUM_LIKELY, scores.shape[-1]))
     threshold = _threshold(likely, scores, top_k, top_p, min_p)
-    if likely.shape[-1] < scores.shape[-1] and bool((threshold <= likely[:, -1:]).any()):
+    # A k-th score beyond the likely tokens is unknown here, and with it the mass that top-p is a share of.
+    unknown = (threshold <= likely[:, -1:]) | (top_k > likely.shape[-1]).unsqueeze(-1)
+    if likely.shape[-1] < scores.shape[-1] and bool(unknown.any()):
         likely, ids = scores.sort(-1, descending=True)
         threshold = _threshold(likely, scores, top_k, top_p, min_p)
     return likely.masked_fill(likely < threshold, float("-inf")), ids

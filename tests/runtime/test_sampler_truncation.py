@@ -83,6 +83,12 @@ def test_any_row(num_likely, scores, top_k, top_p, min_p):
     assert found == by_the_book(values, top_k, top_p, min_p)
 
 
+def test_top_k_beyond_the_likely_tokens_still_limits_the_mass_of_top_p(monkeypatch):
+    monkeypatch.setattr(truncation, "NUM_LIKELY", 3)
+    values = [0.0, 0.0, 0.0, 0.0, 0.0, 0.25, -0.25, 2.0]
+    assert kept(torch.tensor(values, dtype=torch.float64), 4, 0.513, 0.0) == {7}
+
+
 @pytest.mark.parametrize("num_likely", [4, 256])
 def test_rows_are_independent(num_likely, monkeypatch):
     monkeypatch.setattr(truncation, "NUM_LIKELY", num_likely)
