@@ -79,10 +79,11 @@ def measure_dense_pass(setup: Setup) -> Measured:
     from calibration.sequences import pack_sequences
     from calibration.sources import load_texts
     from calibration.tokenizer import load_tokenizer
-    from compress.pipeline.compute import pick_device, pick_dtype
+    from compress.checkpoint.device import resolve_device
+    from compress.pipeline.compute import pick_dtype
     from compress.pipeline.memory import first_micro_batch
 
-    device = pick_device(setup.device)
+    device = resolve_device(setup.device)
     dtype = pick_dtype(setup.dtype, "bfloat16", device)
     options = setup.calibration
     tokens = pack_sequences(

@@ -128,8 +128,9 @@ def quick_check(packed: Path, source: Path, tokens: int = QUICK_TOKENS) -> dict[
 
 def _require_memory(source: Path) -> None:
     """Compressing streams; measuring holds two whole models. Better no figure than a run that is killed at its end."""
+    from compress.checkpoint.device import resolve_device
     from runtime.memory import available_bytes, format_bytes
-    from runtime.model.target import resolve_device, resolve_dtype
+    from runtime.model.target import resolve_dtype
 
     files = TensorFiles.open(source)
     device = resolve_device("auto")

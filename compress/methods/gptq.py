@@ -39,7 +39,7 @@ def quantize_gptq(
     scales = search_scales(weight, scheme, factor.importance, scale_dtype, inputs=inputs)
     if factor.feedback is None:
         return encode(weight, scales, scheme)
-    columns = _Columns(weight, factor, scales, scheme)
+    columns = _Columns(weight, factor.order, factor.feedback, scales, scheme)
     columns.round(0, weight.shape[1])
     codes = torch.empty_like(columns.codes)
     codes[factor.order] = columns.codes
@@ -55,17 +55,16 @@ class _Columns:
         codes: uint8, filled column by column.
     """
 
-    def __init__(self, weight: Tensor, factor: HessianFactor, scales: GroupScales, scheme: Scheme) -> None:
-        assert factor.feedback is not None
-        self.errors = weight.float().T.contiguous()[factor.order]
+    def __init__(self, weight: Tensor, order: Tensor, feedback: Tensor, scales: GroupScales, scheme: Scheme) -> None:
+        self.errors = weight.float().T.contiguous()[order]
         self.targets = self.errors.clone()
         self.codes = torch.empty(self.errors.shape, dtype=torch.uint8, device=weight.device)
-        self._feedback = factor.feedback
+        self._feedback = feedback
         self._scale = scales.scale.float().T.contiguous()
         self._zero = scales.zero.float().T.contiguous()
         self._max_code = scheme.max_code
         group_size = weight.shape[1] // scales.scale.shape[1]
-        self._group = (factor.order // group_size).tolist()
+        self._group = (order // group_size).tolist()
 
     def round(self, start: int, stop: int) -> None:
         """Rounds columns `start` to `stop`. Halving the range turns nearly all feedback into large matrix products;

@@ -1,4 +1,4 @@
-"""Where and in which dtype calibration runs."""
+"""In which dtype calibration runs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,6 @@ import torch
 from compress.checkpoint.errors import ToolkitError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-
-
-def pick_device(name: str) -> torch.device:
-    """The device a user named; `auto` is the GPU when there is one. Raises ToolkitError when it is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ToolkitError(f"device {name!r} does not exist", "Use --device auto, cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ToolkitError(f"device {name!r} is not supported", "Use --device auto, cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ToolkitError("no CUDA device is available", "Use --device cpu")
-    return device
 
 
 def pick_dtype(name: str, model_dtype: str, device: torch.device) -> torch.dtype:

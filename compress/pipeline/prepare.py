@@ -13,9 +13,10 @@ from calibration.sequences import SequenceSet, pack_sequences
 from calibration.sources import load_texts
 from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.config import dtype_name, read_config
+from compress.checkpoint.device import resolve_device
 from compress.checkpoint.disk import check_out_folder
 from compress.checkpoint.source import TensorFiles
-from compress.pipeline.compute import pick_device, pick_dtype
+from compress.pipeline.compute import pick_dtype
 from compress.pipeline.memory import estimate_peak, first_micro_batch
 from compress.pipeline.planning import make_plan
 from compress.pipeline.skeleton import Skeleton, open_skeleton
@@ -102,7 +103,7 @@ def prepare(request: RunRequest) -> Prepared:
         ToolkitError: whatever would make the run fail and can be known now.
     """
     check_out_folder(request.out)
-    device = pick_device(request.device)
+    device = resolve_device(request.device)
     files = TensorFiles.open(request.model)
     config = read_config(request.model)
     skeleton = open_skeleton(request.model, config, request.trust_remote_code)

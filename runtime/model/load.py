@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from compress.checkpoint.device import resolve_device
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
@@ -20,7 +21,7 @@ from runtime.model.config import DecoderConfig, parse_config, read_generation_co
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.linear import SideBySide, fuse_biases, fuse_weights
 from runtime.model.rope import Rotary
-from runtime.model.target import resolve_device, resolve_dtype
+from runtime.model.target import resolve_dtype
 from runtime.model.tensors import EMBEDDING, HEAD, NORM, check_tensors, head_is_embedding
 
 
