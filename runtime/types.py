@@ -27,6 +27,21 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
 
 
+class GrammarKind(StrEnum):
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like. `text` is the schema (as JSON), the regular expression or the Lark grammar."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
@@ -39,6 +54,12 @@ class SamplingParams:
         ignore_eos: keep going through the model's end tokens.
         logprobs: number of alternatives reported per token, of the unmodified distribution; None reports nothing.
         n: answers to one prompt, each with noise of its own; the first is the same as with `n=1`.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
+        presence_penalty: subtracted from the logit of every token that is in the output.
+        frequency_penalty: subtracted as many times as the token is in the output.
+        logit_bias: pairs of token id and what is added to its logit.
+        prompt_logprobs: as `logprobs`, for the prompt's tokens; they come with the first delta.
+        grammar: what the answer must look like.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -55,6 +76,17 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the distribution of the next one."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def __post_init__(self) -> None:
         checks = (
@@ -67,6 +99,11 @@ class SamplingParams:
             ("stop", all(self.stop), "non-empty strings"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
             ("n", 1 <= self.n <= MAX_ANSWERS, f"between 1 and {MAX_ANSWERS}"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 2, "above 0 and at most 2"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "between -100 and 100 each"),
+            ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "between 0 and 20"),
         )
         for name, fits, rule in checks:
             if not fits:
@@ -81,6 +118,7 @@ class RequestOptions:
         priority: smaller is served earlier; each unit is worth a fixed number of places in the queue.
         time_limit: seconds, waiting included, after which the request ends with what it has; None waits for ever.
         cache_salt: requests share cached prefixes only with those of the same salt.
+        embed: instead of tokens, give the mean of the prompt's hidden states.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -89,6 +127,7 @@ class RequestOptions:
     priority: int = 0
     time_limit: float | None = None
     cache_salt: str = ""
+    embed: bool = False
 
     def __post_init__(self) -> None:
         if abs(self.priority) > MAX_PRIORITY:
@@ -128,13 +167,35 @@ class Request:
         return None if limit is None else self.arrival_time + limit
 
 
+class Constraint(Protocol):
+    """What one sequence may say next; its state is the output so far. `runtime.text.grammar` makes them."""
+
+    def mask(self) -> bytes:
+        """One bit per token id, lowest bit of the first byte first: set where the token may come next."""
+        ...
+
+    def accept(self, token_ids: list[int]) -> int:
+        """Takes tokens in order while they are allowed; returns how many it took."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing but an end token may come any more."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """The moving part of a request: its tokens so far and how many of them are in the KV cache.
 
     `num_computed_tokens` counts tokens whose keys and values are stored; the scheduler closes the gap to
     `num_tokens`. Preemption sets it back to zero. Owner of `block_ids`: the block pool, through the scheduler.
-    `order` is the place in the queue, smallest first; the scheduler sets it.
+    `order` is the place in the queue, smallest first; the scheduler sets it. `draft_token_ids` are guesses that follow
+    `token_ids` and live for one step: the drafter sets them, the scheduler may drop some, the runner verifies them.
     """
 
     request: Request
@@ -149,6 +210,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str = ""
     num_preemptions: int = 0
+    draft_token_ids: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None
 
     @property
     def id(self) -> str:
@@ -173,16 +236,21 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Compute tokens `[start, start + num_tokens)` of `sequence`. When the span reaches the end of the sequence, the
-    runner also samples the next token."""
+    """Compute tokens `[start, start + num_tokens)` of `sequence`, its draft included. When the span reaches the end of
+    the known tokens, the runner also samples what follows them: one token, and one more per accepted draft token."""
 
     sequence: Sequence
     start: int
     num_tokens: int
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Tokens of the span that are guesses."""
+        return max(0, self.start + self.num_tokens - self.sequence.num_tokens)
+
+    @property
     def samples(self) -> bool:
-        return self.start + self.num_tokens == self.sequence.num_tokens
+        return self.start + self.num_tokens >= self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +285,17 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Tokens by request id, for each entry of the plan that samples. A list, because verified drafts yield several."""
+    """What one step computed, by sequence id.
+
+    Attributes:
+        tokens: for each entry of the plan that samples. A list, because verified drafts yield several.
+        prompt_logprobs: of the tokens that follow the span's ones inside the prompt, for sequences that ask for them.
+        hidden_sums: sum of the span's final hidden states `[hidden_size]`, for sequences that embed.
+    """
 
     tokens: dict[str, list[SampledToken]]
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    hidden_sums: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +310,8 @@ class Delta:
         finish_reason: set on the last delta of an answer and only there.
         error: what went wrong when `finish_reason` is `error`.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
+        prompt_logprobs: on the first delta of the first answer, of every prompt token but the first, when asked for.
+        embedding: on the only delta of a request that embeds.
     """
 
     request_id: str
@@ -246,6 +324,8 @@ class Delta:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     index: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: list[float] | None = None
 
 
 class Runner(Protocol):
