@@ -8,10 +8,11 @@ from compress.checkpoint.errors import ToolkitError
 from runtime.attention.paged import PagedAttention
 from runtime.batch import build_batch
 from runtime.config import RuntimeConfig
+from runtime.draws import build_draws
 from runtime.memory import MemoryPlan, available_bytes, format_bytes, plan_memory
 from runtime.model.decoder import Decoder
 from runtime.model.pages import KVPages
-from runtime.sampler.sampler import Draw, sample_tokens
+from runtime.sampler.sampler import sample_tokens
 from runtime.types import StepOutput, StepPlan
 
 
@@ -60,13 +61,9 @@ class ModelRunner:
         if not batch.sampling:
             return StepOutput({})
         logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
-        requests = [entry.sequence.request for entry in batch.sampling]
-        draws = [
-            Draw(request.sampling, request.seed, entry.sequence.num_tokens)
-            for request, entry in zip(requests, batch.sampling, strict=True)
-        ]
-        sampled = sample_tokens(logits, draws)
-        return StepOutput({request.id: [token] for request, token in zip(requests, sampled, strict=True)})
+        sampled = sample_tokens(logits, [draw for entry in batch.sampling for draw in build_draws(entry)])
+        ids = [entry.sequence.id for entry in batch.sampling]
+        return StepOutput({sequence_id: [token] for sequence_id, token in zip(ids, sampled, strict=True)})
 
 
 def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:

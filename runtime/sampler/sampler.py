@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from runtime.draws import Draw
 from runtime.sampler.noise import gumbel_noise
 from runtime.sampler.truncation import candidates
 from runtime.types import SampledToken, SamplingParams, TokenLogprobs
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How one row is drawn. `position` is the one that the new token will have in its sequence."""
-
-    sampling: SamplingParams
-    seed: int
-    position: int
 
 
 def sample_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:

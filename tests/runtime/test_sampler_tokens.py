@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from runtime.sampler.sampler import Draw, draw_tokens, sample_tokens
+from runtime.draws import Draw
+from runtime.sampler.sampler import draw_tokens, sample_tokens
 from runtime.types import SamplingParams
 
 VOCAB = 20

@@ -1,0 +1,62 @@
+"""What the sampler must know of each row of logits: one row per sequence, and one more per draft token. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+
+from runtime.types import Constraint, SamplingParams, ScheduledSequence, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How one row is drawn: a function of its sequence alone, so its token is the same whatever else is in the batch.
+
+    Attributes:
+        position: the one that the new token will have in its sequence.
+        prompt_token_ids, output_token_ids: the tokens before it, for penalties; empty when there are none.
+        mask: one bit per token id, lowest bit of the first byte first; only tokens whose bit is set can be drawn. None
+            allows all.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    position: int
+    prompt_token_ids: TokenIds[int] = ()
+    output_token_ids: TokenIds[int] = ()
+    mask: bytes | None = None
+
+
+def build_draws(entry: ScheduledSequence) -> list[Draw]:
+    """Draws of the rows `num_tokens - 1` to `num_tokens - 1 + num_draft_tokens` of an entry that samples.
+
+    Draw `i` takes the first `i` draft tokens as said: they are in its history and its constraint has accepted them.
+    The constraint comes back as it was.
+    """
+    sequence = entry.sequence
+    draft = sequence.draft_token_ids[: entry.num_draft_tokens]
+    masks = _masks(sequence.constraint, draft)
+    return [_draw(sequence, draft[:index], mask) for index, mask in enumerate(masks)]
+
+
+def _draw(sequence: Sequence, said: list[int], mask: bytes | None) -> Draw:
+    request = sequence.request
+    position = sequence.num_tokens + len(said)
+    if not request.sampling.has_penalties:
+        return Draw(request.sampling, request.seed, position, mask=mask)
+    output = sequence.output_token_ids + said
+    return Draw(request.sampling, request.seed, position, request.prompt_token_ids, output, mask)
+
+
+def _masks(constraint: Constraint | None, draft: list[int]) -> list[bytes | None]:
+    """A mask per row. Rows behind a forbidden draft token have none: it cannot be drawn, so they are never asked for."""
+    masks: list[bytes | None] = [None] * (len(draft) + 1)
+    if constraint is None:
+        return masks
+    masks[0] = constraint.mask()
+    num_accepted = 0
+    while num_accepted < len(draft) and constraint.accept([draft[num_accepted]]):
+        num_accepted += 1
+        masks[num_accepted] = constraint.mask()
+    constraint.rollback(num_accepted)
+    return masks
