@@ -8,11 +8,11 @@ import shlex
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.checkpoint.demo import demo_model_path
 from runtime.cli.listen import listen, url_of
 from runtime.cli.options import (
     ContextOption,
@@ -28,6 +28,8 @@ from runtime.cli.options import (
     parse_size,
     resolve_model,
 )
+from runtime.cli.served_model import ServedModel, load_served_model, name_of
+from runtime.config import RuntimeConfig
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -64,16 +66,7 @@ def serve(
     """
     path, where = resolve_model(model)
     listener = listen(host, port)  # before the model loads, so that a taken port costs no time
-    served_name = name or ("demo" if path == demo_model_path() else path.resolve().name)
     print(f"model     {where}", flush=True)
-    from runtime.cli.describe import describe_memory, describe_scheme
-    from runtime.config import RuntimeConfig
-    from runtime.engine_thread import EngineThread
-    from runtime.llm import load_engine
-    from runtime.server.app import create_app
-    from runtime.server.service import Limits
-
-    print(f"weights   {describe_scheme(path)}", flush=True)
     config = RuntimeConfig(
         device=device.value,
         dtype=dtype.value,
@@ -83,21 +76,35 @@ def serve(
         max_num_sequences=max_sequences,
         seed=seed or 0,
     )
-    engine, tokenizer = load_engine(path, config)
-    print(f"context   {engine.runner.max_model_len} tokens\nKV cache  {describe_memory(engine)}")
-    limits = Limits(engine.runner.max_model_len, max_requests, max_body)
-    app = create_app(
-        EngineThread(engine),
-        tokenizer,
-        served_name,
-        limits,
-        render_metrics=engine.metrics.render,
-        api_key=api_key,
+    describe_weights(path)
+    served = load_served_model(
+        path, name or name_of(path), config, max_requests=max_requests, max_body=max_body, api_key=api_key
     )
-    announce(url_of(listener), served_name, has_chat=tokenizer.chat_template is not None, api_key=api_key)
+    describe_engine(served)
+    announce(url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, api_key=api_key)
+    warn_of_open_door(host, api_key)
+    run(served.app, listener, drain_seconds)
+
+
+def describe_weights(path: Path) -> None:
+    """Says how the weights are stored, before the slow part begins."""
+    from runtime.cli.describe import describe_scheme
+
+    print(f"weights   {describe_scheme(path)}", flush=True)
+
+
+def describe_engine(served: ServedModel) -> None:
+    """Says what room there is for requests."""
+    from runtime.cli.describe import describe_memory
+
+    print(f"context   {served.engine.runner.max_model_len} tokens")
+    print(f"KV cache  {describe_memory(served.engine)}")
+
+
+def warn_of_open_door(host: str, api_key: str | None) -> None:
+    """A server that others can reach and that asks for no key deserves a word."""
     if api_key is None and host not in LOCAL_HOSTS:
         print(f"warning: everybody who reaches {host} may use this server; --api-key KEY restricts it", file=sys.stderr)
-    run(app, listener, drain_seconds)
 
 
 def announce(url: str, name: str, has_chat: bool, api_key: str | None) -> None:
