@@ -52,7 +52,7 @@ class CompletionLogprobs:
             raw = self.tokenizer.token_bytes(token_id)
             tokens.append(token_text(raw))
             logprobs.append(json_number(found.logprob))
-            tops.append(self.top(token_id, found) if found.top else None)
+            tops.append(self.top(token_id, found))
             offsets.append(self.offset)
             self.offset += sum(byte & 0xC0 != 0x80 for byte in raw)  # bytes that begin a character
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
