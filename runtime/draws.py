@@ -14,7 +14,7 @@ class Draw:
 
     Attributes:
         position: the one that the new token will have in its sequence.
-        prompt_token_ids, output_token_ids: the tokens before it, for penalties; empty when there are none.
+        prompt_token_ids, output_token_ids: the tokens before it, as far as penalties want to know them.
         mask: one bit per token id, lowest bit of the first byte first; only tokens whose bit is set can be drawn. None
             allows all.
     """
@@ -40,16 +40,14 @@ def build_draws(entry: ScheduledSequence) -> list[Draw]:
 
 
 def _draw(sequence: Sequence, said: list[int], mask: bytes | None) -> Draw:
-    request = sequence.request
-    position = sequence.num_tokens + len(said)
-    if not request.sampling.has_penalties:
-        return Draw(request.sampling, request.seed, position, mask=mask)
-    output = sequence.output_token_ids + said
-    return Draw(request.sampling, request.seed, position, request.prompt_token_ids, output, mask)
+    request, sampling = sequence.request, sequence.request.sampling
+    prompt = request.prompt_token_ids if sampling.repetition_penalty != 1 else ()
+    output = sequence.output_token_ids + said if sampling.has_penalties else ()
+    return Draw(sampling, request.seed, sequence.num_tokens + len(said), prompt, output, mask)
 
 
 def _masks(constraint: Constraint | None, draft: list[int]) -> list[bytes | None]:
-    """A mask per row. Rows behind a forbidden draft token have none: it cannot be drawn, so they are never asked for."""
+    """A mask per row. Rows behind a forbidden draft token have none: it cannot be drawn, so nobody asks for them."""
     masks: list[bytes | None] = [None] * (len(draft) + 1)
     if constraint is None:
         return masks

@@ -8,36 +8,37 @@ import torch
 from torch import Tensor
 
 from runtime.draws import Draw
+from runtime.sampler.adjust import adjust_logits
+from runtime.sampler.logprobs import token_logprobs
 from runtime.sampler.noise import gumbel_noise
 from runtime.sampler.truncation import candidates
-from runtime.types import SampledToken, SamplingParams, TokenLogprobs
+from runtime.types import SampledToken, TokenLogprobs
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+NOTHING_ALLOWED = "the grammar allows no token here"
 
 
 def sample_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
     """One token per row of logits `[R, V]` (float32 or float64), a pure function of each row and its draw.
 
-    Temperature 0 takes the most likely token (of equal ones the lowest id); otherwise temperature, top-k, top-p and
-    min-p apply in this order. A row that is not finite gives an error and leaves the others alone.
+    Logit bias, grammar mask, penalties, temperature, top-k, top-p and min-p apply in this order, then noise decides;
+    at temperature 0 the highest logit wins (of equal ones the lowest id). A row that is not finite, or whose mask
+    allows nothing, gives an error and leaves the others alone.
     """
-    finite = logits.sum(-1).isfinite().tolist()  # a sum is finite only if all of its terms are
-    token_ids = logits.argmax(-1).tolist()
-    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and finite[row]]
+    scores = adjust_logits(logits, draws)
+    errors = _errors(logits, scores)
+    good = [row for row, error in enumerate(errors) if not error]
+    token_ids = scores.argmax(-1).tolist()
     for truncated in (False, True):
-        rows = [row for row in random if _truncates(draws[row].sampling) == truncated]
+        rows = [row for row in good if _is_random(draws[row], truncated=truncated)]
         if rows:
-            drawn = draw_tokens(_rows(logits, rows), [draws[row] for row in rows], truncated=truncated).tolist()
+            drawn = draw_tokens(_rows(scores, rows), [draws[row] for row in rows], truncated=truncated).tolist()
             for row, token_id in zip(rows, drawn, strict=True):
                 token_ids[row] = token_id
-    logprobs = {
-        row: token_logprobs(logits[row], token_ids[row], draw.sampling.logprobs)
-        for row, draw in enumerate(draws)
-        if draw.sampling.logprobs is not None and finite[row]
-    }
+    logprobs = _logprobs(logits, token_ids, {row: draws[row].sampling.logprobs for row in good})
     return [
-        SampledToken(token_id, logprobs.get(row)) if finite[row] else SampledToken(-1, error=NOT_FINITE)
-        for row, token_id in enumerate(token_ids)
+        SampledToken(-1, error=error) if error else SampledToken(token_ids[row], logprobs.get(row))
+        for row, error in enumerate(errors)
     ]
 
 
@@ -66,15 +67,28 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], *, truncated: bool) -> Te
     return ids.expand(len(draws), -1).gather(-1, winner).squeeze(-1)
 
 
-def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probability of a token and of the `num_top` most likely ones, from one row of raw logits `[V]`."""
-    logprobs = logits.log_softmax(-1)
-    values, ids = logprobs.topk(min(num_top, len(logprobs)))
-    return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+def _errors(logits: Tensor, scores: Tensor) -> list[str]:
+    """Why nothing can be drawn from a row; empty where something can."""
+    finite = logits.sum(-1).isfinite().tolist()  # a sum is finite only if all of its terms are
+    possible = finite if scores is logits else (scores.amax(-1) > float("-inf")).tolist()
+    reasons = zip(finite, possible, strict=True)
+    return ["" if good and some else NOTHING_ALLOWED if good else NOT_FINITE for good, some in reasons]
 
 
-def _truncates(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+def _logprobs(logits: Tensor, token_ids: list[int], num_top: dict[int, int | None]) -> dict[int, TokenLogprobs]:
+    """Of the rows that want them. Rows with equally many alternatives go together: a mate that wants more of them must
+    not change how ties are ordered."""
+    found: dict[int, TokenLogprobs] = {}
+    for number in sorted({number for number in num_top.values() if number is not None}):
+        rows = [row for row, wanted in num_top.items() if wanted == number]
+        chosen = [token_ids[row] for row in rows]
+        found |= zip(rows, token_logprobs(_rows(logits, rows), chosen, number), strict=True)
+    return found
+
+
+def _is_random(draw: Draw, *, truncated: bool) -> bool:
+    params = draw.sampling
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0) == truncated
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:

@@ -25,8 +25,10 @@ def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> t
     """
     likely, ids = scores.topk(min(NUM_LIKELY, scores.shape[-1]))
     threshold = _threshold(likely, scores, top_k, top_p, min_p)
-    # A k-th score beyond the likely tokens is unknown here, and with it the mass that top-p is a share of.
+    # A k-th score beyond the likely tokens is unknown here, and with it the mass that top-p is a share of. But when a
+    # grammar forbids the last of them, there is nothing beyond.
     unknown = (threshold <= likely[:, -1:]) | (top_k > likely.shape[-1]).unsqueeze(-1)
+    unknown &= likely[:, -1:] > float("-inf")
     if likely.shape[-1] < scores.shape[-1] and bool(unknown.any()):
         likely, ids = scores.sort(-1, descending=True)
         threshold = _threshold(likely, scores, top_k, top_p, min_p)

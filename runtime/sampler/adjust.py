@@ -1,0 +1,96 @@
+"""What a request adds to the model's logits before temperature: bias, grammar mask, penalties, in this order.
+
+All of it is elementwise within a row and depends on that row's request and history only. Every function overwrites
+`scores [R, V]` for the rows that ask for it; what they need goes to the device as a few flat tensors.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from runtime.draws import Draw
+
+
+def adjust_logits(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits `[R, V]` as the requests want them; minus infinity where a mask forbids a token. Same dtype.
+
+    `logits` stays as it is, because log-probabilities are of the unmodified distribution; it is returned itself when
+    nobody wants a change.
+    """
+    biased = [row for row, draw in enumerate(draws) if draw.sampling.logit_bias]
+    masked = [row for row, draw in enumerate(draws) if draw.mask is not None]
+    penalized = [row for row, draw in enumerate(draws) if draw.sampling.has_penalties]
+    if not (biased or masked or penalized):
+        return logits
+    scores = logits.clone()
+    if biased:
+        _add_bias(scores, biased, draws)
+    if masked:
+        _forbid(scores, masked, draws)
+    if penalized:
+        _penalize(scores, penalized, draws)
+    return scores
+
+
+def _add_bias(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+    pairs = [(row, *pair) for row in rows for pair in draws[row].sampling.logit_bias]
+    index = _integers(scores, (row * scores.shape[-1] + token_id for row, token_id, _ in pairs))
+    bias = torch.tensor([bias for *_, bias in pairs], dtype=scores.dtype, device=scores.device)
+    scores.view(-1).index_add_(0, index, bias)
+
+
+def _forbid(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+    vocab_size = scores.shape[-1]
+    num_bytes = (vocab_size + 7) // 8
+    # The model's table may be padded beyond the ids a mask knows: those cannot be said.
+    packed = b"".join((draws[row].mask or b"")[:num_bytes].ljust(num_bytes, b"\0") for row in rows)
+    octets = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(scores.device).view(len(rows), num_bytes, 1)
+    bits = octets.bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=scores.device)).bitwise_and_(1)
+    forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
+    if len(rows) == len(scores):
+        scores.masked_fill_(forbidden, float("-inf"))
+    else:
+        index = _integers(scores, rows)
+        scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, float("-inf")))
+
+
+def _penalize(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+    """Changes the logits of tokens in the history; the rest of the vocabulary is not touched."""
+    seen, counts = _count_tokens(scores, rows, draws)
+    row_of = seen // scores.shape[-1]
+    params = [draw.sampling for draw in draws]
+
+    def column(values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=scores.dtype, device=scores.device).index_select(0, row_of)
+
+    repetition = column(p.repetition_penalty for p in params)
+    values = scores.view(-1).index_select(0, seen)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= counts * column(p.frequency_penalty for p in params)
+    values -= (counts > 0) * column(p.presence_penalty for p in params)
+    scores.view(-1).index_copy_(0, seen, values)
+
+
+def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """Where in the flat scores a token of the history stands, each place once, and how often it is in the output."""
+    vocab_size = scores.shape[-1]
+    histories = [history for row in rows for history in (draws[row].prompt_token_ids, draws[row].output_token_ids)]
+    lengths = _integers(scores, map(len, histories))
+    starts = _integers(scores, (row * vocab_size for row in rows)).repeat_interleave(2)
+    is_output = _integers(scores, [0, 1] * len(rows))
+    places = _integers(scores, chain.from_iterable(histories))
+    places += starts.repeat_interleave(lengths)
+    seen, inverse = places.unique(return_inverse=True)
+    counts = torch.zeros_like(seen).index_add_(0, inverse, is_output.repeat_interleave(lengths))
+    return seen, counts.to(scores.dtype)
+
+
+def _integers(like: Tensor, values: Iterable[int]) -> Tensor:
+    """int64 `[n]` on the device of `like`; an array in between is several times faster than a list."""
+    numbers = array("q", values)
+    return torch.frombuffer(numbers, dtype=torch.int64).to(like.device) if numbers else like.new_empty(0).long()
