@@ -1,0 +1,126 @@
+"""Throughput of the engine beside transformers: the same prompts, the same numbers of tokens, greedy.
+
+Every contender runs in a process of its own, one after the other, and the round is repeated; the ratio of one round is
+what counts where other work shares the processor. The packed model is made from the dense one on the way, by rounding.
+
+    python scripts/bench_serving.py                                   # the demo model, 256 requests
+    python scripts/bench_serving.py --shape 1.1b --requests 24 --rounds 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarking.contenders import CONTENDERS, Settings, Timed
+from benchmarking.memory import in_own_process
+from benchmarking.tables import Row, describe, markdown_table, print_table, write_json
+from benchmarking.workload import Job, mixed_jobs
+from rich.console import Console
+
+from compress.checkpoint.errors import ToolkitError
+
+
+def prepare(work: Path, shape: str) -> tuple[Path, Path]:
+    """A dense model and its int4 packing."""
+    from benchmarking.compression import compress
+    from benchmarking.random_model import SHAPES, write_model
+
+    from compress.checkpoint.demo import demo_model_path
+    from compress.checkpoint.scheme import Scheme
+    from compress.recipe import CalibrationOptions, QuantizeStage
+
+    dense = demo_model_path()
+    if shape != "demo":
+        dense = work / "dense"
+        write_model(dense, SHAPES[shape])
+    stage = QuantizeStage("rtn", Scheme(4, 128))
+    return dense, compress(dense, work / "packed", stage, CalibrationOptions()).out
+
+
+def rows(timed: Sequence[Timed], reference: Timed) -> list[Row]:
+    return [
+        {
+            "contender": run.name,
+            "requests": str(len(run.outputs)),
+            "output tokens": f"{run.num_output_tokens:,}",
+            "seconds": f"{run.seconds:.1f}",
+            "tokens/s": f"{run.tokens_per_second:.1f}",
+            "x": f"{run.tokens_per_second / reference.tokens_per_second:.2f}",
+            "x in CPU time": f"{_per_cpu_second(run) / _per_cpu_second(reference):.2f}",
+            "answers equal": f"{_agreement(run, reference):.0%}",
+        }
+        for run in timed
+    ]
+
+
+def _per_cpu_second(run: Timed) -> float:
+    return run.num_output_tokens / run.cpu_seconds
+
+
+def _agreement(run: Timed, reference: Timed) -> float:
+    pairs = list(zip(run.outputs, reference.outputs, strict=False))
+    return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
+
+
+def run_round(models: tuple[Path, Path], jobs: list[Job], options: argparse.Namespace) -> list[Timed]:
+    """Every contender once. One-by-one answers fewer jobs: its speed does not depend on how many there are."""
+    dense, packed = models
+    settings = Settings(batch=options.batch)
+    timed = []
+    for name in options.contenders:
+        some = jobs[: options.one_by_one] if name == "one-by-one" else jobs
+        timed.append(in_own_process(CONTENDERS[name], dense, some, settings))
+        if name == "engine":
+            packed_run = in_own_process(CONTENDERS[name], packed, jobs, settings)
+            timed[-1:] = [replace(timed[-1], name="engine, dense"), replace(packed_run, name="engine, int4")]
+    return timed
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="demo", choices=("demo", "tiny", "125m", "1.1b", "8b"))
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--one-by-one", type=int, default=32, help="requests of the one-by-one contender")
+    parser.add_argument("--shortest", type=int, default=32, help="tokens of a prompt, and of an answer")
+    parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=64, help="sequences computed together")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, console = parse_options(arguments), Console(width=160, highlight=False)
+    from benchmarking.machine import environment
+
+    facts = in_own_process(environment) | {"load at the start": f"{os.getloadavg()[0]:.1f}"}
+    console.print(describe(facts))
+    rounds = []
+    with tempfile.TemporaryDirectory() as work:
+        models = in_own_process(prepare, Path(work), options.shape)
+        jobs = mixed_jobs(models[0], options.requests, options.shortest, options.longest, options.seed)
+        for number in range(1, options.rounds + 1):
+            timed = run_round(models, jobs, options)
+            rounds.append(timed)
+            title = f"{options.shape}, round {number}: in and out {options.shortest} to {options.longest} tokens"
+            table = rows(timed, timed[-1])
+            print_table(f"{title}; x and equal are against the last row", table, console)
+            console.print(markdown_table(table), markup=False)
+    if options.json:
+        write_json(options.json, {"facts": facts, "rounds": [[asdict(run) for run in timed] for timed in rounds]})
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ToolkitError as error:
+        sys.exit(f"error: {error}")

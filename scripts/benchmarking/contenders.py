@@ -1,0 +1,142 @@
+"""Ways to answer the same jobs: our engine, and three ways of transformers. Greedy, fixed numbers of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarking.compression import Stopwatch
+from benchmarking.workload import Job
+from compress.checkpoint.errors import ToolkitError
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One contender's run.
+
+    Attributes:
+        seconds, cpu_seconds: from the first prompt to the last token; loading and one warm-up job excluded.
+        outputs: generated tokens of each job.
+    """
+
+    name: str
+    seconds: float
+    cpu_seconds: float
+    outputs: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_output_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all contenders share. `batch` is the number of sequences computed together where there is a choice."""
+
+    dtype: str = "bfloat16"
+    batch: int = 64
+    speculate: str = ""
+
+
+def engine(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
+    """This runtime, offline, with its defaults but for the number of sequences."""
+    from runtime.config import RuntimeConfig
+    from runtime.llm import LLM
+    from runtime.types import SamplingParams
+
+    llm = LLM(model, RuntimeConfig(dtype=settings.dtype, max_num_sequences=settings.batch, prefix_caching=False))
+
+    def answer(some: Sequence[Job]) -> list[tuple[int, ...]]:
+        params = [SamplingParams(job.num_output_tokens, temperature=0, ignore_eos=True) for job in some]
+        made = llm.generate([job.prompt for job in some], params)
+        if errors := [completion.error for completion in made if completion.error]:
+            raise ToolkitError(f"{len(errors)} requests failed: {errors[0]}", "Mend the engine before measuring it")
+        return [tuple(completion.token_ids) for completion in made]
+
+    return _time("engine", answer, jobs)
+
+
+def one_by_one(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
+    """`transformers` `generate`, one prompt after the other."""
+    return _generate_batches("transformers, one by one", model, jobs, settings, 1)
+
+
+def static_batches(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
+    """`transformers` `generate` on padded batches in order of arrival; each runs until its longest answer is complete,
+    and what other answers got beyond their length does not count."""
+    return _generate_batches("transformers, static batches", model, jobs, settings, settings.batch)
+
+
+def continuous(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
+    """`transformers`' own continuous batching. Its cache is allocated before the clock starts."""
+    from transformers import GenerationConfig
+
+    loaded = _load(model, settings)
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+    with loaded.continuous_batching_context_manager(generation_config=config, warmup=False) as manager:
+
+        def answer(some: Sequence[Job]) -> list[tuple[int, ...]]:
+            names = [manager.add_request(list(j.prompt), max_new_tokens=j.num_output_tokens) for j in some]
+            found: dict[str, tuple[int, ...]] = {}
+            while len(found) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    found[result.request_id] = tuple(result.generated_tokens)
+            return [found[name] for name in names]
+
+        return _time("transformers, continuous batching", answer, jobs)
+
+
+CONTENDERS: dict[str, Callable[[Path, Sequence[Job], Settings], Timed]] = {
+    "engine": engine,
+    "one-by-one": one_by_one,
+    "static": static_batches,
+    "continuous": continuous,
+}
+
+
+def _generate_batches(name: str, model: Path, jobs: Sequence[Job], settings: Settings, batch: int) -> Timed:
+    import torch
+
+    loaded = _load(model, settings)
+
+    @torch.inference_mode()
+    def answer(some: Sequence[Job]) -> list[tuple[int, ...]]:
+        outputs = []
+        for start in range(0, len(some), batch):
+            group = some[start : start + batch]
+            longest = max(len(job.prompt) for job in group)
+            ids = torch.tensor([[0] * (longest - len(job.prompt)) + list(job.prompt) for job in group])
+            mask = torch.tensor([[0] * (longest - len(job.prompt)) + [1] * len(job.prompt) for job in group])
+            count = max(job.num_output_tokens for job in group)
+            made = loaded.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
+            )
+            outputs += [
+                tuple(row[longest:][: job.num_output_tokens].tolist()) for row, job in zip(made, group, strict=True)
+            ]
+        return outputs
+
+    return _time(name, answer, jobs)
+
+
+def _load(model: Path, settings: Settings):
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings.dtype)).eval()
+
+
+def _time(name: str, answer: Callable[[Sequence[Job]], list[tuple[int, ...]]], jobs: Sequence[Job]) -> Timed:
+    answer([Job(jobs[0].prompt[:8], 2)])
+    watch = Stopwatch()
+    outputs = answer(jobs)
+    return Timed(name, *watch.read(), tuple(outputs))
