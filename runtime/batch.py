@@ -44,7 +44,7 @@ class Batch:
         token_ids, positions, slots: int64 `[T]`; slot = block id * block_size + offset.
         groups: cover the token axis in order.
         sampling: entries that sample.
-        sample_rows: int64, the last row of each of them.
+        sample_rows: int64, the last row of each of them, and the one before each of their draft tokens.
         fresh_blocks: blocks that this step begins and does not fill.
     """
 
@@ -63,10 +63,10 @@ def build_batch(entries: Sequence[ScheduledSequence], block_size: int, device: t
     ordered = [entry for group in groups for entry in group]
     stops = list(accumulate(entry.num_tokens for entry in ordered))
     parts = [
-        list(chain.from_iterable(entry.sequence.token_ids[entry.start : _stop(entry)] for entry in ordered)),
+        list(chain.from_iterable(_token_ids(entry) for entry in ordered)),
         list(chain.from_iterable(range(entry.start, _stop(entry)) for entry in ordered)),
         list(chain.from_iterable(_slots(entry, block_size) for entry in ordered)),
-        [stop - 1 for entry, stop in zip(ordered, stops, strict=True) if entry.samples],
+        list(chain.from_iterable(_sample_rows(entry, stop) for entry, stop in zip(ordered, stops, strict=True))),
         *(block_table(group, block_size) for group in groups),
     ]
     # One transfer for everything: on small models, and on a GPU, each small tensor costs as much as a layer.
@@ -121,6 +121,16 @@ def _attention_groups(
 
 def _stop(entry: ScheduledSequence) -> int:
     return entry.start + entry.num_tokens
+
+
+def _token_ids(entry: ScheduledSequence) -> list[int]:
+    sequence = entry.sequence
+    return sequence.token_ids[entry.start : _stop(entry)] + sequence.draft_token_ids[: entry.num_draft_tokens]
+
+
+def _sample_rows(entry: ScheduledSequence, stop_row: int) -> range:
+    """Of a span that ends before `stop_row`: the rows whose logits are wanted."""
+    return range(stop_row - 1 - entry.num_draft_tokens, stop_row) if entry.samples else range(0)
 
 
 def _slots(entry: ScheduledSequence, block_size: int) -> list[int]:

@@ -14,6 +14,7 @@ from runtime.model.decoder import Decoder
 from runtime.model.pages import KVPages
 from runtime.sampler.sampler import sample_tokens
 from runtime.types import StepOutput, StepPlan
+from runtime.verification import verify_by_match
 
 
 class ModelRunner:
@@ -50,7 +51,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Copies blocks, computes the plan's spans in one forward pass, samples where a span ends its sequence."""
+        """Copies blocks, computes the plan's spans in one forward pass, samples where a span ends its sequence and
+        verifies the drafts there."""
         self.pages.copy(plan.copies)
         if not plan.entries:
             return StepOutput({})
@@ -62,8 +64,7 @@ class ModelRunner:
             return StepOutput({})
         logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
         sampled = sample_tokens(logits, [draw for entry in batch.sampling for draw in build_draws(entry)])
-        ids = [entry.sequence.id for entry in batch.sampling]
-        return StepOutput({sequence_id: [token] for sequence_id, token in zip(ids, sampled, strict=True)})
+        return StepOutput(verify_by_match(batch.sampling, sampled))
 
 
 def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:

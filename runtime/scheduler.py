@@ -7,6 +7,8 @@ prompt, then waiting ones. Two orders make it fair and live:
   `PRIORITY_PLACES` places. Nobody overtakes the head of `waiting`.
 * Blocks for all known tokens are taken at admission, so only decodes can run out of blocks; then the last running
   sequence is preempted, never the first.
+* Guesses of what a decode will say (`Sequence.draft_token_ids`) get only tokens and blocks that nobody else may need in
+  this step, and those blocks go back after it. So speculation preempts nobody and delays no running sequence.
 
 So the first running sequence computes at least one token in every step. Without priorities and forks all running
 sequences are before all waiting ones, and a sequence ends after at most the sum of `prompt + max_tokens` over itself
@@ -17,6 +19,8 @@ sequence ends after at most `(max_num_sequences + 1) * max_model_len` steps for 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Mapping
+from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
 from compress.checkpoint.errors import RequestError
@@ -41,9 +45,10 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class _Step:
-    """A plan in the making."""
+    """A plan in the making. `budget` is what is left of its tokens, `drafts` how many of them may be guesses."""
 
     budget: int
+    drafts: int
     entries: list[ScheduledSequence] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
 
@@ -147,27 +152,40 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans one step and takes the blocks it needs. After it `complete`, or `finish` every sequence of the plan."""
-        step = _Step(self.config.max_num_batched_tokens)
+        budget = self.config.max_num_batched_tokens
+        step = _Step(budget, drafts=max(0, budget - len(self.running)))
         self._schedule_decodes(step)
         self._schedule_prefills(step)
         self._admit(step)
         self.stats.num_copies += len(step.copies)
         return StepPlan(tuple(step.entries), tuple(step.copies))
 
-    def complete(self, plan: StepPlan) -> None:
+    def decodes(self) -> list[Sequence]:
+        """Sequences that the next step decodes, oldest first, unless they are preempted in it."""
+        return [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1]
+
+    def complete(self, plan: StepPlan, num_accepted: Mapping[str, int] | None = None) -> None:
         """Records that the plan's spans are computed. Call it before appending the sampled tokens.
 
-        Full blocks become findable only here: a step that failed leaves nothing wrong in the cache.
+        Full blocks become findable only here: a step that failed leaves nothing wrong in the cache. Of a draft only the
+        accepted tokens count as computed; blocks that were taken for the rest go back.
+
+        Args:
+            num_accepted: draft tokens that were accepted, by sequence id.
         """
         for entry in plan.entries:
             sequence = entry.sequence
+            num_drafts = entry.num_draft_tokens
+            accepted = sequence.draft_token_ids[: (num_accepted or {}).get(sequence.id, 0)]
             first = sequence.num_computed_tokens // self.pool.block_size
-            sequence.num_computed_tokens = entry.start + entry.num_tokens
+            sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(accepted)
             last = sequence.num_computed_tokens // self.pool.block_size
             if self.pool.prefix_caching and last > first:
-                self._extend_hashes(sequence)
+                self._extend_hashes(sequence, accepted)
                 for index in range(first, last):
                     self.pool.register(sequence.block_ids[index], sequence.block_hashes[index])
+            if num_drafts:
+                self._drop_draft(sequence)
 
     def finish(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Takes a sequence out and frees its blocks. Doing it twice does nothing.
@@ -205,10 +223,10 @@ class Scheduler:
 
     def _schedule_decodes(self, step: _Step) -> None:
         # Oldest first, and victims come from the young end: whoever is preempted here was not planned yet.
-        for sequence in list(self.running):
-            is_decode = sequence.status is Status.RUNNING and sequence.num_tokens - sequence.num_computed_tokens == 1
-            if is_decode and self._make_writable(sequence, step):
-                step.add(sequence, 1)
+        for sequence in self.decodes():
+            if sequence.status is Status.RUNNING and self._make_writable(sequence, step):
+                self._fit_draft(sequence, step)
+                step.add(sequence, 1 + len(sequence.draft_token_ids))
 
     def _schedule_prefills(self, step: _Step) -> None:
         for sequence in self.running:
@@ -247,6 +265,25 @@ class Scheduler:
         else:
             self.pool.forget([sequence.block_ids[index]])
         return True
+
+    def _fit_draft(self, sequence: Sequence, step: _Step) -> None:
+        """Cuts the draft to what may be drafted, and takes the blocks it needs."""
+        # What is accepted is followed by one more token, and `max_tokens` bounds both.
+        room = min(step.drafts, sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1)
+        # A free block stays for every running sequence, so that no draft makes a later decode preempt.
+        num_spare = max(0, self.pool.num_free - len(self.running))
+        slots = (len(sequence.block_ids) + num_spare) * self.pool.block_size - sequence.num_tokens
+        del sequence.draft_token_ids[max(0, min(room, slots)) :]
+        step.drafts -= len(sequence.draft_token_ids)
+        missing = self.pool.blocks_for(sequence.num_tokens + len(sequence.draft_token_ids)) - len(sequence.block_ids)
+        sequence.block_ids += self.pool.allocate(max(0, missing))
+
+    def _drop_draft(self, sequence: Sequence) -> None:
+        """Leaves the sequence with the blocks of its computed tokens."""
+        sequence.draft_token_ids = []
+        num_blocks = self.pool.blocks_for(sequence.num_computed_tokens)
+        self.pool.release(sequence.block_ids[num_blocks:])
+        del sequence.block_ids[num_blocks:]
 
     def _copy_block(self, sequence: Sequence, index: int, step: _Step) -> None:
         source = sequence.block_ids[index]
@@ -292,15 +329,17 @@ class Scheduler:
         self.stats.num_prefix_queries += sequence.num_tokens
         self.stats.num_prefix_hits += sequence.num_computed_tokens
 
-    def _extend_hashes(self, sequence: Sequence) -> None:
+    def _extend_hashes(self, sequence: Sequence, accepted: TokenIds[int] = ()) -> None:
         root = root_hash(self.config.dtype, sequence.request.options.cache_salt)
-        extend_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_size, root)
+        token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
+        extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.stats.num_preemptions += 1
         self.stats.num_preempted_tokens += sequence.num_computed_tokens
         self.running.remove(sequence)
         self._release(sequence)
+        sequence.draft_token_ids = []
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         insort(self.waiting, sequence, key=_order)

@@ -1,0 +1,37 @@
+"""Which guesses hold: the target draws its own token behind every draft token, and the draws that agree are kept.
+
+Each row of a span draws from the distribution that the target gives after the tokens and guesses before it, with the
+noise of its own position. A draw counts only while all guesses before it were drawn too, so every token that is kept
+is exactly the one that would have been drawn without a draft; the draft only decides how many are drawn in one step.
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from runtime.types import SampledToken, ScheduledSequence
+
+
+def verify_by_match(
+    entries: Iterable[ScheduledSequence], drawn: Iterable[SampledToken]
+) -> dict[str, list[SampledToken]]:
+    """Tokens by sequence id: the draws that equal the draft, and the first one that does not or that follows it.
+
+    Args:
+        entries: that sample.
+        drawn: `1 + num_draft_tokens` for each entry, in order.
+    """
+    rest = iter(drawn)
+    return {
+        entry.sequence.id: _agreed(entry.sequence.draft_token_ids, list(islice(rest, 1 + entry.num_draft_tokens)))
+        for entry in entries
+    }
+
+
+def _agreed(draft: list[int], drawn: list[SampledToken]) -> list[SampledToken]:
+    for count, (token, guess) in enumerate(zip(drawn, draft, strict=False), start=1):
+        if token.token_id != guess:
+            return drawn[:count]
+    return drawn
