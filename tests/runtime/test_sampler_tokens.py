@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from exact_sampling import chi_square, exact_distribution
 
 from runtime.draws import Draw
 from runtime.sampler.sampler import draw_tokens, sample_tokens
@@ -20,17 +19,6 @@ def draw(seed: int = 0, position: int = 0, **options) -> Draw:
     return Draw(SamplingParams(**options), seed, position)
 
 
-def chi_square(tokens: list[int], probabilities: torch.Tensor) -> float:
-    """Distance from the expected counts in standard deviations of chi-square."""
-    expected = probabilities * len(tokens)
-    counts = torch.bincount(torch.tensor(tokens), minlength=len(probabilities)).double()
-    assert (counts[expected == 0] == 0).all()
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    statistic = ((counts - expected) ** 2 / expected).sum().item()
-    freedom = len(expected) - 1
-    return (statistic - freedom) / math.sqrt(2 * freedom)
-
-
 CASES = {
     "temperature 1": {},
     "temperature 0.6": {"temperature": 0.6},
@@ -42,19 +30,6 @@ CASES = {
 }
 
 
-def exact_distribution(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """What the tokens must follow, by the plain definitions (the row has no ties)."""
-    p = (row.double() / params.temperature).softmax(0)
-    order = p.argsort(descending=True)
-    keep = order[: params.top_k] if params.top_k else order
-    mass = (p[keep] / p[keep].sum()).cumsum(0)
-    keep = keep[: int((mass < params.top_p).sum()) + 1]
-    keep = keep[p[keep] >= params.min_p * p.max()]
-    result = torch.zeros_like(p)
-    result[keep] = p[keep] / p[keep].sum()
-    return result
-
-
 @pytest.mark.parametrize("varying", ["position", "seed"])
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_follow_the_distribution(name, varying):
@@ -64,7 +39,7 @@ def test_tokens_follow_the_distribution(name, varying):
     for start in range(0, 20_000, 4_000):
         draws = [Draw(params, *((n, 3) if varying == "seed" else (3, n))) for n in range(start, start + 4_000)]
         tokens += draw_tokens(row.expand(4_000, -1), draws, truncated=True).tolist()
-    assert abs(chi_square(tokens, exact_distribution(row[0], params))) < 5
+    assert abs(chi_square(tokens, exact_distribution(row[0], draws[0]))) < 5
 
 
 def test_a_wrong_distribution_is_noticed():
