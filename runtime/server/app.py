@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -12,8 +12,10 @@ from runtime.server.chat import chat_router
 from runtime.server.completions import completions_router
 from runtime.server.errors import add_error_handlers
 from runtime.server.generation import Engine
-from runtime.server.guard import ApiKeyGuard, BodyLimit
+from runtime.server.guard import ApiKeyGuard, BodyLimit, SiteGuard
 from runtime.server.misc import misc_router
+from runtime.server.page import page_router
+from runtime.server.request_id import RequestId
 from runtime.server.service import Limits, Service, Tokenizer
 
 
@@ -25,6 +27,7 @@ def create_app(
     *,
     render_metrics: Callable[[], str],
     api_key: str | None = None,
+    allowed_hosts: Collection[str] = (),
 ) -> FastAPI:
     """An application that starts the engine's thread when it starts and stops it when it ends.
 
@@ -32,9 +35,11 @@ def create_app(
         engine: an engine's thread, not yet started.
         tokenizer: of the served model.
         model_name: what requests must call the model.
-        limits: context, queue and body size.
+        limits: context, queue, body size and times.
         render_metrics: text of `/metrics`.
-        api_key: asked for on every path but `/health`; None asks for none.
+        api_key: asked for on every path but `/health` and the page's files; None asks for none.
+        allowed_hosts: names by which clients may call the server, and whose pages may use it; empty for any name, and
+            pages of the server itself alone.
     """
 
     @asynccontextmanager
@@ -50,7 +55,10 @@ def create_app(
     add_error_handlers(app)
     for router in (completions_router, chat_router, misc_router):
         app.include_router(router(service))
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
+    app.include_router(page_router())
+    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)
     if api_key:
         app.add_middleware(ApiKeyGuard, api_key=api_key)
+    app.add_middleware(SiteGuard, hosts=allowed_hosts)
+    app.add_middleware(RequestId)
     return app

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from runtime.engine_thread import Health
 from runtime.server.errors import ApiError
+from runtime.server.limits import Limits
 from runtime.types import Delta, FinishReason, SamplingParams
 
 logger = logging.getLogger("runtime.server")
@@ -42,17 +43,17 @@ class Job:
 
 
 class Generations:
-    """Runs jobs on the engine, at most `max_requests` answers at a time. Lives on the event loop's thread."""
+    """Runs jobs on the engine, as many at a time and as long as `limits` allow. Lives on the event loop's thread."""
 
-    def __init__(self, engine: Engine, max_requests: int) -> None:
+    def __init__(self, engine: Engine, limits: Limits) -> None:
         self.engine = engine
-        self.max_requests = max_requests
+        self.limits = limits
         self.num_active = 0
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
         """Holds `count` places in the queue, or refuses with 429 (400 when there never could be as many)."""
-        limit = self.max_requests
+        limit = self.limits.max_requests
         if count > limit:
             raise ApiError(400, f"{count} answers in one request; this server takes at most {limit}.", "prompt")
         if self.num_active + count > limit:
@@ -74,12 +75,13 @@ class Generations:
         Closing it frees every job.
 
         Raises:
-            ApiError: 429 without a place in the queue; 500 when the engine fails a sequence, 503 when it stops.
+            ApiError: 429 without a place in the queue; 500 when the engine fails a sequence; 503 when it stops, or has
+                no token in `queue_seconds`; 504 after `request_seconds`.
             RequestError: the engine refuses a job.
         """
         with self.admit(sum(job.sampling.n for job in jobs)):
             streams = [self.engine.generate(job.prompt_token_ids, job.sampling, job.request_id) for job in jobs]
-            async with aclosing(merge(streams)) as deltas:
+            async with aclosing(in_time(merge(streams), self.limits)) as deltas:
                 async for index, delta in deltas:
                     check_delta(delta)
                     yield index * jobs[index].sampling.n + delta.index, delta
@@ -91,6 +93,38 @@ def check_delta(delta: Delta) -> None:
         raise ApiError(500, f"Generation failed: {delta.error}.", code="generation_failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise ApiError(503, "The server ended this request before it was complete: it is stopping.", code="aborted")
+
+
+async def in_time(
+    deltas: AsyncGenerator[tuple[int, Delta], None], limits: Limits
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """The deltas, as long as the first and the last of them come in time. Closing it closes them.
+
+    Raises:
+        ApiError: 503 or 504.
+    """
+    now = asyncio.get_running_loop().time()
+    end = now + limits.request_seconds
+    deadline = min(end, now + limits.queue_seconds)
+    async with aclosing(deltas):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    item = await anext(deltas)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise out_of_time(limits, is_first=deadline < end) from None
+            yield item
+            deadline = end
+
+
+def out_of_time(limits: Limits, is_first: bool) -> ApiError:
+    if is_first:
+        message = f"No token after {limits.queue_seconds:g} s: the server is overloaded. Try again later."
+        return ApiError(503, message, code="queue_timeout", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    message = f"The request took longer than {limits.request_seconds:g} s. Ask for fewer tokens."
+    return ApiError(504, message, code="request_timeout")
 
 
 async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:

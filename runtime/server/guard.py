@@ -1,19 +1,24 @@
-"""What is refused before a route sees it: wrong keys and too long bodies. Plain ASGI, so streams pass untouched."""
+"""What is refused before a route sees it: wrong keys, other sites' pages, long and slow bodies. Plain ASGI, so streams
+pass untouched."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+from collections.abc import Collection
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.errors import ApiError, error_response
+from runtime.server.page import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = PAGE_PATHS | {"/health"}
 
 
 class ApiKeyGuard:
-    """Asks for `Authorization: Bearer KEY`, except for health checks."""
+    """Asks for `Authorization: Bearer KEY`, except for health checks and the page."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
@@ -32,12 +37,51 @@ class ApiKeyGuard:
         return hmac.compare_digest(given, self.expected)
 
 
-class BodyLimit:
-    """Answers 413 to bodies longer than `max_bytes`, whether or not they state their length."""
+class SiteGuard:
+    """Keeps pages of other sites, running in the browser of somebody who reaches this server, from using it.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Such a page may send simple requests (its `Origin` is not our `Host`), or give its own name this server's address
+    (DNS rebinding: the `Host` is not ours). Clients other than browsers send no `Origin`.
+
+    Args:
+        hosts: names by which the server may be called; empty for any. Pages of these hosts are welcome.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self.app = app
+        self.hosts = frozenset(name.lower() for name in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (message := self.objection(Headers(scope=scope))):
+            await error_response(403, message, code="foreign_site")(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def objection(self, headers: Headers) -> str:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self.hosts and parts(f"//{host}").hostname not in self.hosts:
+            return f"This server is not called {host!r}. Start it with --allowed-host NAME to permit a name."
+        if origin is None or parts(origin).netloc == host or parts(origin).hostname in self.hosts:
+            return ""
+        return f"Pages of {origin} may not use this server. Start it with --allowed-host NAME to permit a host."
+
+
+def parts(url: str) -> SplitResult:
+    """The parts of a URL; all of them empty when it is none."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
+
+
+class BodyLimit:
+    """Answers 413 to bodies longer than `max_bytes`, whether or not they state their length, and 408 to bodies that
+    are not complete within `seconds`."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,13 +96,21 @@ class BodyLimit:
 
     def counting(self, receive: Receive) -> Receive:
         num_bytes = 0
+        deadline: float | None = asyncio.get_running_loop().time() + self.seconds
 
         async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                late = f"The body was not complete after {self.seconds:g} s."
+                raise ApiError(408, late, code="body_timeout", headers={"Connection": "close"}) from None
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_bytes:
                 raise self.refusal()
+            if not message.get("more_body", False):
+                deadline = None  # what comes now is the client's leaving, whenever it likes
             return message
 
         return counted

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
-from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.server.errors import ApiError
 from runtime.server.generation import Engine, Generations, Job
+from runtime.server.limits import Limits
 from runtime.server.logprobs import TokenBytes
 from runtime.server.protocol import GenerationRequest
 from runtime.server.streaming import Answer, Shape, respond
@@ -32,21 +31,6 @@ class Tokenizer(TokenBytes, Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one server takes on.
-
-    Attributes:
-        max_model_len: tokens of prompt plus output of one sequence.
-        max_requests: sequences in flight, running and waiting; more are answered with 429.
-        max_body_bytes: longest request body; a longer one is answered with 413.
-    """
-
-    max_model_len: int
-    max_requests: int = 256
-    max_body_bytes: int = 4 * 2**20
-
-
 class Service:
     """One served model. Lives on the event loop's thread."""
 
@@ -62,7 +46,7 @@ class Service:
         self.model_name = model_name
         self.limits = limits
         self.render_metrics = render_metrics
-        self.generations = Generations(engine, limits.max_requests)
+        self.generations = Generations(engine, limits)
 
     def check_model(self, name: str) -> None:
         if name != self.model_name:
@@ -121,9 +105,9 @@ class Service:
         samplings: list[SamplingParams],
     ) -> Response:
         """Generates `n` choices per prompt and answers in the request's way, at once or as a stream."""
-        request_id = f"{shape.id_prefix}-{uuid4().hex}"
+        request_id = f"{shape.id_prefix}-{request.state.request_id}"
         jobs = [Job(f"{request_id}-{i}", *job) for i, job in enumerate(zip(prompts, samplings, strict=True))]
         logger.info("request %s: user %r, prompts of %s tokens", request_id, body.user, [len(p) for p in prompts])
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
         answer = Answer(envelope, shape, len(jobs) * body.num_answers, body.include_usage)
-        return await respond(request, self.generations.run(jobs), answer, bool(body.stream))
+        return await respond(request, self.generations.run(jobs), answer, bool(body.stream), self.limits)

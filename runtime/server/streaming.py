@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -11,10 +12,13 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from runtime.server.errors import ApiError, JsonResponse, error_body
+from runtime.server.limits import Limits
 from runtime.types import Delta, FinishReason, TokenLogprobs
+
+logger = logging.getLogger("runtime.server")
 
 T = TypeVar("T")
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -140,24 +144,35 @@ class Answer:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that own the deltas they are made of: whatever ends the response closes them."""
+    """Server-sent events that own the deltas they are made of: whatever ends the response closes them.
+
+    A client that does not read is given up after `client_seconds`: its request would keep a place in the queue, and its
+    text memory, for as long as it likes.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], deltas: Deltas) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], deltas: Deltas, client_seconds: float) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.events = events
         self.deltas = deltas
+        self.client_seconds = client_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self.client_seconds):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            logger.warning("a client did not read its stream for %g s: closed", self.client_seconds)
         finally:
             await self.events.aclose()
             await self.deltas.aclose()  # a generator that never started does not close what it was given
 
 
-async def respond(request: Request, deltas: Deltas, answer: Answer, stream: bool) -> Response:
+async def respond(request: Request, deltas: Deltas, answer: Answer, stream: bool, limits: Limits) -> Response:
     """The HTTP answer. Refusals of the engine come as exceptions before a stream's first byte."""
     try:
         if not stream:
@@ -165,7 +180,7 @@ async def respond(request: Request, deltas: Deltas, answer: Answer, stream: bool
         first = await unless_disconnected(request, anext(deltas))
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return EventStream(answer.events(first, deltas), deltas)
+    return EventStream(answer.events(first, deltas), deltas, limits.client_seconds)
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
