@@ -7,6 +7,8 @@ A block is in exactly one of three states:
     empty    ref_count = 0, no hash; in the free list, handed out before any cached block
 
 Only full blocks have hashes, a hash covers everything before its block, and a block with a hash is never written again.
+Blocks with hashes are a forest: the parent of a block is the one before it in its chain. A block is findable only as
+long as its parent is, so no room is kept for what nobody can find, and of a chain the end is evicted first.
 """
 
 from __future__ import annotations
@@ -17,15 +19,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from runtime.host_tier import HostTier
+
 HASH_BYTES = 16
 
 
 @dataclass(slots=True)
 class Block:
-    """One block of the pool: how many tables hold it, and the hash of its content once it is full and computed."""
+    """One block of the pool.
+
+    Attributes:
+        ref_count: how many tables hold it.
+        hash: of its content and all before it, once it is full and computed.
+        parent: the block before it in its chain; None for the first, and without a hash.
+    """
 
     ref_count: int = 0
     hash: bytes | None = None
+    parent: int | None = None
 
 
 def root_hash(namespace: str, cache_salt: str) -> bytes:
@@ -49,17 +60,28 @@ class BlockPool:
         num_blocks: blocks with ids 0 to num_blocks - 1.
         block_size: tokens per block.
         prefix_caching: without it nothing is registered, so nothing is ever found.
+        num_host_blocks: slots of host memory that keep evicted blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.tier = HostTier(num_host_blocks)
         self.num_evictions = 0
-        self._blocks = [Block() for _ in range(num_blocks)]
+        self.rebuild([])
+
+    def rebuild(self, tables: Iterable[Sequence[int]]) -> None:
+        """Starts anew from all block tables there are; nothing is findable any more, neither here nor in the tier."""
+        counts = Counter(block_id for table in tables for block_id in table)
+        self._blocks = [Block(counts[block_id]) for block_id in range(self.num_blocks)]
         self._by_hash: dict[bytes, int] = {}
+        self._children: dict[int, set[int]] = {}
         # Least recently used first. A dict, because a prefix hit takes blocks out of the middle.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free = OrderedDict.fromkeys(block_id for block_id in range(self.num_blocks) if not counts[block_id])
+        self.tier.clear()
 
     @property
     def num_free(self) -> int:
@@ -96,20 +118,29 @@ class BlockPool:
             self._free.pop(block_id, None)
 
     def allocate(self, count: int) -> list[int]:
-        """Hands out blocks nobody holds, empty ones first, then the least recently used.
+        """Hands out blocks nobody holds, empty ones first, then the least recently used; of a chain, its end.
 
         Raises:
             ValueError: fewer than `count` are free; callers make room first.
         """
         if count > self.num_free:
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block_id in taken:
+        taken = []
+        for _ in range(count):
+            block_id = self._end_of_chain(next(iter(self._free)))
+            self._evict(block_id)
+            del self._free[block_id]
             self._blocks[block_id].ref_count = 1
-            if self._blocks[block_id].hash is not None:
-                self.num_evictions += 1
-                self._drop_hash(block_id)
+            taken.append(block_id)
         return taken
+
+    def evict(self, count: int) -> None:
+        """Makes up to `count` cached blocks empty, in the order in which `allocate` would."""
+        for _ in range(count):
+            cached = next((block_id for block_id in self._free if self._blocks[block_id].hash is not None), None)
+            if cached is None:
+                return
+            self._evict(self._end_of_chain(cached))
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Gives one reference to each block back, tail first, so that the beginnings of prefixes live longest."""
@@ -128,19 +159,31 @@ class BlockPool:
         if block_id in self._free:
             self._free.move_to_end(block_id)
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
-        """Makes a full, computed block findable. Where an equal block is known already, this one stays anonymous."""
-        if self.prefix_caching and block_hash not in self._by_hash and self._blocks[block_id].hash is None:
-            self._by_hash[block_hash] = block_id
-            self._blocks[block_id].hash = block_hash
+    def register(self, table: list[int], index: int, hashes: Sequence[bytes]) -> None:
+        """Makes a full, computed block of a table findable, if the one before it is.
+
+        Where an equal block is known already, the table gets that one instead: equal prefixes that were computed side
+        by side are then held once, and they are evicted together with what follows them.
+
+        Args:
+            hashes: chain of the table's full blocks.
+        """
+        block_id, known = table[index], self._by_hash.get(hashes[index])
+        parent = self._by_hash.get(hashes[index - 1]) if index else None
+        if known is not None:
+            table[index] = known
+            self.acquire([known])
+            self.release([block_id])
+        elif self.prefix_caching and self._blocks[block_id].hash is None and (parent is not None or not index):
+            self._by_hash[hashes[index]] = block_id
+            self._blocks[block_id].hash, self._blocks[block_id].parent = hashes[index], parent
+            if parent is not None:
+                self._children.setdefault(parent, set()).add(block_id)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Makes blocks unfindable, because their content cannot be trusted or is about to change."""
+        """Makes blocks, and with them what follows them, unfindable: their content is doubtful or about to change."""
         for block_id in block_ids:
-            if self._blocks[block_id].hash is not None:
-                self._drop_hash(block_id)
-                if block_id in self._free:
-                    self._free.move_to_end(block_id, last=False)
+            self._drop_hash(block_id)
 
     def fork(self, block_ids: Sequence[int]) -> list[int]:
         """A second table over the same blocks. Before either writes into a shared block: `shared`, then a copy."""
@@ -166,12 +209,48 @@ class BlockPool:
                 raise RuntimeError(f"block {block_id} with {block.ref_count} references is on the wrong list")
             if block.hash is not None and self._by_hash.get(block.hash) != block_id:
                 raise RuntimeError(f"block {block_id} has a hash that does not lead to it")
+            if block.parent is not None and (block.hash is None or self._blocks[block.parent].hash is None):
+                raise RuntimeError(f"block {block_id} has the parent {block.parent}, and one of them has no hash")
         num_hashed = sum(block.hash is not None for block in self._blocks)
         if num_hashed != len(self._by_hash):
             raise RuntimeError(f"{len(self._by_hash)} hashes are known for {num_hashed} hashed blocks")
+        families = {(parent, child) for parent, children in self._children.items() for child in children}
+        if families != {(block.parent, i) for i, block in enumerate(self._blocks) if block.parent is not None}:
+            raise RuntimeError("the children of some block do not have it as their parent")
+        self.tier.check()
+
+    def _end_of_chain(self, block_id: int) -> int:
+        """The last free block of a chain that goes on from a free one.
+
+        Tails are freed before their beginnings, so this rarely has to go far. Where only held blocks follow, there is
+        nothing to wait for: they are of use without it.
+        """
+        free = self._free
+        while (following := next((i for i in self._children.get(block_id, ()) if i in free), None)) is not None:
+            block_id = following
+        return block_id
+
+    def _evict(self, block_id: int) -> None:
+        """Makes a free block empty. The tier keeps its content, which the next step reads before it writes."""
+        block_hash = self._blocks[block_id].hash
+        if block_hash is not None:
+            self.num_evictions += 1
+            self.tier.save(block_hash, block_id)
+            self._drop_hash(block_id)
 
     def _drop_hash(self, block_id: int) -> None:
-        block = self._blocks[block_id]
-        if block.hash is not None:
-            del self._by_hash[block.hash]
-            block.hash = None
+        """Makes a block unfindable, and all that are found only through it. Those nobody holds become empty."""
+        if self._blocks[block_id].hash is None:
+            return
+        unfindable = [block_id]
+        while unfindable:
+            block_id = unfindable.pop()
+            block = self._blocks[block_id]
+            unfindable += self._children.pop(block_id, ())
+            if block.parent in self._children:
+                self._children[block.parent].discard(block_id)
+            if block.hash is not None:
+                del self._by_hash[block.hash]
+            block.hash = block.parent = None
+            if block_id in self._free:
+                self._free.move_to_end(block_id, last=False)

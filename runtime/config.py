@@ -20,7 +20,11 @@ class RuntimeConfig:
         max_num_batched_tokens: token budget of one step.
         max_num_sequences: sequences in one step.
         prefill_chunk: prompt tokens of one sequence in one step at most; bounds the wait between two tokens of others.
+        attention_window: serve endless streams: a token sees the last so many tokens, and what lies before them is
+            given up; None leaves the model as it is.
+        attention_sinks: first tokens that stay visible beside the window.
         prefix_caching: reuse blocks of equal prefixes.
+        host_memory_bytes: host memory for blocks of prefixes that the pool has no room for; 0 is off.
         seed: source of the seeds of requests that bring none.
     """
 
@@ -35,4 +39,12 @@ class RuntimeConfig:
     max_num_sequences: int = 64
     prefill_chunk: int = 256
     prefix_caching: bool = True
+    host_memory_bytes: int = 0
     seed: int = 0
+    attention_window: int | None = None
+    attention_sinks: int = 0
+
+    @property
+    def max_span_tokens(self) -> int:
+        """Tokens of one prompt that are computed in one step at most."""
+        return min(self.prefill_chunk, self.max_num_batched_tokens)

@@ -15,6 +15,7 @@ from runtime.blocks import BlockPool
 from runtime.config import RuntimeConfig
 from runtime.metrics import Metrics, RequestTimes
 from runtime.scheduler import Scheduler
+from runtime.text.grammar import GrammarCompiler
 from runtime.types import (
     MAX_SEED,
     Delta,
@@ -74,8 +75,14 @@ class Engine:
         self.runner = runner
         self.tokenizer = tokenizer
         self.config = config
-        pool = BlockPool(runner.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-        self.scheduler = Scheduler(pool, config, runner.max_model_len)
+        pool = BlockPool(
+            runner.num_blocks,
+            config.block_size,
+            prefix_caching=config.prefix_caching,
+            num_host_blocks=runner.num_host_blocks,
+        )
+        self.scheduler = Scheduler(pool, config, runner.max_model_len, runner.reach)
+        self.grammars = GrammarCompiler(tokenizer, runner.vocab_size) if tokenizer else None
         self.metrics = Metrics()
         self.num_failed_steps = 0
         self._clock = clock
@@ -94,11 +101,11 @@ class Engine:
         return self.num_failed_steps < UNHEALTHY_AFTER
 
     def check_request(self, prompt_token_ids: TokenIds[int], sampling: SamplingParams) -> None:
-        """Refuses what could never be answered. Reads only constants, so any thread may ask.
+        """Refuses what could never be answered. Any thread may ask; a grammar that is new takes a while to compile.
 
         Raises:
-            RequestError: token ids outside of the vocabulary, stop strings without a tokenizer, or more tokens than
-                the context or the block pool hold.
+            RequestError: token ids outside of the vocabulary, more tokens than the context or the block pool hold, a
+                grammar that cannot be followed, or stop strings or a grammar without a tokenizer.
         """
         self.scheduler.check_request(len(prompt_token_ids), sampling.max_tokens)
         size = self.runner.vocab_size
@@ -107,6 +114,10 @@ class Engine:
             raise RequestError(f"token id {wrong} is outside of the vocabulary", f"ids go from 0 to {size - 1}")
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer", "use stop_token_ids")
+        if sampling.grammar is not None:
+            if self.grammars is None:
+                raise RequestError("grammars need a tokenizer", "leave the grammar out")
+            self.grammars.check(sampling.grammar)
 
     def add_request(
         self,
@@ -182,7 +193,11 @@ class Engine:
     # --- beginning and end of answers -----------------------------------------------------------------------------
 
     def _add_answer(self, live: _Live, sequence: Sequence, index: int) -> None:
-        live.answers[sequence.id] = Answer(sequence, self.tokenizer, self.runner.eos_token_ids, live.id, index)
+        answer = Answer(sequence, self.tokenizer, self.runner.eos_token_ids, live.id, index)
+        grammar = sequence.request.sampling.grammar
+        if grammar is not None and self.grammars is not None:
+            sequence.constraint = self.grammars.constraint(grammar, answer.end_token_ids)
+        live.answers[sequence.id] = answer
         self._by_sequence[sequence.id] = live
         self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)
 
@@ -226,6 +241,7 @@ class Engine:
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[Delta]:
         logger.exception("a step of %d tokens failed; its %d sequences fail", plan.num_tokens, len(plan.entries))
+        self.scheduler.fail()
         self.num_failed_steps += 1
         self.metrics.step_errors_total += 1
         message = f"the step failed: {type(error).__name__}: {error}"

@@ -25,6 +25,7 @@ class MemoryPlan:
         num_blocks: KV blocks of `block_size` tokens.
         max_model_len: longest prompt + output.
         reason: what decided `num_blocks` and `max_model_len`.
+        num_host_blocks: blocks of the same size in host memory.
     """
 
     weight_bytes: int
@@ -33,19 +34,28 @@ class MemoryPlan:
     num_blocks: int
     max_model_len: int
     reason: str
+    num_host_blocks: int = 0
 
     @property
     def kv_bytes(self) -> int:
         return self.num_blocks * self.block_size * self.token_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, for keys and values that were evicted from the pool."""
+        return self.num_host_blocks * self.block_size * self.token_bytes
+
     def explain(self) -> str:
         """One line per item, with the numbers behind it."""
         tokens = self.num_blocks * self.block_size
+        host_tokens = self.num_host_blocks * self.block_size
+        host = f"{self.num_host_blocks} blocks = {host_tokens} tokens" if self.num_host_blocks else "off"
         return "\n".join(
             (
                 f"weights  {format_bytes(self.weight_bytes)}",
                 f"KV pool  {format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens = "
                 f"{tokens} tokens at {format_bytes(self.token_bytes)} each",
+                f"host KV  {format_bytes(self.host_bytes)}: {host}",
                 f"longest  {self.max_model_len} tokens ({self.reason})",
             )
         )
@@ -86,7 +96,25 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
     reason = "as asked for" if wanted else "the model's context"
     if room < longest:
         longest, reason = room, f"what the KV pool holds; the model's context is {model.context_length}"
-    return MemoryPlan(weight_bytes, token_bytes, config.block_size, num_blocks, longest, reason)
+    host_blocks = _host_blocks(config, token_bytes * config.block_size)
+    return MemoryPlan(weight_bytes, token_bytes, config.block_size, num_blocks, longest, reason, host_blocks)
+
+
+def _host_blocks(config: RuntimeConfig, block_bytes: int) -> int:
+    wanted = config.host_memory_bytes
+    if not wanted:
+        return 0
+    if not config.prefix_caching:
+        raise ToolkitError(
+            f"{format_bytes(wanted)} of host memory for KV blocks are of no use without prefix caching",
+            "Turn prefix caching on, or leave the host memory out",
+        )
+    if wanted < block_bytes:
+        raise ToolkitError(
+            f"{format_bytes(wanted)} of host memory hold no KV block of {format_bytes(block_bytes)}",
+            "Allow more host memory for KV blocks, or none",
+        )
+    return wanted // block_bytes
 
 
 def available_bytes(device: torch.device) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from compress.checkpoint.errors import ToolkitError
@@ -27,11 +29,17 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
         self.decoder = decoder
         self.memory = memory
-        self.pages = KVPages(decoder.config, memory.num_blocks, memory.block_size, decoder.dtype, decoder.device)
+        self.pages = KVPages(
+            decoder.config, memory.num_blocks, memory.block_size, decoder.dtype, decoder.device, memory.num_host_blocks
+        )
 
     @property
     def num_blocks(self) -> int:
         return self.memory.num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self.memory.num_host_blocks
 
     @property
     def block_size(self) -> int:
@@ -51,9 +59,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Copies blocks, computes the plan's spans in one forward pass, samples where a span ends its sequence and
+        """Moves blocks, computes the plan's spans in one forward pass, samples where a span ends its sequence and
         verifies the drafts there."""
+        self.pages.offload(plan.offloads)
         self.pages.copy(plan.copies)
+        self.pages.restore(plan.restores)
         if not plan.entries:
             return StepOutput({})
         batch = build_batch(plan.entries, self.block_size, self.decoder.device)
@@ -74,10 +84,22 @@ def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
         ToolkitError: a sequence of `max_model_len` tokens does not fit in the pool, or the pool not in memory.
     """
     plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config)
-    free = available_bytes(decoder.device)
-    if plan.kv_bytes > free:
-        raise ToolkitError(
-            f"a KV pool of {format_bytes(plan.kv_bytes)} does not fit in {format_bytes(free)} of free memory",
-            "Allow less KV memory or fewer blocks",
-        )
+    check_fits(plan, decoder.device)
     return ModelRunner(decoder, plan)
+
+
+def check_fits(plan: MemoryPlan, device: torch.device) -> None:
+    """Refuses pools that do not fit in the free memory of the device and the host.
+
+    Raises:
+        ToolkitError: with the numbers.
+    """
+    host = torch.device("cpu")
+    wanted = Counter({device: plan.kv_bytes}) + Counter({host: plan.host_bytes})
+    for where, size in wanted.items():
+        free = available_bytes(where)
+        if size > free:
+            raise ToolkitError(
+                f"KV blocks of {format_bytes(size)} do not fit in {format_bytes(free)} of free {where.type} memory",
+                "Allow less KV memory or fewer blocks",
+            )

@@ -7,6 +7,9 @@ prompt, then waiting ones. Two orders make it fair and live:
   `PRIORITY_PLACES` places. Nobody overtakes the head of `waiting`.
 * Blocks for all known tokens are taken at admission, so only decodes can run out of blocks; then the last running
   sequence is preempted, never the first.
+* Where tokens look back only so far (`runtime.reach`), blocks out of reach go back, and at admission a long prompt gets
+  only what it can hold at once. Its later spans take the place of what went back. While others hold that too, there may
+  be no room; it is made as for decodes.
 * Guesses of what a decode will say (`Sequence.draft_token_ids`) get only tokens and blocks that nobody else may need in
   this step, and those blocks go back after it. So speculation preempts nobody and delays no running sequence.
 
@@ -26,7 +29,8 @@ from dataclasses import dataclass, field
 from compress.checkpoint.errors import RequestError
 from runtime.blocks import BlockPool, extend_hashes, root_hash
 from runtime.config import RuntimeConfig
-from runtime.types import BlockCopy, Request, ScheduledSequence, Sequence, Status, StepPlan
+from runtime.reach import ALL, RELEASED, Reach, held_blocks
+from runtime.types import BlockCopy, BlockRestore, Request, ScheduledSequence, Sequence, Status, StepPlan
 
 PRIORITY_PLACES = 64
 """A request is overtaken by at most so many later ones per unit of priority that they are ahead: nobody starves."""
@@ -51,6 +55,7 @@ class _Step:
     drafts: int
     entries: list[ScheduledSequence] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    restores: list[BlockRestore] = field(default_factory=list)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         self.entries.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens))
@@ -72,12 +77,14 @@ class Scheduler:
         pool: the blocks.
         config: token budget, sequences per step, chunk size.
         max_model_len: longest prompt + output.
+        reach: what tokens look at; blocks beyond it go back while a sequence runs.
     """
 
-    def __init__(self, pool: BlockPool, config: RuntimeConfig, max_model_len: int) -> None:
+    def __init__(self, pool: BlockPool, config: RuntimeConfig, max_model_len: int, reach: Reach = ALL) -> None:
         self.pool = pool
         self.config = config
         self.max_model_len = max_model_len
+        self.reach = reach
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.stats = SchedulerStats()
@@ -109,7 +116,7 @@ class Scheduler:
             raise RequestError(
                 f"{both} exceed the context of {context}", f"lower max_tokens to at most {room}, or shorten the prompt"
             )
-        needed = self.pool.blocks_for(num_prompt_tokens + max_tokens)
+        needed = self._max_blocks(num_prompt_tokens + max_tokens)
         if needed > self.pool.num_blocks:
             raise RequestError(
                 f"{both} need {needed} KV blocks of {self.pool.block_size} and the pool has {self.pool.num_blocks}",
@@ -144,21 +151,25 @@ class Scheduler:
         if overtakes or len(self.running) >= self._max_running or self.pool.num_free <= len(self.running):
             insort(self.waiting, child, key=_order)
             return child
-        child.block_ids = self.pool.fork(parent.block_ids)
+        self.pool.acquire(held_blocks(parent.block_ids))
+        child.block_ids = parent.block_ids.copy()
         child.num_computed_tokens = child.num_tokens - 1
+        child.num_registered_blocks = child.num_computed_tokens // self.pool.block_size
         child.status = Status.RUNNING
         insort(self.running, child, key=_order)
         return child
 
     def schedule(self) -> StepPlan:
-        """Plans one step and takes the blocks it needs. After it `complete`, or `finish` every sequence of the plan."""
+        """Plans one step and takes the blocks it needs. After it `complete` or `fail`."""
         budget = self.config.max_num_batched_tokens
         step = _Step(budget, drafts=max(0, budget - len(self.running)))
         self._schedule_decodes(step)
         self._schedule_prefills(step)
         self._admit(step)
         self.stats.num_copies += len(step.copies)
-        return StepPlan(tuple(step.entries), tuple(step.copies))
+        if not step.entries:
+            return StepPlan(())
+        return StepPlan(tuple(step.entries), tuple(step.copies), self.pool.tier.take_offloads(), tuple(step.restores))
 
     def decodes(self) -> list[Sequence]:
         """Sequences that the next step decodes, oldest first, unless they are preempted in it."""
@@ -173,19 +184,25 @@ class Scheduler:
         Args:
             num_accepted: draft tokens that were accepted, by sequence id.
         """
+        self.pool.tier.settle(done=True)
         for entry in plan.entries:
             sequence = entry.sequence
             num_drafts = entry.num_draft_tokens
             accepted = sequence.draft_token_ids[: (num_accepted or {}).get(sequence.id, 0)]
-            first = sequence.num_computed_tokens // self.pool.block_size
+            first = sequence.num_registered_blocks
             sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(accepted)
             last = sequence.num_computed_tokens // self.pool.block_size
             if self.pool.prefix_caching and last > first:
                 self._extend_hashes(sequence, accepted)
                 for index in range(first, last):
-                    self.pool.register(sequence.block_ids[index], sequence.block_hashes[index])
+                    self.pool.register(sequence.block_ids, index, sequence.block_hashes)
+                sequence.num_registered_blocks = last
             if num_drafts:
                 self._drop_draft(sequence)
+
+    def fail(self) -> None:
+        """Records that the plan was not executed as a whole. Then `finish` every sequence of it."""
+        self.pool.tier.settle(done=False)
 
     def finish(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Takes a sequence out and frees its blocks. Doing it twice does nothing.
@@ -198,7 +215,8 @@ class Scheduler:
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         queue.remove(sequence)
         if not trusted:
-            self.pool.forget(sequence.block_ids)
+            self.pool.forget(held_blocks(sequence.block_ids))
+            self.pool.tier.forget(sequence.block_hashes)
         self._release(sequence)
         sequence.status = Status.FINISHED
 
@@ -208,23 +226,38 @@ class Scheduler:
         Raises:
             RuntimeError: one is broken.
         """
-        self.pool.check(sequence.block_ids for sequence in self.running + self.waiting)
+        self.pool.check(held_blocks(sequence.block_ids) for sequence in self.running + self.waiting)
         for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
             if [s.order for s in queue] != sorted(s.order for s in queue) or any(s.status is not status for s in queue):
                 raise RuntimeError(f"the {status} queue is out of order")
         for sequence in self.running:
-            missing = sequence.num_tokens - len(sequence.block_ids) * self.pool.block_size
-            if missing > 1 or sequence.num_computed_tokens >= sequence.num_tokens:
-                raise RuntimeError(f"sequence {sequence.id} has tokens without blocks or nothing left to compute")
+            self._check_table(sequence)
         if any(sequence.block_ids or sequence.num_computed_tokens for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
+
+    def _check_table(self, sequence: Sequence) -> None:
+        table, num_held = sequence.block_ids, len(held_blocks(sequence.block_ids))
+        missing = self.reach.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, 0)
+        missing -= len(table) * self.pool.block_size
+        if missing > 1 or sequence.num_computed_tokens >= sequence.num_tokens:
+            raise RuntimeError(f"sequence {sequence.id} has tokens without blocks or nothing left to compute")
+        hidden = self.reach.hidden_blocks(sequence.num_computed_tokens, self.pool.block_size)
+        if RELEASED in table[: hidden.start] + table[hidden.stop :] or num_held > self._max_blocks(sequence.num_tokens):
+            raise RuntimeError(f"sequence {sequence.id} holds {num_held} blocks, too many or not those that it sees")
 
     # --- one step -------------------------------------------------------------------------------------------------
 
     def _schedule_decodes(self, step: _Step) -> None:
-        # Oldest first, and victims come from the young end: whoever is preempted here was not planned yet.
-        for sequence in self.decodes():
-            if sequence.status is Status.RUNNING and self._make_writable(sequence, step):
+        # Oldest first, and victims come from the young end: whoever is preempted here was not planned yet. Prompts
+        # under way take their blocks in the same order, and are planned later.
+        for sequence in list(self.running):
+            if sequence.status is not Status.RUNNING:
+                continue
+            if self.reach.window is not None:
+                self._release_hidden(sequence)
+            if sequence.num_tokens - sequence.num_computed_tokens > 1:
+                self._extend_table(sequence)
+            elif self._make_writable(sequence, step):
                 self._fit_draft(sequence, step)
                 step.add(sequence, 1 + len(sequence.draft_token_ids))
 
@@ -254,9 +287,7 @@ class Scheduler:
         index = sequence.num_computed_tokens // self.pool.block_size
         is_new = index == len(sequence.block_ids)
         while (is_new or self.pool.shared(sequence.block_ids[index])) and self.pool.num_free < 1:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
+            if not self._make_room(sequence):
                 return False
         if is_new:
             sequence.block_ids += self.pool.allocate(1)
@@ -265,6 +296,39 @@ class Scheduler:
         else:
             self.pool.forget([sequence.block_ids[index]])
         return True
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempts the last running sequence. False when that is `sequence` itself."""
+        victim = self.running[-1]
+        self._preempt(victim)
+        return victim is not sequence
+
+    def _release_hidden(self, sequence: Sequence) -> None:
+        """Gives back the blocks that no later token looks at."""
+        table = sequence.block_ids
+        hidden = self.reach.hidden_blocks(sequence.num_computed_tokens, self.pool.block_size)
+        stop = start = hidden.stop
+        while start > hidden.start and table[start - 1] != RELEASED:
+            start -= 1
+        self.pool.release(table[start:stop])
+        table[start:stop] = [RELEASED] * (stop - start)
+
+    def _extend_table(self, sequence: Sequence) -> None:
+        """Gives the next span of a prompt its blocks, unless the sequence has to be preempted itself."""
+        missing = self._table_blocks(sequence, sequence.num_computed_tokens) - len(sequence.block_ids)
+        while missing > self.pool.num_free:
+            if not self._make_room(sequence):
+                return
+        sequence.block_ids += self.pool.allocate(max(0, missing))
+
+    def _table_blocks(self, sequence: Sequence, num_computed_tokens: int) -> int:
+        """Entries of the block table when so many tokens are computed: for all tokens that blocks are held for."""
+        span = self.config.max_span_tokens
+        return self.pool.blocks_for(self.reach.table_tokens(sequence.num_tokens, num_computed_tokens, span))
+
+    def _max_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds at the same time at most."""
+        return self.reach.blocks_for(num_tokens, self.config.max_span_tokens, self.pool.block_size)
 
     def _fit_draft(self, sequence: Sequence, step: _Step) -> None:
         """Cuts the draft to what may be drafted, and takes the blocks it needs."""
@@ -296,24 +360,34 @@ class Scheduler:
         """Gives a waiting sequence blocks for all its tokens, found ones first. False when there is no room yet."""
         pool = self.pool
         found = self._find_prefix(sequence)
+        saved = pool.tier.find(sequence.block_hashes[len(found) :])
+        num_computed = min((len(found) + len(saved)) * pool.block_size, sequence.num_tokens - 1)
+        hidden = self.reach.hidden_blocks(num_computed, pool.block_size)
         # The last token is computed in any case, since its logits are wanted. When even its block is known, that block
         # serves as a source to copy the tokens before it from.
         kept = found[: (sequence.num_tokens - 1) // pool.block_size]
-        num_new = pool.blocks_for(sequence.num_tokens) - len(kept)
+        table = kept + [RELEASED] * (self._table_blocks(sequence, num_computed) - len(kept))
+        table[hidden.start : hidden.stop] = [RELEASED] * len(hidden)
+        missing = [index for index in range(len(kept), len(table)) if index not in hidden]
         # About one block per running sequence stays free, so that admitting does not preempt in the next step.
-        if num_new + pool.count_free(kept) + len(self.running) > pool.num_free:
+        if len(missing) + pool.count_free(held_blocks(table)) + len(self.running) > pool.num_free:
             return False
+        # Found before blocks are allocated, so that what these push out does not replace it.
+        slots = pool.tier.load([known for index, known in enumerate(saved, len(found)) if index not in hidden])
         source = found[len(kept)] if len(found) > len(kept) else None
         if source is not None:
             pool.touch(source)
-        pool.acquire(kept)
-        new = pool.allocate(num_new)
-        sequence.block_ids = kept + new
-        sequence.num_computed_tokens = len(kept) * pool.block_size
+        pool.acquire(held_blocks(table))
+        new = pool.allocate(len(missing))
+        for index, block_id in zip(missing, new, strict=True):
+            table[index] = block_id
+        sequence.block_ids = table
+        sequence.num_registered_blocks = max(len(kept), hidden.stop)
+        sequence.num_computed_tokens = num_computed
         if source is not None:
             # The room left free above and `touch` make sure that `new` is not the source itself.
-            sequence.num_computed_tokens = sequence.num_tokens - 1
             step.copy(source, new[0], pool.block_size - 1)
+        step.restores += map(BlockRestore, slots, new)
         self._count_prefix(sequence)
         return True
 
@@ -345,6 +419,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_ids)
+        self.pool.release(held_blocks(sequence.block_ids))
         sequence.block_ids = []
+        sequence.num_registered_blocks = 0
         sequence.num_computed_tokens = 0

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from compress.checkpoint.errors import RequestError
+from runtime.reach import Reach
 
 MAX_SEED = 2**63 - 1
 MAX_ANSWERS = 128
@@ -47,7 +48,7 @@ class SamplingParams:
     """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
 
     Attributes:
-        max_tokens: tokens to generate at most.
+        max_tokens: tokens to generate at most; 0 only computes the prompt, and the answer ends with `length`.
         seed: keys the noise together with the position; None lets the engine choose one and report it.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: ids that end the sequence beside the model's own end tokens.
@@ -90,7 +91,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -166,6 +167,11 @@ class Request:
         limit = self.options.time_limit
         return None if limit is None else self.arrival_time + limit
 
+    @property
+    def is_prompt_only(self) -> bool:
+        """Nothing is sampled: the request ends when its prompt is computed."""
+        return self.options.embed or self.sampling.max_tokens == 0
+
 
 class Constraint(Protocol):
     """What one sequence may say next; its state is the output so far. `runtime.text.grammar` makes them."""
@@ -194,6 +200,7 @@ class Sequence:
 
     `num_computed_tokens` counts tokens whose keys and values are stored; the scheduler closes the gap to
     `num_tokens`. Preemption sets it back to zero. Owner of `block_ids`: the block pool, through the scheduler.
+    `num_registered_blocks` of them, from the first, were offered to the prefix cache or came from it.
     `order` is the place in the queue, smallest first; the scheduler sets it. `draft_token_ids` are guesses that follow
     `token_ids` and live for one step: the drafter sets them, the scheduler may drop some, the runner verifies them.
     """
@@ -205,6 +212,7 @@ class Sequence:
     num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    num_registered_blocks: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -233,6 +241,12 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def wants_whole_prompt(self) -> bool:
+        """The hidden state of every prompt token is wanted, so none of them may come from the prefix cache."""
+        request = self.request
+        return self.num_output_tokens == 0 and (request.options.embed or request.sampling.prompt_logprobs is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
@@ -250,7 +264,7 @@ class ScheduledSequence:
 
     @property
     def samples(self) -> bool:
-        return self.start + self.num_tokens >= self.sequence.num_tokens
+        return self.start + self.num_tokens >= self.sequence.num_tokens and not self.sequence.request.is_prompt_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +277,36 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockOffload:
+    """Save a block's pages in a slot of host memory."""
+
+    block: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRestore:
+    """Fill a block's pages from a slot of host memory."""
+
+    slot: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything the runner sees of one step: which spans to compute, which blocks to copy first."""
+    """Everything the runner sees of one step: which spans to compute, and which blocks move before that.
+
+    Blocks move in this order: offloads, copies (all read before any is written), restores. Blocks are handed out while
+    the plan is made, so a block may be read for its last owner and written for its next one in the same plan; reading
+    comes first. What is offloaded or copied was computed in an earlier step, and only copies and restores write blocks.
+    Copies read no restored block. A slot that is saved to and restored from in one plan holds what was just saved:
+    offloads are before restores, no slot is saved to twice, and one that a restore reads is not given to another hash.
+    """
 
     entries: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
+    offloads: tuple[BlockOffload, ...] = ()
+    restores: tuple[BlockRestore, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -337,8 +376,18 @@ class Runner(Protocol):
         ...
 
     @property
+    def num_host_blocks(self) -> int:
+        """Slots of host memory for evicted blocks; the plan uses ids 0 to num_host_blocks - 1."""
+        ...
+
+    @property
     def max_model_len(self) -> int:
         """Longest prompt + output in tokens."""
+        ...
+
+    @property
+    def reach(self) -> Reach:
+        """What tokens look at: keys and values beyond it are not needed."""
         ...
 
     @property

@@ -65,5 +65,5 @@ def test_bytes_as_text(count, text):
 
 def test_a_pool_larger_than_memory_is_refused_before_it_is_touched(tmp_path):
     decoder = load_model(save_tiny_model(tmp_path / "model"))
-    with pytest.raises(ToolkitError, match=r"KV pool of \d+\.\d GiB does not fit in .* of free memory"):
+    with pytest.raises(ToolkitError, match=r"KV blocks of \d+\.\d GiB do not fit in .* of free cpu memory"):
         build_runner(decoder, RuntimeConfig(num_blocks=10**12))

@@ -50,9 +50,11 @@ class FakeRunner:
         block_size: int = 4,
         max_model_len: int = 256,
         eos_token_ids: frozenset[int] = frozenset(),
+        num_host_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_host_blocks = num_host_blocks
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
         self.eos_token_ids = eos_token_ids
@@ -61,6 +63,7 @@ class FakeRunner:
         self.plans: list[dict[str, int]] = []
         self.script: list[int] = []
         self._slots: list[Slot | None] = [None] * (num_blocks * block_size)
+        self._host: list[list[Slot | None]] = [[]] * num_host_blocks
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self.plans.append({entry.sequence.id: entry.num_tokens for entry in plan.entries})
@@ -68,7 +71,7 @@ class FakeRunner:
             failure, self.failure = self.failure, None
             raise failure
         assert all(entry.num_tokens >= 1 for entry in plan.entries)
-        self._copy(plan)
+        self._move(plan)
         self._check_disjoint(plan)
         for entry in plan.entries:
             for position in range(entry.start, entry.start + entry.num_tokens):
@@ -78,14 +81,22 @@ class FakeRunner:
     def _slot(self, entry: ScheduledSequence, position: int) -> int:
         return entry.sequence.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _copy(self, plan: StepPlan) -> None:
-        """All at once, as a gather and a scatter: the order of copies must not matter."""
+    def _move(self, plan: StepPlan) -> None:
+        """Copies all at once, as a gather and a scatter: their order among themselves must not matter."""
+        assert len({offload.slot for offload in plan.offloads}) == len(plan.offloads)
+        size = self.block_size
+        for offload in plan.offloads:
+            self._host[offload.slot] = self._slots[offload.block * size : (offload.block + 1) * size]
+            assert None not in self._host[offload.slot], "only full blocks are worth saving"
         read = []
         for copy in plan.copies:
             start = copy.source * self.block_size
             read.append((copy.target * self.block_size, self._slots[start : start + copy.num_tokens]))
         for start, slots in read:
             self._slots[start : start + len(slots)] = slots
+        for restore in plan.restores:
+            assert self._host[restore.slot], "a restored slot was saved before"
+            self._slots[restore.block * size : (restore.block + 1) * size] = self._host[restore.slot]
 
     def _check_disjoint(self, plan: StepPlan) -> None:
         """Nobody writes into a block that another sequence of the plan reads."""
