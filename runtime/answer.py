@@ -6,6 +6,7 @@ from collections.abc import Sequence as TokenIds
 from collections.abc import Set
 from typing import Protocol
 
+from runtime.text.grammar import Vocabulary
 from runtime.text.stop import StopMatcher
 from runtime.types import Delta, FinishReason, SampledToken, Sequence, TokenLogprobs
 
@@ -18,7 +19,7 @@ class IncrementalText(Protocol):
     def flush(self) -> str: ...
 
 
-class TextLayer(Protocol):
+class TextLayer(Vocabulary, Protocol):
     """What the engine needs of a tokenizer; `runtime.text.tokenizer.Tokenizer` is one."""
 
     def detokenizer(self, prompt_token_ids: TokenIds[int] = ()) -> IncrementalText: ...
@@ -27,8 +28,8 @@ class TextLayer(Protocol):
 class Answer:
     """Grows one sequence token by token and says when it is over.
 
-    A sequence ends with `stop` at an end token (which has no text) or when a stop string is complete, else with
-    `length` when it has `max_tokens`; of two reasons in one token the first named holds.
+    A sequence ends with `stop` at an end token (which has no text), when a stop string is complete, or when its grammar
+    allows nothing more, else with `length` when it has `max_tokens`; of two reasons in one token the first named holds.
 
     Args:
         sequence: gets the tokens, the finish reason and the error.
@@ -56,8 +57,8 @@ class Answer:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         for token in sampled:
-            if token.error:
-                self._close(FinishReason.ERROR, token.error)
+            if error := token.error or self._violation(token.token_id):
+                self._close(FinishReason.ERROR, error)
                 break
             self.sequence.token_ids.append(token.token_id)
             token_ids.append(token.token_id)
@@ -73,11 +74,19 @@ class Answer:
         self._close(reason, error)
         return self._delta("", [], [])
 
+    def _violation(self, token_id: int) -> str:
+        """Advances the constraint. Says what is wrong with the token, or nothing."""
+        constraint = self.sequence.constraint
+        if constraint is None or constraint.accept([token_id]) == 1:
+            return ""
+        return f"the grammar cannot take token {token_id}: it is not allowed, or the grammar is too complex here"
+
     def _accept(self, token_id: int) -> str:
         """Text settled by a token; closes the sequence when it is the last one."""
         is_end = token_id in self.end_token_ids
         text = "" if is_end or self._text is None else self._stop.push(self._text.push(token_id))
-        if is_end or self._stop.matched:
+        constraint = self.sequence.constraint
+        if is_end or self._stop.matched or (constraint is not None and constraint.is_complete):
             self._close(FinishReason.STOP)
         elif self.sequence.num_output_tokens >= self.max_tokens:
             self._close(FinishReason.LENGTH)

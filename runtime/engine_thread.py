@@ -101,7 +101,10 @@ class EngineThread:
         Raises:
             RequestError: the engine refuses the request.
         """
-        self.engine.check_request(prompt_token_ids, sampling)
+        if sampling.grammar is None:
+            self.engine.check_request(prompt_token_ids, sampling)
+        else:  # compiling must not hold up the event loop
+            await asyncio.to_thread(self.engine.check_request, prompt_token_ids, sampling)
         inbox = Inbox(asyncio.get_running_loop(), asyncio.Queue(), sampling.n)
         request_id = uuid4().hex if request_id is None else request_id
         is_sent = self._send(Add(request_id, tuple(prompt_token_ids), sampling, options, inbox))

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer files, chat templates, incremental decoding, stop strings. No torch, no transformers."""
+"""Text in and out: tokenizer, chat template, incremental decoding, stop strings, grammars, tool calls. No torch."""

@@ -1,0 +1,243 @@
+"""Answers that keep to a grammar: which tokens may come next, computed by llguidance over the tokenizer's own bytes."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection
+from threading import Lock
+from typing import Any, Protocol
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from compress.checkpoint.errors import RequestError
+from runtime.text.deep_stack import call_on_deep_stack
+from runtime.types import Grammar, GrammarKind
+
+NAMES = {
+    GrammarKind.JSON_OBJECT: "JSON grammar",
+    GrammarKind.JSON_SCHEMA: "JSON schema",
+    GrammarKind.REGEX: "regular expression",
+    GrammarKind.LARK: "Lark grammar",
+}
+
+MAX_CHARACTERS = 2**16
+"""Of a grammar's text. What fits in there cannot be nested so deeply that compiling it overflows its stack."""
+
+CACHE_SIZE = 32
+"""Distinct grammars that stay compiled."""
+
+WHITESPACE = r"( |\n[ \t]{0,20})?"
+"""Between the tokens of JSON: nothing, a space, or a new line and its indent; a model cannot go on with it for ever."""
+
+LIMITS = LLParserLimits(verbose_errors=False)
+"""llguidance's own bounds of a grammar's size and of the work per token: about 20 ms of compiling, 15 ms of a step."""
+
+SPECIAL_MARK = b"\xff"
+"""Begins the spelling of special tokens, so that no text of a grammar can be said with them. Never a byte of UTF-8."""
+
+
+class Vocabulary(Protocol):
+    """What grammars need of a tokenizer; `runtime.text.tokenizer.Tokenizer` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def special_token_ids(self) -> Collection[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model, each once. Any thread may ask.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: of the model; ids that the tokenizer does not know are never allowed.
+    """
+
+    def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._tokens: LLTokenizer | None = None  # takes a second for large vocabularies, so only when it is needed
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = Lock()
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles the grammar, if it is new.
+
+        Raises:
+            RequestError: it is invalid, uses what is not supported, is too large, or allows no text.
+        """
+        self._matcher(grammar)
+
+    def constraint(self, grammar: Grammar, end_token_ids: Collection[int]) -> TokenConstraint:
+        """A constraint for one sequence that ends with any of these tokens. Raises RequestError as `check` does."""
+        return TokenConstraint(self._matcher(grammar).deep_copy(), self._vocab_size, end_token_ids)
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                if self._tokens is None:
+                    table = _TokenTable(self._tokenizer, self._vocab_size)
+                    self._tokens = LLTokenizer(TokenizerWrapper(table), self._vocab_size + 1)
+                matcher = self._compiled[grammar] = compile_grammar(grammar, self._tokens)
+            self._compiled.move_to_end(grammar)
+            if len(self._compiled) > CACHE_SIZE:
+                self._compiled.popitem(last=False)
+            return matcher
+
+
+class TokenConstraint:
+    """Implements `runtime.types.Constraint`.
+
+    To llguidance the text ends with a token that the model does not have, the one behind its last. The tokens that end
+    this sequence stand for it. So a model may have any number of end tokens, or none.
+
+    Args:
+        matcher: at the beginning of the grammar; it belongs to this object from now on.
+        vocab_size: of the model.
+        end_token_ids: tokens that end the sequence; allowed wherever the grammar may end.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: Collection[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._end_token_ids = frozenset(token for token in end_token_ids if token < vocab_size)
+        self._has_ended = False
+        self._mask: bytes | None = None
+        self._is_complete = False
+
+    def mask(self) -> bytes:
+        """`ceil(vocab_size / 8)` bytes. All bits are zero when the grammar cannot go on, as at a limit of its work."""
+        if self._mask is None:
+            self._mask, self._is_complete = self._compute()
+        return self._mask
+
+    def accept(self, token_ids: list[int]) -> int:
+        for count, token_id in enumerate(token_ids):
+            if not self._accept(token_id):
+                return count
+            self._mask = None
+        return len(token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            return
+        self._mask = None
+        num_matched = num_tokens - self._has_ended
+        self._has_ended = False
+        if num_matched:
+            self._matcher.rollback(num_matched)
+
+    @property
+    def is_complete(self) -> bool:
+        self.mask()
+        return self._is_complete
+
+    def _accept(self, token_id: int) -> bool:
+        if self._has_ended or not 0 <= token_id < self._vocab_size:
+            return False
+        if self._matcher.try_consume_tokens([token_id]):
+            return True
+        self._has_ended = token_id in self._end_token_ids and self._matcher.is_accepting()
+        return self._has_ended
+
+    def _compute(self) -> tuple[bytes, bool]:
+        """The mask, and whether the text is whole and cannot be longer."""
+        size = self._vocab_size
+        if self._has_ended:
+            return _with_bits(bytes((size + 7) // 8), self._end_token_ids), True
+        if self._matcher.is_error():
+            return bytes((size + 7) // 8), False
+        found = self._matcher.compute_bitmask()
+        may_end = self._matcher.is_accepting()
+        text = _without_bit(found[: size // 8 + 1], size)[: (size + 7) // 8]
+        cannot_grow = text.count(0) == len(text)
+        return (_with_bits(text, self._end_token_ids) if may_end else text), may_end and cannot_grow
+
+
+class _TokenTable:
+    """The vocabulary in the form that llguidance reads: attributes by these names, and a call that tokenizes."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
+        special = set(tokenizer.special_token_ids)
+        known = min(vocab_size, tokenizer.vocab_size)
+        spelled = [(SPECIAL_MARK if i in special else b"") + tokenizer.token_bytes(i) for i in range(known)]
+        self.tokens = [*spelled, *[b""] * (vocab_size - known), SPECIAL_MARK + b"<end of the grammar>"]
+        self.special_token_ids = [*(i for i in sorted(special) if i < known), vocab_size]
+        self.eos_token_id = vocab_size
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False)
+
+
+def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
+    """A matcher at the beginning of the grammar, its first mask computed.
+
+    Raises:
+        RequestError: see `GrammarCompiler.check`.
+    """
+    if len(grammar.text) > MAX_CHARACTERS:
+        problem = f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters"
+        raise RequestError(problem, f"at most {MAX_CHARACTERS} are allowed; shorten it")
+    try:
+        source = _source(grammar)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(grammar, str(error)) from error
+    matcher = call_on_deep_stack(lambda: LLMatcher(tokens, source, log_level=0, limits=LIMITS))
+    if matcher.is_error():
+        raise _refusal(grammar, matcher.get_error())
+    first = TokenConstraint(matcher, tokens.vocab_size - 1, ())
+    if not any(first.mask()):
+        raise _refusal(grammar, "it allows no text at all")
+    return matcher
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in llguidance's own form. Raises ValueError for what is no JSON object."""
+    match grammar.kind:
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            return LLMatcher.grammar_from_lark(grammar.text)
+        case GrammarKind.JSON_OBJECT:
+            return _from_schema({"type": "object"})
+        case GrammarKind.JSON_SCHEMA:
+            schema = json.loads(grammar.text)
+            if not isinstance(schema, dict):
+                raise ValueError("a schema must be a JSON object")
+            return _from_schema(schema)
+
+
+def _from_schema(schema: dict[str, Any]) -> str:
+    # Overrides, because a schema may carry options of its own, which could switch the strictness off.
+    return LLMatcher.grammar_from_json_schema(
+        schema, overrides={"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+    )
+
+
+def _refusal(grammar: Grammar, reason: str) -> RequestError:
+    lines = [line.strip() for line in reason.splitlines() if line.strip() and line.strip() != "<non-verbose/>"]
+    short = "; ".join(lines)[:300] or "it is not valid"
+    return RequestError(f"the {NAMES[grammar.kind]} cannot be followed: {short}", "change or simplify it")
+
+
+def _with_bits(mask: bytes, token_ids: Collection[int]) -> bytes:
+    changed = bytearray(mask)
+    for token_id in token_ids:
+        changed[token_id // 8] |= 1 << token_id % 8
+    return bytes(changed)
+
+
+def _without_bit(mask: bytes, token_id: int) -> bytes:
+    changed = bytearray(mask)
+    changed[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(changed)
