@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,7 @@ from runtime.cli.options import (
 )
 from runtime.cli.served_model import ServedModel, load_served_model, name_of
 from runtime.config import RuntimeConfig
+from runtime.server.limits import Limits
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -56,6 +58,24 @@ def serve(
     max_body: Annotated[
         int, typer.Option("--max-body", parser=parse_size, metavar="SIZE", help="Longest request body.")
     ] = "4MiB",  # type: ignore[assignment]
+    queue_timeout: Annotated[
+        float, typer.Option("--queue-timeout", min=0.1, help="Seconds until the first token; later is status 503.")
+    ] = 600,
+    request_timeout: Annotated[
+        float, typer.Option("--request-timeout", min=0.1, help="Seconds until the last token; later is status 504.")
+    ] = 3600,
+    client_timeout: Annotated[
+        float, typer.Option("--client-timeout", min=0.1, help="Seconds for clients to send a body or read on.")
+    ] = 30,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="Name by which clients may call the server, and whose web pages may use it; can be repeated. "
+            "A server on 127.0.0.1 answers to its local names only.",
+        ),
+    ] = None,
     drain_seconds: Annotated[
         int, typer.Option("--drain-seconds", min=0, help="Time that running requests get when the server is stopped.")
     ] = 30,
@@ -77,13 +97,31 @@ def serve(
         seed=seed or 0,
     )
     describe_weights(path)
+    limits = partial(
+        Limits,
+        max_requests=max_requests,
+        max_body_bytes=max_body,
+        queue_seconds=queue_timeout,
+        request_seconds=request_timeout,
+        client_seconds=client_timeout,
+    )
     served = load_served_model(
-        path, name or name_of(path), config, max_requests=max_requests, max_body=max_body, api_key=api_key
+        path,
+        name or name_of(path),
+        config,
+        limits,
+        api_key=api_key,
+        allowed_hosts=names_of_server(host, allowed_host or []),
     )
     describe_engine(served)
     announce(url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, api_key=api_key)
     warn_of_open_door(host, api_key)
     run(served.app, listener, drain_seconds)
+
+
+def names_of_server(host: str, allowed: list[str]) -> list[str]:
+    """What clients may call the server: anything when others reach it too, unless names are given."""
+    return [*LOCAL_HOSTS, *allowed] if host in LOCAL_HOSTS or allowed else []
 
 
 def describe_weights(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from runtime.config import RuntimeConfig
     from runtime.engine import Engine
+    from runtime.server.limits import Limits
     from runtime.text.tokenizer import Tokenizer
 
 
@@ -32,14 +34,20 @@ def name_of(path: Path) -> str:
 
 
 def load_served_model(
-    path: Path, name: str, config: RuntimeConfig, *, max_requests: int, max_body: int, api_key: str | None = None
+    path: Path,
+    name: str,
+    config: RuntimeConfig,
+    limits: Callable[[int], Limits],
+    *,
+    api_key: str | None = None,
+    allowed_hosts: Collection[str] = (),
 ) -> ServedModel:
     """Loads a checkpoint and wraps it. Imports torch; the engine's thread starts with the application.
 
     Args:
-        max_requests: running and waiting at most; more get status 429.
-        max_body: longest request body in bytes.
+        limits: what the server takes on, given the context length that the loaded model has.
         api_key: key that clients must send; None asks for none.
+        allowed_hosts: names by which clients may call the server; empty for any.
 
     Raises:
         CheckpointError: the folder cannot be loaded, and why.
@@ -48,11 +56,15 @@ def load_served_model(
     from runtime.engine_thread import EngineThread
     from runtime.llm import load_engine
     from runtime.server.app import create_app
-    from runtime.server.service import Limits
 
     engine, tokenizer = load_engine(path, config)
-    limits = Limits(engine.runner.max_model_len, max_requests, max_body)
     app = create_app(
-        EngineThread(engine), tokenizer, name, limits, render_metrics=engine.metrics.render, api_key=api_key
+        EngineThread(engine),
+        tokenizer,
+        name,
+        limits(engine.runner.max_model_len),
+        render_metrics=engine.metrics.render,
+        api_key=api_key,
+        allowed_hosts=allowed_hosts,
     )
     return ServedModel(name, engine, tokenizer, app)
