@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence as TokenIds
 from hashlib import blake2b
 
+from runtime.reach import ALL, RELEASED, Reach
 from runtime.types import SampledToken, ScheduledSequence, StepOutput, StepPlan, TokenLogprobs
 
 VOCAB_SIZE = 50
@@ -22,14 +23,24 @@ def next_token(history: list[Slot], seed: int) -> int:
     return int.from_bytes(digest, "little") % VOCAB_SIZE
 
 
+def visible_positions(length: int, reach: Reach) -> list[int]:
+    """What the last of `length` tokens looks at."""
+    first = 0 if reach.window is None else max(0, length - reach.window)
+    return [*range(min(reach.sinks, first)), *range(first, length)]
+
+
 def expected_tokens(
-    prompt: TokenIds[int], max_tokens: int, seed: int = 0, end_token_ids: frozenset[int] = frozenset()
+    prompt: TokenIds[int],
+    max_tokens: int,
+    seed: int = 0,
+    end_token_ids: frozenset[int] = frozenset(),
+    reach: Reach = ALL,
 ) -> list[int]:
     """What a request must get, computed without engine, blocks or batch."""
     history = [(token, position) for position, token in enumerate(prompt)]
     output: list[int] = []
     while len(output) < max_tokens and not (output and output[-1] in end_token_ids):
-        output.append(next_token(history, seed))
+        output.append(next_token([history[position] for position in visible_positions(len(history), reach)], seed))
         history.append((output[-1], len(history)))
     return output
 
@@ -51,11 +62,13 @@ class FakeRunner:
         max_model_len: int = 256,
         eos_token_ids: frozenset[int] = frozenset(),
         num_host_blocks: int = 0,
+        reach: Reach = ALL,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
         self.max_model_len = max_model_len
+        self.reach = reach
         self.vocab_size = VOCAB_SIZE
         self.eos_token_ids = eos_token_ids
         self.broken_ids: set[str] = set()
@@ -79,7 +92,9 @@ class FakeRunner:
         return StepOutput({e.sequence.id: [self._sample(e)] for e in plan.entries if e.samples})
 
     def _slot(self, entry: ScheduledSequence, position: int) -> int:
-        return entry.sequence.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+        block_id = entry.sequence.block_ids[position // self.block_size]
+        assert block_id != RELEASED, f"{entry.sequence.id} needs position {position}, and its block was given back"
+        return block_id * self.block_size + position % self.block_size
 
     def _move(self, plan: StepPlan) -> None:
         """Copies all at once, as a gather and a scatter: their order among themselves must not matter."""
@@ -111,7 +126,8 @@ class FakeRunner:
         sequence = entry.sequence
         if sequence.id in self.broken_ids:
             return SampledToken(-1, error="logits are not finite")
-        history = [self._slots[self._slot(entry, position)] for position in range(sequence.num_tokens)]
+        visible = visible_positions(sequence.num_tokens, self.reach)
+        history = [self._slots[self._slot(entry, position)] for position in visible]
         if any(slot is None for slot in history):
             raise AssertionError(f"{sequence.id} reads a slot that nobody wrote")
         if self.script:
