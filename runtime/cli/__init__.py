@@ -5,18 +5,20 @@ from __future__ import annotations
 import typer
 
 from compress.checkpoint.terminal import run_cli
+from runtime.cli.bench import bench
 from runtime.cli.generate import generate
 from runtime.cli.serve import serve
 
 app = typer.Typer(
     name="runtime",
-    help="Serve a packed or dense checkpoint, or generate text with it.",
+    help="Serve a packed or dense checkpoint, generate text with it, and measure it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
 app.command()(generate)
+app.command()(bench)
 
 
 def main() -> None:

@@ -1,0 +1,150 @@
+"""`runtime bench`: load on a server, latencies and throughput out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.checkpoint.errors import ToolkitError
+from runtime.cli.options import ModelArgument, resolve_model
+
+if TYPE_CHECKING:
+    from runtime.benchmark.report import Run
+    from runtime.benchmark.workload import Lengths
+
+DEFAULT_CONCURRENCY = 8
+
+
+def bench(
+    model: ModelArgument = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="A running server; without it one is started for the time.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="Key that the server at --url asks for.")] = None,
+    serve_options: Annotated[
+        str, typer.Option("--serve", metavar="OPTIONS", help="For the own server, e.g. '--max-sequences 16'.")
+    ] = "",
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", "-c", min=1, help="Closed loop: so many clients. Default: 8.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", "-r", min=1e-3, help="Open loop: Poisson arrivals, so many a second.")
+    ] = None,
+    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="Requests to measure.")] = 64,
+    input_lengths: Annotated[
+        str, typer.Option("--input", help="Own prompt tokens of a request: 128, or 32:256 for uniform.")
+    ] = "32:256",
+    output_lengths: Annotated[str, typer.Option("--output", help="Tokens of an answer, exactly: 64, or 32:256.")] = (
+        "32:256"
+    ),
+    shared_prefix: Annotated[
+        int, typer.Option("--shared-prefix", min=0, help="Tokens in front of every prompt, the same for all.")
+    ] = 0,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help='JSON lines {"prompt": ...} or {"messages": [...]} instead of the manual.'),
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of lengths, texts and arrivals.")] = 0,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Requests before the measured ones.")] = 4,
+    slo: Annotated[
+        str | None, typer.Option("--slo", help="Objectives for goodput: ttft=500ms,itl=50ms,tpot=40ms,e2e=10s.")
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for one request.")] = 600.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw latencies and throughput as SVG.")] = None,
+) -> None:
+    """Measure latency and throughput of a server under load.
+
+    Prompts are pieces of the Python manual, cut to exact token counts; answers ignore end tokens. Each request is one
+    streamed HTTP request. ttft: from sending (with --rate: from when it was due) to the first text. itl: every gap
+    between two pieces of streamed text, one piece per engine step. tpot: per request, (last text - first text) /
+    (output tokens - 1). e2e: to the end of the answer. Goodput: requests that meet all of --slo, where itl bounds
+    the longest gap.
+    """
+    from runtime.benchmark.figures import parse_objectives
+    from runtime.benchmark.run import Load, Plan, run
+    from runtime.benchmark.workload import Workload, read_prompts
+
+    if rate is not None and concurrency is not None:
+        raise ToolkitError("--rate and --concurrency exclude each other", "Give one: open or closed loop")
+    objectives = parse_objectives(slo) if slo else ()
+    workload = Workload(
+        parse_lengths("--input", input_lengths),
+        parse_lengths("--output", output_lengths),
+        requests,
+        shared_prefix,
+        temperature,
+        seed,
+    )
+    path = resolve_model(model)[0] if url is None or model is not None else None
+    plan = Plan(
+        command=shlex.join(["runtime", *sys.argv[1:]]),
+        workload=workload,
+        load=Load(concurrency or DEFAULT_CONCURRENCY, rate),
+        prompts=read_prompts(prompts) if prompts else None,
+        tokenizer_path=path,
+        num_warm_up=warmup,
+        objectives=objectives,
+        timeout=timeout,
+    )
+    check_targets(json_file, plot)
+    with server(url, path, serve_options) as address:
+        result = run(plan, address, api_key)
+    write(result, json_file, plot)
+
+
+def parse_lengths(option: str, text: str) -> Lengths:
+    """Raises typer.BadParameter for what is no range of token counts."""
+    from runtime.benchmark.workload import Lengths
+
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {text!r}: write tokens as 128, or as 32:256 for uniform") from error
+
+
+def check_targets(*files: Path | None) -> None:
+    """Refuses, before anything runs, files that could not be written in the end."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ToolkitError(f"there is no folder {file.parent} for {file.name}", "Make it, or name another file")
+
+
+@contextmanager
+def server(url: str | None, path: Path | None, serve_options: str) -> Iterator[str]:
+    """The URL given, or one of an own server that lives as long as the block."""
+    from runtime.benchmark.own_server import own_server
+
+    if url is not None or path is None:
+        if serve_options:
+            raise ToolkitError("--serve is for an own server, and --url names a running one", "Give one of them")
+        yield url or ""
+        return
+    options = shlex.split(serve_options)
+    print("starting", shlex.join(["runtime", "serve", str(path), *options]), file=sys.stderr, flush=True)
+    with own_server(path, options) as own:
+        yield own
+
+
+def write(result: Run, json_file: Path | None, plot: Path | None) -> None:
+    """Prints the table; writes the files asked for. Status 1 when no request was complete."""
+    from runtime.benchmark.plot import draw
+    from runtime.benchmark.report import print_run
+
+    print_run(result)
+    if json_file:
+        json_file.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+        print(f"json        {json_file}")
+    if plot:
+        plot.write_text(draw(result), encoding="utf-8")
+        print(f"plot        {plot}")
+    if not result.figures.complete:
+        raise ToolkitError("no request was complete", "See the errors above")
