@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from runtime.server.chat import chat_router
 from runtime.server.completions import completions_router
+from runtime.server.description import DescribedApi
 from runtime.server.errors import add_error_handlers
 from runtime.server.generation import Engine
 from runtime.server.guard import ApiKeyGuard, BodyLimit, SiteGuard
@@ -51,7 +52,14 @@ def create_app(
             await asyncio.to_thread(engine.stop)
 
     service = Service(engine, tokenizer, model_name, limits, render_metrics)
-    app = FastAPI(title=f"runtime: {model_name}", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = DescribedApi(
+        model_name=model_name,
+        needs_key=bool(api_key),
+        title=f"runtime: {model_name}",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     add_error_handlers(app)
     for router in (completions_router, chat_router, misc_router):
         app.include_router(router(service))

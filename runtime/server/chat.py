@@ -12,7 +12,7 @@ from starlette.responses import Response
 from runtime.server.logprobs import chat_logprobs
 from runtime.server.protocol import ChatRequest
 from runtime.server.service import Service, Tokenizer
-from runtime.server.streaming import Output
+from runtime.server.streaming import MAY_STREAM, Output
 from runtime.types import Delta, FinishReason, TokenLogprobs
 
 
@@ -60,7 +60,7 @@ class ChatShape:
 def chat_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=MAY_STREAM)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
         service.check_model(body.model)

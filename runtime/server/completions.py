@@ -12,7 +12,7 @@ from starlette.responses import Response
 from runtime.server.logprobs import CompletionLogprobs
 from runtime.server.protocol import CompletionRequest, is_token_list
 from runtime.server.service import Service, Tokenizer
-from runtime.server.streaming import Output
+from runtime.server.streaming import MAY_STREAM, Output
 from runtime.types import Delta, FinishReason, TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16
@@ -73,7 +73,7 @@ def completions_router(service: Service) -> APIRouter:
     def tokenize(prompts: list[str | list[int]]) -> list[list[int]]:
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=MAY_STREAM)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one or several prompts."""
         service.check_model(body.model)

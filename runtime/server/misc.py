@@ -35,7 +35,7 @@ def misc_router(service: Service) -> APIRouter:
         service.check_model(name)
         return JsonResponse(model())
 
-    @router.get("/health")
+    @router.get("/health", responses={503: {"description": "Unhealthy", "content": {"application/json": {}}}})
     async def health() -> Response:
         """Status 200 while answers can be expected, else 503 with the reason."""
         state = service.generations.engine.check()
@@ -47,7 +47,7 @@ def misc_router(service: Service) -> APIRouter:
         }
         return JsonResponse(body, 200 if state.healthy else 503)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Figures of the engine in Prometheus' text format."""
         return PlainTextResponse(service.render_metrics(), media_type="text/plain; version=0.0.4")

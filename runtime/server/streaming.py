@@ -24,6 +24,9 @@ T = TypeVar("T")
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 CLIENT_CLOSED_REQUEST = 499
+MAY_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer, or a stream"}
+}
 DONE = b"data: [DONE]\n\n"
 
 

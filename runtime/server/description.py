@@ -1,0 +1,94 @@
+"""What `/openapi.json` says: FastAPI's description of the routes, completed by what stands in front of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "the request field it is about"},
+                "code": {"type": ["string", "null"]},
+            },
+            "additionalProperties": False,
+        }
+    },
+}
+EVERYWHERE = {403: "Asked by a page of another site, or under a foreign name", 500: "The server failed"}
+WITH_BODY = {
+    400: "The body is not what it should be; `param` names the field",
+    404: "Another model is served",
+    408: "The body came too slowly",
+    413: "The body is too long",
+    429: "The queue is full",
+    503: "The server is stopping, or had no time for this request",
+    504: "The request took too long",
+}
+WITH_PARAMETERS = {404: "There is no such thing"}
+WITH_KEY = {401: "Missing or incorrect API key"}
+
+
+class DescribedApi(FastAPI):
+    """A FastAPI application whose description is true.
+
+    Args:
+        model_name: the one model that requests may name.
+        needs_key: whether requests must carry an API key.
+    """
+
+    def __init__(self, *, model_name: str, needs_key: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.model_name = model_name
+        self.needs_key = needs_key
+
+    def openapi(self) -> dict[str, Any]:
+        if not self.openapi_schema:
+            self.openapi_schema = self.completed(super().openapi())
+        return self.openapi_schema
+
+    def completed(self, description: dict[str, Any]) -> dict[str, Any]:
+        schemas = description.setdefault("components", {}).setdefault("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own 422, which this server never sends
+            schemas.pop(name, None)
+        for schema in schemas.values():
+            name_model(schema, self.model_name)
+        schemas["Error"] = ERROR
+        if self.needs_key:
+            description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, item in description["paths"].items():
+            for operation in item.values():
+                self.complete(operation, open_to_all=path == "/health")
+        return description
+
+    def complete(self, operation: dict[str, Any], open_to_all: bool) -> None:
+        """Adds the errors that the operation may answer with, and that it needs a key."""
+        needs_key = self.needs_key and not open_to_all
+        if needs_key:
+            operation["security"] = [{"key": []}]
+        errors = {
+            **EVERYWHERE,
+            **(WITH_KEY if needs_key else {}),
+            **(WITH_PARAMETERS if "parameters" in operation else {}),
+            **(WITH_BODY if "requestBody" in operation else {}),
+        }
+        operation["responses"].pop("422", None)
+        for status, words in sorted(errors.items()):
+            content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+            operation["responses"].setdefault(str(status), {"description": words, "content": content})
+
+
+def name_model(schema: dict[str, Any], model_name: str) -> None:
+    """Says which model a request may name."""
+    field = schema.get("properties", {}).get("model", {})
+    for choice in (field, *field.get("anyOf", ())):
+        if choice.get("type") == "string":
+            choice["enum"] = [model_name]
