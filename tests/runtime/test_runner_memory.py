@@ -43,6 +43,8 @@ def test_a_wish_for_blocks_is_followed():
         ({"max_model_len": 0}, "max_model_len=0"),
         ({"max_model_len": 100, "num_blocks": 6}, r"100 tokens needs 7 KV blocks \(28.0 KiB\), and the pool has 6"),
         ({"kv_memory_bytes": 100}, "the pool has 0"),
+        ({"host_memory_bytes": 100}, r"100 B of host memory hold no KV block of 4.0 KiB"),
+        ({"host_memory_bytes": 10**6, "prefix_caching": False}, "of no use without prefix caching"),
     ],
 )
 def test_refusals(options, message):
@@ -54,6 +56,8 @@ def test_explanation_has_the_numbers():
     text = plan(num_blocks=20).explain()
     assert "weights  1000 B" in text
     assert "20 blocks of 16 tokens = 320 tokens at 256 B each" in text
+    assert "host KV  0 B: off" in text
+    assert "host KV  12.0 KiB: 3 blocks = 48 tokens" in plan(num_blocks=20, host_memory_bytes=13000).explain()
 
 
 @pytest.mark.parametrize(
@@ -67,3 +71,5 @@ def test_a_pool_larger_than_memory_is_refused_before_it_is_touched(tmp_path):
     decoder = load_model(save_tiny_model(tmp_path / "model"))
     with pytest.raises(ToolkitError, match=r"KV blocks of \d+\.\d GiB do not fit in .* of free cpu memory"):
         build_runner(decoder, RuntimeConfig(num_blocks=10**12))
+    with pytest.raises(ToolkitError, match=r"KV blocks of \d+\.\d GiB do not fit in .* of free cpu memory"):
+        build_runner(decoder, RuntimeConfig(host_memory_bytes=10**15))

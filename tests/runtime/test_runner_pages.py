@@ -6,7 +6,7 @@ from tiny_models import SIZES
 
 from runtime.model.config import parse_config
 from runtime.model.pages import KVPages
-from runtime.types import BlockCopy
+from runtime.types import BlockCopy, BlockOffload, BlockRestore
 
 CONFIG = parse_config({"model_type": "llama", **SIZES})
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def pages():
-    pages = KVPages(CONFIG, num_blocks=6, block_size=4, dtype=torch.float64, device=CPU)
+    pages = KVPages(CONFIG, num_blocks=6, block_size=4, dtype=torch.float64, device=CPU, num_host_blocks=2)
     pages.data.copy_(torch.arange(pages.data.numel()).view(pages.data.shape))
     return pages
 
@@ -46,3 +46,13 @@ def test_clear(pages):
     pages.clear([4, 2])
     assert not pages.data[:, :, [2, 4]].any()
     assert torch.equal(pages.data[:, :, [0, 1, 3, 5]], before[:, :, [0, 1, 3, 5]])
+
+
+def test_blocks_come_back_from_host_memory_bit_by_bit(pages):
+    before = pages.data.clone()
+    pages.offload([BlockOffload(block=3, slot=1), BlockOffload(block=0, slot=0)])
+    pages.clear([0, 3])
+    pages.restore([BlockRestore(slot=1, block=5), BlockRestore(slot=0, block=3)])
+    assert torch.equal(pages.data[:, :, [5, 3]], before[:, :, [3, 0]])
+    assert torch.equal(pages.data[:, :, [1, 2, 4]], before[:, :, [1, 2, 4]])
+    assert not pages.data[:, :, 0].any()
