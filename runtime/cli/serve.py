@@ -153,7 +153,11 @@ def announce(url: str, name: str, has_chat: bool, api_key: str | None) -> None:
     command += ["-H", "Content-Type: application/json"]
     if api_key is not None:
         command += ["-H", "Authorization: Bearer KEY"]
-    print(f"serving   {name} at {url} (Ctrl-C stops)\ntry       {shlex.join([*command, '-d', body])}", flush=True)
+    print(
+        f"serving   {name} at {url} (Ctrl-C stops)\npage      {url}/ in a browser\n"
+        f"try       {shlex.join([*command, '-d', body])}",
+        flush=True,
+    )
 
 
 def run(app: FastAPI, listener: socket.socket, drain_seconds: int) -> None:

@@ -63,7 +63,7 @@ def load_served_model(
         tokenizer,
         name,
         limits(engine.runner.max_model_len),
-        render_metrics=engine.metrics.render,
+        render_metrics=engine.render_metrics,
         api_key=api_key,
         allowed_hosts=allowed_hosts,
     )

@@ -60,7 +60,8 @@ export class Answer {
     span.className = "token";
     span.tabIndex = -1;
     span.textContent = this.take(length);
-    span.style.setProperty("--chance-of-other", (1 - Math.exp(token.logprob)).toFixed(3));
+    // Squared, so that only what was really in doubt stands out.
+    span.style.setProperty("--doubtful", ((1 - Math.exp(token.logprob)) ** 2).toFixed(3));
     span.token = token;
     this.tail.before(span);
     return true;

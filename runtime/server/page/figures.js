@@ -2,13 +2,12 @@
 
 import { request } from "./api.js";
 
-const NUM_SAMPLES = 120; // two minutes
-const RECENT = 60; // samples over which shares are taken
+const NUM_SAMPLES = 60; // one minute, over which shares are taken too
 const SPEED_SPAN = 2; // samples over which speed is taken
 const [WIDTH, HEIGHT] = [120, 32];
 
 const whole = (value) => String(Math.round(value));
-const share = (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
+const share = (value) => `${(100 * value).toFixed(value && value < 0.1 ? 1 : 0)} %`;
 
 /** How a figure follows from the last samples; null where there is nothing to tell. */
 const FIGURES = {
@@ -32,7 +31,7 @@ function speed(samples) {
 
 function ratio(part, total) {
   return (samples) => {
-    const [first, last] = [samples.at(-1 - RECENT) ?? samples[0], samples.at(-1)];
+    const [first, last] = [samples[0], samples.at(-1)];
     const count = last[total] - first[total];
     return count > 0 ? (last[part] - first[part]) / count : null;
   };

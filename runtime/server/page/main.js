@@ -21,6 +21,7 @@ function showState() {
   document.body.classList.toggle("empty", !conversation.turns.length);
   send.textContent = running ? "Stop" : "Send";
   send.disabled = !running && !message.value.trim();
+  message.rows = Math.min(8, message.value.split("\n").length); // for browsers that do not size fields by content
   status.textContent = running ? "The model is answering." : conversation.turns.length ? "The answer is complete." : "";
 }
 
@@ -108,7 +109,7 @@ async function showModel() {
   const [{ id, max_model_len: context }] = data;
   conversation.model = id;
   find("#model").textContent = document.title = id;
-  find("#context").textContent = `${context.toLocaleString("en")} tokens of context`;
+  find("#context").textContent = `${context.toLocaleString("en")} tokens`;
 }
 
 async function refresh(refused) {

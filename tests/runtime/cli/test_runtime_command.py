@@ -136,6 +136,10 @@ def test_serve_announces_itself_and_its_curl_line_works(tmp_path: Path) -> None:
         body = json.loads(re.search(r"-d '(.*)'", printed)[1])
         assert body["model"] == model
         assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+        assert f"page      {url}/" in printed
+        assert "<title>" in httpx.get(f"{url}/").text
+        figures = httpx.get(f"{url}/metrics").text
+        assert int(re.search(r"^runtime_prefix_cache_queries_total (\d+)$", figures, re.MULTILINE)[1]) > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -73,7 +73,7 @@ def demo(run_server: Any) -> Iterator[Served]:
     config = RuntimeConfig(device="cpu", dtype="float64", kernels="reference", num_blocks=256, prefill_chunk=32)
     engine, tokenizer = load_engine(demo_model_path(), config)
     limits = Limits(engine.runner.max_model_len, max_requests=32)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)
+    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
     with run_server(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield Served(client, engine, tokenizer, url)
 
