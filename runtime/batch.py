@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 
 import torch
 from torch import Tensor
 
+from runtime.reach import ALL, Reach
 from runtime.types import ScheduledSequence
 
 MIN_SHARED_BLOCKS = 16
@@ -21,8 +22,9 @@ class AttentionGroup:
 
     Attributes:
         rows: of the token axis.
-        blocks: `[num_sequences * n]` block ids; shorter tables are padded with the sequence's own first block.
-        positions: `[rows]`; a token sees keys up to its own position.
+        blocks: `[num_sequences * n]` block ids; blocks out of reach of all rows are left out, and shorter tables are
+            padded with the sequence's own first block.
+        positions: `[rows]` among the keys of these blocks; a token sees keys up to its own position.
         num_sequences: 1 for a span.
         num_keys: keys that some row sees, of each sequence.
         ragged: some row sees fewer keys than `num_keys` for a reason other than causality inside a whole prompt.
@@ -45,6 +47,7 @@ class Batch:
         groups: cover the token axis in order.
         sampling: entries that sample.
         sample_rows: int64, the last row of each of them, and the one before each of their draft tokens.
+        prompt_rows: entries that want their whole prompt, and the rows of their span that belong to it.
         fresh_blocks: blocks that this step begins and does not fill.
     """
 
@@ -54,12 +57,16 @@ class Batch:
     groups: tuple[AttentionGroup, ...]
     sampling: tuple[ScheduledSequence, ...]
     sample_rows: Tensor
+    prompt_rows: tuple[tuple[ScheduledSequence, slice], ...]
     fresh_blocks: tuple[int, ...]
 
 
-def build_batch(entries: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> Batch:
+def build_batch(
+    entries: Sequence[ScheduledSequence], block_size: int, device: torch.device, reach: Reach = ALL
+) -> Batch:
     """Orders the entries (single tokens by length, then spans) and lays out their tokens, slots and block tables."""
-    groups = group_entries(entries, block_size)
+    bounded = reach.window is not None  # else the place of a key among those that are gathered is its position
+    groups = group_entries(entries, block_size, reach)
     ordered = [entry for group in groups for entry in group]
     stops = list(accumulate(entry.num_tokens for entry in ordered))
     parts = [
@@ -67,56 +74,77 @@ def build_batch(entries: Sequence[ScheduledSequence], block_size: int, device: t
         list(chain.from_iterable(range(entry.start, _stop(entry)) for entry in ordered)),
         list(chain.from_iterable(_slots(entry, block_size) for entry in ordered)),
         list(chain.from_iterable(_sample_rows(entry, stop) for entry, stop in zip(ordered, stops, strict=True))),
-        *(block_table(group, block_size) for group in groups),
+        list(chain.from_iterable(_key_positions(entry, block_size, reach) for entry in ordered)) if bounded else [],
+        *(block_table(group, block_size, reach) for group in groups),
     ]
     # One transfer for everything: on small models, and on a GPU, each small tensor costs as much as a layer.
     flat = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64, device=device)
-    token_ids, positions, slots, sample_rows, *tables = flat.split([len(part) for part in parts])
+    token_ids, positions, slots, sample_rows, key_positions, *tables = flat.split([len(part) for part in parts])
     return Batch(
         token_ids,
         positions,
         slots,
-        _attention_groups(groups, tables, positions),
+        _attention_groups(groups, tables, key_positions if bounded else positions, block_size, reach),
         tuple(entry for entry in ordered if entry.samples),
         sample_rows,
+        tuple(_prompt_rows(ordered, stops)),
         tuple(block for entry in ordered for block in _fresh_block(entry, block_size)),
     )
 
 
-def group_entries(entries: Sequence[ScheduledSequence], block_size: int) -> list[list[ScheduledSequence]]:
+def group_entries(
+    entries: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL
+) -> list[list[ScheduledSequence]]:
     """Single tokens in groups of like length, so that padding at most doubles the work; every span on its own."""
 
     def shared_blocks(entry: ScheduledSequence) -> int:
-        return max(MIN_SHARED_BLOCKS, 1 << (entry.start // block_size).bit_length())
+        last = (entry.start - _num_hidden(entry, block_size, reach)) // block_size
+        return max(MIN_SHARED_BLOCKS, 1 << last.bit_length())
 
     singles = sorted((entry for entry in entries if entry.num_tokens == 1), key=shared_blocks)
     groups = [list(group) for _, group in groupby(singles, key=shared_blocks)]
     return groups + [[entry] for entry in entries if entry.num_tokens > 1]
 
 
-def block_table(group: Sequence[ScheduledSequence], block_size: int) -> list[int]:
-    """Block ids of each sequence up to its last token, one after the other, all padded to the same number."""
-    counts = [_last_block(entry, block_size) + 1 for entry in group]
-    longest = max(counts)
-    table = []
-    for entry, count in zip(group, counts, strict=True):
-        block_ids = entry.sequence.block_ids
-        table += block_ids[:count] + block_ids[:1] * (longest - count)
-    return table
+def block_table(group: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL) -> list[int]:
+    """Block ids within reach of each sequence up to its last token, one sequence after the other, all padded to the
+    same number."""
+    tables = []
+    for entry in group:
+        hidden, block_ids = reach.hidden_blocks(entry.start, block_size), entry.sequence.block_ids
+        tables.append(block_ids[: hidden.start] + block_ids[hidden.stop : _last_block(entry, block_size) + 1])
+    longest = max(len(table) for table in tables)
+    return list(chain.from_iterable(table + table[:1] * (longest - len(table)) for table in tables))
 
 
 def _attention_groups(
-    groups: Sequence[Sequence[ScheduledSequence]], tables: Sequence[Tensor], positions: Tensor
+    groups: Sequence[Sequence[ScheduledSequence]],
+    tables: Sequence[Tensor],
+    positions: Tensor,
+    block_size: int,
+    reach: Reach,
 ) -> tuple[AttentionGroup, ...]:
     layout, row = [], 0
     for group, table in zip(groups, tables, strict=True):
         rows = slice(row, row + sum(entry.num_tokens for entry in group))
-        lengths = [_stop(entry) for entry in group]
+        lengths = [_stop(entry) - _num_hidden(entry, block_size, reach) for entry in group]
         partial_span = group[0].num_tokens > 1 and group[0].start > 0
         ragged = partial_span or min(lengths) < max(lengths)
         layout.append(AttentionGroup(rows, table, positions[rows], len(group), max(lengths), ragged))
         row = rows.stop
     return tuple(layout)
+
+
+def _num_hidden(entry: ScheduledSequence, block_size: int, reach: Reach) -> int:
+    """Keys of the blocks out of reach of the whole span."""
+    if reach.window is None:
+        return 0
+    return len(reach.hidden_blocks(entry.start, block_size)) * block_size
+
+
+def _key_positions(entry: ScheduledSequence, block_size: int, reach: Reach) -> range:
+    num_hidden = _num_hidden(entry, block_size, reach)
+    return range(entry.start - num_hidden, _stop(entry) - num_hidden)
 
 
 def _stop(entry: ScheduledSequence) -> int:
@@ -131,6 +159,14 @@ def _token_ids(entry: ScheduledSequence) -> list[int]:
 def _sample_rows(entry: ScheduledSequence, stop_row: int) -> range:
     """Of a span that ends before `stop_row`: the rows whose logits are wanted."""
     return range(stop_row - 1 - entry.num_draft_tokens, stop_row) if entry.samples else range(0)
+
+
+def _prompt_rows(
+    entries: Sequence[ScheduledSequence], stop_rows: Sequence[int]
+) -> Iterator[tuple[ScheduledSequence, slice]]:
+    for entry, stop_row in zip(entries, stop_rows, strict=True):
+        if entry.sequence.wants_whole_prompt:
+            yield entry, slice(stop_row - entry.num_tokens, stop_row)
 
 
 def _slots(entry: ScheduledSequence, block_size: int) -> list[int]:

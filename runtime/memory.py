@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING
 
 from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
+from runtime.reach import ALL, Reach, find_reach
 
 if TYPE_CHECKING:
     import torch
 
     from runtime.model.config import DecoderConfig
+
+
+STREAM_LENGTH = 2**20
+"""Longest sequence where tokens look at sinks and a window only, unless another length is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,8 @@ class MemoryPlan:
         max_model_len: longest prompt + output.
         reason: what decided `num_blocks` and `max_model_len`.
         num_host_blocks: blocks of the same size in host memory.
+        reach: what tokens look at; a sequence keeps blocks for nothing else.
+        blocks_per_sequence: held at the same time by the longest sequence.
     """
 
     weight_bytes: int
@@ -35,6 +42,8 @@ class MemoryPlan:
     max_model_len: int
     reason: str
     num_host_blocks: int = 0
+    reach: Reach = ALL
+    blocks_per_sequence: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -57,47 +66,72 @@ class MemoryPlan:
                 f"{tokens} tokens at {format_bytes(self.token_bytes)} each",
                 f"host KV  {format_bytes(self.host_bytes)}: {host}",
                 f"longest  {self.max_model_len} tokens ({self.reason})",
+                *self._explain_reach(),
             )
         )
+
+    def _explain_reach(self) -> list[str]:
+        if self.reach.window is None:
+            return []
+        sinks = f"the first {self.reach.sinks} and " if self.reach.sinks else ""
+        held = f"{self.blocks_per_sequence} blocks per sequence at most, whatever its length"
+        return [f"reach    {sinks}the last {self.reach.window} tokens: {held}"]
 
 
 def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: RuntimeConfig) -> MemoryPlan:
     """Decides the number of KV blocks and the longest sequence.
 
     Blocks that no schedule could fill are not allocated. Without a wish for `max_model_len`, a context that the pool
-    cannot hold is shortened to what it can.
+    cannot hold is shortened to what it can. Where tokens look back only so far, a sequence of any length needs blocks
+    for that and for one span of a prompt.
 
     Args:
         weight_bytes: of the prepared weights.
         itemsize: bytes of one element of keys and values.
 
     Raises:
-        ToolkitError: a length beyond the model's context, or a pool that cannot hold one sequence of that length.
+        ToolkitError: a length beyond the model's context, a pool that cannot hold one sequence of that length, or an
+            attention window that does not fit in the context.
     """
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
-    wanted = config.max_model_len
-    if wanted is not None and not 1 <= wanted <= model.context_length:
-        raise ToolkitError(
-            f"max_model_len={wanted} is not between 1 and the model's context of {model.context_length} tokens",
-            f"Use --max-model-len {model.context_length} or less",
-        )
-    longest = wanted or model.context_length
-    blocks_per_sequence = -(-longest // config.block_size)
+    reach = find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
+    longest, reason = _longest_wanted(model, config)
+    needed = reach.blocks_for(longest, config.max_span_tokens, config.block_size)
     affordable = config.num_blocks or config.kv_memory_bytes // (token_bytes * config.block_size)
-    if affordable < 1 or (wanted is not None and affordable < blocks_per_sequence):
-        need = blocks_per_sequence * config.block_size * token_bytes
+    if affordable < 1 or (config.max_model_len is not None and affordable < needed):
         raise ToolkitError(
-            f"a sequence of {longest} tokens needs {blocks_per_sequence} KV blocks ({format_bytes(need)}), "
-            f"and the pool has {affordable}",
+            f"a sequence of {longest} tokens needs {needed} KV blocks "
+            f"({format_bytes(needed * config.block_size * token_bytes)}), and the pool has {affordable}",
             "Allow more KV memory or a shorter --max-model-len",
         )
-    num_blocks = config.num_blocks or min(affordable, config.max_num_sequences * blocks_per_sequence)
-    room = num_blocks * config.block_size
-    reason = "as asked for" if wanted else "the model's context"
-    if room < longest:
-        longest, reason = room, f"what the KV pool holds; the model's context is {model.context_length}"
-    host_blocks = _host_blocks(config, token_bytes * config.block_size)
-    return MemoryPlan(weight_bytes, token_bytes, config.block_size, num_blocks, longest, reason, host_blocks)
+    num_blocks = config.num_blocks or min(affordable, config.max_num_sequences * needed)
+    if num_blocks < needed:
+        longest, reason = num_blocks * config.block_size, f"what the KV pool holds; {reason} is {longest}"
+        needed = num_blocks
+    return MemoryPlan(
+        weight_bytes,
+        token_bytes,
+        config.block_size,
+        num_blocks,
+        longest,
+        reason,
+        _host_blocks(config, token_bytes * config.block_size),
+        reach,
+        needed,
+    )
+
+
+def _longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, str]:
+    """Tokens of the longest sequence if there is memory for it, and why so many."""
+    wanted, streams = config.max_model_len, config.attention_window is not None
+    if wanted is None:
+        return (STREAM_LENGTH, "the length of streams") if streams else (model.context_length, "the model's context")
+    if wanted < 1 or (wanted > model.context_length and not streams):
+        raise ToolkitError(
+            f"max_model_len={wanted} is not between 1 and the model's context of {model.context_length} tokens",
+            f"Use --max-model-len {model.context_length} or less, or --attention-window to serve endless streams",
+        )
+    return wanted, "as asked for"
 
 
 def _host_blocks(config: RuntimeConfig, block_bytes: int) -> int:

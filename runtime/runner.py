@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from compress.checkpoint.errors import ToolkitError
 from runtime.attention.paged import PagedAttention
-from runtime.batch import build_batch
+from runtime.attention.streaming import StreamingAttention
+from runtime.batch import Batch, build_batch
 from runtime.config import RuntimeConfig
 from runtime.draws import build_draws
 from runtime.memory import MemoryPlan, available_bytes, format_bytes, plan_memory
-from runtime.model.decoder import Decoder
+from runtime.model.decoder import Attention, Decoder
 from runtime.model.pages import KVPages
+from runtime.prompt_rows import hidden_sums, prompt_logprobs
+from runtime.reach import Reach
 from runtime.sampler.sampler import sample_tokens
-from runtime.types import StepOutput, StepPlan
+from runtime.types import SampledToken, StepOutput, StepPlan
 from runtime.verification import verify_by_match
 
 
@@ -50,6 +55,10 @@ class ModelRunner:
         return self.memory.max_model_len
 
     @property
+    def reach(self) -> Reach:
+        return self.memory.reach
+
+    @property
     def vocab_size(self) -> int:
         return self.decoder.config.vocab_size
 
@@ -66,15 +75,26 @@ class ModelRunner:
         self.pages.restore(plan.restores)
         if not plan.entries:
             return StepOutput({})
-        batch = build_batch(plan.entries, self.block_size, self.decoder.device)
+        batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.reach)
         self.pages.clear(batch.fresh_blocks)
-        attention = PagedAttention(self.pages, batch, self.decoder.config.windows)
-        hidden = self.decoder.forward(batch.token_ids, batch.positions, attention)
-        if not batch.sampling:
-            return StepOutput({})
+        hidden = self.decoder.forward(batch.token_ids, batch.positions, self._attention(batch))
+        return StepOutput(
+            self._sample(hidden, batch) if batch.sampling else {},
+            prompt_logprobs(self.decoder, hidden, batch),
+            hidden_sums(self.decoder, hidden, batch),
+        )
+
+    def _attention(self, batch: Batch) -> Attention:
+        reach, model = self.reach, self.decoder.config
+        if reach.sinks:
+            return StreamingAttention(self.pages, batch, reach.sinks, reach.window, self.decoder.rotary)
+        windows = model.windows if reach.window is None else (reach.window,) * model.num_layers
+        return PagedAttention(self.pages, batch, windows)
+
+    def _sample(self, hidden: Tensor, batch: Batch) -> dict[str, list[SampledToken]]:
         logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
         sampled = sample_tokens(logits, [draw for entry in batch.sampling for draw in build_draws(entry)])
-        return StepOutput(verify_by_match(batch.sampling, sampled))
+        return verify_by_match(batch.sampling, sampled)
 
 
 def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
@@ -85,6 +105,8 @@ def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
     """
     plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config)
     check_fits(plan, decoder.device)
+    if config.attention_window is not None:
+        decoder = replace(decoder, rotary=decoder.rotary.exact())
     return ModelRunner(decoder, plan)
 
 

@@ -47,14 +47,14 @@ def attend_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     return attended.reshape(batch, num_heads, head_dim)
 
 
-def visibility_mask(positions: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def visibility_mask(positions: Tensor, num_keys: int, window: int | None, dtype: torch.dtype, sinks: int = 0) -> Tensor:
     """Additive `[..., num_keys]`: 0 where the token at `positions [...]` may look at key k, minus infinity elsewhere.
 
-    It sees keys at its own position and before; with a window only the last `window` of them.
+    It sees keys at its own position and before; with a window only the last `window` of them, and the first `sinks`.
     """
     keys = torch.arange(num_keys, device=positions.device)
     last = positions.unsqueeze(-1)
     hidden = keys > last
     if window is not None:
-        hidden = hidden | (keys <= last - window)
+        hidden = hidden | (keys <= last - window) & (keys >= sinks)
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -25,13 +26,28 @@ class Rotary:
         self.half = head_dim // 2
         self.dtype = dtype
 
+    def exact(self) -> Rotary:
+        """The same rotary embedding with angles in float64. In float32 an angle is off by `position * 6e-8`; that is
+        too much for positions far beyond the context, whose differences count."""
+        exact = copy(self)
+        exact.frequencies = self.frequencies.double()
+        return exact
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine `[T, 1, D]` of int64 positions `[T]`, shared by all layers of a step."""
-        angles = (positions.float().unsqueeze(-1) * self.frequencies).unsqueeze(-2)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = self._turn(positions)
         if self.scale != 1.0:
             cos, sin = cos * self.scale, sin * self.scale
         return cos.to(self.dtype), sin.to(self.dtype)
+
+    def by(self, distances: Tensor) -> tuple[Tensor, Tensor]:
+        """As `at`, to move heads that are rotated (and scaled) already by int64 `distances [T]`."""
+        cos, sin = self._turn(distances)
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (positions.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies).unsqueeze(-2)
+        return angles.cos(), angles.sin()
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotated `[T, heads, D]`, a new tensor."""

@@ -1,0 +1,83 @@
+"""Attention sinks and a window over paged keys and values: endless streams (StreamingLLM, arXiv:2309.17453, sec. 3.2).
+
+A token sees the first tokens, the sinks, and the last ones, the window, as if nothing had ever been between them: what
+counts are positions inside of the cache. Keys are stored rotated by their place in the text all the same. To a query at
+its own place in the text the window has the right distances, since rotary embeddings are relative; for the sinks there
+is a second query, moved back to the last position of the cache. One softmax joins both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runtime.attention.spans import visibility_mask
+from runtime.batch import AttentionGroup, Batch
+from runtime.model.pages import KVPages
+from runtime.model.rope import Rotary
+
+
+class StreamingAttention:
+    """As `PagedAttention`, for the same batches.
+
+    Args:
+        sinks, window: tokens that stay visible, from the first and up to the last one.
+        rotary: of the model, with exact angles.
+    """
+
+    def __init__(self, pages: KVPages, batch: Batch, sinks: int, window: int, rotary: Rotary) -> None:
+        self.pages, self.batch, self.sinks, self.rotary = pages, batch, sinks, rotary
+        last = sinks + window - 1
+        self.cos, self.sin = rotary.by((last - batch.positions).clamp(max=0))
+        dtype = torch.promote_types(pages.data.dtype, torch.float32)
+        self.masks = [
+            visibility_mask(group.positions, group.num_keys, window, dtype, sinks).view(
+                group.num_sequences, 1, 1, -1, group.num_keys
+            )
+            for group in batch.groups
+        ]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.pages.write(layer, self.batch.slots, key, value)
+        moved = self.rotary.rotate(query, self.cos, self.sin)
+        return torch.cat(
+            [
+                self._attend(layer, group, query[group.rows], moved[group.rows], mask)
+                for group, mask in zip(self.batch.groups, self.masks, strict=True)
+            ]
+        )
+
+    def _attend(self, layer: int, group: AttentionGroup, query: Tensor, moved: Tensor, mask: Tensor) -> Tensor:
+        shape = (group.num_sequences, -1, *query.shape[1:])
+        key, value = (
+            pages.view(group.num_sequences, -1, *pages.shape[1:])[:, : group.num_keys]
+            for pages in self.pages.gather(layer, group.blocks)
+        )
+        return attend_with_sinks(query.view(shape), moved.view(shape), key, value, mask, self.sinks).view_as(query)
+
+
+def attend_with_sinks(query: Tensor, moved: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: int) -> Tensor:
+    """Attention with one query for the first `sinks` keys and another for the rest, in plain torch.
+
+    Args:
+        query, moved: `[B, n, heads, D]`; `moved` looks at the sinks.
+        key, value: `[B, L, kv_heads, D]`.
+        mask: additive `[B, 1, 1, n, L]`, in at least float32; so are the scores.
+
+    Returns:
+        `[B, n, heads, D]` in the dtype of `query`.
+    """
+    batch, num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    shape = (batch, num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    keys = key.to(mask.dtype).permute(0, 2, 3, 1).unsqueeze(2)  # [B, kv_heads, 1, D, L]
+    scores = _fold(query, shape, mask.dtype) @ keys
+    scores[..., :sinks] = _fold(moved, shape, mask.dtype) @ keys[..., :sinks]
+    weights = (scores * head_dim**-0.5 + mask).softmax(-1)
+    attended = weights @ value.to(mask.dtype).transpose(1, 2).unsqueeze(2)
+    return attended.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
+
+
+def _fold(query: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Query heads beside the key-value head they share: `[B, kv_heads, shared, n, D]`."""
+    return query.to(dtype).view(shape).permute(0, 2, 3, 1, 4)
