@@ -5,12 +5,13 @@ A wrong block table, a stale block, a missing copy or a token computed at the wr
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Sequence as TokenIds
 from hashlib import blake2b
 
 from runtime.reach import ALL, RELEASED, Reach
-from runtime.types import SampledToken, ScheduledSequence, StepOutput, StepPlan, TokenLogprobs
+from runtime.types import SampledToken, ScheduledSequence, Sequence, StepOutput, StepPlan, TokenLogprobs
 
 VOCAB_SIZE = 50
 Slot = tuple[int, int]
@@ -87,9 +88,10 @@ class FakeRunner:
         self._move(plan)
         self._check_disjoint(plan)
         for entry in plan.entries:
+            tokens = entry.sequence.token_ids + entry.sequence.draft_token_ids
             for position in range(entry.start, entry.start + entry.num_tokens):
-                self._slots[self._slot(entry, position)] = (entry.sequence.token_ids[position], position)
-        return StepOutput({e.sequence.id: [self._sample(e)] for e in plan.entries if e.samples})
+                self._slots[self._slot(entry, position)] = (tokens[position], position)
+        return StepOutput({e.sequence.id: self._verify(e) for e in plan.entries if e.samples})
 
     def _slot(self, entry: ScheduledSequence, position: int) -> int:
         block_id = entry.sequence.block_ids[position // self.block_size]
@@ -122,16 +124,43 @@ class FakeRunner:
                 if other is not entry and written & set(other.sequence.block_ids):
                     raise AssertionError(f"{entry.sequence.id} writes into blocks of {other.sequence.id}")
 
-    def _sample(self, entry: ScheduledSequence) -> SampledToken:
+    def _verify(self, entry: ScheduledSequence) -> list[SampledToken]:
+        """What follows the tokens, and what follows each guess while the guesses are right."""
+        drawn = [self._sample(entry, 0)]
+        for guess in entry.sequence.draft_token_ids[: entry.num_draft_tokens]:
+            if drawn[-1].token_id != guess:
+                break
+            drawn.append(self._sample(entry, len(drawn)))
+        return drawn
+
+    def _sample(self, entry: ScheduledSequence, num_guesses: int) -> SampledToken:
+        """The token behind the known ones and so many guesses."""
         sequence = entry.sequence
         if sequence.id in self.broken_ids:
             return SampledToken(-1, error="logits are not finite")
-        visible = visible_positions(sequence.num_tokens, self.reach)
+        visible = visible_positions(sequence.num_tokens + num_guesses, self.reach)
         history = [self._slots[self._slot(entry, position)] for position in visible]
         if any(slot is None for slot in history):
             raise AssertionError(f"{sequence.id} reads a slot that nobody wrote")
         if self.script:
-            return SampledToken(self.script[sequence.num_output_tokens])
+            return SampledToken(self.script[sequence.num_output_tokens + num_guesses])
         token = next_token([slot for slot in history if slot is not None], sequence.request.seed)
         wants = sequence.request.sampling.logprobs is not None
         return SampledToken(token, TokenLogprobs(-0.5, ((token, -0.5),)) if wants else None)
+
+
+class FakeDrafter:
+    """Guesses what a `FakeRunner` will say: right with some probability, else anything; as many as it likes."""
+
+    def __init__(self, num_guesses: int, accuracy: float, seed: int = 0, reach: Reach = ALL) -> None:
+        self.num_guesses, self.accuracy, self.reach = num_guesses, accuracy, reach
+        self._chance = random.Random(seed)
+
+    def propose(self, wishes: TokenIds[tuple[Sequence, int]]) -> None:
+        for sequence, count in wishes:
+            count = self._chance.randint(0, min(count, self.num_guesses))
+            right = expected_tokens(sequence.token_ids, count, sequence.request.seed, reach=self.reach)
+            sequence.draft_token_ids = [
+                token if self._chance.random() < self.accuracy else self._chance.randrange(VOCAB_SIZE)
+                for token in right
+            ]

@@ -1,0 +1,108 @@
+"""How many tokens to guess, and whether to guess at all. Measured, not configured. No torch.
+
+Two questions, two answers:
+
+* How far is this sequence predictable? `Window` keeps a moving average of how many guesses were accepted and asks for
+  that many, rounded up. Where hardly any is accepted it asks for none, and for one now and then to see whether that
+  has changed.
+* Does it pay? Verifying guesses is cheap while a step waits for memory and costs as much as anything else when it
+  computes, which depends on machine, model, batch size and drafter. `Gate` compares tokens per second with and without
+  guesses, for each size of the batch (in powers of two), and takes the better; in every period of steps it tries both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil
+
+WEIGHT = 0.25
+"""Of the newest observation in the moving average of accepted guesses."""
+HOPELESS = 0.25
+"""Fewer accepted guesses per step than this are not worth guessing for."""
+PROBE_EVERY = 16
+"""Steps without guesses between two with a single one, where it was hopeless."""
+
+PERIOD = 256
+"""Steps after which both ways are tried again."""
+TRIAL = 8
+"""Steps of a trial. The first is not measured: it pays for the change, such as a draft model that catches up."""
+DECAY = 0.9
+"""What an older step counts for beside the next one."""
+
+
+@dataclass(slots=True)
+class Window:
+    """Of one sequence: `longest` guesses at most, `expected` accepted ones."""
+
+    longest: int
+    expected: float
+    num_skipped: int = 0
+
+    def next(self) -> int:
+        """How many guesses to ask for."""
+        if self.expected >= HOPELESS:
+            return min(self.longest, ceil(self.expected))
+        self.num_skipped += 1
+        return int(self.num_skipped % PROBE_EVERY == 0)
+
+    def note(self, num_drafts: int, num_accepted: int) -> None:
+        """One step's outcome. When all were accepted one more might have been."""
+        seen = num_accepted + (num_accepted == num_drafts)
+        self.expected += WEIGHT * (seen - self.expected)
+
+
+@dataclass(slots=True)
+class Rate:
+    """Tokens per second, the latest steps before the older ones; 0 is unknown."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        self.tokens = DECAY * self.tokens + tokens
+        self.seconds = DECAY * self.seconds + seconds
+
+    @property
+    def per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Trials:
+    """Both ways, at one size of the batch. Every period begins with a trial of each; then the better one runs."""
+
+    guessing: Rate = field(default_factory=Rate)
+    plain: Rate = field(default_factory=Rate)
+    num_steps: int = 0
+
+    @property
+    def pays(self) -> bool:
+        return self.guessing.per_second >= self.plain.per_second
+
+    def next(self) -> bool:
+        phase = self.num_steps % PERIOD
+        self.num_steps += 1
+        return phase < TRIAL if phase < 2 * TRIAL else self.pays
+
+
+class Gate:
+    """Switches guessing off where it does not pay. Ask `allows` before a step and tell `note` after it."""
+
+    def __init__(self) -> None:
+        self._trials: dict[int, Trials] = {}
+        self._current = Trials()
+        self._guesses = False
+        self._changed = True
+
+    def allows(self, batch_size: int) -> bool:
+        """Whether to guess in a step with this many sequences."""
+        trials = self._trials.setdefault(batch_size.bit_length(), Trials())
+        guesses = trials.next()
+        self._changed = trials is not self._current or guesses != self._guesses
+        self._current, self._guesses = trials, guesses
+        return guesses
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """The step gave so many tokens in so many seconds, drafting included."""
+        if not self._changed:
+            (self._current.guessing if self._guesses else self._current.plain).note(num_tokens, seconds)

@@ -1,0 +1,153 @@
+"""Any drafter, right or wrong, on any small pool: the tokens are those without drafts, and every invariant holds."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import FakeDrafter, FakeRunner, expected_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine, derive_seed
+from runtime.reach import ALL, Reach
+from runtime.speculative.speculator import Speculator
+from runtime.types import FinishReason, SamplingParams
+
+MAX_MODEL_LEN = 64
+END_TOKENS = frozenset({0, 1})
+REQUEST = st.tuples(
+    st.integers(0, 12),  # of a prefix that all share
+    st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    st.integers(1, 25),  # max_tokens
+    st.integers(1, 3),  # answers
+)
+
+
+def make_engine(
+    num_blocks: int, num_guesses: int, accuracy: float, reach: Reach = ALL, **options: object
+) -> tuple[Engine, FakeRunner]:
+    config = RuntimeConfig(**options)
+    runner = FakeRunner(num_blocks, config.block_size, MAX_MODEL_LEN, END_TOKENS, reach=reach)
+    speculator = Speculator(FakeDrafter(num_guesses, accuracy, reach=reach), num_guesses) if num_guesses else None
+    return Engine(runner, None, config, speculator=speculator, clock=lambda: 0.0), runner
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=6),
+    num_blocks=st.integers(12, 60),
+    num_guesses=st.integers(0, 6),
+    accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    block_size=st.integers(1, 5),
+    budget=st.integers(1, 24),
+    chunk=st.integers(1, 8),
+    prefix_caching=st.booleans(),
+    window=st.sampled_from([None, None, 3, 7]),
+)
+def test_tokens_do_not_depend_on_drafts(
+    requests, num_blocks, num_guesses, accuracy, block_size, budget, chunk, prefix_caching, window
+) -> None:
+    reach = ALL if window is None else Reach(window=window)
+    engine, runner = make_engine(
+        num_blocks * 5 // block_size,
+        num_guesses,
+        accuracy,
+        reach,
+        block_size=block_size,
+        max_num_batched_tokens=budget,
+        prefill_chunk=chunk,
+        prefix_caching=prefix_caching,
+    )
+    wanted, received, reasons = {}, {}, {}
+    for number, (prefix, suffix, max_tokens, n) in enumerate(requests):
+        prompt = [i % 3 for i in range(prefix)] + suffix
+        name = engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, seed=number, n=n))
+        for index, seed in enumerate([number, *(derive_seed(number, index) for index in range(1, n))]):
+            wanted[name, index] = expected_tokens(prompt, max_tokens, seed, END_TOKENS, reach)
+            received[name, index] = []
+    while engine.has_work:
+        for delta in engine.step():
+            received[delta.request_id, delta.index] += delta.token_ids
+            reasons[delta.request_id, delta.index] = delta.finish_reason
+        engine.scheduler.check()
+        assert sum(runner.plans[-1].values()) <= budget
+    assert received == wanted
+    for key, tokens in wanted.items():
+        assert reasons[key] is (FinishReason.STOP if tokens[-1] in END_TOKENS else FinishReason.LENGTH)
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    metrics = engine.metrics
+    assert metrics.spec_decode_num_accepted_tokens_total <= metrics.spec_decode_num_draft_tokens_total
+
+
+def test_right_guesses_save_steps_and_are_counted() -> None:
+    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True)
+    steps = {}
+    for num_guesses in (0, 4):
+        engine, runner = make_engine(40, num_guesses, accuracy=1.0, block_size=4)
+        if num_guesses:
+            engine.speculator.drafter._chance.randint = lambda low, high: high
+        engine.add_request([5, 6, 7], params)
+        while engine.has_work:
+            engine.step()
+        steps[num_guesses] = len(runner.plans)
+    assert steps[0] == 40
+    assert steps[4] <= 12
+    metrics = engine.metrics
+    assert metrics.spec_decode_num_accepted_tokens_total == metrics.spec_decode_num_draft_tokens_total == 40 - steps[4]
+
+
+def test_blocks_of_accepted_tokens_are_found_by_the_next_request() -> None:
+    params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
+    cached = {}
+    for num_guesses in (0, 5):
+        engine, _ = make_engine(40, num_guesses, accuracy=0.8, block_size=4)
+        tokens = []
+        engine.add_request([5, 6, 7], params)
+        while engine.has_work:
+            tokens += [token for delta in engine.step() for token in delta.token_ids]
+        engine.add_request([5, 6, 7, *tokens], params)
+        cached[num_guesses] = engine.step()[0].num_cached_tokens
+    assert cached[0] == cached[5] == 32
+
+
+@pytest.mark.parametrize("num_blocks", [6, 7, 9])
+def test_drafts_preempt_nobody(num_blocks: int) -> None:
+    """Two sequences that just fit, or do not: guesses change nothing about who is preempted."""
+    preemptions = {}
+    for num_guesses in (0, 6):
+        engine, _ = make_engine(num_blocks, num_guesses, accuracy=0.0, block_size=4, prefix_caching=False)
+        for seed in range(2):
+            engine.add_request([5] * 7, SamplingParams(max_tokens=9, seed=seed, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+        preemptions[num_guesses] = engine.scheduler.stats.num_preemptions
+    assert preemptions[0] == preemptions[6]
+
+
+def test_a_drafter_that_raises_costs_speed_and_no_request() -> None:
+    engine, _ = make_engine(40, 3, accuracy=1.0)
+
+    def fail(wishes: object) -> None:
+        raise RuntimeError("out of memory")
+
+    engine.speculator.drafter.propose = fail
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=9, seed=1, ignore_eos=True), "a")
+    tokens = []
+    while engine.has_work:
+        for delta in engine.step():
+            assert not delta.error
+            tokens += delta.token_ids
+    assert tokens == expected_tokens([5, 6, 7], 9, 1)
+    assert engine.speculator is None
+
+
+def test_aborting_in_the_middle_of_guesses_frees_everything() -> None:
+    engine, _ = make_engine(40, 5, accuracy=0.9, block_size=2)
+    for number in range(4):
+        engine.add_request([5, 6, 7, number], SamplingParams(max_tokens=40, seed=number, ignore_eos=True), str(number))
+    for number in range(4):
+        for _ in range(3):
+            engine.step()
+        engine.abort(str(number))
+        engine.scheduler.check()
+    assert engine.scheduler.pool.num_free == 40
