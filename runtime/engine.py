@@ -12,9 +12,12 @@ from hashlib import blake2b
 from compress.checkpoint.errors import RequestError
 from runtime.answer import Answer, TextLayer
 from runtime.blocks import BlockPool
+from runtime.chaos import Chaos
 from runtime.config import RuntimeConfig
 from runtime.metrics import Metrics, RequestTimes
+from runtime.prompt_results import PromptResults
 from runtime.scheduler import Scheduler
+from runtime.speculative.speculator import Speculator
 from runtime.text.grammar import GrammarCompiler
 from runtime.types import (
     MAX_SEED,
@@ -26,6 +29,7 @@ from runtime.types import (
     SampledToken,
     SamplingParams,
     Sequence,
+    StepOutput,
     StepPlan,
 )
 
@@ -46,12 +50,14 @@ class _Live:
         answers: that have not ended, by sequence id.
         forks: answers 1 to n - 1 until the prompt is computed; then they become sequences.
         deadline: in the engine clock's seconds.
+        prompt: what steps found out about the prompt; None once it is handed over.
     """
 
     id: str
     forks: list[Request]
     deadline: float | None
     answers: dict[str, Answer] = field(default_factory=dict)
+    prompt: PromptResults | None = field(default_factory=PromptResults)
 
 
 class Engine:
@@ -61,6 +67,8 @@ class Engine:
         runner: computes the steps.
         tokenizer: turns tokens into text; without it deltas carry token ids only and stop strings are refused.
         config: budgets.
+        speculator: guesses what running sequences will say next; None never guesses.
+        chaos: disturbs each step, for tests.
         clock: seconds, for metrics and time limits.
     """
 
@@ -70,9 +78,12 @@ class Engine:
         tokenizer: TextLayer | None,
         config: RuntimeConfig,
         *,
+        speculator: Speculator | None = None,
+        chaos: Chaos | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
+        self.speculator = speculator
         self.tokenizer = tokenizer
         self.config = config
         pool = BlockPool(
@@ -86,6 +97,7 @@ class Engine:
         self.metrics = Metrics()
         self.num_failed_steps = 0
         self._clock = clock
+        self._chaos = chaos
         self._live: dict[str, _Live] = {}
         self._by_sequence: dict[str, _Live] = {}
         self._times: dict[str, RequestTimes] = {}
@@ -112,6 +124,10 @@ class Engine:
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= size:
             wrong = next(token for token in prompt_token_ids if not 0 <= token < size)
             raise RequestError(f"token id {wrong} is outside of the vocabulary", f"ids go from 0 to {size - 1}")
+        for token_id, _ in sampling.logit_bias:
+            if not 0 <= token_id < size:
+                problem = f"logit_bias names token id {token_id}, which is outside of the vocabulary"
+                raise RequestError(problem, f"ids go from 0 to {size - 1}")
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer", "use stop_token_ids")
         if sampling.grammar is not None:
@@ -164,7 +180,8 @@ class Engine:
         Raises:
             RuntimeError: there is work and nothing was planned, which is a bug.
         """
-        deltas = self._end_late()
+        deltas = self._end_late() + self._disturb()
+        self._speculate()
         plan = self.scheduler.schedule()
         if not plan.entries:
             if self.has_work:
@@ -173,13 +190,14 @@ class Engine:
         self._note_start(plan)
         sampling = [entry.sequence for entry in plan.entries if entry.samples]
         try:
-            tokens = self.runner.execute(plan).tokens
-            sampled = [(sequence, tokens[sequence.id]) for sequence in sampling]
+            output = self.runner.execute(plan)
+            sampled = [(sequence, output.tokens[sequence.id]) for sequence in sampling]
         except Exception as error:  # whatever a kernel may raise: the requests must hear of it, the engine goes on
             deltas += self._fail_step(plan, error)
         else:
             self.num_failed_steps = 0
-            self.scheduler.complete(plan)
+            self._complete(plan, sampled)
+            deltas += self._note_prompts(plan, output)
             for sequence, new in sampled:
                 deltas += self._extend(sequence, new)
         self.metrics.steps_total += 1
@@ -189,6 +207,39 @@ class Engine:
         """All figures in Prometheus' text format. Any thread may ask."""
         self.metrics.read_scheduler(self.scheduler)
         return self.metrics.render()
+
+    def check(self) -> None:
+        """Verifies the bookkeeping. What is broken is reported and rebuilt; the engine goes on without its cache."""
+        try:
+            self.scheduler.check()
+        except (RuntimeError, LookupError):
+            logger.critical("the bookkeeping of KV blocks is broken; it starts anew, without cache", exc_info=True)
+            self.scheduler.heal()
+            self.metrics.broken_invariants_total += 1
+
+    # --- guesses --------------------------------------------------------------------------------------------------
+
+    def _speculate(self) -> None:
+        """Has the next tokens guessed. A drafter that raises costs no request: guessing is switched off for good."""
+        if self.speculator is None:
+            return
+        decodes = self.scheduler.decodes()
+        try:
+            self.speculator.propose(decodes)
+        except Exception:  # whatever a draft model's kernel may raise: the target does not need it
+            logger.exception("drafting failed; speculative decoding is off from now on")
+            self.speculator = None
+            for sequence in decodes:
+                sequence.draft_token_ids = []
+
+    def _complete(self, plan: StepPlan, sampled: list[tuple[Sequence, list[SampledToken]]]) -> None:
+        """Records a computed step; all but the last token of each sequence are draft tokens that were accepted."""
+        num_accepted = {sequence.id: len(tokens) - 1 for sequence, tokens in sampled}
+        self.metrics.spec_decode_num_draft_tokens_total += sum(entry.num_draft_tokens for entry in plan.entries)
+        self.metrics.spec_decode_num_accepted_tokens_total += sum(num_accepted.values())
+        if self.speculator is not None:
+            self.speculator.note(plan, num_accepted)
+        self.scheduler.complete(plan, num_accepted)
 
     # --- beginning and end of answers -----------------------------------------------------------------------------
 
@@ -201,16 +252,39 @@ class Engine:
         self._by_sequence[sequence.id] = live
         self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)
 
+    def _note_prompts(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
+        """Keeps what was found out about prompts, and ends the requests that want nothing else."""
+        deltas: list[Delta] = []
+        for entry in plan.entries:
+            sequence = entry.sequence
+            live = self._by_sequence[sequence.id]
+            if live.prompt and sequence.wants_whole_prompt:
+                live.prompt.add(entry, output)
+            if sequence.request.is_prompt_only and sequence.num_computed_tokens == sequence.num_tokens:
+                deltas += self._end_prompt(live, sequence.request)
+        return deltas
+
+    def _end_prompt(self, live: _Live, request: Request) -> list[Delta]:
+        """Ends a request that generates nothing."""
+        prompt = live.prompt or PromptResults()
+        if prompt.error:
+            return self._end(live, FinishReason.ERROR, prompt.error)
+        first, *others = self._end(live, FinishReason.STOP if request.options.embed else FinishReason.LENGTH)
+        return [prompt.put_into(first), *others]
+
     def _extend(self, sequence: Sequence, sampled: list[SampledToken]) -> list[Delta]:
         live = self._by_sequence[sequence.id]
-        if live.forks and sampled[0].error:
-            return self._end(live, FinishReason.ERROR, sampled[0].error)
+        prompt, live.prompt = live.prompt, None
+        error = (prompt.error if prompt else "") or (sampled[0].error if live.forks else "")
+        if error:
+            return self._end(live, FinishReason.ERROR, error)
         # The first token of the first answer: the prompt is computed, and now all answers go on from it.
         for index, request in enumerate(live.forks, start=1):
             self._add_answer(live, self.scheduler.fork(sequence, request, index), index)
         live.forks = []
         answer = live.answers[sequence.id]
-        return [self._publish(live, answer, answer.extend(sampled))]
+        delta = self._publish(live, answer, answer.extend(sampled))
+        return [prompt.put_into(delta) if prompt else delta]
 
     def _publish(self, live: _Live, answer: Answer, delta: Delta) -> Delta:
         """Accounts for a delta, and frees its sequence if it is the last."""
@@ -239,6 +313,13 @@ class Engine:
         late = [live for live in self._live.values() if live.deadline is not None and now >= live.deadline]
         return [delta for live in late for delta in self._end(live, FinishReason.TIMEOUT)]
 
+    def _disturb(self) -> list[Delta]:
+        if self._chaos is None:
+            return []
+        self._chaos.disturb(self.scheduler)
+        aborted = [self._live[request_id] for request_id in self._chaos.choose_aborts(list(self._live))]
+        return [delta for live in aborted for delta in self._end(live, FinishReason.ABORT)]
+
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[Delta]:
         logger.exception("a step of %d tokens failed; its %d sequences fail", plan.num_tokens, len(plan.entries))
         self.scheduler.fail()
@@ -260,7 +341,9 @@ class Engine:
 
 
 def _fork_request(first: Request, index: int) -> Request:
-    return replace(first, id=f"{first.id}/{index}", seed=derive_seed(first.seed, index))
+    # What is known about the prompt comes with the first answer.
+    sampling = replace(first.sampling, prompt_logprobs=None)
+    return replace(first, id=f"{first.id}/{index}", seed=derive_seed(first.seed, index), sampling=sampling)
 
 
 def derive_seed(seed: int, index: int) -> int:

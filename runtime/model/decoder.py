@@ -79,9 +79,13 @@ class Decoder:
             hidden += self._feed_forward(layer, hidden)
         return hidden
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What the output head sees, `[T, H] -> [T, H]`; transformers calls it the last hidden state."""
+        return rms_norm(hidden, self.norm, self.config.norm_eps)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head: `[T, H] -> [T, V]` in float32, or float64 for a float64 model."""
-        logits = self.head(rms_norm(hidden, self.norm, self.config.norm_eps))
+        logits = self.head(self.final_norm(hidden))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _attend(
