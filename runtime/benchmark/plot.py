@@ -49,10 +49,12 @@ def _latency(left: float, title: str, subtitle: str, seconds: Sequence[float]) -
     low, high = values[0] / 1.15, values[-1] * 1.15
     panel = Panel(left, TOP_ROW, 290, PANEL_HEIGHT, title, subtitle, (low, high), (0, 1), "ms", True, True)
     panel.curve([(low, 0.0), *_steps(values), (high, 1.0)])
-    for percent in MARKED:
-        value = percentile(values, percent)
-        label = f"p{percent} {value:,.0f}" if value >= 100 else f"p{percent} {value:.1f}"
-        panel.mark(value, percent / 100, label, on_left=panel.across.place(value) > left + 200)
+    marked = [percentile(values, percent) for percent in MARKED]
+    for percent, value in zip(MARKED, marked, strict=True):
+        panel.mark(value, percent / 100)
+    panel.notes(
+        [f"p{percent}  {value:,.{0 if value >= 100 else 1}f} ms" for percent, value in zip(MARKED, marked, strict=True)]
+    )
     return panel.parts
 
 

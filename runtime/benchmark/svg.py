@@ -87,12 +87,16 @@ class Panel:
             self.parts.append(f'<polygon points="{corners}" fill="{FILL}"/>')
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{ACCENT}" stroke-width="1.8"/>')
 
-    def mark(self, x: float, y: float, label: str, *, on_left: bool = False) -> None:
-        """A dot with a label beside it."""
-        across, up = self.across.place(x), self.up.place(y)
-        side, down = (-8, 14) if on_left else (8, 4)
-        self.parts.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5" fill="{ACCENT}" stroke="white"/>')
-        self.parts.append(text(across + side, up + down, label, 11, INK, "end" if on_left else "start", halo=True))
+    def mark(self, x: float, y: float) -> None:
+        """A dot."""
+        place = f'cx="{self.across.place(x):.1f}" cy="{self.up.place(y):.1f}"'
+        self.parts.append(f'<circle {place} r="3.5" fill="{ACCENT}" stroke="white"/>')
+
+    def notes(self, lines: Sequence[str]) -> None:
+        """Short lines in the lower right corner, where a rising curve leaves room."""
+        right, bottom = self.left + self.width - 4, self.top + self.height - 10
+        for i, content in enumerate(reversed(lines)):
+            self.parts.append(text(right, bottom - 16 * i, content, 11, INK, "end", halo=True))
 
     def _write_frame(self) -> None:
         right, bottom = self.left + self.width, self.top + self.height

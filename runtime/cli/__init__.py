@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from compress.checkpoint.terminal import run_cli
+from runtime.cli.batch import batch
 from runtime.cli.bench import bench
 from runtime.cli.generate import generate
 from runtime.cli.serve import serve
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(generate)
+app.command()(batch)
 app.command()(bench)
 
 

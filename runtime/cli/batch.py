@@ -1,0 +1,150 @@
+"""`runtime batch`: a file of requests in, a file of answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.checkpoint.errors import DataError, ToolkitError
+from runtime.batch_file.lines import Line, read_lines
+from runtime.batch_file.results import ResultFile
+from runtime.batch_file.run import OK, Batch, Progress, answer_all
+from runtime.cli.options import (
+    ContextOption,
+    Device,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    Kernels,
+    KernelsOption,
+    MemoryOption,
+    SeedOption,
+    resolve_model,
+)
+from runtime.cli.served_model import load_served_model, name_of
+from runtime.config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+MAX_PROBLEMS_SHOWN = 20
+WAITING = 16
+"""Requests that wait behind those computed together, so that the engine never runs dry."""
+PATIENCE = 1e9
+"""Seconds: nobody waits for one answer of a batch, so none is too late."""
+
+
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Requests in OpenAI's batch format, one JSON a line.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where answers are added, as they come.")],
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="Checkpoint folder; default: 'packed' if there is one, else the demo."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="What the requests call the model.")] = None,
+    errors: Annotated[
+        Path | None, typer.Option("--errors", help="File for answers with another status than 200; default: OUT.")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")] = 64,
+    device: DeviceOption = Device.AUTO,
+    dtype: DtypeOption = Dtype.AUTO,
+    kernels: KernelsOption = Kernels.AUTO,
+    seed: SeedOption = None,
+    max_model_len: ContextOption = None,
+    kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
+) -> None:
+    """Answer a file of requests without a server.
+
+    IN has lines {"custom_id", "method": "POST", "url", "body"} for /v1/chat/completions, /v1/completions and
+    /v1/embeddings; OUT gets lines {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"} in
+    order of completion. Requests are checked and answered as by `runtime serve`. The same command again, after Ctrl-C
+    or a crash, answers what is missing in OUT and --errors: remove a line there to have it answered anew. Status 1 when
+    a request failed.
+    """
+    path, where = resolve_model(model)
+    served_name = name or name_of(path)
+    custom_ids = check(source, served_name)
+    config = RuntimeConfig(
+        device=device.value,
+        dtype=dtype.value,
+        kernels=kernels.value,
+        kv_memory_bytes=kv_memory,
+        max_model_len=max_model_len,
+        max_num_sequences=max_sequences,
+        seed=seed or 0,
+    )
+    with result_files(out, errors) as files:
+        plan = Batch(source, served_name, files[0], files[-1], num_at_once=max_sequences + WAITING)
+        num_pending = sum(not plan.is_done(custom_id) for custom_id in custom_ids)
+        if num_pending:
+            print(f"model: {where}", file=sys.stderr)
+            app = load(path, served_name, config)
+            run(app, plan, Progress(len(custom_ids), len(custom_ids) - num_pending))
+        report(files, custom_ids)
+
+
+@contextmanager
+def result_files(out: Path, errors: Path | None) -> Iterator[list[ResultFile]]:
+    """Open files: for all answers, or for good ones and for failures."""
+    paths = [out] if errors is None or errors == out else [out, errors]
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(ResultFile(path))) for path in paths]
+
+
+def load(path: Path, name: str, config: RuntimeConfig) -> FastAPI:
+    """The application that the server would serve, without bounds on queue and time."""
+    from runtime.server.limits import Limits
+
+    limits = partial(
+        Limits,
+        max_requests=sys.maxsize,
+        max_body_bytes=sys.maxsize,
+        queue_seconds=PATIENCE,
+        request_seconds=PATIENCE,
+        client_seconds=PATIENCE,
+    )
+    return load_served_model(path, name, config, limits).app
+
+
+def run(app: FastAPI, plan: Batch, progress: Progress) -> None:
+    """Answers what is pending. Ctrl-C ends it between lines of the results."""
+    try:
+        asyncio.run(answer_all(app, plan, progress))
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        raise
+    finally:
+        progress.close()
+
+
+def report(files: list[ResultFile], custom_ids: list[str]) -> None:
+    """Says where the answers are. Raises ToolkitError when some are failures."""
+    print(f"answers   {files[0].path}")
+    statuses = {name: status for file in files for name, status in file.statuses.items()}
+    failed = sum(statuses[custom_id] != OK for custom_id in custom_ids)
+    if failed:
+        raise ToolkitError(f"{failed} of {len(custom_ids)} requests failed", f"See {files[-1].path} for the reasons")
+
+
+def check(source: Path, name: str) -> list[str]:
+    """The custom ids of a file. Every wrong line is named on standard error.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or has a wrong line.
+    """
+    lines = list(read_lines(source, name))
+    problems = [line for line in lines if isinstance(line, str)]
+    for problem in problems[:MAX_PROBLEMS_SHOWN]:
+        print(problem, file=sys.stderr)
+    if problems:
+        raise DataError(f"{len(problems)} of {len(lines)} lines of {source} are wrong", "Mend them; nothing was run")
+    if not lines:
+        raise DataError(f"{source} has no requests", "Write one JSON object a line")
+    return [line.custom_id for line in lines if isinstance(line, Line)]
