@@ -1,0 +1,112 @@
+"""Sliding windows and attention sinks in engine, scheduler and blocks: right tokens, few blocks, in any mixture."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import FakeRunner, expected_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compress.checkpoint.errors import RequestError
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine, derive_seed
+from runtime.reach import Reach, held_blocks
+from runtime.types import SamplingParams
+
+
+def make_engine(reach: Reach, num_blocks: int = 64, max_model_len: int = 256, **options: object) -> Engine:
+    config = RuntimeConfig(**({"block_size": 4, "prefill_chunk": 8, "max_num_batched_tokens": 24} | options))
+    return Engine(FakeRunner(num_blocks, config.block_size, max_model_len, reach=reach), None, config)
+
+
+Tokens = dict[tuple[str, int], list[int]]
+"""By request and answer."""
+
+
+def run(engine: Engine, tokens: Tokens, max_steps: int = 10**6, max_held: int = 10**6) -> None:
+    """Adds to `tokens`. After each step every sequence holds at most `max_held` blocks."""
+    while engine.has_work and max_steps:
+        max_steps -= 1
+        for delta in engine.step():
+            assert not delta.error
+            tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        engine.scheduler.check()
+        for sequence in engine.scheduler.running:
+            assert len(held_blocks(sequence.block_ids)) <= max_held
+
+
+@pytest.mark.parametrize("reach", [Reach(10), Reach(10, 3), Reach(1), Reach(7, 4)])
+@pytest.mark.parametrize("num_prompt_tokens", [3, 90])
+def test_long_sequences_hold_the_window_and_a_chunk(reach: Reach, num_prompt_tokens: int) -> None:
+    """12 blocks of 4 tokens, and sequences of 190."""
+    engine = make_engine(reach, num_blocks=12)
+    prompt = [7 * i % 50 for i in range(num_prompt_tokens)]
+    engine.add_request(prompt, SamplingParams(max_tokens=100, seed=0), "a")
+    found: Tokens = {}
+    run(engine, found, max_held=reach.blocks_for(10**6, 8, 4))
+    assert found == {("a", 0): expected_tokens(prompt, 100, reach=reach)}
+    assert reach.blocks_for(10**6, 8, 4) <= 7
+
+
+def test_what_the_window_cannot_hold_is_refused_with_the_numbers() -> None:
+    engine = make_engine(Reach(40), num_blocks=11)
+    with pytest.raises(RequestError, match="need 13 KV blocks of 4 and the pool has 11"):
+        engine.add_request([1] * 60, SamplingParams(max_tokens=20))
+    engine.add_request([1] * 30, SamplingParams(max_tokens=14))
+    run(engine, {})
+    assert engine.scheduler.pool.num_free == 11
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    reach=st.builds(Reach, st.integers(1, 14), st.integers(0, 6)),
+    num_blocks=st.integers(6, 24),
+    block_size=st.integers(1, 5),
+    chunk=st.integers(1, 9),
+    budget=st.integers(1, 24),
+    prefix_caching=st.booleans(),
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 30), st.lists(st.integers(0, 2), max_size=4), st.integers(1, 20), st.sampled_from([1, 1, 3])
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    waves=st.integers(1, 3),
+)
+def test_any_mixture_gives_every_request_its_tokens(
+    reach: Reach,
+    num_blocks: int,
+    block_size: int,
+    chunk: int,
+    budget: int,
+    prefix_caching: bool,
+    requests: list[tuple[int, list[int], int, int]],
+    waves: int,
+) -> None:
+    engine = make_engine(
+        reach,
+        num_blocks,
+        block_size=block_size,
+        prefill_chunk=chunk,
+        max_num_batched_tokens=budget,
+        prefix_caching=prefix_caching,
+    )
+    wanted: Tokens = {}
+    found: Tokens = {}
+    for wave in range(waves):
+        for number, (prefix, suffix, max_tokens, n) in enumerate(requests):
+            prompt, name = [i % 3 for i in range(prefix)] + suffix, f"{wave}.{number}"
+            try:
+                engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, seed=5, n=n), name)
+            except RequestError:
+                needed = reach.blocks_for(len(prompt) + max_tokens, min(chunk, budget), block_size)
+                assert not prompt or needed > num_blocks
+                continue
+            for index in range(n):
+                seed = derive_seed(5, index) if index else 5
+                wanted[name, index] = expected_tokens(prompt, max_tokens, seed, reach=reach)
+        run(engine, found, max_steps=9)
+    run(engine, found)
+    assert found == wanted
+    assert engine.scheduler.pool.num_free == num_blocks
