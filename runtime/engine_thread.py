@@ -20,6 +20,9 @@ from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
 
 logger = logging.getLogger("runtime.engine")
 
+CHECK_SECONDS = 1.0
+"""Time between two checks of an idle engine's bookkeeping at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class Health:
@@ -57,6 +60,7 @@ class EngineThread:
         self._stop: Stop | None = None
         self._failure = ""
         self._busy_since: float | None = None
+        self._checked_at = 0.0
 
     def start(self) -> None:
         """Starts the thread."""
@@ -174,6 +178,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_over():
+                if not self.engine.has_work:
+                    self._check_engine()
                 self._handle_messages(wait=not self.engine.has_work)
                 if self.engine.has_work:
                     self._busy_since = time.monotonic()
@@ -183,6 +189,13 @@ class EngineThread:
             logger.exception("the engine's thread failed")
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
         self._close()
+
+    def _check_engine(self) -> None:
+        """Nobody waits, so there is time to look for broken bookkeeping; with many blocks it takes a moment."""
+        now = time.monotonic()
+        if now - self._checked_at >= CHECK_SECONDS and self._messages.empty():
+            self._checked_at = now
+            self.engine.check()
 
     def _is_over(self) -> bool:
         return self._stop is not None and not (self._stop.when_idle and self.engine.has_work)

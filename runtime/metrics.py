@@ -73,6 +73,10 @@ class Metrics:
     spec_decode_num_accepted_tokens_total: int = _counter("Draft tokens accepted.")
     step_errors_total: int = _counter("Steps that failed as a whole.")
     steps_total: int = _counter("Steps.")
+    host_blocks_offloaded_total: int = _counter("KV blocks saved in host memory when they were evicted.")
+    host_blocks_restored_total: int = _counter("KV blocks filled from host memory instead of being computed.")
+    host_cache_usage_perc: float = _gauge("Share of the host memory for KV blocks in use, 0 to 1.")
+    broken_invariants_total: int = _counter("Times that broken bookkeeping was found and rebuilt.")
     request_success_total: Counter[str] = field(
         default_factory=Counter, metadata={"kind": "labels", "help": "Requests ended, by reason."}
     )
@@ -118,6 +122,9 @@ class Metrics:
         self.kv_cache_usage_perc = 1 - pool.num_free / pool.num_blocks
         self.prefix_cache_queries_total = stats.num_prefix_queries
         self.prefix_cache_hits_total = stats.num_prefix_hits
+        self.host_blocks_offloaded_total = pool.tier.num_offloads
+        self.host_blocks_restored_total = pool.tier.num_restores
+        self.host_cache_usage_perc = pool.tier.num_used / max(1, pool.tier.num_slots)
         self.preemptions_total = stats.num_preemptions
         self.preempted_tokens_total = stats.num_preempted_tokens
 

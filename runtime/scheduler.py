@@ -106,10 +106,10 @@ class Scheduler:
             raise RequestError("the prompt has no tokens", "send at least one token")
         context = self.max_model_len
         room = context - num_prompt_tokens
-        if room < 1:
+        if room < min(max_tokens, 1):
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens and the context ends at {context}",
-                f"shorten the prompt to at most {context - 1} tokens",
+                f"shorten the prompt to at most {context - min(max_tokens, 1)} tokens",
             )
         both = f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
         if max_tokens > room:
@@ -172,8 +172,11 @@ class Scheduler:
         return StepPlan(tuple(step.entries), tuple(step.copies), self.pool.tier.take_offloads(), tuple(step.restores))
 
     def decodes(self) -> list[Sequence]:
-        """Sequences that the next step decodes, oldest first, unless they are preempted in it."""
-        return [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1]
+        """Sequences in the middle of their output that the next step continues: those that guesses are good for.
+
+        Not those at the end of their prompt: forks are made there, and they share what is computed of the parent.
+        """
+        return [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1 and s.num_output_tokens]
 
     def complete(self, plan: StepPlan, num_accepted: Mapping[str, int] | None = None) -> None:
         """Records that the plan's spans are computed. Call it before appending the sampled tokens.
@@ -204,6 +207,17 @@ class Scheduler:
         """Records that the plan was not executed as a whole. Then `finish` every sequence of it."""
         self.pool.tier.settle(done=False)
 
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes all blocks of a running sequence; it waits in its old place and computes its tokens again."""
+        self.stats.num_preemptions += 1
+        self.stats.num_preempted_tokens += sequence.num_computed_tokens
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.draft_token_ids = []
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        insort(self.waiting, sequence, key=_order)
+
     def finish(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Takes a sequence out and frees its blocks. Doing it twice does nothing.
 
@@ -215,10 +229,14 @@ class Scheduler:
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         queue.remove(sequence)
         if not trusted:
-            self.pool.forget(held_blocks(sequence.block_ids))
+            self.pool.forget(self.pool.match(sequence.block_hashes))
             self.pool.tier.forget(sequence.block_hashes)
         self._release(sequence)
         sequence.status = Status.FINISHED
+
+    def heal(self) -> None:
+        """Rebuilds the pool from the block tables there are, without the prefix cache."""
+        self.pool.rebuild(held_blocks(sequence.block_ids) for sequence in self.running + self.waiting)
 
     def check(self) -> None:
         """Verifies the invariants of queues, tables and pool.
@@ -300,7 +318,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempts the last running sequence. False when that is `sequence` itself."""
         victim = self.running[-1]
-        self._preempt(victim)
+        self.preempt(victim)
         return victim is not sequence
 
     def _release_hidden(self, sequence: Sequence) -> None:
@@ -343,11 +361,13 @@ class Scheduler:
         sequence.block_ids += self.pool.allocate(max(0, missing))
 
     def _drop_draft(self, sequence: Sequence) -> None:
-        """Leaves the sequence with the blocks of its computed tokens."""
+        """Leaves the sequence with the blocks of its computed tokens, as if there had been no draft."""
         sequence.draft_token_ids = []
         num_blocks = self.pool.blocks_for(sequence.num_computed_tokens)
         self.pool.release(sequence.block_ids[num_blocks:])
         del sequence.block_ids[num_blocks:]
+        if self.reach.window is not None:
+            self._release_hidden(sequence)
 
     def _copy_block(self, sequence: Sequence, index: int, step: _Step) -> None:
         source = sequence.block_ids[index]
@@ -359,8 +379,9 @@ class Scheduler:
     def _take_blocks(self, sequence: Sequence, step: _Step) -> bool:
         """Gives a waiting sequence blocks for all its tokens, found ones first. False when there is no room yet."""
         pool = self.pool
-        found = self._find_prefix(sequence)
-        saved = pool.tier.find(sequence.block_hashes[len(found) :])
+        hashes = self._findable_hashes(sequence)
+        found = pool.match(hashes)
+        saved = pool.tier.find(hashes[len(found) :])
         num_computed = min((len(found) + len(saved)) * pool.block_size, sequence.num_tokens - 1)
         hidden = self.reach.hidden_blocks(num_computed, pool.block_size)
         # The last token is computed in any case, since its logits are wanted. When even its block is known, that block
@@ -391,11 +412,12 @@ class Scheduler:
         self._count_prefix(sequence)
         return True
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        if not self.pool.prefix_caching:
+    def _findable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hashes under which blocks may be looked for; none when each token of the prompt has to be computed."""
+        if not self.pool.prefix_caching or sequence.wants_whole_prompt:
             return []
         self._extend_hashes(sequence)
-        return self.pool.match(sequence.block_hashes)
+        return sequence.block_hashes
 
     def _count_prefix(self, sequence: Sequence) -> None:
         if sequence.num_preemptions == 0:
@@ -407,16 +429,6 @@ class Scheduler:
         root = root_hash(self.config.dtype, sequence.request.options.cache_salt)
         token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
         extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.stats.num_preemptions += 1
-        self.stats.num_preempted_tokens += sequence.num_computed_tokens
-        self.running.remove(sequence)
-        self._release(sequence)
-        sequence.draft_token_ids = []
-        sequence.status = Status.WAITING
-        sequence.num_preemptions += 1
-        insort(self.waiting, sequence, key=_order)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(held_blocks(sequence.block_ids))

@@ -1,5 +1,6 @@
-"""Any sequence of arrivals, steps, aborts and failures, on any small pool: every request ends within a computed bound,
-gets the tokens it would get alone, and leaves nothing behind."""
+"""Any sequence of arrivals, steps, aborts and failures, on any small pool, with and without room in host memory, and
+also when chance preempts, evicts and aborts all the time: every request ends within a computed bound, gets the tokens
+it would get alone, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from compress.checkpoint.errors import RequestError
+from runtime.chaos import Chaos
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, derive_seed
 from runtime.scheduler import PRIORITY_PLACES
@@ -53,6 +55,8 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 8),
         prefix_caching=st.booleans(),
         plain=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 0, 1, 3, 20]),
+        chaos=st.sampled_from([None, None, 0, 1, 2]),
     )
     def start(
         self,
@@ -63,6 +67,8 @@ class EngineMachine(RuleBasedStateMachine):
         chunk: int,
         prefix_caching: bool,
         plain: bool,
+        num_host_blocks: int,
+        chaos: int | None,
     ) -> None:
         config = RuntimeConfig(
             block_size=block_size,
@@ -71,10 +77,12 @@ class EngineMachine(RuleBasedStateMachine):
             prefill_chunk=chunk,
             prefix_caching=prefix_caching,
         )
-        self.runner = FakeRunner(num_blocks, block_size, MAX_MODEL_LEN, END_TOKENS)
+        self.runner = FakeRunner(num_blocks, block_size, MAX_MODEL_LEN, END_TOKENS, num_host_blocks)
         self.num_steps = 0
-        self.engine = Engine(self.runner, None, config, clock=lambda: self.num_steps)
-        self.plain = plain
+        trouble = None if chaos is None else Chaos(chaos, preempt=0.2, evict=0.3, abort=0.02)
+        self.engine = Engine(self.runner, None, config, clock=lambda: self.num_steps, chaos=trouble)
+        self.chaos = trouble is not None
+        self.plain = plain and trouble is None
         self.longest_wait = (num_sequences + 1) * MAX_MODEL_LEN
         self.num_added = 0
         self.live: dict[str, Expected] = {}
@@ -122,7 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
         """The step in which a new request must have ended; moves the bounds of those that it overtakes.
 
         Plain requests: in every step the first one computes at least one token, and nobody preempts it. With several
-        answers and priorities, the first of all sequences may wait until those that run have ended.
+        answers, priorities and chaos, the first of all sequences may wait until those that run have ended.
         """
         if self.plain:
             return max([self.num_steps, *(other.bound for other in self.live.values())]) + num_tokens
@@ -192,7 +200,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert received == wanted[: len(received)]
         if delta.finish_reason is None:
             return
-        if delta.finish_reason is FinishReason.TIMEOUT:
+        if delta.finish_reason is FinishReason.ABORT:
+            assert self.chaos
+        elif delta.finish_reason is FinishReason.TIMEOUT:
             assert self.num_steps > expected.deadline
         elif delta.finish_reason is FinishReason.ERROR:
             assert "injected" in delta.error or delta.request_id in self.runner.broken_ids
