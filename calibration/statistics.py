@@ -42,6 +42,7 @@ class InputStatistics:
         self._second_moment = torch.zeros(in_features, in_features, device=device) if hessian else None
         self._absolute_sum = torch.zeros(in_features, device=device)
         self._square_sum = torch.zeros(in_features, device=device)
+        self._largest = torch.zeros(in_features, device=device)
         self._rows = RowSample(sample_rows)
 
     def update(self, inputs: Tensor) -> None:
@@ -52,9 +53,11 @@ class InputStatistics:
         """
         rows = inputs.detach().reshape(-1, self.in_features)
         rows32 = rows.float()
-        absolute = rows32.abs().sum(0)
+        magnitudes = rows32.abs()
+        absolute = magnitudes.sum(0)
         self._refuse_non_finite(absolute, rows)
         self._absolute_sum += absolute
+        self._largest = torch.maximum(self._largest, magnitudes.amax(0))
         self._square_sum += rows32.square().sum(0)
         if self._second_moment is not None:
             with full_float32():
@@ -74,6 +77,11 @@ class InputStatistics:
     def abs_mean(self) -> Tensor:
         """`[I]` float32: mean magnitude of each input."""
         return self._absolute_sum / max(self.count, 1)
+
+    @property
+    def abs_max(self) -> Tensor:
+        """`[I]` float32: largest magnitude of each input."""
+        return self._largest
 
     @property
     def mean_square(self) -> Tensor:

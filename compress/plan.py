@@ -17,10 +17,11 @@ SHAPE_TENSOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one linear gets."""
+    """What one linear gets. `alpha` is SmoothQuant's exponent where the user fixed it."""
 
     method: str
     scheme: Scheme
+    alpha: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.errors import RecipeError, SchemeError
 from compress.checkpoint.scheme import Scheme
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, group_size_from, nearest
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, default_scheme, group_size_from, nearest
 
 if TYPE_CHECKING:
     import yaml
@@ -74,19 +75,22 @@ class _Reader:
         if not stage:
             raise self._refusal(node, "a stage names no method", "Write `- quantize: {method: awq}`")
         body = stage["quantize"]
-        keys = ("method", "bits", "group_size", "symmetric", "targets", "ignore")
+        keys = ("method", "bits", "group_size", "symmetric", "activation_bits", "alpha", "targets", "ignore")
         values = self._mapping(body, keys, "quantize")
         options: dict[str, Any] = {}
         if "method" in values:
             options["method"] = self._scalar(values["method"], str, "method")
         for key in {"targets", "ignore"} & values.keys():
             options[key] = tuple(self._scalar(item, str, key) for item in self._items(values[key], key))
-        return self._build(body, QuantizeStage, scheme=self._scheme(body, values), **options)
+        if "alpha" in values:
+            options["alpha"] = self._scalar(values["alpha"], float, "alpha")
+        scheme = self._scheme(body, values, default_scheme(options.get("method", "")))
+        return self._build(body, QuantizeStage, scheme=scheme, **options)
 
-    def _scheme(self, node: yaml.Node, values: dict[str, yaml.Node]) -> Scheme:
-        options: dict[str, Any] = {}
-        if "bits" in values:
-            options["bits"] = self._scalar(values["bits"], int, "bits")
+    def _scheme(self, node: yaml.Node, values: dict[str, yaml.Node], default: Scheme) -> Scheme:
+        options: dict[str, Any] = asdict(default)
+        for key in {"bits", "activation_bits"} & values.keys():
+            options[key] = self._scalar(values[key], int, key)
         if "group_size" in values:
             options["group_size"] = group_size_from(self._scalar(values["group_size"], int, "group_size"))
         if "symmetric" in values:

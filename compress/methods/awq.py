@@ -7,43 +7,23 @@ Lin et al. 2023, https://arxiv.org/abs/2306.00978: section 3.2 (the scale search
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import NumericsError
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
 from compress.methods.folding import share_across_heads
 from compress.methods.numerics import require_finite
 from compress.methods.scales import GroupScales, encode, search_scales
-
-
-@dataclass(frozen=True, slots=True)
-class SmoothingResult:
-    """The best scale of one smoothing edge.
-
-    Attributes:
-        scale: `[I]` float32, ones when nothing beat the identity.
-        ratio: the exponent of the input magnitudes; 0 for the identity.
-        duo: whether the weights' own magnitudes took part.
-        loss_before: loss of plain quantization.
-        loss_after: loss under `scale`; never above `loss_before`.
-    """
-
-    scale: Tensor
-    ratio: float
-    duo: bool
-    loss_before: float
-    loss_after: float
+from compress.methods.smoothing import Candidate, Loss, SmoothingResult, best_scale
 
 
 def search_smoothing(
     weights: list[Tensor],
     abs_mean: Tensor,
     quantize: Callable[[Tensor], Tensor],
-    loss: Callable[[list[Tensor]], float],
+    loss: Loss,
     num_ratios: int = 20,
     *,
     group_size: int | None = None,
@@ -66,17 +46,13 @@ def search_smoothing(
         NumericsError: NaN or infinity in a weight, the magnitudes or the unsmoothed loss.
     """
     require_finite(abs_mean, "the mean input magnitude")
-    loss_before = loss([quantize(weight) for weight in weights])
-    if not loss_before < float("inf"):
-        raise NumericsError(f"the output error before smoothing is {loss_before}", "Check the source checkpoint")
-    best = SmoothingResult(torch.ones_like(abs_mean, dtype=torch.float32), 0.0, False, loss_before, loss_before)
     magnitude = _relative_magnitude(weights, group_size)
-    for ratio, duo, raw in _raw_scales(abs_mean.float(), magnitude, num_ratios):
-        scale = _balanced(share_across_heads(raw, heads_per_group, head_dim))
-        current = loss([quantize(weight * scale).float() / scale for weight in weights])
-        if current < best.loss_after:
-            best = SmoothingResult(scale, ratio, duo, loss_before, current)
-    return best
+
+    def candidates() -> Iterator[Candidate]:
+        for ratio, duo, raw in _raw_scales(abs_mean.float(), magnitude, num_ratios):
+            yield Candidate(ratio, duo, _balanced(share_across_heads(raw, heads_per_group, head_dim)))
+
+    return best_scale(weights, candidates(), quantize, loss)
 
 
 def search_clip(

@@ -41,7 +41,9 @@ def assign(
             pattern = next(each for each in stage.ignore if matches(each, name))
             reasons[name] = f"left out by --ignore {pattern}"
             assignments.pop(name, None)
-        assignments |= {name: Assignment(stage.method, stage.scheme) for name in linears if name in chosen - ignored}
+        assignments |= {
+            name: Assignment(stage.method, stage.scheme, stage.alpha) for name in linears if name in chosen - ignored
+        }
     if not assignments:
         raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
     return assignments, reasons

@@ -8,6 +8,7 @@ from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.scheme import Scheme
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Assignment
+from compress.recipe import SMOOTHING_METHODS
 
 
 def usable_edges(
@@ -16,7 +17,7 @@ def usable_edges(
     """Edges in use per block, and a note on every kind of edge that is not."""
     used: list[tuple[SmoothingEdge, ...]] = []
     unused: dict[SmoothingEdge, int] = {}
-    smoothing = any(each.method == "awq" for each in assignments.values())
+    smoothing = sorted({each.method for each in assignments.values()} & SMOOTHING_METHODS)
     for index in range(skeleton.num_blocks):
         fitting = tuple(
             edge
@@ -28,15 +29,15 @@ def usable_edges(
             if edge not in fitting:
                 unused[edge] = unused.get(edge, 0) + 1
     notes = [
-        f"AWQ does not smooth {edge.source} -> {', '.join(edge.targets)} in {count} of {skeleton.num_blocks} blocks: "
-        "not all of them are quantized by awq with one scheme"
+        f"{edge.source} -> {', '.join(edge.targets)} is not smoothed in {count} of {skeleton.num_blocks} blocks: "
+        f"not all of them are quantized by {' or '.join(smoothing)} with one scheme"
         for edge, count in unused.items()
         if smoothing
     ]
     if smoothing and not skeleton.architecture.edges:
         notes.append(
-            f"model type {skeleton.model.config.model_type!r} is not in the architecture table: AWQ searches "
-            "ranges but smooths nothing"
+            f"model type {skeleton.model.config.model_type!r} is not in the architecture table: "
+            f"{' and '.join(smoothing)} smooth nothing"
         )
     return tuple(used), notes
 
@@ -45,7 +46,7 @@ def _edge_fits(skeleton: Skeleton, block: str, edge: SmoothingEdge, assignments:
     targets = [assignments.get(f"{block}.{name}") for name in edge.targets]
     source = f"{block}.{edge.source}"
     is_linear = edge.source in skeleton.linears(skeleton.blocks[0])
-    same = targets[0] is not None and targets[0].method == "awq" and len(set(targets)) == 1
+    same = targets[0] is not None and targets[0].method in SMOOTHING_METHODS and len(set(targets)) == 1
     return same and (not is_linear or source in assignments)
 
 

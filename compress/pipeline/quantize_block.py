@@ -10,15 +10,23 @@ from torch import Tensor
 
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.integer import IntegerWeight
-from compress.methods.awq import SmoothingResult, quantize_awq, search_clip
+from compress.methods.awq import quantize_awq, search_clip
 from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
 from compress.methods.rtn import quantize_rtn
 from compress.methods.scales import GroupScales
+from compress.methods.smoothing import SmoothingResult
 from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, EdgeRecord, LinearRecord
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, run_all
 from compress.pipeline.observe import Need, Observed, observe
-from compress.pipeline.smoothing import ModuleTrace, fold_edge, head_layout, search_edge, trace_modules
+from compress.pipeline.smoothing import (
+    ModuleTrace,
+    activations_quantized,
+    fold_edge,
+    head_layout,
+    search_edge,
+    trace_modules,
+)
 
 Step = Callable[[str, float], None]
 CLIP_ROWS = 512
@@ -69,9 +77,10 @@ def quantize_block(
     traces.clear()
     _part(step, "rounding")(0)
     _round(block, job, observed, folded, outcome)
-    outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
-    tick = _part(step, "next inputs")
-    outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device, tick)
+    with activations_quantized(block, [name for name, each in job.assignments.items() if each.scheme.activation_bits]):
+        outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
+        tick = _part(step, "next inputs")
+        outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device, tick)
     outcome.dense = {f"{block.name}.{name}": tensor.cpu() for name, tensor in block.dense.items()}
     return outcome
 
@@ -98,18 +107,17 @@ def _smooth(
     tick: Callable[[float], None],
 ) -> dict[str, Tensor]:
     """Searches all edges, then folds them. Returns the scale now inside each target's columns."""
-    schemes = {name: assignment.scheme for name, assignment in job.assignments.items()}
     layouts = {edge: head_layout(block, edge, job.head_dim) for edge in job.edges}
     found: dict[SmoothingEdge, SmoothingResult] = {}
     for number, edge in enumerate(job.edges):
         tick(number / len(job.edges))
-        found[edge] = search_edge(block, edge, traces[edge.parent], observed, schemes, layouts[edge])
+        found[edge] = search_edge(block, edge, traces[edge.parent], observed, job.assignments, layouts[edge])
     folded: dict[str, Tensor] = {}
     for edge, result in found.items():
         targets = tuple(f"{block.name}.{name}" for name in edge.targets)
         record = EdgeRecord(f"{block.name}.{edge.source}", targets, result.ratio, result.loss_before, result.loss_after)
         outcome.edges.append(record)
-        if result.loss_after < result.loss_before:
+        if result.applies:
             folded |= dict.fromkeys(edge.targets, fold_edge(block, edge, result.scale, layouts[edge]))
     return folded
 
@@ -162,7 +170,7 @@ class _Rounding:
                 clip = self._clip()
                 quantized = quantize_awq(self.weight, self.scheme, self.importance, clip, self.scale_dtype)
                 details = {"clipped": clip is not None}
-            case "rtn":
+            case "rtn" | "smoothquant":
                 quantized = quantize_rtn(self.weight, self.scheme, self.importance, self.scale_dtype)
             case _:
                 quantized = quantize_rtn(self.weight, self.scheme, None, self.scale_dtype)

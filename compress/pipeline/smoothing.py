@@ -1,11 +1,11 @@
-"""AWQ's smoothing of one block: for each edge, search a scale by the parent module's own output, then fold it.
+"""Smoothing of one block: for each edge, search a scale by the parent module's own output, then fold it.
 
 All searches see the block as it was; the folds, which leave the block's function unchanged, come after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from compress.architectures.architecture import SmoothingEdge
-from compress.checkpoint.scheme import Scheme
-from compress.methods.awq import SmoothingResult, search_smoothing
+from compress.checkpoint.activations import quantize_tokens
+from compress.methods.awq import search_smoothing
 from compress.methods.folding import one_per_value_head, scale_inputs, scale_norm, scale_outputs
 from compress.methods.scales import round_in_range
+from compress.methods.smoothing import SmoothingResult
+from compress.methods.smoothquant import ALPHAS, search_alpha
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, Call, run_block
 from compress.pipeline.observe import Observed
+from compress.plan import Assignment
 
 NUM_RATIOS = 10
 
@@ -63,32 +66,52 @@ def search_edge(
     edge: SmoothingEdge,
     trace: ModuleTrace,
     observed: Observed,
-    schemes: dict[str, Scheme],
+    assignments: Mapping[str, Assignment],
     layout: HeadLayout,
 ) -> SmoothingResult:
     """The scale of one edge that lets the quantized targets reproduce the parent's output best."""
-    scheme = schemes[edge.targets[0]]
+    assignment = assignments[edge.targets[0]]
+    scheme = assignment.scheme
     parent = block.module.get_submodule(edge.parent)
 
     def fake_quantize(weight: Tensor) -> Tensor:
         return round_in_range(weight, scheme)
 
-    def loss(weights: list[Tensor]) -> float:
+    def loss(weights: list[Tensor], scale: Tensor) -> float:
         for name, weight in zip(edge.targets, weights, strict=True):
             block.set_weight(name, weight)
-        return _mean_square_error(parent, trace)
+        with activations_quantized(block, edge.targets if scheme.activation_bits else (), scale):
+            return _mean_square_error(parent, trace)
 
+    statistics = observed.statistics[edge.targets[0]]
+    weights = [block.weights[name] for name in edge.targets]
+    heads = {"heads_per_group": layout.heads_per_group, "head_dim": layout.head_dim}
     with _weights_restored(block, edge.targets):
+        if assignment.method == "smoothquant":
+            alphas = ALPHAS if assignment.alpha is None else (assignment.alpha,)
+            insist = assignment.alpha is not None
+            return search_alpha(weights, statistics.abs_max, fake_quantize, loss, alphas, insist=insist, **heads)
         return search_smoothing(
-            [block.weights[name] for name in edge.targets],
-            observed.statistics[edge.targets[0]].abs_mean,
-            fake_quantize,
-            loss,
-            NUM_RATIOS,
-            group_size=scheme.group_size,
-            heads_per_group=layout.heads_per_group,
-            head_dim=layout.head_dim,
+            weights, statistics.abs_mean, fake_quantize, loss, NUM_RATIOS, group_size=scheme.group_size, **heads
         )
+
+
+@contextmanager
+def activations_quantized(block: LoadedBlock, names: Iterable[str], scale: Tensor | None = None) -> Iterator[None]:
+    """Inside of it the named linears see their inputs as 8-bit activations, under `scale [I]` where one is given."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        inputs = args[0] if scale is None else args[0].float() / scale
+        levels, steps = quantize_tokens(inputs)
+        rounded = levels * steps if scale is None else levels * steps * scale
+        return (rounded.to(args[0].dtype), *args[1:])
+
+    handles = [block.linear(name).register_forward_pre_hook(hook) for name in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def fold_edge(block: LoadedBlock, edge: SmoothingEdge, scale: Tensor, layout: HeadLayout) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels.activations import quantize_tokens
+from compress.checkpoint.activations import quantize_tokens
 from runtime.kernels.base import Kernel, Target
 from runtime.kernels.cpu import has_byte_products
 

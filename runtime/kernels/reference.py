@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels.activations import quantize_tokens
+from compress.checkpoint.activations import quantize_tokens
 from runtime.kernels.base import Kernel, Target
 
 PANEL_ELEMENTS = 2**22

@@ -14,6 +14,7 @@ BUNDLED = {
     "int4-gptq": ("gptq", Scheme(4, 128)),
     "int4-rtn": ("rtn", Scheme(4, 128)),
     "int8-rtn": ("rtn", Scheme(8, None)),
+    "w8a8-smoothquant": ("smoothquant", Scheme(8, None, activation_bits=8)),
 }
 
 

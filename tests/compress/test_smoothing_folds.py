@@ -83,9 +83,8 @@ def test_search_finds_the_scale_that_an_outlier_channel_needs(tiny_model) -> Non
     needs = dict.fromkeys(opened.job.assignments, Need())
     observed = observe(opened.block, opened.inputs, 1, needs, CPU)
     traces, _ = trace_modules(opened.block, opened.inputs, 1, [edge.parent], CPU)
-    schemes = {name: each.scheme for name, each in opened.job.assignments.items()}
     untouched = {name: opened.block.linear(name).weight.clone() for name in edge.targets}
-    result = search_edge(opened.block, edge, traces[edge.parent], observed, schemes, HeadLayout())
+    result = search_edge(opened.block, edge, traces[edge.parent], observed, opened.job.assignments, HeadLayout())
     assert result.loss_after < 0.9 * result.loss_before
     assert result.scale[5] > 3 * result.scale.median()
     assert all(torch.equal(opened.block.linear(name).weight, weight) for name, weight in untouched.items())

@@ -31,8 +31,8 @@ def fake_quantizer(scheme: Scheme) -> Callable[[Tensor], Tensor]:
     return lambda weight: encode(weight, range_scales(weight, scheme), scheme).dequantize()
 
 
-def output_loss(weights: list[Tensor], inputs: Tensor) -> Callable[[list[Tensor]], float]:
-    def loss(changed: list[Tensor]) -> float:
+def output_loss(weights: list[Tensor], inputs: Tensor) -> Callable[[list[Tensor], Tensor | None], float]:
+    def loss(changed: list[Tensor], _scale: Tensor | None = None) -> float:
         errors = [(inputs @ (new - old).T).square().mean() for new, old in zip(changed, weights, strict=True)]
         return float(sum(errors))
 
@@ -190,9 +190,9 @@ def test_refusals() -> None:
     with pytest.raises(NumericsError, match="sample inputs"):
         search_clip(weight, inputs, Scheme(4, 32))
     with pytest.raises(NumericsError, match="input magnitude"):
-        search_smoothing([weight], inputs.abs().mean(0), lambda w: w, lambda w: 0.0)
+        search_smoothing([weight], inputs.abs().mean(0), lambda w: w, lambda w, s: 0.0)
     with pytest.raises(NumericsError, match="before smoothing is nan"):
-        search_smoothing([weight], torch.ones(64), lambda w: w, lambda w: float("nan"))
+        search_smoothing([weight], torch.ones(64), lambda w: w, lambda w, s: float("nan"))
     weight[0, 0] = torch.inf
     with pytest.raises(NumericsError, match="weight"):
         quantize_awq(weight, Scheme(4, 32))

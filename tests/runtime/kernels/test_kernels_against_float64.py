@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_weight
 
+from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels import dequantized, int4pack, int8_dynamic, reference
-from runtime.kernels.activations import quantize_tokens
 from runtime.kernels.base import Target
 
 CPU = torch.device("cpu")

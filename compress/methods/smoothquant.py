@@ -1,0 +1,57 @@
+"""SmoothQuant: activation outliers are divided out and multiplied into the weights, so that both fit in 8 bits.
+
+Xiao et al. 2022, https://arxiv.org/abs/2211.10438, section 4: `s = max|x|^alpha / max|w|^(1 - alpha)` for each input
+channel. The paper has one alpha for a model; here each edge has its own, chosen by the error of the module's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from compress.methods.folding import share_across_heads
+from compress.methods.numerics import require_finite
+from compress.methods.smoothing import Candidate, Loss, SmoothingResult, best_scale
+
+ALPHAS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+# Channels that calibration never excited would get a scale of zero.
+_SMALLEST = 1e-5
+
+
+def search_alpha(
+    weights: list[Tensor],
+    abs_max: Tensor,
+    quantize: Callable[[Tensor], Tensor],
+    loss: Loss,
+    alphas: Sequence[float] = ALPHAS,
+    *,
+    insist: bool = False,
+    heads_per_group: int = 1,
+    head_dim: int = 1,
+) -> SmoothingResult:
+    """Tries every alpha, and keeps the identity unless one is better.
+
+    Args:
+        weights: the linears `[O_k, I]` that read the smoothed input.
+        abs_max: `[I]`, largest magnitude of that input.
+        quantize: fake quantization of one weight, same shape out.
+        loss: error of the parent module's output with these weights and with inputs quantized under the scale.
+        insist: fold the best alpha even where the identity is better: for an alpha the user fixed.
+        heads_per_group: query heads that share a key-value head, for the input of o_proj; their scales are tied.
+        head_dim: channels per head, with `heads_per_group`.
+
+    Raises:
+        NumericsError: NaN or infinity in a weight, the magnitudes or the unsmoothed loss.
+    """
+    require_finite(abs_max, "the largest input magnitude")
+    weight_max = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
+
+    def candidates() -> Iterator[Candidate]:
+        for alpha in alphas:
+            raw = abs_max.float().clamp(min=_SMALLEST) ** alpha / weight_max.clamp(min=_SMALLEST) ** (1 - alpha)
+            scale = share_across_heads(raw.clamp(min=_SMALLEST), heads_per_group, head_dim)
+            yield Candidate(alpha, True, scale)
+
+    return best_scale(weights, candidates(), quantize, loss, insist=insist)
