@@ -1,0 +1,139 @@
+"""How models write tool calls, found out from their chat template, and the grammar that makes them write one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compress.checkpoint.errors import RequestError
+from runtime.text.grammar import WHITESPACE
+from runtime.types import Grammar, GrammarKind
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls: `opening`, JSON, `closing`.
+
+    Attributes:
+        opening: what announces calls.
+        closing: what ends a call; may be empty.
+        separator: between calls; empty when they need none, or when the JSON is a list of them.
+        arguments: the key of a call's arguments, beside `name`.
+        is_list: the JSON is a list of calls.
+        is_bare: at the beginning of an answer JSON may stand without `opening`.
+        id_length: characters of the calls' ids, for templates that insist; 0 leaves it open.
+    """
+
+    name: str
+    opening: str
+    closing: str = ""
+    separator: str = ""
+    arguments: str = "arguments"
+    is_list: bool = False
+    is_bare: bool = False
+    id_length: int = 0
+
+
+HERMES = ToolFormat("Hermes", "<tool_call>", "</tool_call>")
+"""Hermes, Qwen 2.5, Qwen 3, and models whose template says nothing about tools."""
+
+LLAMA = ToolFormat("Llama 3.1", "<|python_tag|>", separator=";", arguments="parameters", is_bare=True)
+MISTRAL = ToolFormat("Mistral", "[TOOL_CALLS]", is_list=True, is_bare=True, id_length=9)
+
+
+def mentions_tools(template: str) -> bool:
+    """Whether the template does something with tools."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def find_format(template: str) -> ToolFormat:
+    """The format that a chat template describes; Hermes when it knows no tools.
+
+    Raises:
+        RequestError: it knows tools, in a format that is not supported.
+    """
+    if not mentions_tools(template):
+        return HERMES
+    if "<function=" not in template and "[ARGS]" not in template:  # younger forms that share a tag with the older ones
+        if HERMES.opening in template:
+            return HERMES
+        if MISTRAL.opening in template:
+            return MISTRAL
+        if LLAMA.opening in template or '"parameters": dictionary' in template:
+            return LLAMA
+    names = ", ".join(known.name for known in (HERMES, LLAMA, MISTRAL))
+    raise RequestError(
+        "the model's chat template writes tool calls in an unknown form",
+        f"leave tools out, or serve the model with a template of a known form ({names})",
+    )
+
+
+def call_grammar(
+    tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, int], *, several: bool
+) -> Grammar:
+    """A grammar of answers that call at least one of these tools, and nothing else.
+
+    Args:
+        tools: `{"name": ..., "parameters": schema}`; without a schema a tool has no parameters.
+        special_tokens: ids of tokens that are no text; a tag among them is written with its token.
+        several: allow more than one call.
+    """
+
+    def tag(text: str) -> str:
+        return f"<[{special_tokens[text]}]>" if text in special_tokens else _quote(text)
+
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    for index, tool in enumerate(tools):
+        before = f'{{"name": {json.dumps(tool["name"])}, "{tool_format.arguments}": '
+        rules.append(f'call_{index}: {_quote(before)} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: %json {json.dumps(_arguments_schema(tool.get('parameters')))}")
+    if tool_format.is_list:
+        rest = ' (", " call)*' if several else ""
+        start = f'{tag(tool_format.opening)} " "? "[" call{rest} "]"'
+    elif tool_format.closing:
+        rest = ' ("\\n" tagged)*' if several else ""
+        start = f"tagged{rest}"
+        rules.append(f'tagged: {tag(tool_format.opening)} "\\n" call "\\n" {tag(tool_format.closing)}')
+    else:
+        start = f'call ("{tool_format.separator} " call)*' if several else "call"
+    return Grammar(GrammarKind.LARK, "\n".join([f"start: {start}", *rules]))
+
+
+def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation in words that any template knows: tools in the system message, calls and results as text."""
+    plain = [_plain(message) for message in messages]
+    if not tools:
+        return plain
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = (
+        f"You can call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, answer with its name and arguments "
+        f'as JSON between tags:\n{HERMES.opening}\n{{"name": "...", "arguments": {{...}}}}\n{HERMES.closing}'
+    )
+    if plain and plain[0]["role"] == "system":
+        return [plain[0] | {"content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
+    return [{"role": "system", "content": text}, *plain]
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without calls, and of a role that every template knows."""
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    texts = [f"{HERMES.opening}\n{json.dumps(call, ensure_ascii=False)}\n{HERMES.closing}" for call in calls]
+    return {"role": message["role"], "content": "\n".join([content, *texts] if content else texts)}
+
+
+def _arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    schema = {"type": "object", **parameters} if parameters is not None else dict(NO_PARAMETERS)
+    return schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _quote(text: str) -> str:
+    """A string of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)

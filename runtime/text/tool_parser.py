@@ -1,0 +1,193 @@
+"""Tool calls found in a growing text, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from runtime.text.json_end import JsonEnd
+from runtime.text.tool_format import ToolFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model wrote. `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+Piece = str | ToolCall
+
+
+class _State(Enum):
+    BEGINNING = auto()
+    """Nothing but blanks so far, or since a separator."""
+    TEXT = auto()
+    CALL = auto()
+    """Behind an opening tag, or inside of JSON that may be a call."""
+    CLOSING = auto()
+    """Behind a call."""
+
+
+class ToolCallParser:
+    """Splits an answer into text and calls.
+
+    A call comes out when its JSON is complete. What only looks like one (bad JSON, no name, arguments that are no
+    object) comes out as the text that it is. Blanks between text and calls are dropped.
+
+    Args:
+        several: report more than one call; otherwise everything behind the first one is dropped.
+    """
+
+    def __init__(self, tool_format: ToolFormat, *, several: bool = True) -> None:
+        self.format = tool_format
+        self.num_calls = 0
+        self._several = several
+        self._state = _State.BEGINNING
+        self._held = ""
+        self._blanks = ""
+        self._opening = ""
+        self._json = JsonEnd()
+
+    def push(self, text: str) -> list[Piece]:
+        """Takes new text and returns what is settled."""
+        self._held += text
+        return list(self._advance())
+
+    def flush(self) -> list[Piece]:
+        """The rest, when no more text comes."""
+        pieces: list[Piece] = []
+        while self._state is _State.CALL and not self._is_over():
+            pieces += self._give_up()
+            pieces += self._advance()
+        closing = self.format.closing
+        if self._held.strip() and not (self._state is _State.CLOSING and closing.startswith(self._held.strip())):
+            pieces += self._text(self._held)
+        elif self._state is not _State.CLOSING:
+            self._blanks += self._held
+        if self._blanks and not self.num_calls:
+            pieces.append(self._blanks)
+        self._held = self._blanks = ""
+        return pieces
+
+    def _is_over(self) -> bool:
+        return self.num_calls > 0 and not self._several
+
+    def _advance(self) -> Iterator[Piece]:
+        """Settles as much as can be."""
+        steps = {
+            _State.BEGINNING: self._begin,
+            _State.TEXT: self._pass_text,
+            _State.CALL: self._read_call,
+            _State.CLOSING: self._close,
+        }
+        while True:
+            if self._is_over():
+                self._held = ""
+                return
+            before = self._state, len(self._held)
+            yield from steps[self._state]()
+            if (self._state, len(self._held)) == before:
+                return
+
+    def _begin(self) -> Iterator[Piece]:
+        text = self._held.lstrip()
+        if not text and self.format.is_bare:
+            return
+        if self.format.is_bare and text[0] == self._bracket:
+            self._enter_call(self._held[: len(self._held) - len(text)], text)
+        else:
+            self._state = _State.TEXT
+        yield from ()
+
+    def _pass_text(self) -> Iterator[Piece]:
+        opening = self.format.opening
+        text, found, rest = self._held.partition(opening)
+        if found:
+            yield from self._text(text)
+            self._enter_call(opening, rest)
+            return
+        kept = next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
+        self._held = text[len(text) - kept :]
+        yield from self._text(text[: len(text) - kept])
+
+    def _read_call(self) -> Iterator[Piece]:
+        text = self._held.lstrip()
+        if not text:
+            return
+        if text[0] != self._bracket:
+            yield from self._give_up()
+            return
+        end = self._json.find(self._held, len(self._held) - len(text))
+        if end is None:
+            return
+        calls = self._parse(self._held[:end])
+        if not calls:
+            yield from self._give_up()
+            return
+        self._blanks = ""
+        self._held = self._held[end:]
+        self._state = _State.CLOSING
+        for call in calls if self._several else calls[:1]:
+            self.num_calls += 1
+            yield call
+
+    def _close(self) -> Iterator[Piece]:
+        mark = self.format.closing or self.format.separator
+        text = self._held.lstrip()
+        if mark and text.startswith(mark):
+            self._held = text[len(mark) :]
+            self._state = _State.BEGINNING
+        elif not text or (mark and mark.startswith(text)):
+            return
+        else:
+            self._state = _State.TEXT
+        yield from ()
+
+    @property
+    def _bracket(self) -> str:
+        return "[" if self.format.is_list else "{"
+
+    def _enter_call(self, opening: str, rest: str) -> None:
+        self._opening, self._held, self._json = opening, rest, JsonEnd()
+        self._state = _State.CALL
+
+    def _give_up(self) -> Iterator[Piece]:
+        """What was taken for a call is text: up to its first character, so that a real call may follow inside."""
+        opening = self._opening
+        if not opening.strip():  # bare JSON
+            opening, self._held = opening + self._held[:1], self._held[1:]
+        self._state = _State.TEXT
+        yield from self._text(opening)
+
+    def _text(self, text: str) -> Iterator[Piece]:
+        """Text, but for blanks at its end, which a call may follow."""
+        text = self._blanks + text
+        settled = text.rstrip()
+        self._blanks = text[len(settled) :]
+        if settled:
+            yield settled
+
+    def _parse(self, text: str) -> list[ToolCall]:
+        """The calls in JSON; none unless all of it is calls."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return []
+        found = [parse_call(item, self.format.arguments) for item in (value if self.format.is_list else [value])]
+        calls = [call for call in found if call is not None]
+        return calls if len(calls) == len(found) else []
+
+
+def parse_call(value: Any, arguments_key: str) -> ToolCall | None:
+    """The call that a JSON value is, if it is one."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get(arguments_key)
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
