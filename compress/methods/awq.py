@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.numerics import require_finite
+from compress.checkpoint.scales import GroupScales, encode, search_scales
 from compress.checkpoint.scheme import Scheme
 from compress.methods.folding import share_across_heads
-from compress.methods.numerics import require_finite
-from compress.methods.scales import GroupScales, encode, search_scales
 from compress.methods.smoothing import Candidate, Loss, SmoothingResult, best_scale
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scales import GroupScales, encode, search_scales
 from compress.checkpoint.scheme import Scheme
 from compress.methods.hessian import GptqOptions, HessianFactor, factorize
-from compress.methods.scales import GroupScales, encode, search_scales
 
 __all__ = ["GptqOptions", "HessianFactor", "factorize", "quantize_gptq"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.methods.numerics import require_finite
+from compress.checkpoint.numerics import require_finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scales import encode, search_scales
 from compress.checkpoint.scheme import Scheme
-from compress.methods.scales import encode, search_scales
 
 
 def quantize_rtn(

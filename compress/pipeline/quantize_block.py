@@ -10,10 +10,10 @@ from torch import Tensor
 
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scales import GroupScales
 from compress.methods.awq import quantize_awq, search_clip
 from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
 from compress.methods.rtn import quantize_rtn
-from compress.methods.scales import GroupScales
 from compress.methods.smoothing import SmoothingResult
 from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, EdgeRecord, LinearRecord
 from compress.pipeline.blocks import LoadedBlock

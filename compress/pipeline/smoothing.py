@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.scales import round_in_range
 from compress.methods.awq import search_smoothing
 from compress.methods.folding import one_per_value_head, scale_inputs, scale_norm, scale_outputs
-from compress.methods.scales import round_in_range
 from compress.methods.smoothing import SmoothingResult
 from compress.methods.smoothquant import ALPHAS, search_alpha
 from compress.pipeline.blocks import LoadedBlock

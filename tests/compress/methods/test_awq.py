@@ -10,10 +10,10 @@ from torch import Tensor
 
 from compress.checkpoint.errors import NumericsError
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scales import encode, range_scales
 from compress.checkpoint.scheme import Scheme
 from compress.methods.awq import quantize_awq, search_clip, search_smoothing
 from compress.methods.rtn import quantize_rtn
-from compress.methods.scales import encode, range_scales
 
 
 def outlier_inputs(tokens: int, columns: int, seed: int = 0, spread: float = 1.5) -> Tensor:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from compress.checkpoint.errors import NumericsError, SchemeError
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scales import encode, range_scales, search_scales
 from compress.checkpoint.scheme import Scheme
 from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
 from compress.methods.rtn import quantize_rtn
-from compress.methods.scales import encode, range_scales, search_scales
 
 PLAIN = GptqOptions(activation_order=False)
 

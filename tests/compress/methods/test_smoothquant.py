@@ -8,8 +8,8 @@ from torch import Tensor
 
 from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.errors import NumericsError
+from compress.checkpoint.scales import round_in_range
 from compress.checkpoint.scheme import Scheme
-from compress.methods.scales import round_in_range
 from compress.methods.smoothquant import ALPHAS, search_alpha
 
 SCHEME = Scheme(8, None, activation_bits=8)

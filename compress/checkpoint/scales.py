@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.numerics import require_finite
+from compress.checkpoint.ranges import GroupRange, round_to_grid, storable
 from compress.checkpoint.scheme import Scheme
-from compress.methods.numerics import require_finite
-from compress.methods.ranges import GroupRange, round_to_grid, storable
 
 # Maps the change of a block of groups `[R, G, g]`, which it may overwrite, to its error `[R, G, 1]`.
 Measure = Callable[[Tensor], Tensor]
