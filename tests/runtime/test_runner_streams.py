@@ -1,0 +1,225 @@
+"""Attention sinks and a window (StreamingLLM): the logits of the definition, however the stream is computed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from naive_streams import NaiveStream, naive_logits
+from tiny_models import load_reference, save_tiny_model
+
+from compress.checkpoint.errors import ToolkitError
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.memory import STREAM_LENGTH
+from runtime.model.load import load_model
+from runtime.model.rope import Rotary
+from runtime.reach import Reach, held_blocks
+from runtime.runner import build_runner
+from runtime.types import SamplingParams
+
+SINKS, WINDOW, BLOCK = 3, 20, 4
+ROPE = {"rope_theta": 500.0, "factor": 4.0}
+MODELS = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "qwen2, no shared heads": ("qwen2", {"num_key_value_heads": 4}),
+    "mistral, its own window": ("mistral", {"sliding_window": 32}),
+    "rope linear": ("llama", {"rope_parameters": ROPE | {"rope_type": "linear"}}),
+    "rope yarn": ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "original_max_position_embeddings": 16}}),
+    "rope llama3": (
+        "llama",
+        {
+            "rope_parameters": ROPE
+            | {
+                "rope_type": "llama3",
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+}
+STREAM = [random.Random(5).randrange(112) for _ in range(4 * (SINKS + WINDOW) + 3)]
+
+
+def save_model(folder, name: str):
+    family, options = MODELS[name]
+    return save_tiny_model(folder, family, **({"max_position_embeddings": 32} | options))
+
+
+class Recorder:
+    """A decoder that remembers the logits at each position of the only sequence there is."""
+
+    def __init__(self, decoder) -> None:
+        self.decoder = decoder
+        self.logits_at: dict[int, torch.Tensor] = {}
+
+    def __getattr__(self, name):
+        return getattr(self.decoder, name)
+
+    def forward(self, token_ids, positions, attention):
+        hidden = self.decoder.forward(token_ids, positions, attention)
+        self.logits_at |= dict(zip(positions.tolist(), self.decoder.logits(hidden), strict=True))
+        return hidden
+
+
+def make_engine(decoder, **options) -> Engine:
+    streams = {"attention_sinks": SINKS, "attention_window": WINDOW, "block_size": BLOCK, "num_blocks": 100}
+    config = RuntimeConfig(**(streams | options))
+    runner = build_runner(decoder, config)
+    runner.pages.data.fill_(float("nan"))
+    return Engine(runner, None, config)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_logits_of_a_stream(name, chunk, tmp_path):
+    folder = save_model(tmp_path / "model", name)
+    expected = naive_logits(load_reference(folder), STREAM, SINKS, WINDOW)
+    engine = make_engine(load_model(folder, dtype="float64"), prefill_chunk=chunk)
+    recorder = engine.runner.decoder = Recorder(engine.runner.decoder)
+    engine.add_request(STREAM, SamplingParams(max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    found = torch.stack([recorder.logits_at[position] for position in range(len(STREAM))])
+    assert expected.std() > 0.3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = save_model(tmp_path_factory.mktemp("models") / "tiny", "llama")
+    return load_model(folder, dtype="float64"), load_reference(folder)
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Some share a beginning; every second one is drawn with a seed, the rest are greedy; one has three answers."""
+    lengths = [(70, 5), (70, 0), (20, 1), (0, 40), (0, 2), (70, 5)]
+    return [
+        (
+            STREAM[:shared] + [(7 * number + 3 * i) % 112 for i in range(rest)],
+            SamplingParams(
+                temperature=number % 2,
+                seed=number,
+                max_tokens=75,
+                logprobs=2,
+                n=3 if number == 2 else 1,
+                ignore_eos=True,
+            ),
+        )
+        for number, (shared, rest) in enumerate(lengths)
+    ]
+
+
+def serve(engine: Engine) -> tuple[dict, int]:
+    """Tokens and log-probabilities by request and answer, and the most blocks that one sequence held."""
+    names = {engine.add_request(prompt, sampling): number for number, (prompt, sampling) in enumerate(requests())}
+    answers, most = {}, 0
+    while engine.has_work:
+        for delta in engine.step():
+            assert not delta.error
+            tokens, logprobs = answers.setdefault((names[delta.request_id], delta.index), ([], []))
+            tokens += delta.token_ids
+            logprobs += [found.logprob for found in delta.logprobs]
+        engine.scheduler.check()
+        most = max([most, *(len(held_blocks(s.block_ids)) for s in engine.scheduler.running)])
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    return answers, most
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    """Each answer's tokens as the engine gives them in peace, and their log-probabilities by definition."""
+    answers, _ = serve(make_engine(tiny[0], prefix_caching=False))
+    assert len(answers) == 8
+    logprobs = {}
+    for (number, index), (tokens, _) in answers.items():
+        prompt, _ = requests()[number]
+        assert len(tokens) == 75
+        logits = naive_logits(tiny[1], prompt + tokens[:-1], SINKS, WINDOW)[len(prompt) - 1 :]
+        logprobs[number, index] = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        if number % 2 == 0 and not index:
+            assert tokens == logits.argmax(-1).tolist()
+    return answers, logprobs
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("num_blocks", [100, 30])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_streams_beside_others_preempted_forked_and_found_again(chunk, num_blocks, prefix_caching, tiny, expected):
+    engine = make_engine(tiny[0], prefill_chunk=chunk, num_blocks=num_blocks, prefix_caching=prefix_caching)
+    answers, logprobs = expected
+    for _ in range(2):
+        found, most = serve(engine)
+        for key, (tokens, chances) in found.items():
+            assert tokens == answers[key][0]
+            torch.testing.assert_close(torch.tensor(chances, dtype=torch.float64), logprobs[key], rtol=0, atol=1e-9)
+        assert most <= (SINKS + WINDOW + chunk) // BLOCK + 3
+    assert bool(engine.scheduler.stats.num_preemptions) == (num_blocks == 30)
+    assert bool(engine.scheduler.stats.num_prefix_hits) == prefix_caching
+
+
+def test_a_window_without_sinks(tiny):
+    engine = make_engine(tiny[0], attention_sinks=0)
+    engine.add_request(STREAM, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), "a")
+    tokens = [token for _ in range(30) if engine.has_work for delta in engine.step() for token in delta.token_ids]
+    logits = naive_logits(tiny[1], STREAM + tokens[:-1], 0, WINDOW)[len(STREAM) - 1 :]
+    assert tokens == logits.argmax(-1).tolist()
+
+
+def test_a_stream_far_longer_than_pool_and_context(tiny):
+    """12 blocks of 4 tokens, a context of 32, and 1,500 tokens; the last ones by definition still."""
+    engine = make_engine(tiny[0], num_blocks=12, prefill_chunk=8)
+    assert engine.runner.max_model_len == STREAM_LENGTH
+    engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True), "a")
+    tokens = []
+    while engine.has_work:
+        tokens += [token for delta in engine.step() for token in delta.token_ids]
+    assert len(tokens) == 1500
+    stream = NaiveStream(tiny[1], SINKS, WINDOW)
+    assert tokens == [int(stream.push(token).argmax()) for token in [5, 6, 7, *tokens[:-1]]][2:]
+
+
+def test_while_all_fits_in_sinks_and_window_nothing_changes(tiny):
+    prompt = STREAM[: SINKS + WINDOW]
+    ordinary, streaming = Recorder(tiny[0]), Recorder(tiny[0])
+    for recorder, options in ((ordinary, {"attention_sinks": 0, "attention_window": None}), (streaming, {})):
+        engine = make_engine(tiny[0], **options)
+        recorder.decoder, engine.runner.decoder = engine.runner.decoder, recorder
+        engine.add_request(prompt, SamplingParams(max_tokens=1))
+        while engine.has_work:
+            engine.step()
+    for position in range(len(prompt)):
+        # Angles in float32, as transformers computes them, are what remains.
+        torch.testing.assert_close(streaming.logits_at[position], ordinary.logits_at[position], rtol=0, atol=1e-4)
+
+
+def test_angles_stay_exact_far_out(tiny):
+    """The score of a query and a key depends on their distance only, also after a million tokens in float32."""
+    config = tiny[0].config
+    rotary = Rotary(config.rope, config.head_dim, torch.float32, torch.device("cpu")).exact()
+    query, key = torch.randn(2, 1, 4, 16, generator=torch.Generator().manual_seed(0))
+
+    def score(position: int) -> torch.Tensor:
+        cos, sin = rotary.at(torch.tensor([position, position - 9]))
+        return (rotary.rotate(query, cos[:1], sin[:1]) * rotary.rotate(key, cos[1:], sin[1:])).sum(-1)
+
+    torch.testing.assert_close(score(STREAM_LENGTH), score(9), rtol=0, atol=1e-5)
+
+
+def test_lengths_and_memory(tiny):
+    runner = make_engine(tiny[0], num_blocks=None, max_num_sequences=3, prefill_chunk=8).runner
+    assert runner.reach == Reach(WINDOW, SINKS)
+    assert runner.num_blocks == 3 * Reach(WINDOW, SINKS).blocks_for(10**6, 8, BLOCK) == 3 * 9
+    assert "reach    the first 3 and the last 20 tokens: 9 blocks per sequence at most" in runner.memory.explain()
+    assert f"longest  {2**20} tokens (the length of streams)" in runner.memory.explain()
+    assert make_engine(tiny[0], max_model_len=5000).runner.max_model_len == 5000
+    with pytest.raises(ToolkitError, match=r"a sequence of 5000 tokens needs 9 KV blocks .* and the pool has 8"):
+        make_engine(tiny[0], max_model_len=5000, num_blocks=8, prefill_chunk=8)
+    assert make_engine(tiny[0], num_blocks=8, prefill_chunk=8).runner.max_model_len == 32
+    with pytest.raises(ToolkitError, match=r"3 attention sinks and a window of 30 tokens do not fit.*context of 32"):
+        make_engine(tiny[0], attention_window=30)
+    with pytest.raises(ToolkitError, match=r"max_model_len=33.*--attention-window to serve endless streams"):
+        make_engine(tiny[0], attention_sinks=0, attention_window=None, max_model_len=33)

@@ -1,0 +1,107 @@
+"""Models with sliding windows, over texts several windows long: transformers' tokens, in a window's worth of blocks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny_models import load_reference, reference_logits, save_tiny_model
+
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.model.load import load_model
+from runtime.reach import ALL, Reach, held_blocks
+from runtime.runner import build_runner
+from runtime.types import SamplingParams
+
+WINDOW = 16
+BLOCK = 4
+MODELS = {
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}),
+    "mixed": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    family, options = MODELS[request.param]
+    folder = save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", family, **options)
+    reference = load_reference(folder)
+    reference.set_attn_implementation("eager")
+    return request.param, load_model(folder, dtype="float64"), reference
+
+
+def prompts() -> list[list[int]]:
+    chance = random.Random(1)
+    shared = [chance.randrange(112) for _ in range(61)]
+    lengths = [(61, 5), (61, 9), (61, 0), (0, 3), (0, 87), (30, 1), (61, 9)]
+    return [shared[:prefix] + [chance.randrange(112) for _ in range(rest)] for prefix, rest in lengths]
+
+
+def serve(decoder, **options) -> tuple[list[list[int]], int, Engine]:
+    """Tokens of each prompt, and the most blocks that one sequence held after a step."""
+    config = RuntimeConfig(**({"block_size": BLOCK, "num_blocks": 200} | options))
+    runner = build_runner(decoder, config)
+    runner.pages.data.fill_(float("nan"))
+    engine = Engine(runner, None, config)
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    tokens = {engine.add_request(prompt, greedy): [] for prompt in prompts()}
+    most = 0
+    while engine.has_work:
+        for delta in engine.step():
+            assert not delta.error
+            tokens[delta.request_id] += delta.token_ids
+        engine.scheduler.check()
+        most = max([most, *(len(held_blocks(s.block_ids)) for s in engine.scheduler.running)])
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    return list(tokens.values()), most, engine
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("num_blocks", [200, 40])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_greedy_tokens_equal_transformers(model, chunk, num_blocks, prefix_caching):
+    name, decoder, reference = model
+    found, most, engine = serve(decoder, prefill_chunk=chunk, num_blocks=num_blocks, prefix_caching=prefix_caching)
+    for prompt, tokens in zip(prompts(), found, strict=True):
+        logits = reference_logits(reference, torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1 :]
+        assert tokens == logits.argmax(-1).tolist()
+    assert engine.scheduler.reach == (ALL if name == "mixed" else Reach(WINDOW))
+    if name != "mixed":
+        assert most <= (WINDOW + chunk) // BLOCK + 2
+    if num_blocks == 40 and name == "mixed":
+        assert engine.scheduler.stats.num_preemptions
+
+
+def test_a_window_needs_no_more_blocks_for_longer_texts(model):
+    name, decoder, _ = model
+    if name == "mixed":
+        pytest.skip("keeps all blocks")
+    few = {"num_blocks": 10, "prefill_chunk": 7, "max_model_len": 256}
+    found, most, engine = serve(decoder, **few)
+    assert found == serve(decoder)[0]
+    assert most <= 10 < len(prompts()[0]) // BLOCK
+    assert engine.scheduler.stats.num_preemptions
+
+
+def test_decodes_gather_only_blocks_in_the_window(model, monkeypatch):
+    """What a step reads does not grow with the text."""
+    name, decoder, _ = model
+    config = RuntimeConfig(block_size=BLOCK, num_blocks=100)
+    runner = build_runner(decoder, config)
+    gathered: list[int] = []
+    gather = runner.pages.gather
+
+    def count(layer, block_ids):
+        gathered.append(len(block_ids))
+        return gather(layer, block_ids)
+
+    monkeypatch.setattr(runner.pages, "gather", count)
+    engine = Engine(runner, None, config)
+    engine.add_request(list(range(90)), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    while engine.has_work:
+        gathered.clear()
+        engine.step()
+    assert max(gathered) == (190 // BLOCK + 1 if name == "mixed" else WINDOW // BLOCK + 1)
