@@ -19,41 +19,67 @@ DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass
+class EchoedPrompt:
+    """A prompt to put in front of its answers. They share it, since only the first brings its log-probabilities."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass
 class CompletionShape:
     """Choices of `text_completion` objects.
 
     Attributes:
-        prompts: texts to put in front of the answers (echo), one per choice; empty for none.
+        echoed: one prompt per choice; empty for no echo.
         with_logprobs: report them in every choice.
     """
 
     tokenizer: Tokenizer
-    prompts: list[str]
+    echoed: list[EchoedPrompt]
     with_logprobs: bool
-    logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)
+    writers: dict[int, CompletionLogprobs] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
     id_prefix: str = "cmpl"
     whole_object: str = "text_completion"
     chunk_object: str = "text_completion"
 
     def opening(self) -> list[dict[str, Any]]:
-        return [self.choice(index, prompt) for index, prompt in enumerate(self.prompts)]
+        return []
 
-    def part(self, index: int, delta: Delta) -> dict[str, Any]:
-        return self.choice(index, delta.text, self.write_logprobs(index, delta.token_ids, delta.logprobs))
+    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        parts = []
+        if self.echoed and index not in self.begun:
+            self.begun.add(index)
+            parts.append(self.choice(index, self.echoed[index].text, self.prompt_logprobs(index, delta)))
+        if delta.text or delta.logprobs:
+            parts.append(self.choice(index, delta.text, self.logprobs(index, delta)))
+        return parts
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self.choice(index, "", None, reason)
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
-        text = self.prompts[index] + output.text if self.prompts else output.text
-        logprobs = self.write_logprobs(index, output.token_ids, output.logprobs)
-        return self.choice(index, text, logprobs, output.finish_reason)
+        text = self.echoed[index].text if self.echoed else ""
+        prompt, answer = self.prompt_logprobs(index, output), self.logprobs(index, output)
+        joined = {name: prompt[name] + answer[name] for name in answer} if prompt and answer else answer
+        return self.choice(index, text + output.text, joined, output.finish_reason)
 
-    def write_logprobs(self, index: int, token_ids: list[int], found: list[TokenLogprobs]) -> dict[str, Any] | None:
+    def prompt_logprobs(self, index: int, found: Delta | Output) -> dict[str, Any] | None:
+        if not self.with_logprobs or not self.echoed:
+            return None
+        prompt = self.echoed[index]
+        prompt.logprobs = prompt.logprobs or found.prompt_logprobs
+        return self.writer(index).write_prompt(prompt.text, prompt.token_ids, prompt.logprobs)
+
+    def logprobs(self, index: int, found: Delta | Output) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
-        writer = self.logprobs.setdefault(index, CompletionLogprobs(self.tokenizer))
-        return writer.write(zip(token_ids, found, strict=True))
+        return self.writer(index).write(zip(found.token_ids, found.logprobs, strict=True))
+
+    def writer(self, index: int) -> CompletionLogprobs:
+        return self.writers.setdefault(index, CompletionLogprobs(self.tokenizer))
 
     def choice(
         self, index: int, text: str, logprobs: dict[str, Any] | None = None, reason: FinishReason | None = None
@@ -80,9 +106,10 @@ def completions_router(service: Service) -> APIRouter:
         prompts = separate_prompts(body.prompt)
         token_ids = await asyncio.to_thread(tokenize, prompts)
         samplings = [service.sampling(body, len(ids), DEFAULT_MAX_TOKENS) for ids in token_ids]
-        texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else []
-        echoed = [text for text in texts for _ in range(body.num_answers)]
-        shape = CompletionShape(tokenizer, echoed, body.logprobs is not None)
+        texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
+        echoed = [EchoedPrompt(*prompt) for prompt in zip(texts, token_ids, strict=True)] if body.echo else []
+        each = [prompt for prompt in echoed for _ in range(body.num_answers)]
+        shape = CompletionShape(tokenizer, each, body.logprobs is not None)
         return await service.respond(request, body, shape, token_ids, samplings)
 
     return router

@@ -12,7 +12,7 @@ from typing import Protocol
 from runtime.engine_thread import Health
 from runtime.server.errors import ApiError
 from runtime.server.limits import Limits
-from runtime.types import Delta, FinishReason, SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
 
 logger = logging.getLogger("runtime.server")
 
@@ -23,7 +23,11 @@ class Engine(Protocol):
     """The engine's thread as the server sees it. Closing the generator frees the request."""
 
     def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str | None,
+        options: RequestOptions,
     ) -> AsyncGenerator[Delta, None]: ...
 
     def start(self) -> None: ...
@@ -35,11 +39,12 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt and how to continue it."""
+    """One prompt, how to continue it, and how to serve it."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    options: RequestOptions
 
 
 class Generations:
@@ -55,7 +60,8 @@ class Generations:
         """Holds `count` places in the queue, or refuses with 429 (400 when there never could be as many)."""
         limit = self.limits.max_requests
         if count > limit:
-            raise ApiError(400, f"{count} answers in one request; this server takes at most {limit}.", "prompt")
+            message = f"{count} answers in one request; this server takes at most {limit}."
+            raise ApiError(400, message, "prompt", "too_many_answers")
         if self.num_active + count > limit:
             raise ApiError(
                 429,
@@ -80,7 +86,10 @@ class Generations:
             RequestError: the engine refuses a job.
         """
         with self.admit(sum(job.sampling.n for job in jobs)):
-            streams = [self.engine.generate(job.prompt_token_ids, job.sampling, job.request_id) for job in jobs]
+            streams = [
+                self.engine.generate(job.prompt_token_ids, job.sampling, job.request_id, options=job.options)
+                for job in jobs
+            ]
             async with aclosing(in_time(merge(streams), self.limits)) as deltas:
                 async for index, delta in deltas:
                     check_delta(delta)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from runtime.types import MAX_ANSWERS, MAX_SEED
+from runtime.server.messages import Message
+from runtime.server.steering import TOKEN_IDS, SteeringFields, TokenId
+from runtime.server.strict import Strict
+from runtime.server.structured import ResponseFormat, StructuredFields
+from runtime.server.tool_fields import ToolFields
+from runtime.types import MAX_ANSWERS, MAX_SEED, Grammar
 
 MAX_STOP_STRINGS = 16
-T = TypeVar("T")
+
+# The bounds that a request's description states; the checks below are what refuses, in words of their own.
+TokenList = Annotated[list[TokenId], Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None
+Prompt = str | Annotated[list[str], Field(min_length=1)] | TokenList | Annotated[list[TokenList], Field(min_length=1)]
 
 
 def is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and bool(value) and all(type(item) is int and item in TOKEN_IDS for item in value)
 
 
 def check_prompt(value: Any) -> Any:
@@ -35,55 +45,11 @@ def check_stop(value: Any) -> Any:
     return value
 
 
-def check_content(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    for i, part in enumerate(value):
-        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
-            raise ValueError(f'part {i} is not {{"type": "text", "text": "..."}}; other kinds are not supported')
-        if not isinstance(part["text"], str):
-            raise ValueError(f"the text of part {i} must be a string")
-    return value
-
-
-def only(value: T) -> AfterValidator:
-    """Accepts one value: what the server does anyway. Clients that always send the field keep working."""
-
-    def check(given: T | None) -> T | None:
-        if given is not None and given != value:
-            raise ValueError(f"only {value} is supported, not {given}")
-        return given
-
-    return AfterValidator(check)
-
-
-class Strict(BaseModel):
-    """No unknown fields, no conversions between types, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
 class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[str | list[TextPart], BeforeValidator(check_content)]
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-class GenerationRequest(Strict):
+class GenerationRequest(StructuredFields, SteeringFields):
     """The fields that completions and chat share. A field given as null has its default."""
 
     model: str
@@ -93,13 +59,11 @@ class GenerationRequest(Strict):
     top_k: int | None = Field(None, ge=0, description="0 is off")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    stop: Annotated[str | list[str] | None, BeforeValidator(check_stop)] = None
+    stop: Annotated[Stop, BeforeValidator(check_stop)] = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
-    presence_penalty: Annotated[float | None, only(0)] = None
-    frequency_penalty: Annotated[float | None, only(0)] = None
     user: str | None = Field(None, description="written to the server's log beside the request's id")
 
     @model_validator(mode="after")
@@ -129,29 +93,34 @@ class GenerationRequest(Strict):
         """Alternatives per token to report; None reports no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As `num_logprobs`, for the prompt's tokens."""
+        return None
+
 
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(check_prompt)]
+    prompt: Annotated[Prompt, BeforeValidator(check_prompt)]
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = None
+    max_tokens: int | None = Field(None, ge=0, description="0 only computes the prompt, to score it with echo")
+    echo: bool | None = Field(None, description="put the prompt before the answer; with logprobs, score it too")
 
-    @model_validator(mode="after")
-    def check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo together with logprobs is not supported: prompt tokens are not scored")
-        return self
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ToolFields, GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
+    response_format: ResponseFormat | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -164,6 +133,16 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is allowed only together with logprobs=true")
         return self
+
+    @model_validator(mode="after")
+    def check_form_of_calls(self) -> ChatRequest:
+        if self.usable_tools and self.grammar is not None:
+            raise ValueError(f"{next(iter(self.forms()))} and tools exclude each other, unless tool_choice is none")
+        return self
+
+    def forms(self) -> dict[str, Grammar]:
+        grammar = self.response_format.grammar if self.response_format else None
+        return super().forms() | ({} if grammar is None else {"response_format": grammar})
 
     @property
     def token_limit(self) -> int | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +16,7 @@ from runtime.server.limits import Limits
 from runtime.server.logprobs import TokenBytes
 from runtime.server.protocol import GenerationRequest
 from runtime.server.streaming import Answer, Shape, respond
-from runtime.types import SamplingParams
+from runtime.types import RequestOptions, SamplingParams
 
 logger = logging.getLogger("runtime.server")
 
@@ -26,7 +26,13 @@ class Tokenizer(TokenBytes, Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+    @property
+    def chat_template(self) -> str | None: ...
+
+    @property
+    def special_ids(self) -> Mapping[str, int]: ...
+
+    def encode_chat(self, messages: list[dict[str, Any]], **variables: Any) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -63,23 +69,30 @@ class Service:
         rest = self.limits.max_model_len - num_prompt_tokens
         self.check_fits(body, num_prompt_tokens, rest)
         return SamplingParams(
-            max_tokens=body.token_limit or min(rest, default_tokens or rest),
+            max_tokens=min(rest, default_tokens or rest) if body.token_limit is None else body.token_limit,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=body.top_k or 0,
             min_p=body.min_p or 0.0,
             seed=body.seed,
             n=body.num_answers,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=body.biases,
             stop=body.stop_strings,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             logprobs=body.num_logprobs,
+            prompt_logprobs=body.num_prompt_logprobs,
+            grammar=body.grammar,
         )
 
     def check_fits(self, body: GenerationRequest, num_prompt_tokens: int, rest: int) -> None:
         context = self.limits.max_model_len
         if num_prompt_tokens == 0:
             raise ApiError(400, "The prompt is empty: it has no tokens.", "prompt", "empty_prompt")
-        if rest < 1:
+        if rest < (0 if body.token_limit == 0 else 1):
             raise ApiError(
                 400,
                 f"The prompt has {num_prompt_tokens} tokens, but the context is {context} tokens and one must be left "
@@ -106,7 +119,8 @@ class Service:
     ) -> Response:
         """Generates `n` choices per prompt and answers in the request's way, at once or as a stream."""
         request_id = f"{shape.id_prefix}-{request.state.request_id}"
-        jobs = [Job(f"{request_id}-{i}", *job) for i, job in enumerate(zip(prompts, samplings, strict=True))]
+        options = RequestOptions(priority=body.priority or 0)
+        jobs = [Job(f"{request_id}-{i}", *job, options) for i, job in enumerate(zip(prompts, samplings, strict=True))]
         logger.info("request %s: user %r, prompts of %s tokens", request_id, body.user, [len(p) for p in prompts])
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
         answer = Answer(envelope, shape, len(jobs) * body.num_answers, body.include_usage)

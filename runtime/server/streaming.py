@@ -37,6 +37,7 @@ class Output:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 
@@ -73,8 +74,8 @@ class Shape(Protocol):
     def opening(self) -> list[dict[str, Any]]:
         """Choices to send before the first token."""
 
-    def part(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The choice of a chunk with text or log-probabilities."""
+    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of chunks for a delta, each a chunk of its own; none when it says nothing."""
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         """The choice of the one chunk that ends a sequence."""
@@ -108,6 +109,7 @@ class Answer:
                 texts[index].append(delta.text)
                 outputs[index].token_ids += delta.token_ids
                 outputs[index].logprobs += delta.logprobs
+                outputs[index].prompt_logprobs += delta.prompt_logprobs
                 if delta.finish_reason is not None:
                     outputs[index].finish_reason = delta.finish_reason
                     usage.add(delta)
@@ -127,8 +129,8 @@ class Answer:
         try:
             async with aclosing(chain(first, deltas)) as rest:
                 async for index, delta in rest:
-                    if delta.text or delta.logprobs:
-                        yield self.chunk([self.shape.part(index, delta)])
+                    for choice in self.shape.parts(index, delta):
+                        yield self.chunk([choice])
                     if delta.finish_reason is not None:
                         usage.add(delta)
                         yield self.chunk([self.shape.finish(index, delta.finish_reason)])

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -18,19 +19,24 @@ from runtime.engine_thread import Health
 from runtime.metrics import Metrics
 from runtime.server.app import create_app
 from runtime.server.service import Limits
-from runtime.types import Delta, FinishReason, SamplingParams, TokenLogprobs
+from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 
 
 class ByteTokenizer:
-    """Token ids are the bytes of the text."""
+    """Token ids are the bytes of the text. Its chat template knows no tools."""
 
-    def encode(self, text: str) -> list[int]:
+    chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    special_ids: ClassVar[dict[str, int]] = {}
+
+    vocab_size = 256
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], **variables: object) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}\n" for message in messages))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -53,6 +59,7 @@ class AlphabetEngine:
         self.failure = ""
         self.active: set[str] = set()
         self.seen: list[SamplingParams] = []
+        self.options: list[RequestOptions] = []
         self.fail_after: int | None = None
         self.close_gate_at: int | None = None
         self.gate.set()
@@ -67,14 +74,21 @@ class AlphabetEngine:
         return Health(not self.failure, self.failure, len(self.active), 0, 0.0)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        options: RequestOptions = RequestOptions(),
     ) -> AsyncGenerator[Delta, None]:
         assert request_id is not None
         assert request_id not in self.active
         self.seen.append(sampling)
+        self.options.append(options)
         self.active.add(request_id)
         try:
-            for i in range(sampling.max_tokens):
+            if options.embed or sampling.max_tokens == 0:
+                yield self.prompt_only(request_id, prompt_token_ids, sampling, options)
+            for i in range(0 if options.embed else sampling.max_tokens):
                 if i == self.close_gate_at:
                     self.gate.clear()
                 while not self.gate.is_set():
@@ -87,6 +101,23 @@ class AlphabetEngine:
                     yield self.letter(request_id, prompt_token_ids, sampling, i, index)
         finally:
             self.active.discard(request_id)
+
+    def prompt_only(
+        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, options: RequestOptions
+    ) -> Delta:
+        return Delta(
+            request_id,
+            finish_reason=FinishReason.STOP if options.embed else FinishReason.LENGTH,
+            num_prompt_tokens=len(prompt),
+            prompt_logprobs=self.prompt_logprobs(prompt, sampling),
+            embedding=[len(prompt) / 3, float(prompt[0]), -1.5] if options.embed else None,
+        )
+
+    def prompt_logprobs(self, prompt: Sequence[int], sampling: SamplingParams) -> list[TokenLogprobs]:
+        if sampling.prompt_logprobs is None:
+            return []
+        scores = [-(i + 1) / 8 for i in range(len(prompt) - 1)]
+        return [TokenLogprobs(score, ((token, score),)) for token, score in zip(prompt[1:], scores, strict=True)]
 
     def letter(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, i: int, index: int) -> Delta:
         token = ord("a") + (prompt[-1] + 1 + i + 10 * index) % 26
@@ -101,6 +132,7 @@ class AlphabetEngine:
             num_prompt_tokens=len(prompt),
             num_output_tokens=i + 1,
             index=index,
+            prompt_logprobs=self.prompt_logprobs(prompt, sampling) if i == index == 0 else [],
         )
 
 
@@ -143,8 +175,30 @@ def engine(shared_engine: AlphabetEngine) -> Iterator[AlphabetEngine]:
     shared_engine.reset()
 
 
-def alphabet_app(engine: AlphabetEngine, api_key: str | None = None) -> FastAPI:
-    return create_app(engine, ByteTokenizer(), "alphabet", LIMITS, render_metrics=Metrics().render, api_key=api_key)
+def alphabet_app(
+    engine: AlphabetEngine, api_key: str | None = None, limits: Limits = LIMITS, allowed_hosts: Sequence[str] = ()
+) -> FastAPI:
+    return create_app(
+        engine,
+        ByteTokenizer(),
+        "alphabet",
+        limits,
+        render_metrics=Metrics().render,
+        api_key=api_key,
+        allowed_hosts=allowed_hosts,
+    )
+
+
+@pytest.fixture
+def serve_alphabet() -> Iterator[Callable[..., tuple[str, AlphabetEngine]]]:
+    """Starts servers of their own: takes `alphabet_app`'s options, and returns the URL and the engine."""
+    with ExitStack() as servers:
+
+        def serve(**options: Any) -> tuple[str, AlphabetEngine]:
+            engine = AlphabetEngine()
+            return servers.enter_context(serving(alphabet_app(engine, **options))), engine
+
+        yield serve
 
 
 @pytest.fixture(scope="session")
