@@ -22,7 +22,9 @@ class IncrementalText(Protocol):
 class TextLayer(Vocabulary, Protocol):
     """What the engine needs of a tokenizer; `runtime.text.tokenizer.Tokenizer` is one."""
 
-    def detokenizer(self, prompt_token_ids: TokenIds[int] = ()) -> IncrementalText: ...
+    def detokenizer(
+        self, prompt_token_ids: TokenIds[int] = (), *, skip_special_tokens: bool = True
+    ) -> IncrementalText: ...
 
 
 class Answer:
@@ -48,7 +50,8 @@ class Answer:
         self.index = index
         self.max_tokens = sampling.max_tokens
         self.end_token_ids = frozenset(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
-        self._text = tokenizer.detokenizer(sequence.request.prompt_token_ids) if tokenizer else None
+        options = {} if sampling.skip_special_tokens else {"skip_special_tokens": False}
+        self._text = tokenizer.detokenizer(sequence.request.prompt_token_ids, **options) if tokenizer else None
         self._stop = StopMatcher(sampling.stop)
 
     def extend(self, sampled: list[SampledToken]) -> Delta:

@@ -61,6 +61,7 @@ class SamplingParams:
         logit_bias: pairs of token id and what is added to its logit.
         prompt_logprobs: as `logprobs`, for the prompt's tokens; they come with the first delta.
         grammar: what the answer must look like.
+        skip_special_tokens: leave tokens that are no text, such as those that announce tool calls, out of the text.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -83,6 +84,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    skip_special_tokens: bool = True
 
     @property
     def has_penalties(self) -> bool:

@@ -76,7 +76,9 @@ def describe_invalid(error: dict[str, Any]) -> tuple[str, str | None, str | None
         case "missing" if name:
             return f"The field '{name}' is required.", name, "missing_field"
         case "value_error" if not name:
-            return f"{error['msg'].removeprefix('Value error, ')}.", None, "invalid_value"
+            return f"{error['msg'].removeprefix('Value error, ')}.", None, "contradiction"
+        case "contradiction":
+            return f"{name}: {error['msg']}.", name, "contradiction"
         case "string_unicode" if not name:
             return "A field name is not valid Unicode: it has half a surrogate pair.", None, "unknown_field"
         case _ if not name:
@@ -94,7 +96,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> Response:
-        return error_response(400, str(error))
+        return error_response(400, str(error), code="refused")
 
     @app.exception_handler(AnyHttpException)
     async def http(request: Request, error: AnyHttpException) -> Response:

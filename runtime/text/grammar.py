@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from threading import Lock
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ class Vocabulary(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def special_token_ids(self) -> Collection[int]: ...
+    def special_ids(self) -> Mapping[str, int]: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
@@ -167,7 +167,7 @@ class _TokenTable:
     bos_token_id = None
 
     def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
-        special = set(tokenizer.special_token_ids)
+        special = set(tokenizer.special_ids.values())
         known = min(vocab_size, tokenizer.vocab_size)
         spelled = [(SPECIAL_MARK if i in special else b"") + tokenizer.token_bytes(i) for i in range(known)]
         self.tokens = [*spelled, *[b""] * (vocab_size - known), SPECIAL_MARK + b"<end of the grammar>"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,10 @@ class Tokenizer:
         return self._named_id("eos_token")
 
     @property
-    def special_token_ids(self) -> frozenset[int]:
-        """Tokens that are no text: `decode` leaves them out."""
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the tokens that are no text, by their spelling; `decode` leaves them out."""
         added = self._backend.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -90,9 +91,9 @@ class Tokenizer:
         """Bytes that one token adds to the text, half a character for some; special tokens are spelled out."""
         return self._bytes[token_id]
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """Decodes what follows a prompt, token by token."""
-        return Detokenizer(self.decode, prompt_token_ids)
+        return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_token_ids)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Text that the chat template makes of messages.

@@ -1,0 +1,113 @@
+"""Tools in chats: how they get into the prompt, what forces a call, and calls as OpenAI's API writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+from runtime.server.chat_shape import ChatShape
+from runtime.server.protocol import ChatRequest
+from runtime.server.service import Tokenizer
+from runtime.server.streaming import Output
+from runtime.text.tool_format import ToolFormat, call_grammar, describe_tools, find_format, mentions_tools
+from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
+from runtime.types import Delta, FinishReason, SamplingParams
+
+
+def encode_conversation(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
+    """Token ids of the prompt. Templates that know no tools get them in words.
+
+    Raises:
+        RequestError: the template refuses the conversation.
+    """
+    messages = [message.as_json() for message in body.messages]
+    tools = [tool.as_json() for tool in body.usable_tools]
+    if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
+        return tokenizer.encode_chat(messages)
+    if not mentions_tools(tokenizer.chat_template or ""):
+        return tokenizer.encode_chat(describe_tools(messages, tools))
+    return tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}))
+
+
+def find_tool_format(tokenizer: Tokenizer, body: ChatRequest) -> ToolFormat | None:
+    """How the answer will write calls; None when there is nothing to call.
+
+    Raises:
+        RequestError: the model's form is not supported.
+    """
+    return find_format(tokenizer.chat_template or "") if body.usable_tools else None
+
+
+def call_sampling(
+    sampling: SamplingParams, tool_format: ToolFormat, tokenizer: Tokenizer, body: ChatRequest
+) -> SamplingParams:
+    """Keeps the tags of calls in the text, and forces a call where the request does."""
+    forced = [tool.function.model_dump(exclude_none=True) for tool in body.forced_tools]
+    if not forced:
+        return replace(sampling, skip_special_tokens=False)
+    grammar = call_grammar(tool_format, forced, tokenizer.special_ids, several=body.allows_several_calls)
+    return replace(sampling, skip_special_tokens=False, grammar=grammar)
+
+
+@dataclass
+class ToolShape(ChatShape):
+    """Choices of chats that may call tools. A streamed call comes in one piece, when it is complete.
+
+    Attributes:
+        tool_format: what calls look like in the text.
+        several: report more than one call per choice.
+    """
+
+    tool_format: ToolFormat = field(kw_only=True)
+    several: bool = field(kw_only=True)
+    parsers: dict[int, ToolCallParser] = field(default_factory=dict)
+
+    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        parser = self.parsers.setdefault(index, self.new_parser())
+        num_before = parser.num_calls
+        content = self.describe(parser.push(delta.text), num_before)
+        if not (content or delta.logprobs):
+            return []
+        return [self.chunk(index, content, self.write_logprobs(delta.token_ids, delta.logprobs))]
+
+    def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        parser = self.parsers.setdefault(index, self.new_parser())
+        num_before = parser.num_calls
+        content = self.describe(parser.flush(), num_before)
+        return self.chunk(index, content, None, called(reason, parser))
+
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        parser = self.new_parser()
+        message = self.describe(parser.push(output.text) + parser.flush(), 0)
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # which only streams have
+        choice = super().whole(index, output)
+        choice["message"] = {"role": "assistant", "content": None, "refusal": None, **message}
+        if not message:
+            choice["message"]["content"] = ""
+        return choice | {"finish_reason": called(choice["finish_reason"], parser)}
+
+    def new_parser(self) -> ToolCallParser:
+        return ToolCallParser(self.tool_format, several=self.several)
+
+    def describe(self, pieces: list[Piece], num_before: int) -> dict[str, Any]:
+        """`content` and `tool_calls` of pieces; neither of them when there is none."""
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+        described = [self.describe_call(number, call) for number, call in enumerate(calls, start=num_before)]
+        return ({"content": text} if text else {}) | ({"tool_calls": described} if described else {})
+
+    def describe_call(self, number: int, call: ToolCall) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": number, "id": new_call_id(self.tool_format), "type": "function", "function": function}
+
+
+def new_call_id(tool_format: ToolFormat) -> str:
+    """An id that the format's templates take back."""
+    return uuid4().hex[: tool_format.id_length] if tool_format.id_length else f"call_{uuid4().hex[:24]}"
+
+
+def called(reason: FinishReason, parser: ToolCallParser) -> str:
+    """OpenAI's reason of an end with calls. An answer that was cut off says so."""
+    return "tool_calls" if parser.num_calls and reason is FinishReason.STOP else reason
