@@ -8,6 +8,7 @@ from compress.checkpoint.terminal import run_cli
 from runtime.cli.batch import batch
 from runtime.cli.bench import bench
 from runtime.cli.generate import generate
+from runtime.cli.memory import memory
 from runtime.cli.serve import serve
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(batch)
 app.command()(bench)
+app.command()(memory)
 
 
 def main() -> None:

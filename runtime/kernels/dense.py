@@ -37,5 +37,9 @@ class PrepackedLinear:
 def dense_linear(weight: Tensor, bias: Tensor | None, target: Target, *, reference: bool = False) -> Linear:
     """The best linear for a dense weight `[O, I]`; `reference` asks for plain `F.linear`."""
     weight = weight.to(target.device, target.dtype)
-    can_prepack = target.device.type == "cpu" and target.dtype == torch.bfloat16 and is_fast(torch.bfloat16)
-    return PrepackedLinear(weight, bias) if can_prepack and not reference else DenseLinear(weight, bias)
+    return PrepackedLinear(weight, bias) if is_prepacked(target) and not reference else DenseLinear(weight, bias)
+
+
+def is_prepacked(target: Target) -> bool:
+    """Whether `dense_linear` makes a copy of its weight in oneDNN's layout."""
+    return target.device.type == "cpu" and target.dtype == torch.bfloat16 and is_fast(torch.bfloat16)

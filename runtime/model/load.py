@@ -44,7 +44,16 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
     chosen_device = resolve_device(device)
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
     check_tensors(checkpoint, config)
-    return _Loader(checkpoint, config, target, kernels).load()
+    excluded = exclude_kernels(checkpoint, target, kernels, available_bytes(chosen_device))
+    return _Loader(checkpoint, config, target, kernels, excluded).load()
+
+
+def load_layers(checkpoint: PackedCheckpoint, model: Decoder, kernels: str = "auto") -> tuple[list[Layer], list[str]]:
+    """The layers of a model from another form of its checkpoint, and which kernel serves what."""
+    target = Target(model.device, model.dtype)
+    excluded = exclude_kernels(checkpoint, target, kernels, available_bytes(model.device))
+    loader = _Loader(checkpoint, model.config, target, kernels, excluded)
+    return loader.layers(), loader.description()
 
 
 @dataclass
@@ -55,26 +64,31 @@ class _Loader:
     config: DecoderConfig
     target: Target
     kernels: str
-    excluded: dict[str, str] = field(default_factory=dict)
+    excluded: dict[str, str]
     used: Counter[str] = field(default_factory=Counter)
 
     def load(self) -> Decoder:
         config, target = self.config, self.target
-        self._bound_dequantized()
         embedding = self._embedding()
         return Decoder(
             config=config,
             dtype=target.dtype,
             device=target.device,
             embedding=embedding,
-            layers=[self._layer(f"model.layers.{index}") for index in range(config.num_layers)],
+            layers=self.layers(),
             norm=self._vector(f"{NORM}.weight"),
             head=self._prepare(embedding, "head (the embedding)")
             if head_is_embedding(self.checkpoint)
             else self._linear(HEAD),
             rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
-            description=tuple(f"{count} x {what}" for what, count in self.used.items()),
+            description=tuple(self.description()),
         )
+
+    def layers(self) -> list[Layer]:
+        return [self._layer(f"model.layers.{index}") for index in range(self.config.num_layers)]
+
+    def description(self) -> list[str]:
+        return [f"{count} x {what}" for what, count in self.used.items()]
 
     def _layer(self, name: str) -> Layer:
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"
@@ -126,13 +140,18 @@ class _Loader:
     def _choose(self, scheme: Scheme, in_features: int) -> Choice:
         return choose_kernel(scheme, in_features, self.target, self.kernels, self.excluded)
 
-    def _bound_dequantized(self) -> None:
-        """Weights are dequantized at load only while their dense form takes at most half of the free memory."""
-        elements = 0
-        for module in self.checkpoint.modules:
-            rows, columns = self.checkpoint.shape(module)
-            if self._choose(self.checkpoint.schemes[module], columns).kernel.name == "dequantized":
-                elements += rows * columns
-        needed, limit = elements * self.target.dtype.itemsize, available_bytes(self.target.device) // 2
-        if needed > limit and self.kernels == "auto":
-            self.excluded["dequantized"] = f"would need {format_bytes(needed)} of {format_bytes(limit)} allowed"
+
+def exclude_kernels(checkpoint: PackedCheckpoint, target: Target, kernels: str, free: int) -> dict[str, str]:
+    """Kernels that may not be chosen for a checkpoint, with the reason.
+
+    Weights are dequantized at load only while their dense form takes at most half of the `free` bytes.
+    """
+    elements = 0
+    for module in checkpoint.modules:
+        rows, columns = checkpoint.shape(module)
+        if choose_kernel(checkpoint.schemes[module], columns, target, kernels).kernel.name == "dequantized":
+            elements += rows * columns
+    needed, limit = elements * target.dtype.itemsize, free // 2
+    if needed > limit and kernels == "auto":
+        return {"dequantized": f"would need {format_bytes(needed)} of {format_bytes(limit)} allowed"}
+    return {}

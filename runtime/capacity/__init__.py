@@ -1,0 +1,1 @@
+"""What a checkpoint needs and what fits, from its headers: nothing is loaded."""

@@ -1,0 +1,124 @@
+"""What fits where: weights, activations and the rest of the process first, keys and values in what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from runtime.config import RuntimeConfig
+from runtime.model.config import DecoderConfig
+from runtime.reach import Reach, find_reach
+
+PROCESS_BYTES = 350 * 2**20
+"""Python, torch and the server without any model (measured on Linux with a CPU build)."""
+TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
+LOGITS_COPIES = 4
+"""Of the float32 logits of a step, while tokens are drawn: themselves, tempered, sorted, noisy."""
+FLOAT32 = 4
+ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The memory of one served model.
+
+    Attributes:
+        memory_bytes: that serving may use in all.
+        weight_bytes: prepared.
+        activation_bytes: of the largest step, attention over long contexts left out.
+        dtype: of activations, keys and values.
+        context: longest prompt + output.
+        num_layers: attention reads a copy of one layer's keys and values, so memory for them counts 1 + 1 / layers.
+        step: tokens of one prompt that are computed together at most.
+    """
+
+    memory_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    token_bytes: int
+    dtype: str
+    context: int
+    num_layers: int
+    reach: Reach
+    block_size: int
+    step: int
+    process_bytes: int = PROCESS_BYTES
+
+    @property
+    def room(self) -> int:
+        """Bytes for keys, values and the copy that attention reads; below zero when the rest does not fit."""
+        return self.memory_bytes - self.weight_bytes - self.activation_bytes - self.process_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        block_bytes = self.token_bytes * self.block_size
+        return max(0, self.room * self.num_layers // ((self.num_layers + 1) * block_bytes))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values fit."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """What to give to `--kv-memory` to use the room."""
+        return self.tokens * self.token_bytes
+
+    def concurrency(self, length: int) -> int:
+        """Requests of so many tokens (prompt plus output) that fit together."""
+        return self.num_blocks // self.reach.blocks_for(length, self.step, self.block_size)
+
+    def lengths(self) -> list[int]:
+        """Typical lengths below the context, then the context."""
+        return [length for length in TYPICAL_LENGTHS if length < self.context] + [self.context]
+
+    def with_token_bytes(self, token_bytes: int, dtype: str, weight_bytes: int) -> Capacity:
+        """The same in another dtype."""
+        ratio = ITEM_SIZES[dtype] / ITEM_SIZES[self.dtype]
+        activations = int(self.activation_bytes * ratio)
+        return replace(
+            self, token_bytes=token_bytes, dtype=dtype, weight_bytes=weight_bytes, activation_bytes=activations
+        )
+
+
+def token_bytes(model: DecoderConfig, itemsize: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+
+
+def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
+    """Estimate of what the largest step holds beside weights and the pool.
+
+    The widest of three moments, on top of the hidden states and their norm: queries, keys and values with their rotated
+    copy; the feed-forward layer; logits of every sequence. Attention's scores are not kept, its mask is.
+    """
+    tokens = config.max_num_batched_tokens
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    context = config.max_model_len or model.context_length
+    moments = (
+        tokens * 2 * heads * itemsize + config.max_span_tokens * context * itemsize,
+        tokens * 3 * model.intermediate_size * itemsize,
+        config.max_num_sequences * model.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES,
+    )
+    return tokens * 2 * model.hidden_size * itemsize + max(moments)
+
+
+def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_bytes: int, memory_bytes: int) -> Capacity:
+    """What fits beside weights of a known size.
+
+    Args:
+        dtype: of activations, keys and values, by name.
+        memory_bytes: for everything.
+    """
+    itemsize = ITEM_SIZES[dtype]
+    return Capacity(
+        memory_bytes,
+        weight_bytes,
+        activation_bytes(model, config, itemsize),
+        token_bytes(model, itemsize),
+        dtype,
+        config.max_model_len or model.context_length,
+        model.num_layers,
+        find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks),
+        config.block_size,
+        config.max_span_tokens,
+    )

@@ -1,0 +1,50 @@
+"""Memory that a weight will take, known from its shape and scheme before it is read."""
+
+from __future__ import annotations
+
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.base import Target
+from runtime.kernels.int4pack import ROW_MULTIPLE, kernel_group_size
+
+SCALE_BYTES = 2
+ZERO_BYTES = 1
+
+
+def dense_bytes(rows: int, columns: int, target: Target) -> int:
+    """Of a weight `[rows, columns]` that is not quantized."""
+    return rows * columns * target.dtype.itemsize
+
+
+def prepared_bytes(kernel: str, scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    """`nbytes` of the linear that a kernel, by name, makes of a quantized weight `[rows, columns]` with 16-bit scales.
+
+    Raises:
+        KeyError: no such kernel.
+    """
+    return _SIZES[kernel](scheme, rows, columns, target)
+
+
+def _int4pack(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    padded = rows + -rows % ROW_MULTIPLE
+    groups = columns // kernel_group_size(scheme, columns)
+    return padded * columns // 2 + padded * groups * 2 * SCALE_BYTES  # scales and offsets
+
+
+def _int8_dynamic(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return rows * (columns + SCALE_BYTES)
+
+
+def _dequantized(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return dense_bytes(rows, columns, target)
+
+
+def _reference(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + ZERO_BYTES))
+
+
+_SIZES = {
+    "int4pack": _int4pack,
+    "int8_dynamic": _int8_dynamic,
+    "dequantized": _dequantized,
+    "reference": _reference,
+}
