@@ -73,9 +73,8 @@ class MemoryPlan:
     def _explain_reach(self) -> list[str]:
         if self.reach.window is None:
             return []
-        sinks = f"the first {self.reach.sinks} and " if self.reach.sinks else ""
         held = f"{self.blocks_per_sequence} blocks per sequence at most, whatever its length"
-        return [f"reach    {sinks}the last {self.reach.window} tokens: {held}"]
+        return [f"reach    {self.reach} tokens: {held}"]
 
 
 def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: RuntimeConfig) -> MemoryPlan:

@@ -33,6 +33,11 @@ class Reach:
     window: int | None = None
     sinks: int = 0
 
+    def __str__(self) -> str:
+        if self.window is None:
+            return "all before them"
+        return f"the first {self.sinks} and the last {self.window}" if self.sinks else f"the last {self.window}"
+
     def hidden_blocks(self, position: int, block_size: int) -> range:
         """Entries of a block table that no token at `position` or behind it looks at."""
         if self.window is None:

@@ -22,6 +22,10 @@ def describe_scheme(path: Path) -> str:
 
 def describe_memory(engine: Engine) -> str:
     """Room in the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
-    num_tokens = engine.runner.num_blocks * engine.config.block_size
-    requests = num_tokens / engine.runner.max_model_len
-    return f"{num_tokens} tokens in {engine.runner.num_blocks} blocks, {requests:.1f} requests of the whole context"
+    runner, config = engine.runner, engine.config
+    needed = runner.reach.blocks_for(runner.max_model_len, config.max_span_tokens, config.block_size)
+    num_tokens, requests = runner.num_blocks * config.block_size, runner.num_blocks / needed
+    room = f"{num_tokens} tokens in {runner.num_blocks} blocks, {requests:.1f} requests of the whole context"
+    if runner.reach.window is None:
+        return room
+    return f"{room} ({needed} blocks each: tokens see {runner.reach})"

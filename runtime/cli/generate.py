@@ -20,6 +20,8 @@ from runtime.cli.options import (
     KernelsOption,
     ModelArgument,
     SeedOption,
+    SinksOption,
+    WindowOption,
     resolve_model,
 )
 
@@ -48,6 +50,8 @@ def generate(
     dtype: DtypeOption = Dtype.AUTO,
     kernels: KernelsOption = Kernels.AUTO,
     max_model_len: ContextOption = None,
+    attention_sinks: SinksOption = 0,
+    attention_window: WindowOption = None,
 ) -> None:
     """Continue a prompt with a packed or dense checkpoint.
 
@@ -64,7 +68,14 @@ def generate(
     from runtime.config import RuntimeConfig
     from runtime.llm import load_engine
 
-    config = RuntimeConfig(device.value, dtype.value, kernels.value, max_model_len=max_model_len)
+    config = RuntimeConfig(
+        device.value,
+        dtype.value,
+        kernels.value,
+        max_model_len=max_model_len,
+        attention_sinks=attention_sinks,
+        attention_window=attention_window,
+    )
     engine, tokenizer = load_engine(path, config)
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     write(steps(engine, token_ids, sampling), as_json, path.name)

@@ -66,6 +66,23 @@ ContextOption = Annotated[
 MemoryOption = Annotated[
     int, typer.Option("--kv-memory", parser=parse_size, metavar="SIZE", help="Memory of the KV cache, e.g. 512MiB.")
 ]
+SinksOption = Annotated[
+    int,
+    typer.Option(
+        "--attention-sinks", min=0, help="First tokens that stay visible beside --attention-window; 4 are enough."
+    ),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        "--attention-window",
+        min=1,
+        metavar="TOKENS",
+        help="Serve endless streams (StreamingLLM): tokens see the --attention-sinks and so many last tokens, memory "
+        "does not grow with the text, and --max-model-len may exceed the model's context.",
+        show_default=False,
+    ),
+]
 
 
 def resolve_model(model: Path | None) -> tuple[Path, str]:

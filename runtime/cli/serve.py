@@ -26,6 +26,8 @@ from runtime.cli.options import (
     MemoryOption,
     ModelArgument,
     SeedOption,
+    SinksOption,
+    WindowOption,
     parse_size,
     resolve_model,
 )
@@ -50,6 +52,8 @@ def serve(
     kernels: KernelsOption = Kernels.AUTO,
     seed: SeedOption = None,
     max_model_len: ContextOption = None,
+    attention_sinks: SinksOption = 0,
+    attention_window: WindowOption = None,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
     max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")] = 64,
     max_requests: Annotated[
@@ -93,6 +97,8 @@ def serve(
         kernels=kernels.value,
         kv_memory_bytes=kv_memory,
         max_model_len=max_model_len,
+        attention_sinks=attention_sinks,
+        attention_window=attention_window,
         max_num_sequences=max_sequences,
         seed=seed or 0,
     )
