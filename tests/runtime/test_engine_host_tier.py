@@ -1,0 +1,176 @@
+"""Blocks that leave the pool for host memory and come back: less is computed again, and no token changes."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import VOCAB_SIZE, FakeRunner, expected_tokens
+
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.types import Delta, FinishReason, SamplingParams, StepOutput, StepPlan
+
+BLOCK_SIZE = 4
+
+
+class RecordingRunner(FakeRunner):
+    """Keeps all plans. A step that fails has damaged what it was about to save."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks)
+        self.executed: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self.executed.append(plan)
+        if self.failure is not None:
+            for offload in plan.offloads:
+                self._host[offload.slot] = [(49, 49)] * BLOCK_SIZE
+        return super().execute(plan)
+
+    @property
+    def num_computed(self) -> int:
+        return sum(plan.num_tokens for plan in self.executed)
+
+
+def make_engine(num_blocks: int = 8, num_host_blocks: int = 20, **options: object) -> Engine:
+    config = RuntimeConfig(**({"block_size": BLOCK_SIZE, "max_num_batched_tokens": 64} | options))
+    return Engine(RecordingRunner(num_blocks, num_host_blocks), None, config)
+
+
+def run(engine: Engine, *prompts: list[int], max_tokens: int = 4) -> list[Delta]:
+    """Last deltas of requests that run together; all their tokens are checked."""
+    ids = [engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, seed=0)) for prompt in prompts]
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    last: dict[str, Delta] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            tokens[delta.request_id] += delta.token_ids
+            last[delta.request_id] = delta
+        engine.scheduler.check()
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        if last[request_id].finish_reason is FinishReason.LENGTH:
+            assert tokens[request_id] == expected_tokens(prompt, max_tokens)
+    return [last[request_id] for request_id in ids]
+
+
+def prompt(first: int, length: int) -> list[int]:
+    return [first, *((7 * i) % VOCAB_SIZE for i in range(1, length))]
+
+
+def push_out(engine: Engine) -> None:
+    """Strangers that need the whole pool."""
+    for first in (40, 41):
+        run(engine, prompt(first, 28))
+
+
+@pytest.mark.parametrize(("length", "found"), [(21, 20), (20, 19), (18, 16)])
+def test_a_prefix_that_was_pushed_out_is_restored_and_not_computed(length: int, found: int) -> None:
+    """Of a prompt that ends with its block only the last token is computed."""
+    engine = make_engine()
+    run(engine, prompt(1, length))
+    push_out(engine)
+    assert engine.scheduler.pool.match(engine.scheduler.pool.tier._slots) == []
+    (again,) = run(engine, prompt(1, length))
+    assert again.num_cached_tokens == found
+    plan = engine.runner.executed[-4]
+    assert [entry.num_tokens for entry in plan.entries] == [length - found]
+    assert len(plan.restores) == length // BLOCK_SIZE
+    assert not plan.copies
+
+
+def test_a_prefix_may_begin_in_the_pool_and_go_on_in_host_memory() -> None:
+    engine = make_engine()
+    run(engine, prompt(1, 21))
+    engine.scheduler.pool.evict(engine.scheduler.pool.num_cached - 2)
+    (again,) = run(engine, prompt(1, 21))
+    assert again.num_cached_tokens == 20
+    assert len(engine.runner.executed[-4].restores) == 3
+    assert engine.scheduler.pool.tier.num_restores == 3
+
+
+def test_restored_blocks_are_findable_and_evicting_them_again_moves_nothing() -> None:
+    engine = make_engine()
+    run(engine, prompt(1, 18))
+    push_out(engine)
+    run(engine, prompt(1, 18))
+    num_restores, num_offloads = engine.scheduler.pool.tier.num_restores, engine.scheduler.pool.tier.num_offloads
+    assert run(engine, prompt(1, 18))[0].num_cached_tokens == 16
+    assert engine.scheduler.pool.tier.num_restores == num_restores
+    push_out(engine)
+    assert engine.scheduler.pool.tier.num_offloads - num_offloads < 2 * 8, "strangers are there already"
+
+
+def test_preempted_sequences_come_back_from_host_memory() -> None:
+    prompts = [prompt(first, 9) for first in range(4)]
+    computed = {}
+    for num_host_blocks in (0, 40):
+        engine = make_engine(num_blocks=12, num_host_blocks=num_host_blocks)
+        run(engine, *prompts, max_tokens=30)
+        assert engine.scheduler.stats.num_preemptions > 0
+        computed[num_host_blocks] = engine.runner.num_computed
+    needed = 4 * (9 + 29)
+    assert computed[0] - needed > 2 * (computed[40] - needed), "more than half of what was computed twice is saved"
+
+
+def test_a_failed_step_leaves_nothing_wrong_in_host_memory() -> None:
+    engine = make_engine()
+    run(engine, prompt(1, 18))
+    engine.add_request(prompt(40, 28), SamplingParams(max_tokens=4, seed=0))
+    engine.runner.failure = RuntimeError("injected")
+    (failed,) = engine.step()
+    assert failed.finish_reason is FinishReason.ERROR
+    assert engine.runner.executed[-1].offloads
+    engine.scheduler.check()
+    (again,) = run(engine, prompt(1, 18))
+    assert again.num_cached_tokens < 16
+    assert again.finish_reason is FinishReason.LENGTH
+
+
+def test_what_led_to_a_failure_is_not_restored() -> None:
+    engine = make_engine()
+    run(engine, prompt(1, 18))
+    push_out(engine)
+    engine.runner.broken_ids.add("bad")
+    engine.add_request(prompt(1, 18), SamplingParams(max_tokens=4), "bad")
+    (bad,) = engine.step()
+    assert (bad.finish_reason, bad.num_cached_tokens) == (FinishReason.ERROR, 16)
+    assert run(engine, prompt(1, 18))[0].num_cached_tokens == 0
+
+
+def test_two_requests_of_one_step_restore_the_same_blocks_and_hold_them_once() -> None:
+    engine = make_engine(num_blocks=16)
+    run(engine, prompt(1, 18))
+    engine.scheduler.pool.evict(16)
+    for suffix in (1, 2):
+        engine.add_request([*prompt(1, 18), suffix], SamplingParams(max_tokens=4, seed=0))
+    engine.step()
+    assert len(engine.runner.executed[-1].restores) == 8
+    first, second = engine.scheduler.running
+    assert first.block_ids[:4] == second.block_ids[:4]
+    assert engine.scheduler.pool.num_free == 16 - 4 - 2
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check()
+
+
+def test_equal_prompts_that_arrive_together_hold_their_blocks_once() -> None:
+    engine = make_engine(num_blocks=30, num_host_blocks=0)
+    for seed in range(3):
+        engine.add_request(prompt(1, 18), SamplingParams(max_tokens=4, seed=seed))
+    engine.step()
+    assert engine.scheduler.pool.num_free == 30 - 4 - 3
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+    assert list(tokens.values()) == [expected_tokens(prompt(1, 18), 4, seed)[1:] for seed in range(3)]
+
+
+def test_the_figures_tell_of_it() -> None:
+    engine = make_engine()
+    run(engine, prompt(1, 18))
+    push_out(engine)
+    run(engine, prompt(1, 18))
+    text = engine.render_metrics()
+    assert "runtime_host_blocks_restored_total 4\n" in text
+    assert f"runtime_host_blocks_offloaded_total {engine.scheduler.pool.tier.num_offloads}\n" in text
+    assert f"runtime_host_cache_usage_perc {engine.scheduler.pool.tier.num_used / 20}\n" in text
