@@ -20,6 +20,8 @@ from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
 
 logger = logging.getLogger("runtime.engine")
 
+WATCH_SLACK_SECONDS = 0.01  # what a stall is noticed late at most
+
 CHECK_SECONDS = 1.0
 """Time between two checks of an idle engine's bookkeeping at least."""
 
@@ -141,12 +143,14 @@ class EngineThread:
             return self._accepting
 
     def _watch(self, request_id: str, inbox: Inbox) -> None:
-        """Looks now and then whether the engine still lives; if not, the request hears of it. Runs in the loop."""
+        """Looks whether the engine still lives, again when the present step may first have stalled; if it does not,
+        the request hears of it. Runs in the loop."""
         if fault := self._fault():
             inbox.queue.put_nowait(Lost(FinishReason.ERROR, fault))
             self._messages.put(Abort(request_id))
         else:
-            inbox.timer = inbox.loop.call_later(self.stall_seconds, self._watch, request_id, inbox)
+            until_stalled = max(self.stall_seconds - self._step_seconds(), 0.0) + WATCH_SLACK_SECONDS
+            inbox.timer = inbox.loop.call_later(until_stalled, self._watch, request_id, inbox)
 
     def _step_seconds(self) -> float:
         since = self._busy_since

@@ -244,6 +244,33 @@ def test_a_stall_turns_health_and_fails_waiting_requests(thread: EngineThread, r
     asyncio.run(main())
 
 
+def test_a_stall_is_noticed_in_time_whenever_requests_came(thread: EngineThread, runner: GatedRunner) -> None:
+    runner.seconds = 0.002
+
+    async def main() -> None:
+        tasks = []
+        for index in range(10):
+            tasks.append(asyncio.create_task(collect(thread, [index, 2], 900)))
+            await asyncio.sleep(0.04)
+        runner.gate.clear()
+        start = time.monotonic()
+
+        async def seconds_until_told(task: asyncio.Task[list[Delta]]) -> float:
+            deltas = await task
+            assert deltas[-1].finish_reason is FinishReason.ERROR
+            assert len(deltas) > 1
+            return time.monotonic() - start
+
+        waited = await asyncio.gather(*map(seconds_until_told, tasks))
+        assert min(waited) >= thread.stall_seconds - 0.01  # the step may have begun before the gate closed
+        assert max(waited) < thread.stall_seconds + 0.15  # not a second period later
+        assert not thread.check().healthy
+        runner.gate.set()
+        await until_idle(thread)
+
+    asyncio.run(main())
+
+
 def test_a_failing_step_fails_its_requests_only(thread: EngineThread, runner: GatedRunner) -> None:
     runner.failure = RuntimeError("kernel")
     assert "RuntimeError: kernel" in asyncio.run(collect(thread, [1]))[-1].error
