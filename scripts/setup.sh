@@ -38,3 +38,20 @@ set_up() {
     PATH="$venv/bin:$PATH"
     export PATH
 }
+
+# set_up_browser: the tests of the server's page want one. Never fatal: without a browser they are skipped.
+set_up_browser() {
+    local name
+    for name in chromium chromium-browser google-chrome; do
+        command -v "$name" >/dev/null && return
+    done
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "installing chromium with apt-get for the tests of the server's page"
+        if { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; } \
+            </dev/null >/dev/null 2>&1 && command -v chromium >/dev/null; then
+            return
+        fi
+        say "apt-get could not install it"
+    fi
+    say "no chromium here: the tests of the page in a browser are skipped"
+}

@@ -17,6 +17,7 @@ for argument in "$@"; do
 done
 
 set_up test
+set_up_browser
 cd "$repository"
 # Like the command lines do: torch's threads sleep while they wait instead of keeping cores from servers under test.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"

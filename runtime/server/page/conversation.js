@@ -53,13 +53,13 @@ class Turn {
 }
 
 /**
- * Calls `onChange` whenever it starts or stops generating, and `onError` with every refusal.
+ * `getModel` gives the name of the model, in time. `onChange` is called whenever generating starts or stops, and
+ * `onError` with every refusal.
  */
 export class Conversation {
-  constructor({ log, template, settings, onChange, onError }) {
-    Object.assign(this, { log, template, settings, onChange, onError });
+  constructor({ log, template, settings, getModel, onChange, onError }) {
+    Object.assign(this, { log, template, settings, getModel, onChange, onError });
     this.list = log.querySelector(".turns");
-    this.model = "";
     this.turns = [];
     this.controller = null;
     this.list.addEventListener("click", (event) => this.act(event.target.closest("button")));
@@ -141,7 +141,8 @@ export class Conversation {
     const { mode, system, sampling } = this.settings;
     const make = mode === "chat" ? chatRequest : textRequest;
     const spoken = this.turns.map((one) => one.spoken);
-    const { path, body, read } = make(spoken, { system, sampling: { model: this.model, ...sampling } });
+    const model = await this.getModel();
+    const { path, body, read } = make(spoken, { system, sampling: { model, ...sampling } });
     let reason = "";
     for await (const piece of generate({ path, body, read }, signal)) {
       this.follow(() => turn.add(piece));

@@ -13,7 +13,8 @@ const [log, message, send, status] = ["#log", "#message", "#send", "#status"].ma
 const settings = new Settings(find("#settings"));
 const figures = new Figures(find("#figures"));
 new Alternatives(find("#alternatives"), log);
-const conversation = new Conversation({ log, template: find("#turn"), settings, onChange: showState, onError });
+const template = find("#turn");
+const conversation = new Conversation({ log, template, settings, getModel, onChange: showState, onError });
 
 function showState() {
   const running = conversation.isRunning;
@@ -104,17 +105,21 @@ find("#key-form").addEventListener("submit", async (event) => {
 
 // What is known of the server
 
-async function showModel() {
+let model = "";
+
+async function getModel() {
+  if (model) return model;
   const { data } = await (await request("v1/models")).json();
   const [{ id, max_model_len: context }] = data;
-  conversation.model = id;
+  model = id;
   find("#model").textContent = document.title = id;
   find("#context").textContent = `${context.toLocaleString("en")} tokens`;
+  return model;
 }
 
 async function refresh(refused) {
   try {
-    if (!conversation.model) await showModel();
+    await getModel();
     await figures.update();
   } catch (error) {
     if (error.status === 401) askKey(refused);

@@ -44,11 +44,11 @@ def serving(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str],
     )
     try:
         printed = ""
-        while not (found := re.search(r"serving .* at (http://\S+)", printed)):
+        while "\ntry " not in printed:
             line = process.stdout.readline()
             assert line, process.stderr.read()
             printed += line
-        yield process, found[1], printed + process.stdout.readline()
+        yield process, re.search(r"serving .* at (http://\S+)", printed)[1], printed
     finally:
         process.kill()
         process.communicate()
