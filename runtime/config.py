@@ -26,6 +26,11 @@ class RuntimeConfig:
         prefix_caching: reuse blocks of equal prefixes.
         host_memory_bytes: host memory for blocks of prefixes that the pool has no room for; 0 is off.
         seed: source of the seeds of requests that bring none.
+        speculate: what guesses the next tokens: `ngram`, `self:2bit`, `self:3bit`, `self:skip`, `self:skip=N` (layers),
+            `demo` (the bundled draft model) or the folder of a checkpoint with the same vocabulary; empty is off.
+        num_draft_tokens: guesses per sequence and step at most.
+        draft_mode: how guesses are verified: `match` (the same tokens as without, also for a seed) or `reject` (the
+            same distribution).
     """
 
     device: str = "auto"
@@ -41,6 +46,9 @@ class RuntimeConfig:
     prefix_caching: bool = True
     host_memory_bytes: int = 0
     seed: int = 0
+    speculate: str = ""
+    num_draft_tokens: int = 4
+    draft_mode: str = "match"
     attention_window: int | None = None
     attention_sinks: int = 0
 

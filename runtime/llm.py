@@ -44,10 +44,12 @@ def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokeni
     """
     from runtime.model.load import load_model
     from runtime.runner import build_runner
+    from runtime.speculative.build import build_speculator
 
     tokenizer = Tokenizer.open(path)
     decoder = load_model(path, device=config.device, dtype=config.dtype, kernels=config.kernels)
-    return Engine(build_runner(decoder, config), tokenizer, config), tokenizer
+    runner = build_runner(decoder, config)
+    return Engine(runner, tokenizer, config, speculator=build_speculator(path, decoder, runner, config)), tokenizer
 
 
 class LLM:

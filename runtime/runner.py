@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,8 +21,11 @@ from runtime.model.pages import KVPages
 from runtime.prompt_rows import hidden_sums, prompt_logprobs
 from runtime.reach import Reach
 from runtime.sampler.sampler import sample_tokens
-from runtime.types import SampledToken, StepOutput, StepPlan
+from runtime.types import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.verification import verify_by_match
+
+RowSampler = Callable[[Sequence[ScheduledSequence], Tensor], dict[str, list[SampledToken]]]
+"""From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id."""
 
 
 class ModelRunner:
@@ -29,11 +33,15 @@ class ModelRunner:
 
     Args:
         memory: sizes of the pool and of the longest sequence, as `plan_memory` decides them.
+
+    Attributes:
+        sample: turns logits into tokens and verifies drafts; by match unless somebody sets another way.
     """
 
     def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
         self.decoder = decoder
         self.memory = memory
+        self.sample: RowSampler = sample_and_match
         self.pages = KVPages(
             decoder.config, memory.num_blocks, memory.block_size, decoder.dtype, decoder.device, memory.num_host_blocks
         )
@@ -92,9 +100,12 @@ class ModelRunner:
         return PagedAttention(self.pages, batch, windows)
 
     def _sample(self, hidden: Tensor, batch: Batch) -> dict[str, list[SampledToken]]:
-        logits = self.decoder.logits(hidden.index_select(0, batch.sample_rows))
-        sampled = sample_tokens(logits, [draw for entry in batch.sampling for draw in build_draws(entry)])
-        return verify_by_match(batch.sampling, sampled)
+        return self.sample(batch.sampling, self.decoder.logits(hidden.index_select(0, batch.sample_rows)))
+
+
+def sample_and_match(entries: Sequence[ScheduledSequence], logits: Tensor) -> dict[str, list[SampledToken]]:
+    """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
+    return verify_by_match(entries, sample_tokens(logits, [draw for entry in entries for draw in build_draws(entry)]))
 
 
 def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:

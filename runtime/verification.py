@@ -1,4 +1,4 @@
-"""Which guesses hold: the target draws its own token behind every draft token, and the draws that agree are kept.
+"""Which guesses hold, by match: the target draws its own tokens, and those that agree with the draft are kept.
 
 Each row of a span draws from the distribution that the target gives after the tokens and guesses before it, with the
 noise of its own position. A draw counts only while all guesses before it were drawn too, so every token that is kept

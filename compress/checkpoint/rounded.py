@@ -1,4 +1,4 @@
-"""A checkpoint read with fewer bits than it is stored with: rounded to nearest, module by module, as it is asked for."""
+"""A checkpoint read with fewer bits than it is stored with: rounded to nearest, module by module, when asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RoundedCheckpoint(PackedCheckpoint):
     def of(cls, source: PackedCheckpoint, schemes: Mapping[str, Scheme]) -> RoundedCheckpoint:
         return cls(source.path, source.config, source.files, dict(schemes), source)
 
-    def integer_weight(self, module: str) -> IntegerWeight:
+    def packed_weight(self, module: str) -> IntegerWeight:
         """Rounds the module's stored weight. Raises CheckpointError as the source does, NumericsError for NaN."""
         stored = self.source.weight(module)
         dense = stored.dequantize() if isinstance(stored, IntegerWeight) else stored

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,9 @@ from runtime.cli.options import (
     ContextOption,
     Device,
     DeviceOption,
+    DraftMode,
+    DraftModeOption,
+    DraftTokensOption,
     Dtype,
     DtypeOption,
     Kernels,
@@ -21,6 +25,7 @@ from runtime.cli.options import (
     ModelArgument,
     SeedOption,
     SinksOption,
+    SpeculateOption,
     WindowOption,
     resolve_model,
 )
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from runtime.engine import Engine
-    from runtime.types import Delta, SamplingParams
+    from runtime.types import Delta, Grammar, SamplingParams
 
 
 def generate(
@@ -45,6 +50,12 @@ def generate(
     min_p: Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this times the best.")] = 0,
     seed: SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", metavar="FILE", help="The text must be JSON of this schema.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="The text must be matched by this regular expression, all of it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
     device: DeviceOption = Device.AUTO,
     dtype: DtypeOption = Dtype.AUTO,
@@ -52,6 +63,9 @@ def generate(
     max_model_len: ContextOption = None,
     attention_sinks: SinksOption = 0,
     attention_window: WindowOption = None,
+    speculate: SpeculateOption = "",
+    draft_tokens: DraftTokensOption = 4,
+    draft_mode: DraftModeOption = DraftMode.MATCH,
 ) -> None:
     """Continue a prompt with a packed or dense checkpoint.
 
@@ -60,7 +74,8 @@ def generate(
     from runtime.types import SamplingParams
 
     path, name = resolve_model(model)
-    sampling = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
+    grammar = choose_grammar(json_schema, regex)
+    sampling = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), grammar=grammar)
     text = read_prompt() if prompt is None else prompt
     if not text:
         raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")
@@ -75,10 +90,29 @@ def generate(
         max_model_len=max_model_len,
         attention_sinks=attention_sinks,
         attention_window=attention_window,
+        speculate=speculate,
+        num_draft_tokens=draft_tokens,
+        draft_mode=draft_mode.value,
     )
     engine, tokenizer = load_engine(path, config)
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     write(steps(engine, token_ids, sampling), as_json, path.name)
+
+
+def choose_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    """What the text must look like. Raises RequestError when both are given, or the file cannot be read."""
+    from runtime.types import Grammar, GrammarKind
+
+    if json_schema is not None and regex is not None:
+        raise RequestError("--json-schema and --regex exclude each other", "Give one of them")
+    if regex is not None:
+        return Grammar(GrammarKind.REGEX, regex)
+    if json_schema is None:
+        return None
+    try:
+        return Grammar(GrammarKind.JSON_SCHEMA, json_schema.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{json_schema} cannot be read: {error}", "Name a file with a JSON schema") from error
 
 
 def read_prompt() -> str:
@@ -101,12 +135,14 @@ def write(deltas: Iterator[Delta], as_json: bool, model_name: str) -> None:
     """Streams the text, or prints one JSON object; tokens per second are counted from the first token on."""
     texts: list[str] = []
     times: list[float] = []
+    num_first = 0
     for delta in deltas:
         times.append(time.perf_counter())
         texts.append(delta.text)
+        num_first = num_first or delta.num_output_tokens
         if not as_json:
             print(delta.text, end="", flush=True)
-    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+    rate = (delta.num_output_tokens - num_first) / (times[-1] - times[0]) if len(times) > 1 else None
     if not as_json:
         print()
         figures = f"{delta.num_prompt_tokens} prompt tokens, {delta.num_output_tokens} generated"

@@ -36,6 +36,11 @@ class Kernels(StrEnum):
     REFERENCE = "reference"
 
 
+class DraftMode(StrEnum):
+    MATCH = "match"
+    REJECT = "reject"
+
+
 def parse_size(text: str) -> int:
     """Bytes of `4GiB`, `512MiB` or `1000000`. Raises typer.BadParameter for anything else."""
     match = SIZE.fullmatch(text.strip())
@@ -65,6 +70,25 @@ ContextOption = Annotated[
 ]
 MemoryOption = Annotated[
     int, typer.Option("--kv-memory", parser=parse_size, metavar="SIZE", help="Memory of the KV cache, e.g. 512MiB.")
+]
+SpeculateOption = Annotated[
+    str,
+    typer.Option(
+        "--speculate",
+        metavar="DRAFTER",
+        help="Guess several tokens at once and verify them together: ngram (repeats the text), self:2bit, self:3bit "
+        "(the model rounded further), self:skip or self:skip=N (without N layers), demo (the bundled draft model), or "
+        "the folder of a smaller checkpoint with the same tokenizer. Switches itself off where it does not pay.",
+        show_default=False,
+    ),
+]
+DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", min=1, max=16, help="Guesses per step at most.")]
+DraftModeOption = Annotated[
+    DraftMode,
+    typer.Option(
+        "--draft-mode",
+        help="match: the same tokens as without guesses, but for rounding; reject: the same distribution.",
+    ),
 ]
 SinksOption = Annotated[
     int,

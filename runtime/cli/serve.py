@@ -19,6 +19,9 @@ from runtime.cli.options import (
     ContextOption,
     Device,
     DeviceOption,
+    DraftMode,
+    DraftModeOption,
+    DraftTokensOption,
     Dtype,
     DtypeOption,
     Kernels,
@@ -27,6 +30,7 @@ from runtime.cli.options import (
     ModelArgument,
     SeedOption,
     SinksOption,
+    SpeculateOption,
     WindowOption,
     parse_size,
     resolve_model,
@@ -54,6 +58,9 @@ def serve(
     max_model_len: ContextOption = None,
     attention_sinks: SinksOption = 0,
     attention_window: WindowOption = None,
+    speculate: SpeculateOption = "",
+    draft_tokens: DraftTokensOption = 4,
+    draft_mode: DraftModeOption = DraftMode.MATCH,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
     max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")] = 64,
     max_requests: Annotated[
@@ -99,6 +106,9 @@ def serve(
         max_model_len=max_model_len,
         attention_sinks=attention_sinks,
         attention_window=attention_window,
+        speculate=speculate,
+        num_draft_tokens=draft_tokens,
+        draft_mode=draft_mode.value,
         max_num_sequences=max_sequences,
         seed=seed or 0,
     )

@@ -48,23 +48,43 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], *, truncated: bool) -> Te
     Args:
         truncated: apply top-k, top-p and min-p.
     """
-    params = [draw.sampling for draw in draws]
-    device = logits.device
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=logits.dtype, device=device)
-
-    def integers(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    scores = logits / column([p.temperature for p in params]).unsqueeze(-1)
-    ids = torch.arange(logits.shape[-1], device=device).unsqueeze(0)
-    if truncated:
-        top_p, min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
-        scores, ids = candidates(scores, integers([p.top_k for p in params]), top_p, min_p)
-    noise = gumbel_noise(integers([d.seed for d in draws]), integers([d.position for d in draws]), ids)
+    scores, ids = _scores(logits, draws, truncated=truncated)
+    seeds, positions = ([draw.seed for draw in draws], [draw.position for draw in draws])
+    noise = gumbel_noise(_integers(seeds, logits), _integers(positions, logits), ids)
     winner = noise.add_(scores).argmax(-1, keepdim=True)
     return ids.expand(len(draws), -1).gather(-1, winner).squeeze(-1)
+
+
+def probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The distributions `[R, V]` that `sample_tokens` draws from, float64; all on one token at temperature 0."""
+    adjusted = adjust_logits(logits, draws)
+    found = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    found.scatter_(-1, adjusted.argmax(-1, keepdim=True), 1.0)
+    for truncated in (False, True):
+        rows = [row for row, draw in enumerate(draws) if _is_random(draw, truncated=truncated)]
+        if rows:
+            scores, ids = _scores(_rows(adjusted, rows), [draws[row] for row in rows], truncated=truncated)
+            shares = scores.double().softmax(-1)
+            found[rows] = torch.zeros_like(found[rows]).scatter_(-1, ids.expand(len(rows), -1), shares)
+    return found
+
+
+def _scores(logits: Tensor, draws: Sequence[Draw], *, truncated: bool) -> tuple[Tensor, Tensor]:
+    """What noise is added to `[R, K]`, minus infinity where a token cannot be drawn, and the ids `[R or 1, K]`."""
+    params = [draw.sampling for draw in draws]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=logits.dtype, device=logits.device)
+
+    scores = logits / column([p.temperature for p in params]).unsqueeze(-1)
+    if truncated:
+        top_p, min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
+        return candidates(scores, _integers([p.top_k for p in params], logits), top_p, min_p)
+    return scores, torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)
+
+
+def _integers(values: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
 
 
 def _errors(logits: Tensor, scores: Tensor) -> list[str]:

@@ -91,6 +91,11 @@ class Tokenizer:
         """Bytes that one token adds to the text, half a character for some; special tokens are spelled out."""
         return self._bytes[token_id]
 
+    def count_differences(self, other: Tokenizer) -> int:
+        """Token ids that stand for something else, or nothing, in another tokenizer."""
+        mine, others = (set(t._backend.get_vocab(with_added_tokens=True).items()) for t in (self, other))
+        return len({token_id for _, token_id in mine ^ others})
+
     def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """Decodes what follows a prompt, token by token."""
         return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_token_ids)

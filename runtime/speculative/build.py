@@ -1,0 +1,113 @@
+"""From what the user asked for (`RuntimeConfig.speculate`) to a drafter that is ready. Below the torch line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from compress.checkpoint.demo import draft_model_path
+from compress.checkpoint.errors import ToolkitError
+from runtime.config import RuntimeConfig
+from runtime.memory import MemoryPlan
+from runtime.model.decoder import Decoder
+from runtime.model.load import load_model
+from runtime.runner import ModelRunner, check_fits
+from runtime.sampler.rejection import Proposals, ProposalSampler, RejectionSampler
+from runtime.speculative.base import Drafter
+from runtime.speculative.controller import Gate
+from runtime.speculative.draft_model import ModelDrafter
+from runtime.speculative.ngram import NgramDrafter
+from runtime.speculative.self_draft import round_layers, skip_layers
+from runtime.speculative.speculator import Speculator
+from runtime.text.tokenizer import Tokenizer
+
+MAX_DRAFT_TOKENS = 16
+CHOICES = "ngram, self:2bit, self:3bit, self:skip, self:skip=N, demo, or the folder of a checkpoint"
+SELF_ROUNDED = re.compile(r"self:([23])bit")
+SELF_SKIPPING = re.compile(r"self:skip(?:=(\d+))?")
+
+
+def build_speculator(
+    path: str | Path, target: Decoder, runner: ModelRunner, config: RuntimeConfig
+) -> Speculator | None:
+    """What guesses for the engine of `runner`; None when nothing was asked for.
+
+    With `draft_mode="reject"` the runner is told to verify by rejection.
+
+    Args:
+        path: the target's folder.
+
+    Raises:
+        ToolkitError: an unknown wish, a draft model with another vocabulary, or no memory for its blocks.
+    """
+    if not config.speculate:
+        return None
+    _check(config)
+    proposals: Proposals | None = {} if config.draft_mode == "reject" else None
+    drafter = _build_drafter(path, target, runner, config, proposals)
+    if proposals is not None:
+        runner.sample = RejectionSampler(proposals)
+    return Speculator(drafter, config.num_draft_tokens, Gate())
+
+
+def _check(config: RuntimeConfig) -> None:
+    if not 1 <= config.num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ToolkitError(
+            f"{config.num_draft_tokens} draft tokens are not between 1 and {MAX_DRAFT_TOKENS}",
+            "Use --draft-tokens 4",
+        )
+    if config.draft_mode not in ("match", "reject"):
+        raise ToolkitError(f"unknown draft mode {config.draft_mode!r}", "Use --draft-mode match or reject")
+
+
+def _build_drafter(
+    path: str | Path, target: Decoder, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
+) -> Drafter:
+    if config.speculate == "ngram":
+        return NgramDrafter()
+    decoder = _draft_decoder(path, target, config)
+    draft = ModelRunner(decoder, _draft_memory(decoder, target, runner.memory))
+    if proposals is not None:
+        draft.sample = ProposalSampler(proposals)
+    return ModelDrafter(draft, config, same_noise=proposals is None)
+
+
+def _draft_decoder(path: str | Path, target: Decoder, config: RuntimeConfig) -> Decoder:
+    if rounded := SELF_ROUNDED.fullmatch(config.speculate):
+        return round_layers(target, path, int(rounded[1]), config.kernels)
+    if skipping := SELF_SKIPPING.fullmatch(config.speculate):
+        return skip_layers(target, int(skipping[1]) if skipping[1] else None)
+    folder = draft_model_path() if config.speculate == "demo" else Path(config.speculate)
+    if not folder.is_dir():
+        raise ToolkitError(f"--speculate {config.speculate} is neither a known drafter nor a folder", f"Use {CHOICES}")
+    decoder = load_model(folder, device=str(target.device), dtype=_dtype_name(target), kernels=config.kernels)
+    _check_vocabulary(Path(path), target, folder, decoder)
+    return decoder
+
+
+def _dtype_name(target: Decoder) -> str:
+    return str(target.dtype).removeprefix("torch.")
+
+
+def _check_vocabulary(path: Path, target: Decoder, folder: Path, draft: Decoder) -> None:
+    """Token ids must mean the same to both models."""
+    remedy = "Draft with a model of the same family, or with --speculate ngram or self:2bit"
+    sizes = target.config.vocab_size, draft.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ToolkitError(f"{folder} has a vocabulary of {sizes[1]} tokens, and {path} one of {sizes[0]}", remedy)
+    different = Tokenizer.open(path).count_differences(Tokenizer.open(folder))
+    if different:
+        raise ToolkitError(
+            f"the tokenizers of {folder} and {path} disagree about {different} of {sizes[0]} token ids", remedy
+        )
+
+
+def _draft_memory(decoder: Decoder, target: Decoder, memory: MemoryPlan) -> MemoryPlan:
+    """As many blocks as the target has, of the draft model's own size, beside the target's."""
+    model = decoder.config
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * decoder.dtype.itemsize
+    weight_bytes = decoder.nbytes if decoder.embedding is not target.embedding else 0
+    longest = min(memory.max_model_len, model.context_length)
+    plan = MemoryPlan(weight_bytes, token_bytes, memory.block_size, memory.num_blocks, longest, "as the target")
+    check_fits(plan, decoder.device)
+    return plan
