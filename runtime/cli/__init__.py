@@ -7,6 +7,7 @@ import typer
 from compress.checkpoint.terminal import run_cli
 from runtime.cli.batch import batch
 from runtime.cli.bench import bench
+from runtime.cli.chat import chat
 from runtime.cli.generate import generate
 from runtime.cli.memory import memory
 from runtime.cli.serve import serve
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(generate)
+app.command()(chat)
 app.command()(batch)
 app.command()(bench)
 app.command()(memory)
