@@ -96,9 +96,10 @@ class ToolCallParser:
 
     def _begin(self) -> Iterator[Piece]:
         text = self._held.lstrip()
-        if not text and self.format.is_bare:
-            return
-        if self.format.is_bare and text[0] == self._bracket:
+        opening = self.format.opening
+        if self.format.is_bare and opening.startswith(text) and text != opening:
+            return  # blank, or what may still become the tag
+        if self.format.is_bare and text[0] == self._bracket and not text.startswith(opening):
             self._enter_call(self._held[: len(self._held) - len(text)], text)
         else:
             self._state = _State.TEXT
