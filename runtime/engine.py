@@ -182,10 +182,8 @@ class Engine:
         """
         deltas = self._end_late() + self._disturb()
         self._speculate()
-        plan = self.scheduler.schedule()
+        plan = self._plan()
         if not plan.entries:
-            if self.has_work:
-                raise RuntimeError("requests are waiting and the scheduler planned nothing")
             return deltas
         self._note_start(plan)
         sampling = [entry.sequence for entry in plan.entries if entry.samples]
@@ -319,6 +317,15 @@ class Engine:
         self._chaos.disturb(self.scheduler)
         aborted = [self._live[request_id] for request_id in self._chaos.choose_aborts(list(self._live))]
         return [delta for live in aborted for delta in self._end(live, FinishReason.ABORT)]
+
+    def _plan(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        if self.has_work and not plan.entries:
+            self.check()  # blocks that are lost would be a reason
+            plan = self.scheduler.schedule()
+            if not plan.entries:
+                raise RuntimeError("requests are waiting and the scheduler planned nothing")
+        return plan
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[Delta]:
         logger.exception("a step of %d tokens failed; its %d sequences fail", plan.num_tokens, len(plan.entries))

@@ -63,6 +63,7 @@ class EngineThread:
         self._failure = ""
         self._busy_since: float | None = None
         self._checked_at = 0.0
+        self._num_checked_steps = 0
 
     def start(self) -> None:
         """Starts the thread."""
@@ -182,9 +183,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_over():
-                if not self.engine.has_work:
-                    self._check_engine()
-                self._handle_messages(wait=not self.engine.has_work)
+                idle = not self.engine.has_work
+                self._handle_messages(wait=idle, timeout=self._check_idle() if idle else None)
                 if self.engine.has_work:
                     self._busy_since = time.monotonic()
                     self._deliver(self.engine.step())
@@ -194,20 +194,29 @@ class EngineThread:
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
         self._close()
 
-    def _check_engine(self) -> None:
-        """Nobody waits, so there is time to look for broken bookkeeping; with many blocks it takes a moment."""
-        now = time.monotonic()
-        if now - self._checked_at >= CHECK_SECONDS and self._messages.empty():
-            self._checked_at = now
-            self.engine.check()
+    def _check_idle(self) -> float | None:
+        """Looks for broken bookkeeping while nobody waits; with many blocks it takes a moment.
+
+        Returns:
+            Seconds until it wants to look again; None when nothing has happened since it did.
+        """
+        num_steps = self.engine.metrics.steps_total
+        if num_steps == self._num_checked_steps:
+            return None
+        rest = self._checked_at + CHECK_SECONDS - time.monotonic()
+        if rest > 0 or not self._messages.empty():
+            return max(rest, 0)
+        self.engine.check()
+        self._checked_at, self._num_checked_steps = time.monotonic(), num_steps
+        return None
 
     def _is_over(self) -> bool:
         return self._stop is not None and not (self._stop.when_idle and self.engine.has_work)
 
-    def _handle_messages(self, wait: bool) -> None:
-        """Takes all messages there are; sleeps until there is one if `wait`."""
+    def _handle_messages(self, wait: bool, timeout: float | None) -> None:
+        """Takes all messages there are; if `wait`, sleeps until there is one, for at most `timeout` seconds."""
         try:
-            message = self._messages.get(block=wait)
+            message = self._messages.get(wait, timeout)
             while True:
                 self._handle(message)
                 message = self._messages.get_nowait()

@@ -27,11 +27,7 @@ class HostTier:
         self.num_slots = num_slots
         self.num_offloads = 0
         self.num_restores = 0
-        self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(reversed(range(num_slots)))
-        self._moves: dict[int, int] = {}  # slot -> block whose content the next plan saves there
-        self._unsure: set[bytes] = set()
-        self._pinned: set[bytes] = set()
+        self.clear()
 
     @property
     def num_used(self) -> int:
@@ -89,8 +85,12 @@ class HostTier:
                 self._pinned.discard(block_hash)
 
     def clear(self) -> None:
-        """Forgets everything."""
-        self.forget(list(self._slots))
+        """Starts anew, empty."""
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._free = list(reversed(range(self.num_slots)))
+        self._moves: dict[int, int] = {}  # slot -> block whose content the next plan saves there
+        self._unsure: set[bytes] = set()
+        self._pinned: set[bytes] = set()
 
     def check(self) -> None:
         """Verifies the invariants.

@@ -1,0 +1,65 @@
+"""In float64: few blocks, host memory behind them and chaos give the tokens of ample blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import save_tiny_model
+
+from runtime.chaos import Chaos
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.model.decoder import Decoder
+from runtime.model.load import load_model
+from runtime.runner import build_runner
+from runtime.types import SamplingParams
+
+PROMPTS = [[(7 * i + k % 3) % 112 for i in range(6 + 5 * k)] for k in range(6)]
+SAMPLINGS = [SamplingParams(max_tokens=40, temperature=k % 2, seed=k, n=1 + k % 2, ignore_eos=True) for k in range(6)]
+SCARCE = {"num_blocks": 24, "max_model_len": 96, "prefill_chunk": 7}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    path: Path = save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    return load_model(path, dtype="float64")
+
+
+def make_engine(decoder: Decoder, chaos: Chaos | None = None, **options: object) -> Engine:
+    config = RuntimeConfig(**({"device": "cpu", "dtype": "float64", "block_size": 4} | options))
+    return Engine(build_runner(decoder, config), None, config, chaos=chaos)
+
+
+def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
+    found: dict[tuple[str, int], list[int]] = {}
+    for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+        engine.add_request(prompt, sampling, str(index))
+    while engine.has_work:
+        for delta in engine.step():
+            assert not delta.error
+            found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        engine.scheduler.check()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(decoder: Decoder) -> dict[tuple[str, int], list[int]]:
+    return answers(make_engine(decoder, num_blocks=400, prefix_caching=False))
+
+
+@pytest.mark.parametrize("chaos_seed", [None, 0, 1])
+@pytest.mark.parametrize("host_blocks", [0, 5, 200])
+def test_tokens_of_few_blocks_are_those_of_many(
+    decoder: Decoder, wanted: dict[tuple[str, int], list[int]], host_blocks: int, chaos_seed: int | None
+) -> None:
+    block_bytes = 4 * build_runner(decoder, RuntimeConfig()).memory.token_bytes
+    chaos = None if chaos_seed is None else Chaos(chaos_seed, preempt=0.05, evict=0.1)
+    engine = make_engine(decoder, chaos, host_memory_bytes=host_blocks * block_bytes, **SCARCE)
+    assert engine.runner.num_host_blocks == host_blocks
+    engine.runner.pages.data.fill_(float("nan"))
+    engine.runner.pages.host.fill_(float("nan"))
+    assert answers(engine) == wanted
+    assert engine.scheduler.stats.num_preemptions > 0
+    assert (engine.scheduler.pool.tier.num_restores > 0) == (host_blocks > 0)
+    assert answers(engine) == wanted, "once more, with what is cached now"
