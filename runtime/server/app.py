@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from runtime.server.chat import chat_router
 from runtime.server.completions import completions_router
 from runtime.server.description import DescribedApi
+from runtime.server.embeddings import embeddings_router
 from runtime.server.errors import add_error_handlers
 from runtime.server.generation import Engine
 from runtime.server.guard import ApiKeyGuard, BodyLimit, SiteGuard
@@ -18,6 +19,7 @@ from runtime.server.misc import misc_router
 from runtime.server.page import page_router
 from runtime.server.request_id import RequestId
 from runtime.server.service import Limits, Service, Tokenizer
+from runtime.server.tokenization import tokenization_router
 
 
 def create_app(
@@ -61,7 +63,7 @@ def create_app(
         redoc_url=None,
     )
     add_error_handlers(app)
-    for router in (completions_router, chat_router, misc_router):
+    for router in (completions_router, chat_router, embeddings_router, tokenization_router, misc_router):
         app.include_router(router(service))
     app.include_router(page_router())
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.server.logprobs import CompletionLogprobs
-from runtime.server.protocol import CompletionRequest, is_token_list
+from runtime.server.protocol import CompletionRequest, separate_prompts
 from runtime.server.service import Service, Tokenizer
 from runtime.server.streaming import MAY_STREAM, Output
 from runtime.types import Delta, FinishReason, TokenLogprobs
@@ -87,24 +87,16 @@ class CompletionShape:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def separate_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """The single prompts of the `prompt` field."""
-    return [prompt] if isinstance(prompt, str) or is_token_list(prompt) else prompt
-
-
 def completions_router(service: Service) -> APIRouter:
     router = APIRouter()
     tokenizer = service.tokenizer
-
-    def tokenize(prompts: list[str | list[int]]) -> list[list[int]]:
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     @router.post("/v1/completions", responses=MAY_STREAM)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one or several prompts."""
         service.check_model(body.model)
         prompts = separate_prompts(body.prompt)
-        token_ids = await asyncio.to_thread(tokenize, prompts)
+        token_ids = await asyncio.to_thread(service.encode_prompts, prompts)
         samplings = [service.sampling(body, len(ids), DEFAULT_MAX_TOKENS) for ids in token_ids]
         texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
         echoed = [EchoedPrompt(*prompt) for prompt in zip(texts, token_ids, strict=True)] if body.echo else []

@@ -36,6 +36,11 @@ def check_prompt(value: Any) -> Any:
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
 
 
+def separate_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The single prompts of a field that takes one or several."""
+    return [prompt] if isinstance(prompt, str) or is_token_list(prompt) else prompt
+
+
 def check_stop(value: Any) -> Any:
     texts = [value] if isinstance(value, str) else value
     if texts is None:

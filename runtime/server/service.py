@@ -24,7 +24,12 @@ logger = logging.getLogger("runtime.server")
 class Tokenizer(TokenBytes, Protocol):
     """The served model's tokenizer as the server uses it."""
 
-    def encode(self, text: str) -> list[int]: ...
+    special_tokens: Mapping[str, str]
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     @property
     def chat_template(self) -> str | None: ...
@@ -34,7 +39,7 @@ class Tokenizer(TokenBytes, Protocol):
 
     def encode_chat(self, messages: list[dict[str, Any]], **variables: Any) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class Service:
@@ -59,6 +64,10 @@ class Service:
             raise ApiError(
                 404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
             )
+
+    def encode_prompts(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        """Token ids of each prompt. Takes a while for long texts."""
+        return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def sampling(self, body: GenerationRequest, num_prompt_tokens: int, default_tokens: int | None) -> SamplingParams:
         """The request's sampling with OpenAI's defaults; `default_tokens=None` is the rest of the context.

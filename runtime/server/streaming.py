@@ -179,13 +179,21 @@ class EventStream(StreamingResponse):
 
 async def respond(request: Request, deltas: Deltas, answer: Answer, stream: bool, limits: Limits) -> Response:
     """The HTTP answer. Refusals of the engine come as exceptions before a stream's first byte."""
+    if not stream:
+        return await respond_at_once(request, answer.whole(deltas))
     try:
-        if not stream:
-            return JsonResponse(await unless_disconnected(request, answer.whole(deltas)))
         first = await unless_disconnected(request, anext(deltas))
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return EventStream(answer.events(first, deltas), deltas, limits.client_seconds)
+
+
+async def respond_at_once(request: Request, body: Awaitable[dict[str, Any]]) -> Response:
+    """An answer in one piece, whose making is cancelled when the client leaves."""
+    try:
+        return JsonResponse(await unless_disconnected(request, body))
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:

@@ -27,7 +27,7 @@ class ByteTokenizer:
 
     chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     special_ids: ClassVar[dict[str, int]] = {}
-
+    special_tokens: ClassVar[dict[str, str]] = {"eos_token": "~"}
     vocab_size = 256
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -1,0 +1,85 @@
+"""`/v1/embeddings`: means of the served model's final hidden states."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from base64 import b64encode
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BeforeValidator, Field
+from starlette.responses import Response
+
+from runtime.server.generation import Job
+from runtime.server.protocol import Prompt, check_prompt, separate_prompts
+from runtime.server.service import Service
+from runtime.server.streaming import respond_at_once
+from runtime.server.strict import Strict
+from runtime.types import Delta, RequestOptions, SamplingParams
+
+logger = logging.getLogger("runtime.server")
+
+INPUTS_AT_ONCE = 32
+"""Inputs of one request that are in flight together; the others wait without a place in the queue."""
+
+NOTHING_SAMPLED = SamplingParams(max_tokens=0)
+EMBED = RequestOptions(embed=True)
+
+
+class EmbeddingRequest(Strict):
+    """Body of `/v1/embeddings`."""
+
+    model: str
+    input: Annotated[Prompt, BeforeValidator(check_prompt)]
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: of float32 numbers, little-endian"
+    )
+    user: str | None = Field(None, description="written to the server's log beside the request's id")
+
+
+def embeddings_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
+        """Mean-pooled hidden states: of each input the mean over all its tokens of the model's hidden states after the
+        final norm, not normalized to length 1. A model that was trained to continue text was not trained for this:
+        one made for embeddings finds similar texts better."""
+        service.check_model(body.model)
+        prompts = await asyncio.to_thread(service.encode_prompts, separate_prompts(body.input))
+        request_id = f"embd-{request.state.request_id}"
+        logger.info("request %s: user %r, inputs of %s tokens", request_id, body.user, [len(p) for p in prompts])
+        jobs = [Job(f"{request_id}-{i}", prompt, NOTHING_SAMPLED, EMBED) for i, prompt in enumerate(prompts)]
+        return await respond_at_once(request, embed(jobs, body.encoding_format))
+
+    async def embed(jobs: list[Job], encoding: str | None) -> dict[str, Any]:
+        found: list[Delta] = []
+        at_once = min(INPUTS_AT_ONCE, service.limits.max_requests)
+        for first in range(0, len(jobs), at_once):
+            found += await run_all(jobs[first : first + at_once])
+        num_tokens = sum(delta.num_prompt_tokens for delta in found)
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": write_numbers(delta.embedding or [], encoding)}
+                for index, delta in enumerate(found)
+            ],
+            "model": service.model_name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+    async def run_all(jobs: list[Job]) -> list[Delta]:
+        async with aclosing(service.generations.run(jobs)) as deltas:
+            return [delta for _, delta in sorted([pair async for pair in deltas], key=lambda pair: pair[0])]
+
+    return router
+
+
+def write_numbers(numbers: list[float], encoding: str | None) -> list[float] | str:
+    """An embedding as JSON numbers, or as base64 of little-endian float32."""
+    if encoding != "base64":
+        return numbers
+    return b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode("ascii")
