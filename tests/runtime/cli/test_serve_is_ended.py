@@ -1,0 +1,108 @@
+"""However `runtime serve` is ended, nothing of it stays: no process, no port, no client that waits for ever."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+
+
+@contextmanager
+def serving(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a session, and so a process group, of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runtime.cli", "serve", "--port", str(port), "--drain-seconds", "60"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed = ""
+        while "\ntry " not in printed:
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            printed += line
+        yield process, re.search(r"serving .* at (http://\S+)", printed)[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def living_members(group: int) -> list[str]:
+    """Command lines of all processes of a group that still run."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, own_group = status.read_text().rpartition(")")[2].split()[:3]
+            if int(own_group) == group and state != "Z":
+                found.append((status.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_sigkill_leaves_no_process_and_frees_the_port() -> None:
+    with serving() as (process, url):
+        assert [line for line in living_members(process.pid) if "serve" in line]
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.kill()
+            start = time.monotonic()
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+            assert time.monotonic() - start < 5  # the client learns of it at once
+        process.wait(10)
+        end = time.monotonic() + 5
+        while left := living_members(process.pid):
+            assert time.monotonic() < end, left
+            time.sleep(0.05)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        port = httpx.URL(url).port
+    with serving(port) as (_, again):
+        assert again == url
+        assert httpx.get(f"{again}/health").status_code == 200
+
+
+def test_sigterm_refuses_new_connections_and_lets_streams_end() -> None:
+    with serving() as (process, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            address = (httpx.URL(url).host, httpx.URL(url).port)
+            end = time.monotonic() + 10
+            while connects(address):
+                assert time.monotonic() < end, "it still accepts connections"
+                time.sleep(0.02)
+            assert process.poll() is None
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert process.wait(30) == 0
+        assert living_members(process.pid) == []
+
+
+def connects(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=1).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,120 @@
+"""Far more clients than there is room for, over real sockets: some wait, the others hear 429, nothing breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.engine_thread import EngineThread
+from runtime.llm import load_engine
+from runtime.server.app import create_app
+from runtime.server.service import Limits
+
+PLACES = 8
+PROMPTS = ["The castle was built in the", "Once upon a time", "In 1943", "He opened the door and"]
+
+
+@dataclass
+class Crowded:
+    """A server with few places and fewer blocks than its requests would like."""
+
+    url: str
+    engine: Engine
+    refused: list[httpx.Response] = field(default_factory=list)
+
+    @property
+    def is_idle(self) -> bool:
+        pool = self.engine.scheduler.pool
+        return not self.engine.has_work and pool.num_free == pool.num_blocks
+
+    def body(self, index: int) -> dict[str, Any]:
+        prompt = PROMPTS[index % len(PROMPTS)]
+        return {"model": "demo", "prompt": prompt, "temperature": 0.8, "seed": index % 16, "max_tokens": 20}
+
+    async def ask(self, client: httpx.AsyncClient, index: int) -> str:
+        """Asks until there is room, as a client should; every other answer as a stream."""
+        body = {**self.body(index), "stream": index % 2 == 1}
+        while True:
+            response = await client.post(f"{self.url}/v1/completions", json=body)
+            if response.status_code == 200:
+                return text_of(response)
+            assert response.status_code == 429, response.text
+            assert response.json()["error"]["code"] == "queue_full"
+            self.refused.append(response)
+            await asyncio.sleep(int(response.headers["retry-after"]) * 0.3)
+
+
+def text_of(response: httpx.Response) -> str:
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return response.json()["choices"][0]["text"]
+    *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+@pytest.fixture(scope="module")
+def crowded(run_server: Any) -> Iterator[Crowded]:
+    # float64, so that the shape of a batch cannot change a token
+    config = RuntimeConfig(device="cpu", dtype="float64", kernels="reference", num_blocks=14, max_model_len=200)
+    engine, tokenizer = load_engine(demo_model_path(), config)
+    limits = Limits(engine.runner.max_model_len, max_requests=PLACES)
+    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)
+    with run_server(app) as url:
+        yield Crowded(url, engine)
+
+
+def check_normal(crowded: Crowded, wait_until: Any) -> None:
+    wait_until(lambda: crowded.is_idle)
+    crowded.engine.scheduler.check()
+    health = httpx.get(f"{crowded.url}/health")
+    assert health.status_code == 200
+    assert (health.json()["running"], health.json()["waiting"]) == (0, 0)
+    response = httpx.post(f"{crowded.url}/v1/completions", json=crowded.body(0), timeout=60)
+    assert response.status_code == 200
+
+
+def test_ten_times_the_capacity(crowded: Crowded, wait_until: Any) -> None:
+    bodies = [crowded.body(index) for index in range(16)]
+    alone = [text_of(httpx.post(f"{crowded.url}/v1/completions", json=body, timeout=60)) for body in bodies]
+
+    async def everybody() -> list[str]:
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+            return await asyncio.gather(*(crowded.ask(client, index) for index in range(10 * PLACES)))
+
+    texts = asyncio.run(everybody())
+    assert len(crowded.refused) >= PLACES  # it was an overload
+    assert texts == [alone[index % 16] for index in range(10 * PLACES)]  # and it changed no answer
+    check_normal(crowded, wait_until)
+
+
+def vanish(url: str, body: dict[str, Any], num_bytes: int, seconds: float) -> None:
+    """Sends a request, reads so many bytes of its answer, waits so many seconds, and resets the connection."""
+    content = json.dumps(body).encode()
+    with socket.create_connection((httpx.URL(url).host, httpx.URL(url).port), timeout=20) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close is a reset
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        while num_bytes > 0 and (chunk := connection.recv(num_bytes)):
+            num_bytes -= len(chunk)
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_clients_that_vanish_leave_every_block_free(crowded: Crowded, wait_until: Any, count: int) -> None:
+    """Streaming or not, before, at and after the first token, without a place in the queue, by reset."""
+    for index in range(count):
+        endless = {"max_tokens": 150, "ignore_eos": True, "n": 1 + index % 3, "stream": index % 2 == 1}
+        num_bytes, seconds = (0, 1, 0, 400, 0, 900)[index % 6], (0.02 if index % 4 == 0 else 0.0)
+        vanish(crowded.url, {**crowded.body(index), **endless}, num_bytes, seconds)
+    check_normal(crowded, wait_until)
