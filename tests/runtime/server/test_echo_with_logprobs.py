@@ -1,0 +1,118 @@
+"""`/v1/completions` with `echo` and `logprobs`: the prompt's tokens are scored, whole and streamed, alone with
+`max_tokens` 0, for texts and token ids, for several prompts and several answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+ECHO = {"echo": True, "logprobs": 1}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def complete(api: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    response = api.post("/v1/completions", json={"model": "alphabet", **ECHO, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"]
+
+
+def stream(api: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    with api.stream(
+        "POST", "/v1/completions", json={"model": "alphabet", "stream": True, **ECHO, **fields}
+    ) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [choice for line in lines for choice in json.loads(line)["choices"]]
+
+
+def joined(choices: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    """A streamed choice as if it had come whole."""
+    mine = [choice for choice in choices if choice["index"] == index]
+    pieces = [choice["logprobs"] for choice in mine if choice["logprobs"]]
+    reasons = [choice["finish_reason"] for choice in mine if choice["finish_reason"]]
+    assert len(reasons) == 1
+    return {
+        "index": index,
+        "text": "".join(choice["text"] for choice in mine),
+        "logprobs": {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]},
+        "finish_reason": reasons[0],
+    }
+
+
+def test_prompt_and_answer_are_scored(api: httpx.Client) -> None:
+    (choice,) = complete(api, prompt="XYZ", max_tokens=2)
+    assert choice["text"] == "XYZno"
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"] == {
+        "tokens": ["X", "Y", "Z", "n", "o"],
+        "token_logprobs": [None, -0.125, -0.25, -0.5, -0.5],
+        "top_logprobs": [None, {"Y": -0.125}, {"Z": -0.25}, {"n": -0.5}, {"o": -0.5}],
+        "text_offset": [0, 1, 2, 3, 4],
+    }
+
+
+def test_only_the_prompt(api: httpx.Client) -> None:
+    (choice,) = complete(api, prompt="XYZ", max_tokens=0)
+    assert (choice["text"], choice["finish_reason"]) == ("XYZ", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.125, -0.25]
+    (alone,) = complete(api, prompt="X", max_tokens=0)
+    assert (alone["text"], alone["logprobs"]["token_logprobs"]) == ("X", [None])
+
+
+def test_a_prompt_as_long_as_the_context(api: httpx.Client) -> None:
+    (choice,) = complete(api, prompt="x" * 100, max_tokens=0)
+    assert len(choice["logprobs"]["tokens"]) == 100
+
+
+def test_nothing_at_all(api: httpx.Client) -> None:
+    body = {"model": "alphabet", "prompt": "XYZ", "max_tokens": 0}
+    answer = api.post("/v1/completions", json=body).json()
+    assert answer["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("prompt", ["XY", [88, 89], ["XY", "Z"], [[88, 89], [90]]])
+def test_streams_joined_are_the_whole(api: httpx.Client, prompt: Any, n: int, max_tokens: int) -> None:
+    whole = complete(api, prompt=prompt, n=n, max_tokens=max_tokens)
+    texts = ["XY"] * n + ["Z"] * n if isinstance(prompt[0], (str, list)) and len(prompt[0]) != 1 else ["XY"] * n
+    assert [choice["text"][: len(text)] for choice, text in zip(whole, texts, strict=True)] == texts
+    choices = stream(api, prompt=prompt, n=n, max_tokens=max_tokens)
+    assert [joined(choices, index) for index in range(len(whole))] == whole
+
+
+def test_offsets_count_characters(api: httpx.Client) -> None:
+    (choice,) = complete(api, prompt="aé日\U0001f600", max_tokens=1)
+    logprobs = choice["logprobs"]
+    assert logprobs["text_offset"] == [0, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4]
+    assert choice["text"][logprobs["text_offset"][-1] :] == logprobs["tokens"][-1]
+
+
+def test_echo_without_logprobs_scores_nothing(api: httpx.Client, engine: Any) -> None:
+    (choice,) = complete(api, prompt="XY", logprobs=None, max_tokens=1)
+    assert (choice["text"], choice["logprobs"]) == ("XYm"[:3], None)
+    assert engine.seen[-1].prompt_logprobs is None
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_the_engine_is_asked_for_as_many(api: httpx.Client, engine: Any, number: int) -> None:
+    complete(api, prompt="XY", logprobs=number)
+    assert (engine.seen[-1].logprobs, engine.seen[-1].prompt_logprobs) == (number, number)
+
+
+def test_steering_fields_reach_the_engine(api: httpx.Client, engine: Any) -> None:
+    fields = {"repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": -1}
+    bias = {"7": -100, "65": 2.5}
+    for path, prompt in (("completions", {"prompt": "Z"}), ("chat/completions", {"messages": MESSAGES})):
+        body = {"model": "alphabet", "max_tokens": 1, **prompt, **fields, "logit_bias": bias}
+        response = api.post(f"/v1/{path}", json={**body, "stop_token_ids": [1, 2], "priority": -3})
+        assert response.status_code == 200, response.text
+        sampling = engine.seen[-1]
+        assert {name: getattr(sampling, name) for name in fields} == fields
+        assert sampling.logit_bias == ((7, -100.0), (65, 2.5))
+        assert sampling.stop_token_ids == (1, 2)
+        assert engine.options[-1].priority == -3
