@@ -87,7 +87,8 @@ class AlphabetEngine:
         self.active.add(request_id)
         try:
             if options.embed or sampling.max_tokens == 0:
-                yield self.prompt_only(request_id, prompt_token_ids, sampling, options)
+                for index in range(sampling.n):
+                    yield self.prompt_only(request_id, prompt_token_ids, sampling, options, index)
             for i in range(0 if options.embed else sampling.max_tokens):
                 if i == self.close_gate_at:
                     self.gate.clear()
@@ -103,13 +104,14 @@ class AlphabetEngine:
             self.active.discard(request_id)
 
     def prompt_only(
-        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, options: RequestOptions
+        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, options: RequestOptions, index: int
     ) -> Delta:
         return Delta(
             request_id,
+            index=index,
             finish_reason=FinishReason.STOP if options.embed else FinishReason.LENGTH,
             num_prompt_tokens=len(prompt),
-            prompt_logprobs=self.prompt_logprobs(prompt, sampling),
+            prompt_logprobs=self.prompt_logprobs(prompt, sampling) if index == 0 else [],
             embedding=[len(prompt) / 3, float(prompt[0]), -1.5] if options.embed else None,
         )
 
