@@ -7,6 +7,7 @@ import json
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from runtime.benchmark.http_client import Address, Response, request
@@ -51,7 +52,7 @@ class Record:
     @property
     def gaps(self) -> list[float]:
         """Seconds between one chunk and the next."""
-        return [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.chunk_times)]
 
     @property
     def tpot(self) -> float | None:

@@ -1,0 +1,130 @@
+"""Figures against values worked out by hand and by numpy."""
+
+from __future__ import annotations
+
+import random
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from compress.checkpoint.errors import ToolkitError
+from runtime.benchmark.client import Record
+from runtime.benchmark.figures import Distribution, Objective, parse_objectives, percentile, summarize
+from runtime.benchmark.plot import active_over_time, draw, tokens_over_time
+from runtime.benchmark.report import Run, facts
+from runtime.benchmark.svg import Scale
+from runtime.benchmark.workload import Lengths, Workload
+
+QUICK = Record(1.0, 2.0, [1.1, 1.2, 1.4], prompt_tokens=10, cached_tokens=4, output_tokens=5, status=200)
+SLOW = Record(1.5, 5.0, [3.5, 4.5], prompt_tokens=20, output_tokens=2, status=200)
+SINGLE = Record(2.0, 2.5, [2.5], prompt_tokens=5, output_tokens=1, status=200)
+REFUSED = Record(2.0, 2.1, status=429, error="The queue is full")
+BROKEN = Record(2.0, 6.0, [2.2], status=200, error="the stream broke off")
+RECORDS = [QUICK, SLOW, SINGLE, REFUSED, BROKEN]
+
+
+def test_percentiles_are_numpy_s() -> None:
+    generator = random.Random(0)
+    for count in (1, 2, 3, 10, 101):
+        values = sorted(generator.random() for _ in range(count))
+        for percent in (0, 1, 50, 90, 95, 99, 100):
+            assert percentile(values, percent) == pytest.approx(np.percentile(values, percent), abs=1e-12)
+    assert Distribution.of([]) is None
+    assert Distribution.of([0.001, 0.003]).mean == pytest.approx(2)
+
+
+def test_latencies_of_a_request() -> None:
+    assert QUICK.ttft == pytest.approx(0.1)
+    assert QUICK.e2e == pytest.approx(1.0)
+    assert QUICK.gaps == pytest.approx([0.1, 0.2])
+    assert QUICK.tpot == pytest.approx(0.3 / 4)  # five tokens came in three pieces
+    assert SINGLE.gaps == []
+    assert SINGLE.tpot is None
+
+
+def test_summary() -> None:
+    figures = summarize(RECORDS, 3, parse_objectives("ttft=1s,itl=250ms"))
+    assert (figures.complete, figures.refused, figures.failed, figures.peak_concurrency) == (3, 1, 1, 3)
+    assert figures.duration_s == 5.0
+    assert (figures.input_tokens, figures.cached_tokens, figures.output_tokens) == (35, 4, 8)
+    assert figures.requests_per_s == pytest.approx(3 / 5)
+    assert figures.output_tokens_per_s == pytest.approx(8 / 5)
+    assert figures.latency_ms["itl"].mean == pytest.approx(1e3 * (0.1 + 0.2 + 1.0) / 3)
+    assert figures.latency_ms["ttft"].p50 == pytest.approx(500)
+    assert figures.goodput.share == pytest.approx(2 / 5)  # quick and single; failures meet nothing
+    assert figures.goodput.requests_per_s == pytest.approx(2 / 5)
+    assert figures.errors == {"The queue is full": 1, "the stream broke off": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "met"),
+    [("ttft=100ms", [QUICK]), ("e2e=1s", [QUICK, SINGLE]), ("tpot=75ms", [QUICK, SINGLE]), ("itl=1s", [QUICK, SLOW])],
+)
+def test_objectives(text: str, met: list[Record]) -> None:
+    (objective,) = parse_objectives(text)
+    slack = Objective(objective.metric, objective.seconds + 1e-9)
+    assert all(slack.is_met(record) for record in met)
+    assert slack.is_met(SLOW) == (SLOW in met)
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=5", "speed=5s", "ttft=5s;itl=3s", "ttft=-5s"])
+def test_wrong_objectives_are_refused(text: str) -> None:
+    with pytest.raises(ToolkitError, match="is no objective"):
+        parse_objectives(text)
+
+
+def test_nothing_complete_is_no_crash() -> None:
+    figures = summarize([REFUSED], 1)
+    assert figures.complete == 0
+    assert set(figures.latency_ms.values()) == {None}
+    ElementTree.fromstring(draw(run([REFUSED])))
+
+
+def run(records: list[Record]) -> Run:
+    workload = Workload(Lengths(5, 20), Lengths(1, 5), len(records), shared_prefix=3)
+    figures = summarize(records, 3, parse_objectives("ttft=1s"))
+    return Run("runtime bench", "http://x", "<demo> & co", "closed loop", workload, (), records, figures)
+
+
+def test_json_has_stable_keys() -> None:
+    found = run(RECORDS).as_json()
+    assert {"schema", "command", "workload", "figures", "machine", "versions", "requests", "meanings"} <= found.keys()
+    assert set(found["figures"]["latency_ms"]) == {"ttft", "itl", "tpot", "e2e"}
+    assert set(found["figures"]["latency_ms"]["ttft"]) == {"mean", "p50", "p90", "p95", "p99"}
+    assert found["machine"]["cores"] >= 1
+    assert "torch" in found["versions"]
+    assert [request["status"] for request in found["requests"]] == [200, 200, 200, 429, 200]
+    assert any("429" in line for line in facts(run(RECORDS)))
+
+
+def test_plot_is_svg_with_every_panel_and_nothing_outside() -> None:
+    root = ElementTree.fromstring(draw(run(RECORDS)))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    for title in ("Time to first token", "Between tokens", "End to end", "Output tokens per second"):
+        assert title in texts
+    assert any("<demo> & co" in text for text in texts)
+    for line in root.iter("{http://www.w3.org/2000/svg}polyline"):
+        for point in line.get("points").split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= 1120
+            assert 0 <= y <= 690
+
+
+def test_curves_over_time_add_up() -> None:
+    good = [QUICK, SLOW, SINGLE]
+    points = tokens_over_time(good, 4.0)
+    assert sum(rate for _, rate in points) * (points[1][0] - points[0][0]) == pytest.approx(8)
+    counts = [count for _, count in active_over_time(RECORDS)]
+    assert min(counts) == counts[-1] == 0
+    assert max(counts) == 4
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert Scale(0, 10, 0, 100).ticks() == [0, 2, 4, 6, 8, 10]
+    assert Scale(0.9, 120, 0, 100, is_log=True).ticks() == [1, 2, 5, 10, 20, 50, 100]
+    assert Scale(1, 1e6, 0, 100, is_log=True).ticks() == pytest.approx([1, 10, 100, 1e3, 1e4, 1e5, 1e6])
+    assert Scale(1, 100, 0, 100, is_log=True).place(10) == pytest.approx(50)
+    for low, high in ((3.1, 4.4), (0.02, 0.021), (7, 9000)):
+        scale = Scale(low, high, 0, 1, is_log=True)
+        assert all(low <= tick <= high for tick in scale.ticks())

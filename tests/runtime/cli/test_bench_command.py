@@ -1,0 +1,150 @@
+"""`runtime bench` against the demo model over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runtime_command import runtime, start
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.benchmark.own_server import own_server
+
+SMALL = ["--input", "8:24", "--output", "4:12", "--warmup", "2"]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    options = ["--api-key", "secret", "--max-requests", "3", "--max-sequences", "2"]
+    with own_server(demo_model_path(), options) as own:
+        yield own
+
+
+def test_own_server_closed_loop_writes_json_and_plot(tmp_path: Path) -> None:
+    files = ["--json", "b.json", "--plot", "b.svg", "--slo", "ttft=100s,itl=100s,tpot=100s,e2e=0.001ms"]
+    result = runtime("bench", "-n", "12", "-c", "3", *SMALL, "--shared-prefix", "32", *files, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "b.json").read_text())
+    figures = found["figures"]
+    assert (figures["complete"], figures["refused"], figures["failed"]) == (12, 0, 0)
+    assert figures["peak_concurrency"] == 3
+    assert figures["goodput"] == {"share": 0.0, "requests_per_s": 0.0}
+    assert figures["cached_tokens"] >= 32 * 6  # all but the first three requests find the prefix
+    assert figures["latency_ms"]["ttft"]["p50"] <= figures["latency_ms"]["e2e"]["p50"]
+    assert all(40 <= request["prompt_tokens"] <= 56 for request in found["requests"])  # prefix and own tokens
+    assert all(4 <= request["output_tokens"] <= 12 for request in found["requests"])
+    assert sum(request["output_tokens"] for request in found["requests"]) == figures["output_tokens"]
+    assert found["command"].startswith("runtime bench -n 12")
+    assert found["load"] == "closed loop, concurrency 3"
+    ElementTree.parse(tmp_path / "b.svg")
+    for words in ("first token (ttft)", "between tokens (itl)", "throughput", "goodput     0.0%"):
+        assert words in result.stdout
+
+
+def test_open_loop_beyond_the_queue_counts_refusals(url: str, tmp_path: Path) -> None:
+    options = ["--url", url, "--api-key", "secret", "--rate", "400", "-n", "40", "--json", "b.json"]
+    result = runtime("bench", str(demo_model_path()), *options, *SMALL, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "b.json").read_text())
+    figures = found["figures"]
+    assert figures["complete"] + figures["refused"] == 40
+    assert figures["complete"] >= 3
+    assert figures["refused"] > 10
+    assert figures["failed"] == 0
+    assert "queue is full" in next(iter(figures["errors"]))
+    starts = [request["start_s"] for request in found["requests"]]
+    assert starts == sorted(starts)
+
+
+def test_prompts_of_a_file_through_both_routes(url: str, tmp_path: Path) -> None:
+    lines = [{"prompt": "The castle"}, {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ["--url", f"{url}/v1", "--api-key", "secret", "-n", "4", "-c", "1", "--output", "5", "--json", "b.json"]
+    result = runtime("bench", *options, "--prompts", "p.jsonl", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    requests = json.loads((tmp_path / "b.json").read_text())["requests"]
+    assert [request["output_tokens"] for request in requests] == [5, 3, 5, 3]
+
+
+def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) -> None:
+    options = ["--url", url, "--api-key", "secret", "-n", "3", "-c", "1", "--json", "b.json"]
+    result = runtime("bench", *options, "--input", "10", "--output", "2", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    requests = json.loads((tmp_path / "b.json").read_text())["requests"]
+    assert [request["prompt_tokens"] for request in requests] == [10, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--rate", "1", "--concurrency", "2"], 1, "exclude each other"),
+        (["--input", "9:3"], 2, "write tokens as 128"),
+        (["--slo", "ttft"], 1, "is no objective"),
+        (["--prompts", "nowhere"], 1, "there is no file nowhere"),
+        (["--url", "http://127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
+        (["--url", "nonsense"], 1, "is no URL"),
+        (["--url", "http://127.0.0.1:1", "--serve", "--max-sequences 1"], 1, "Give one of them"),
+        (["--json", "no/such/folder/x.json"], 1, "there is no folder no/such/folder"),
+        (["--serve", "--max-len 5"], 1, "the server did not start: No such option"),
+    ],
+)
+def test_refusals_are_one_line(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
+    result = runtime("bench", "-n", "2", *arguments, cwd=tmp_path)
+    assert result.returncode == status
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_wrong_key_ends_with_the_server_s_words(url: str, tmp_path: Path) -> None:
+    result = runtime("bench", "--url", url, "-n", "1", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "status 401" in result.stderr
+
+
+def test_prompts_that_never_fit_are_refused_in_the_warm_up(url: str, tmp_path: Path) -> None:
+    options = ["--url", url, "--api-key", "secret", "-n", "2", "--input", "4000"]
+    result = runtime("bench", str(demo_model_path()), *options, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "every warm-up request failed: The prompt has 4000 tokens" in result.stderr
+    result = runtime("bench", str(demo_model_path()), *options, "--warmup", "0", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "no request was complete" in result.stderr
+    assert "2 failed" in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_server_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
+    bench = start("bench", "-n", "1000", "--output", "500", cwd=tmp_path)
+    child = wait_for_child(bench.pid)
+    time.sleep(1)
+    bench.send_signal(number)
+    bench.communicate(timeout=30)
+    end = time.monotonic() + 20
+    while is_running(child):
+        assert time.monotonic() < end, "the server outlived its benchmark"
+        time.sleep(0.05)
+
+
+def wait_for_child(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    if not children.parent.is_dir():
+        pytest.skip("needs /proc")
+    end = time.monotonic() + 30
+    while not (found := children.read_text().split()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return int(found[0])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
