@@ -26,6 +26,8 @@ def describe_memory(engine: Engine) -> str:
     needed = runner.reach.blocks_for(runner.max_model_len, config.max_span_tokens, config.block_size)
     num_tokens, requests = runner.num_blocks * config.block_size, runner.num_blocks / needed
     room = f"{num_tokens} tokens in {runner.num_blocks} blocks, {requests:.1f} requests of the whole context"
+    if runner.num_host_blocks:
+        room += f", {runner.num_host_blocks * config.block_size} more tokens in host memory"
     if runner.reach.window is None:
         return room
     return f"{room} ({needed} blocks each: tokens see {runner.reach})"

@@ -71,6 +71,15 @@ ContextOption = Annotated[
 MemoryOption = Annotated[
     int, typer.Option("--kv-memory", parser=parse_size, metavar="SIZE", help="Memory of the KV cache, e.g. 512MiB.")
 ]
+HostMemoryOption = Annotated[
+    int,
+    typer.Option(
+        "--host-kv-memory",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Host memory for prefixes that the KV cache has no room for, e.g. 4GiB; 0 is off.",
+    ),
+]
 SpeculateOption = Annotated[
     str,
     typer.Option(

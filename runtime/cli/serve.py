@@ -24,6 +24,7 @@ from runtime.cli.options import (
     DraftTokensOption,
     Dtype,
     DtypeOption,
+    HostMemoryOption,
     Kernels,
     KernelsOption,
     MemoryOption,
@@ -62,6 +63,7 @@ def serve(
     draft_tokens: DraftTokensOption = 4,
     draft_mode: DraftModeOption = DraftMode.MATCH,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
+    host_kv_memory: HostMemoryOption = "0",  # type: ignore[assignment]
     max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")] = 64,
     max_requests: Annotated[
         int, typer.Option("--max-requests", min=1, help="Running and waiting at most; more get status 429.")
@@ -103,6 +105,7 @@ def serve(
         dtype=dtype.value,
         kernels=kernels.value,
         kv_memory_bytes=kv_memory,
+        host_memory_bytes=host_kv_memory,
         max_model_len=max_model_len,
         attention_sinks=attention_sinks,
         attention_window=attention_window,

@@ -128,7 +128,7 @@ class Service:
     ) -> Response:
         """Generates `n` choices per prompt and answers in the request's way, at once or as a stream."""
         request_id = f"{shape.id_prefix}-{request.state.request_id}"
-        options = RequestOptions(priority=body.priority or 0)
+        options = RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")
         jobs = [Job(f"{request_id}-{i}", *job, options) for i, job in enumerate(zip(prompts, samplings, strict=True))]
         logger.info("request %s: user %r, prompts of %s tokens", request_id, body.user, [len(p) for p in prompts])
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}

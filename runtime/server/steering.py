@@ -1,4 +1,4 @@
-"""Fields of a request that push its answers towards tokens or away from them, and that say when it is served."""
+"""Fields of a request that push its answers towards tokens or away from them, and that say how it is served."""
 
 from __future__ import annotations
 
@@ -47,6 +47,9 @@ class SteeringFields(Strict):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=128, description="tokens that end the answer")
     priority: int | None = Field(
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is served earlier; 0 is the default"
+    )
+    cache_salt: str | None = Field(
+        None, max_length=256, description="computed prefixes are shared only with requests of the same salt"
     )
 
     @property

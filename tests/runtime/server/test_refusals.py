@@ -68,6 +68,8 @@ def test_unknown_fields_are_named(api: httpx.Client, name: str, value: Any) -> N
         ("stop_token_ids", [1] * 129),
         ("priority", 101),
         ("priority", 0.5),
+        ("cache_salt", 7),
+        ("cache_salt", "x" * 257),
         ("logprobs", 21),
         ("prompt", []),
         ("prompt", [[]]),

@@ -1,0 +1,78 @@
+"""What requests share is computed once, over HTTP: conversations that go on, examples before a question, one system
+prompt for many users. A salt keeps tenants apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.config import RuntimeConfig
+from runtime.engine_thread import EngineThread
+from runtime.llm import load_engine
+from runtime.server.app import create_app
+from runtime.server.service import Limits
+
+BLOCK_SIZE = 4
+EXAMPLES = "Berlin is in Germany. Paris is in France. Rome is in Italy. Madrid is in "
+SYSTEM = {"role": "system", "content": "You answer questions about old castles, in one short and friendly sentence."}
+
+
+@pytest.fixture
+def api(run_server: Any) -> Iterator[httpx.Client]:
+    config = RuntimeConfig(device="cpu", dtype="float64", num_blocks=256, max_model_len=512, block_size=BLOCK_SIZE)
+    engine, tokenizer = load_engine(demo_model_path(), config)
+    limits = Limits(engine.runner.max_model_len)
+    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
+    with run_server(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def ask(api: httpx.Client, path: str, **body: Any) -> tuple[dict[str, Any], int, int]:
+    """The first choice, how many tokens the prompt has and how many of them were found."""
+    response = api.post(f"/v1/{path}", json={"model": "demo", "temperature": 0, "max_tokens": 12, **body})
+    assert response.status_code == 200, response.text
+    usage = response.json()["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return response.json()["choices"][0], usage["prompt_tokens"], cached
+
+
+def test_a_conversation_that_goes_on_computes_only_what_is_new(api: httpx.Client) -> None:
+    messages, previous = [SYSTEM], 0
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"And what about castle number {turn}?"})
+        choice, length, cached = ask(api, "chat/completions", messages=messages)
+        assert cached >= previous - previous % BLOCK_SIZE, "the prompt of the turn before is known"
+        assert cached < length
+        messages.append({"role": "assistant", "content": choice["message"]["content"]})
+        previous = length
+
+
+def test_many_users_share_a_system_prompt(api: httpx.Client) -> None:
+    found = []
+    for question in ("Who built it?", "How old is it?", "May I come in?"):
+        messages = [SYSTEM, {"role": "user", "content": question}]
+        found.append(ask(api, "chat/completions", messages=messages)[2])
+    assert found[0] == 0
+    assert found[1] == found[2] >= BLOCK_SIZE * 4
+
+
+def test_examples_before_a_question_are_computed_once(api: httpx.Client) -> None:
+    first = ask(api, "completions", prompt=EXAMPLES + "Spain. Lisbon is in")
+    second = ask(api, "completions", prompt=EXAMPLES + "Spain. Vienna is in")
+    alone = ask(api, "completions", prompt=EXAMPLES + "Spain. Vienna is in", cache_salt="nobody else")
+    assert first[2] == alone[2] == 0
+    assert second[2] >= second[1] - 4 - 2 * BLOCK_SIZE
+    assert second[0] == alone[0], "and that changes nothing"
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_salt_keeps_tenants_apart(api: httpx.Client, path: str) -> None:
+    prompt = {"messages": [SYSTEM]} if path.startswith("chat") else {"prompt": EXAMPLES}
+    found = [ask(api, path, **prompt, cache_salt=salt)[2] for salt in ("a", "b", "a", "b", None, "", None)]
+    assert found[:2] == [0, 0]
+    assert found[4] == 0
+    assert found[2] == found[3] == found[5] == found[6] > 0
