@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from threading import Lock
@@ -27,11 +28,21 @@ MAX_CHARACTERS = 2**16
 CACHE_SIZE = 32
 """Distinct grammars that stay compiled."""
 
-WHITESPACE = r"( |\n[ \t]{0,20})?"
-"""Between the tokens of JSON: nothing, a space, or a new line and its indent; a model cannot go on with it for ever."""
+JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,20})?", "lenient": False, "coerce_one_of": False}
+"""Blanks within JSON are a space, or a new line and its indent: a model cannot go on with them for ever. Keywords that
+llguidance does not know how to keep to are errors."""
+
+NO_FORCING = '%llguidance {"no_forcing": true}'
+"""Text that only one way leads through is not cut into tokens beforehand: the model chooses among all that fit."""
 
 LIMITS = LLParserLimits(verbose_errors=False)
 """llguidance's own bounds of a grammar's size and of the work per token: about 20 ms of compiling, 15 ms of a step."""
+
+EXCERPT = re.compile(r"\s*(\d+ \|.*|\^*|<non-verbose/>)\s*$")
+"""Lines of an error that quote the grammar."""
+
+POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+"""The place of an error in the grammar as it was handed to llguidance, which is not the user's text."""
 
 SPECIAL_MARK = b"\xff"
 """Begins the spelling of special tokens, so that no text of a grammar can be said with them. Never a byte of UTF-8."""
@@ -189,7 +200,7 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
         problem = f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters"
         raise RequestError(problem, f"at most {MAX_CHARACTERS} are allowed; shorten it")
     try:
-        source = _source(grammar)
+        source = LLMatcher.grammar_from_lark(f"{_lark(grammar)}\n{NO_FORCING}")
     except (ValueError, RecursionError) as error:
         raise _refusal(grammar, str(error)) from error
     matcher = call_on_deep_stack(lambda: LLMatcher(tokens, source, log_level=0, limits=LIMITS))
@@ -201,32 +212,31 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def _source(grammar: Grammar) -> str:
-    """The grammar in llguidance's own form. Raises ValueError for what is no JSON object."""
+def _lark(grammar: Grammar) -> str:
+    """The grammar in llguidance's form of Lark. Raises ValueError for what is no JSON object."""
     match grammar.kind:
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(grammar.text)
+            return json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
         case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(grammar.text)
+            return grammar.text
         case GrammarKind.JSON_OBJECT:
-            return _from_schema({"type": "object"})
+            return _json_rule({"type": "object"})
         case GrammarKind.JSON_SCHEMA:
             schema = json.loads(grammar.text)
             if not isinstance(schema, dict):
                 raise ValueError("a schema must be a JSON object")
-            return _from_schema(schema)
+            return _json_rule(schema)
 
 
-def _from_schema(schema: dict[str, Any]) -> str:
-    # Overrides, because a schema may carry options of its own, which could switch the strictness off.
-    return LLMatcher.grammar_from_json_schema(
-        schema, overrides={"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-    )
+def _json_rule(schema: dict[str, Any]) -> str:
+    # In place of options that the schema may carry, which could switch the strictness off.
+    return f"start: %json {json.dumps(schema | {'x-guidance': JSON_OPTIONS})}"
 
 
 def _refusal(grammar: Grammar, reason: str) -> RequestError:
-    lines = [line.strip() for line in reason.splitlines() if line.strip() and line.strip() != "<non-verbose/>"]
-    short = "; ".join(lines)[:300] or "it is not valid"
+    lines = [line.strip() for line in reason.splitlines() if not EXCERPT.match(line)]
+    text = "; ".join(lines)
+    short = (text if grammar.kind is GrammarKind.LARK else POSITION.sub("", text))[:300] or "it is not valid"
     return RequestError(f"the {NAMES[grammar.kind]} cannot be followed: {short}", "change or simplify it")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.checkpoint.errors import RequestError
-from runtime.text.grammar import WHITESPACE
+from runtime.text.grammar import JSON_OPTIONS
 from runtime.types import Grammar, GrammarKind
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -131,7 +131,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     schema = {"type": "object", **parameters} if parameters is not None else dict(NO_PARAMETERS)
-    return schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return schema | {"x-guidance": JSON_OPTIONS}
 
 
 def _quote(text: str) -> str:

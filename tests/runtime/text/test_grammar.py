@@ -1,0 +1,218 @@
+"""Constraints over the demo model's tokenizer: exact masks, honest refusals, no crash whatever the grammar."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import RequestError
+from runtime.text import grammar as module
+from runtime.text.grammar import GrammarCompiler, TokenConstraint
+from runtime.text.tokenizer import Tokenizer
+from runtime.types import Grammar, GrammarKind
+
+PADDED_VOCAB = 8203  # more than the tokenizer's 8192, and no multiple of eight
+END = 0
+TOKENIZER = Tokenizer.open(demo_model_path())
+COMPILER = GrammarCompiler(TOKENIZER, PADDED_VOCAB)
+
+CITY = json.dumps({"type": "object", "properties": {"city": {"enum": ["Rome", "Zürich"]}}, "required": ["city"]})
+JSON = Grammar(GrammarKind.JSON_OBJECT)
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+def lark(text: str) -> Grammar:
+    return Grammar(GrammarKind.LARK, text)
+
+
+def schema(text: str) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, text)
+
+
+def allowed(constraint: TokenConstraint) -> list[int]:
+    mask = constraint.mask()
+    assert len(mask) == (PADDED_VOCAB + 7) // 8
+    return [token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1]
+
+
+def walk(constraint: TokenConstraint, choose: random.Random, max_tokens: int = 300) -> list[int]:
+    """Any allowed tokens, until an end token or the grammar's end."""
+    tokens: list[int] = []
+    while len(tokens) < max_tokens and not constraint.is_complete:
+        tokens.append(choose.choice(allowed(constraint)))
+        assert constraint.accept(tokens[-1:]) == 1
+    return tokens
+
+
+@pytest.mark.parametrize("pattern", [r"(cat|dog){1,3}", r"[0-9]{4}-[0-9][0-9]", r"[é☃x]{2,8}y?", r"a*b", r"x{0,3}"])
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_whatever_is_allowed_matches_in_the_end(pattern: str, seed: int) -> None:
+    tokens = walk(COMPILER.constraint(regex(pattern), {END}), random.Random(seed))
+    if tokens[-1:] == [END] or len(tokens) < 300:
+        assert re.fullmatch(pattern, TOKENIZER.decode(tokens))
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_a_mask_is_exactly_what_is_accepted(seed: int) -> None:
+    choose = random.Random(seed)
+    constraint = COMPILER.constraint(schema(CITY), {END, 2})
+    walk(constraint, choose, choose.randrange(12))
+    inside = set(allowed(constraint))
+    assert max(inside, default=0) < TOKENIZER.vocab_size
+    tried = [*inside, *choose.sample(range(PADDED_VOCAB), 200), END, 2, PADDED_VOCAB, PADDED_VOCAB + 1, -1]
+    for token in tried:
+        assert constraint.accept([token]) == (token in inside)
+        constraint.rollback(token in inside)
+        assert set(allowed(constraint)) == inside
+
+
+@given(seed=st.integers(0, 10**6), back=st.integers(0, 40))
+@settings(max_examples=40, deadline=None)
+def test_rollback_undoes_tokens_also_end_tokens(seed: int, back: int) -> None:
+    choose = random.Random(seed)
+    constraint = COMPILER.constraint(JSON, {END})
+    tokens = walk(constraint, choose, 40)
+    back = min(back, len(tokens))
+    constraint.rollback(back)
+    again = COMPILER.constraint(JSON, {END})
+    kept = tokens[: len(tokens) - back]
+    assert again.accept(kept) == len(kept)
+    assert again.mask() == constraint.mask()
+
+
+def test_tokens_are_taken_up_to_the_first_that_is_not_allowed() -> None:
+    constraint = COMPILER.constraint(regex("ab?"), {END})
+    a, c = TOKENIZER.encode("a")[0], TOKENIZER.encode("c")[0]
+    assert constraint.accept([a, END, a]) == 2
+    assert constraint.is_complete
+    assert allowed(constraint) == [END]
+    constraint.rollback(2)
+    assert constraint.accept([c]) == 0
+    assert not constraint.is_complete
+
+
+def test_a_model_without_end_tokens_is_complete_when_nothing_may_follow() -> None:
+    constraint = COMPILER.constraint(regex("ab?"), ())
+    constraint.accept(TOKENIZER.encode("a"))
+    assert not constraint.is_complete
+    constraint.accept(TOKENIZER.encode("b"))
+    assert constraint.is_complete
+    assert allowed(constraint) == []
+
+
+def test_end_tokens_are_allowed_only_where_the_grammar_may_end() -> None:
+    constraint = COMPILER.constraint(regex("ab"), {END, 2})
+    assert not {END, 2} & set(allowed(constraint))
+    constraint.accept(TOKENIZER.encode("ab"))
+    assert allowed(constraint) == [END, 2]
+
+
+def test_special_tokens_are_no_text() -> None:
+    spelled = TOKENIZER.token_bytes(2).decode()
+    constraint = COMPILER.constraint(regex(re.escape(spelled)), {END})
+    assert constraint.accept([2]) == 0
+    assert walk(constraint, random.Random(0)) != [2]
+    named = COMPILER.constraint(lark(f'start: {spelled} "x"'), {END})
+    assert allowed(named) == [2]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (regex("("), "unclosed group"),
+        (regex("(?=a)b"), "look-around"),
+        (regex(""), "no text at all"),
+        (regex("\ud800"), "surrogates"),
+        (lark("start: a\na: missing"), "at 2(4): unknown name"),
+        (lark("start: start"), "no text at all"),
+        (lark(""), "no start rule"),
+        (lark("start: /a/ <[99999]>"), "too large"),
+        (schema('{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (schema('{"x-guidance": {"lenient": true}, "type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (schema('{"type": "thing"}'), "Invalid type"),
+        (schema('{"not": {}}'), "not"),
+        (schema('{"$ref": "https://example.com/schema"}'), "example.com"),
+        (schema('{"$ref": "#"}'), "no text at all"),
+        (schema('{"allOf": [{"type": "integer"}, {"type": "string"}]}'), "incompatible"),
+        (schema("[]"), "must be a JSON object"),
+        (schema("{"), "line 1 column 2"),
+        (schema("[" * 60_000), "recursion"),
+        (schema(json.dumps({"enum": ["x" * 70_000]})), "70014 characters"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_in_one_line(grammar: Grammar, words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)) as refusal:
+        COMPILER.check(grammar)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 500
+
+
+LONG_SCHEMA = {
+    "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1600)} | {"1600": {}},
+    "$ref": "#/$defs/0",
+}
+LONG_RULES = "\n".join(f'a{i}:a{i + 1}|"z"' for i in range(4200)) + '\na4200:"x"\nstart: a0'
+LONG_TERMINALS = "\n".join(f"A{i}:A{i + 1}" for i in range(5400)) + '\nA5400:"x"\nstart: A0'
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        schema(json.dumps(LONG_SCHEMA, separators=(",", ":"))),
+        lark(LONG_RULES),
+        lark(LONG_TERMINALS),
+        regex("(a{1,1000}){1,1000}"),
+        regex("(.*a){50}"),
+        lark("start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+        lark("\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40)) + '\nA40: "x"\nstart: A0'),
+    ],
+    ids=["references", "rules", "terminals", "repetitions", "backtracking", "brackets", "doubling"],
+)
+def test_hostile_grammars_end_soon_and_nothing_crashes(grammar: Grammar) -> None:
+    begin = time.monotonic()
+    try:
+        constraint = COMPILER.constraint(grammar, {END})
+    except RequestError:
+        pass
+    else:
+        constraint.accept([random.Random(0).choice(allowed(constraint))])
+        constraint.mask()
+    assert time.monotonic() - begin < 5
+
+
+def test_each_grammar_is_compiled_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Grammar] = []
+    compile_grammar = module.compile_grammar
+
+    def counting(grammar: Grammar, tokens: module.LLTokenizer) -> module.LLMatcher:
+        compiled.append(grammar)
+        return compile_grammar(grammar, tokens)
+
+    monkeypatch.setattr(module, "compile_grammar", counting)
+    compiler = GrammarCompiler(TOKENIZER, PADDED_VOCAB)
+    for number in range(module.CACHE_SIZE + 5):
+        for _ in range(3):
+            compiler.constraint(regex(f"a{{{number + 1}}}"), {END})
+    assert len(compiled) == module.CACHE_SIZE + 5
+    compiler.check(regex("a{1}"))  # the oldest is gone
+    assert len(compiled) == module.CACHE_SIZE + 6
+
+
+def test_constraints_of_one_grammar_do_not_share_state() -> None:
+    first, second = (COMPILER.constraint(regex("ab"), {END}) for _ in range(2))
+    before = second.mask()
+    first.accept(TOKENIZER.encode("ab"))
+    assert second.mask() == before
+    assert second.accept(TOKENIZER.encode("ab")) >= 1
