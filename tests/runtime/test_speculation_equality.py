@@ -1,0 +1,213 @@
+"""In float64: whoever guesses, on many blocks or few, cached or not, every token is the one without guesses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tiny_models import save_tiny_model
+
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import ToolkitError
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.llm import LLM, Completion
+from runtime.model.load import load_model
+from runtime.runner import build_runner
+from runtime.speculative.build import build_speculator
+from runtime.speculative.draft_model import ModelDrafter
+from runtime.speculative.speculator import Speculator
+from runtime.types import Grammar, GrammarKind, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9])
+REQUESTS = [
+    *((prompt, replace(sampling, n=n)) for prompt in PROMPTS[:2] for sampling in (GREEDY, SEEDED) for n in (1, 3)),
+    (PROMPTS[2], replace(SEEDED, top_p=0.9, top_k=40, presence_penalty=0.5, frequency_penalty=0.2, max_tokens=17)),
+    (PROMPTS[2], replace(GREEDY, repetition_penalty=1.3, logprobs=2, max_tokens=23)),
+    (PROMPTS[1], replace(SEEDED, min_p=0.05, logit_bias=((5, 3.0), (6, -100.0)), seed=8)),
+]
+
+Tokens = dict[tuple[str, int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_model(folder, dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """Another model over the same vocabulary."""
+    path = save_tiny_model(tmp_path_factory.mktemp("models") / "stranger", "qwen2", num_hidden_layers=1, hidden_size=32)
+    return load_model(path, dtype="float64")
+
+
+def serve(target, speculate, folder=None, stranger=None, **options) -> tuple[Tokens, Engine]:
+    """`speculate` is what users write, or `stranger`, or `itself`: the target as its own draft model."""
+    named = "" if speculate in ("stranger", "itself") else speculate
+    config = RuntimeConfig(**({"block_size": 4, "num_blocks": 400, "prefill_chunk": 6, "speculate": named} | options))
+    runner = build_runner(target, config)
+    speculator = build_speculator(folder, target, runner, config)
+    if speculate and not named:
+        draft = build_runner(target if speculate == "itself" else stranger, replace(config, num_blocks=400))
+        speculator = Speculator(ModelDrafter(draft, config), config.num_draft_tokens)
+    if speculator is not None:
+        speculator.gate = None
+    runner.pages.data.fill_(float("nan"))
+    engine = Engine(runner, None, config, speculator=speculator)
+    tokens: Tokens = {}
+    for number, (prompt, sampling) in enumerate(REQUESTS):
+        engine.add_request(prompt, sampling, str(number))
+        for _ in range(2):  # they arrive while others run
+            collect(engine, tokens)
+    while engine.has_work:
+        collect(engine, tokens)
+        engine.scheduler.check()
+    assert engine.scheduler.pool.num_free == config.num_blocks
+    return tokens, engine
+
+
+def collect(engine: Engine, tokens: Tokens) -> None:
+    for delta in engine.step():
+        assert not delta.error
+        tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+
+
+@pytest.fixture(scope="module")
+def expected(target) -> Tokens:
+    tokens, _ = serve(target, "")
+    assert len(tokens) == sum(sampling.n for _, sampling in REQUESTS)
+    return tokens
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("num_blocks", [400, 26], ids=["ample", "scarce"])
+@pytest.mark.parametrize("speculate", ["ngram", "stranger", "itself", "self:2bit", "self:skip"])
+def test_tokens_are_those_without_guesses(
+    speculate, num_blocks, prefix_caching, folder, target, stranger, expected
+) -> None:
+    options = {"num_blocks": num_blocks, "prefix_caching": prefix_caching}
+    tokens, engine = serve(target, speculate, folder, stranger, **options)
+    assert tokens == expected
+    assert engine.metrics.spec_decode_num_draft_tokens_total > 0
+    if num_blocks == 26:
+        assert engine.scheduler.stats.num_preemptions > 0
+    if speculate == "itself":
+        accepted = engine.metrics.spec_decode_num_accepted_tokens_total
+        assert accepted > 0.95 * engine.metrics.spec_decode_num_draft_tokens_total, "same model, same noise"
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_windows_and_other_families(family, tmp_path) -> None:
+    options = {"sliding_window": 10} if family == "mistral" else {}
+    folder = save_tiny_model(tmp_path / "model", family, num_hidden_layers=3, **options)
+    decoder = load_model(folder, dtype="float64")
+    wanted, _ = serve(decoder, "")
+    for speculate in ("ngram", "self:skip=1", "itself"):
+        tokens, engine = serve(decoder, speculate, folder, num_blocks=30)
+        assert tokens == wanted
+    metrics = engine.metrics
+    assert metrics.spec_decode_num_accepted_tokens_total > 0.95 * metrics.spec_decode_num_draft_tokens_total
+
+
+def test_rejection_leaves_greedy_tokens_alone(folder, target, stranger, expected) -> None:
+    greedy = [number for number, (_, sampling) in enumerate(REQUESTS) if sampling.temperature == 0]
+    for speculate in ("ngram", "self:2bit"):
+        tokens, engine = serve(target, speculate, folder, stranger, draft_mode="reject")
+        assert engine.metrics.spec_decode_num_accepted_tokens_total > 0
+        for (name, index), answer in tokens.items():
+            assert int(name) not in greedy or answer == expected[name, index]
+
+
+# --- the demo pair, with text -------------------------------------------------------------------------------------
+
+TEXTS = (
+    "The history of the city begins with a small settlement on the river, which the Romans",
+    "one two three four one two three four one two",
+    "def add(a, b):\n    return a + b\n\n\ndef",
+)
+
+
+def load(speculate: str, **options: object) -> LLM:
+    defaults = {"dtype": "float64", "num_blocks": 128, "max_model_len": 256, "speculate": speculate}
+    return LLM(demo_model_path(), RuntimeConfig(**(defaults | options)))
+
+
+def answers(llm: LLM) -> list[Completion]:
+    """Ends of every kind, in the middle of what may be accepted guesses."""
+    (plain,) = llm.generate([TEXTS[1]], GREEDY)
+    word, token = plain.text[20:26], plain.token_ids[11]
+    cases = [
+        replace(GREEDY, stop=(word,)),
+        replace(GREEDY, stop_token_ids=(token,)),
+        *(replace(GREEDY, max_tokens=count) for count in (1, 2, 3, 6)),
+        replace(SEEDED, logprobs=1, n=2),
+        replace(SEEDED, ignore_eos=False, max_tokens=60),
+        replace(SEEDED, grammar=Grammar(GrammarKind.REGEX, "( [a-z]{2,9}){4,8}[.]"), ignore_eos=False, max_tokens=60),
+        replace(GREEDY, grammar=Grammar(GrammarKind.JSON_OBJECT), ignore_eos=False),
+    ]
+    return [plain, *llm.generate([text for text in TEXTS for _ in cases], cases * len(TEXTS))]
+
+
+@pytest.fixture(scope="module")
+def plain_answers() -> list[Completion]:
+    found = answers(load(""))
+    assert {completion.finish_reason for completion in found} == {"stop", "length"}
+    assert not any(completion.error for completion in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("speculate", "num_blocks"), [("ngram", 34), ("demo", 128), ("demo", 34), ("self:2bit", 34), ("self:skip=1", 128)]
+)
+def test_texts_ends_and_grammars_of_the_demo_model(speculate, num_blocks, plain_answers) -> None:
+    llm = load(speculate, num_blocks=num_blocks, num_draft_tokens=5)
+    for found, wanted in zip(answers(llm), plain_answers, strict=True):
+        assert (found.token_ids, found.text, found.finish_reason) == (
+            wanted.token_ids,
+            wanted.text,
+            wanted.finish_reason,
+        )
+        assert [entry.logprob for entry in found.logprobs] == pytest.approx(
+            [entry.logprob for entry in wanted.logprobs], abs=1e-10
+        )
+    assert llm.engine.metrics.spec_decode_num_accepted_tokens_total > 0
+
+
+def test_text_that_repeats_itself_is_guessed() -> None:
+    llm = load("ngram")
+    llm.generate(["one two three four " * 8], replace(GREEDY, max_tokens=64))
+    metrics = llm.engine.metrics
+    assert metrics.spec_decode_num_accepted_tokens_total > 0.5 * metrics.spec_decode_num_draft_tokens_total
+    assert metrics.steps_total < 50
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculate": "magic"}, "--speculate magic is neither a known drafter nor a folder. Use ngram"),
+        ({"speculate": "self:skip=5"}, "5 of 6 layers cannot be skipped.*N from 1 to 4"),
+        ({"speculate": "self:skip=0"}, "0 of 6 layers cannot be skipped"),
+        ({"speculate": "ngram", "num_draft_tokens": 17}, "17 draft tokens are not between 1 and 16"),
+        ({"speculate": "ngram", "draft_mode": "guess"}, "unknown draft mode 'guess'"),
+    ],
+)
+def test_wishes_that_cannot_be_granted_are_refused(options, message) -> None:
+    with pytest.raises(ToolkitError, match=message):
+        load(**options)
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path) -> None:
+    folder = save_tiny_model(tmp_path / "small")
+    with pytest.raises(ToolkitError, match=r"has a vocabulary of 112 tokens, and .* one of 8192"):
+        load(str(folder))
