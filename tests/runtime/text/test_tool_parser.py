@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,9 +16,8 @@ from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
 
 TRICKY = {"text": '</tool_call> }{ ][ \\ " [TOOL_CALLS]', "deep": [{"a": [1, {}]}]}
 FORMATS = st.sampled_from([HERMES, LLAMA, MISTRAL])
-ARGUMENTS = st.dictionaries(
-    st.text(max_size=4), st.recursive(st.none() | st.integers() | st.text(), st.lists), max_size=3
-)
+VALUES = st.none() | st.integers() | st.text(max_size=8) | st.just(TRICKY)
+ARGUMENTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=2)
 
 
 def parse(tool_format: ToolFormat, pieces: Iterable[str], *, several: bool = True) -> list[Piece]:
@@ -53,13 +53,13 @@ def call(name: str, arguments: dict) -> ToolCall:
     before=st.sampled_from(["", "  ", "Let me see.", "Let me see. \n"]),
     cuts=st.lists(st.integers(0, 300), max_size=12),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_calls_come_out_as_they_were_meant(
     tool_format: ToolFormat, calls: list[tuple[str, dict]], before: str, cuts: list[int]
 ) -> None:
     text = before + write(tool_format, calls)
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    pieces = [text[start:end] for start, end in pairwise(ends)]
     expected = ([before.rstrip()] if before.strip() else []) + [call(name, arguments) for name, arguments in calls]
     assert parse(tool_format, pieces) == expected
 
