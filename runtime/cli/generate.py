@@ -48,6 +48,15 @@ def generate(
     top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens of this joint probability.")] = 1,
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Keep this many tokens; 0 keeps all.")] = 0,
     min_p: Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this times the best.")] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Divides the logits of tokens in prompt or text; 1 is off.")
+    ] = 1,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Lowers the logits of tokens that are in the text.")
+    ] = 0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="Lowers them as many times as they are in the text.")
+    ] = 0,
     seed: SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
     json_schema: Annotated[
@@ -75,7 +84,19 @@ def generate(
 
     path, name = resolve_model(model)
     grammar = choose_grammar(json_schema, regex)
-    sampling = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), grammar=grammar)
+    sampling = SamplingParams(
+        max_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        tuple(stop or ()),
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        grammar=grammar,
+    )
     text = read_prompt() if prompt is None else prompt
     if not text:
         raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")

@@ -87,6 +87,7 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
         (["serve", "--kv-memory", "lots"], 2, "is not a size"),
         (["serve", "--dtype", "int3"], 2, "int3"),
         (["generate", "--prompt", "x", "--top-p", "7"], 1, "top_p=7"),
+        (["generate", "--prompt", "x", "--repetition-penalty", "3"], 1, "repetition_penalty=3"),
     ],
 )
 def test_bad_input_is_refused_before_loading(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
@@ -120,6 +121,15 @@ def test_generate_reads_standard_input_and_writes_json(tmp_path: Path) -> None:
     again = runtime("generate", str(demo_model_path()), *options, "--prompt", "The castle", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["text"] == answer["text"]
+
+
+def test_generate_with_penalties(tmp_path: Path) -> None:
+    options = ("--prompt", "The castle", "--max-tokens", "30", "--temperature", "0", "--json")
+    texts = [
+        json.loads(runtime("generate", *options, *penalty, cwd=tmp_path).stdout)["text"]
+        for penalty in ((), ("--repetition-penalty", "1.9"), ("--presence-penalty", "2"))
+    ]
+    assert len(set(texts)) == 3
 
 
 def test_generate_refuses_an_empty_prompt(tmp_path: Path) -> None:
