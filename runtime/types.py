@@ -10,6 +10,7 @@ from compress.checkpoint.errors import RequestError
 from runtime.reach import Reach
 
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 MAX_ANSWERS = 128
 MAX_PRIORITY = 100
 
@@ -95,7 +96,7 @@ class SamplingParams:
         checks = (
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_k", 0 <= self.top_k <= MAX_TOP_K, f"0 (off) to {MAX_TOP_K}"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}"),

@@ -11,7 +11,7 @@ from runtime.server.steering import TOKEN_IDS, SteeringFields, TokenId
 from runtime.server.strict import Strict
 from runtime.server.structured import ResponseFormat, StructuredFields
 from runtime.server.tool_fields import ToolFields
-from runtime.types import MAX_ANSWERS, MAX_SEED, Grammar
+from runtime.types import MAX_ANSWERS, MAX_SEED, MAX_TOP_K, Grammar
 
 MAX_STOP_STRINGS = 16
 
@@ -61,7 +61,7 @@ class GenerationRequest(StructuredFields, SteeringFields):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, description="0 is off")
+    top_k: int | None = Field(None, ge=0, le=MAX_TOP_K, description="0 is off")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: Annotated[Stop, BeforeValidator(check_stop)] = None

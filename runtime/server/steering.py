@@ -16,8 +16,9 @@ TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 TOKEN_IDS = range(2**31)
 """What token ids can be at all; the engine knows how many the model has."""
 TokenId = Annotated[int, Field(ge=0, lt=TOKEN_IDS.stop)]
-Bias = dict[
-    Annotated[str, Field(pattern=f"^({TOKEN_ID.pattern})$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Bias = Annotated[
+    dict[Annotated[str, Field(pattern=f"^({TOKEN_ID.pattern})$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    Field(json_schema_extra={"additionalProperties": False}),
 ]
 
 
