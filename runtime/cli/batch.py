@@ -26,6 +26,7 @@ from runtime.cli.options import (
     KernelsOption,
     MemoryOption,
     SeedOption,
+    check_targets,
     resolve_model,
 )
 from runtime.cli.served_model import load_served_model, name_of
@@ -71,6 +72,7 @@ def batch(
     path, where = resolve_model(model)
     served_name = name or name_of(path)
     custom_ids = check(source, served_name)
+    check_targets(out, errors)
     config = RuntimeConfig(
         device=device.value,
         dtype=dtype.value,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.checkpoint.errors import ToolkitError
-from runtime.cli.options import ModelArgument, resolve_model
+from runtime.cli.options import ModelArgument, check_targets, resolve_model
 
 if TYPE_CHECKING:
     from runtime.benchmark.report import Run
@@ -109,13 +109,6 @@ def parse_lengths(option: str, text: str) -> Lengths:
         return Lengths.parse(text)
     except ValueError as error:
         raise typer.BadParameter(f"{option} {text!r}: write tokens as 128, or as 32:256 for uniform") from error
-
-
-def check_targets(*files: Path | None) -> None:
-    """Refuses, before anything runs, files that could not be written in the end."""
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ToolkitError(f"there is no folder {file.parent} for {file.name}", "Make it, or name another file")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from compress.checkpoint.demo import DEMO_NAME, demo_model_path
-from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.errors import CheckpointError, ToolkitError
 
 PACKED = Path("packed")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KiB|MiB|GiB)?", re.IGNORECASE)
@@ -132,3 +132,10 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
         remedy = "Name a folder with config.json and safetensors files, or none to use the bundled demo model"
         raise CheckpointError(f"there is no folder {model}", remedy)
     return model, str(model)
+
+
+def check_targets(*files: Path | None) -> None:
+    """Refuses, before anything runs, files that could not be written in the end."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ToolkitError(f"there is no folder {file.parent} for {file.name}", "Make it, or name another file")

@@ -1,0 +1,151 @@
+"""`runtime batch` with the demo model: answers as the server gives them, and no request lost or done twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from runtime_command import runtime, start
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.benchmark.own_server import own_server
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+EXACT = ["--dtype", "float64", "--kernels", "reference"]  # no token depends on who else is in the batch
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    shared = {"model": "demo"} if url == EMBEDDINGS else {"model": "demo", "max_tokens": 8, "seed": 1}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": shared | body}
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return lines
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    entries = [json.loads(text) for text in path.read_text().splitlines()]
+    by_id = {entry["custom_id"]: entry["response"] for entry in entries}
+    assert len(by_id) == len(entries)
+    return by_id
+
+
+MIXED = [
+    line("complete", prompt="The castle was"),
+    line("several", prompt=["Once", "In 1943"], n=2, temperature=0.9),
+    line("chat", CHAT, messages=[{"role": "user", "content": "Who built the castle?"}]),
+    line("logprobs", prompt="The", logprobs=2),
+    line("embed", EMBEDDINGS, input=["one", "two words"]),
+    line("too long", prompt="The", max_tokens=100_000),
+    line("wrong field", prompt="The", colour="blue"),
+]
+WHERE_ANSWERS_DIFFER = ("id", "created")
+
+
+def test_answers_are_the_server_s(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", MIXED)
+    result = runtime("batch", "in.jsonl", "out.jsonl", *EXACT, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "2 of 7 requests failed" in result.stderr
+    found = read(tmp_path / "out.jsonl")
+    with own_server(demo_model_path(), EXACT) as url:
+        for entry in MIXED:
+            response = httpx.post(url + entry["url"], json=entry["body"], timeout=60)
+            mine = found[entry["custom_id"]]
+            assert mine["status_code"] == response.status_code
+            assert mine["request_id"]
+            for name in response.json().keys() - set(WHERE_ANSWERS_DIFFER):
+                assert rounded(mine["body"][name]) == rounded(response.json()[name]), entry["custom_id"]
+    assert found["too long"]["body"]["error"]["param"] == "max_tokens"
+
+
+def rounded(value: Any) -> Any:
+    """Sums over another batch differ in the last digits of float64."""
+    match value:
+        case float():
+            return round(value, 9)
+        case list():
+            return [rounded(item) for item in value]
+        case dict():
+            return {key: rounded(item) for key, item in value.items()}
+        case _:
+            return value
+
+
+def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path) -> None:
+    lines = [line(f"r{i}", prompt=f"Number {i}", max_tokens=100, ignore_eos=True) for i in range(40)]
+    write(tmp_path / "in.jsonl", lines)
+    out = tmp_path / "out.jsonl"
+    options = ["batch", "in.jsonl", "out.jsonl", "--max-sequences", "2"]
+    for number in (signal.SIGKILL, signal.SIGINT):
+        run, size = start(*options, cwd=tmp_path), out.stat().st_size if out.exists() else 0
+        end = time.monotonic() + 60
+        while not out.exists() or out.stat().st_size <= size:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        run.send_signal(number)
+        _, errors = run.communicate(timeout=30)
+        assert run.returncode == (-9 if number == signal.SIGKILL else 130), errors
+        assert "Traceback" not in errors
+    assert "the same command goes on" in errors
+    with out.open("ab") as stream:
+        stream.write(b'{"id":"batch_req_12')  # as a kill in the middle of a line leaves it
+    before = read_whole_lines(out)
+    assert 2 <= len(before) < 40
+    result = runtime("batch", "in.jsonl", "out.jsonl", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert f"40 of 40 requests done ({len(before)} by an earlier run, 0 failed)" in result.stderr
+    found = read(out)
+    assert found.keys() == {entry["custom_id"] for entry in lines}
+    assert out.read_bytes().startswith(b"".join(before))
+    assert all(response["body"]["usage"]["completion_tokens"] == 100 for response in found.values())
+
+
+def read_whole_lines(path: Path) -> list[bytes]:
+    return [text for text in path.read_bytes().splitlines(keepends=True) if text.endswith(b"\n")]
+
+
+def test_failures_in_a_file_of_their_own_and_nothing_to_do_the_second_time(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [line("good", prompt="x"), line("bad", prompt="x", top_p=7)])
+    for _ in range(2):
+        result = runtime("batch", "in.jsonl", "out.jsonl", "--errors", "err.jsonl", cwd=tmp_path)
+        assert result.returncode == 1
+        assert "1 of 2 requests failed. See err.jsonl" in result.stderr
+        assert read(tmp_path / "out.jsonl").keys() == {"good"}
+        assert read(tmp_path / "err.jsonl")["bad"]["body"]["error"]["param"] == "top_p"
+    assert "model:" not in result.stderr  # nothing was loaded
+
+
+def test_wrong_files_are_refused_before_loading(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [line("a"), line("a"), line("b", "/v1/models")])
+    result = runtime("batch", "in.jsonl", "out.jsonl", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "in.jsonl:2: custom_id 'a' was in line 1 already" in result.stderr
+    assert "in.jsonl:3: url" in result.stderr
+    assert "2 of 3 lines of in.jsonl are wrong" in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none.jsonl", "out.jsonl"], "there is no file none.jsonl"),
+        (["empty.jsonl", "out.jsonl"], "empty.jsonl has no requests"),
+        (["in.jsonl", "in.jsonl"], "in.jsonl:1 is not a result of a batch"),
+        (["in.jsonl", "out.jsonl", "--name", "gpt"], "model 'demo' is not the loaded one, 'gpt'"),
+        (["in.jsonl", "no/folder/out.jsonl"], "no/folder"),
+    ],
+)
+def test_refusals(arguments: list[str], words: str, tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [line("a", prompt="x")])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    result = runtime("batch", *arguments, cwd=tmp_path)
+    assert result.returncode == 1
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
