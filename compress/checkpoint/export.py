@@ -9,10 +9,11 @@ import torch
 
 from compress.checkpoint.config import compression_block, packed_config
 from compress.checkpoint.disk import check_out_folder, partial_folder
-from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.formats import dense
+from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.formats import dense, native
 from compress.checkpoint.formats.table import find_format
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.pruned import PackedWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.writer import MAX_SHARD_BYTES, PieceStore, assemble
@@ -57,7 +58,7 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
 def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Scheme], store: PieceStore) -> list[str]:
     codec = find_format(format)
     for number, (module, scheme) in enumerate(schemes.items()):
-        weight = replace(packed.integer_weight(module), scheme=scheme)
+        weight = replace(packed.packed_weight(module), scheme=scheme)
         store.write(f"module-{number:05d}", codec.encode(module, weight, packed.dtype))
         packed.files.release()
     store.write("dense", {name: packed.tensor(name) for name in packed.dense_names()})
@@ -65,14 +66,18 @@ def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Sche
 
 
 def _target_schemes(packed: PackedCheckpoint, format: str) -> dict[str, Scheme]:
-    """AWQ stores zero points even when every one is the midpoint; elsewhere such codes are symmetric."""
-    asymmetric = [module for module, scheme in packed.schemes.items() if not scheme.symmetric]
-    if format == dense.NAME or not asymmetric:
+    """Schemes as the target says them: formats of other tools store the zeros of sparse integers as codes, and AWQ
+    stores zero points even when every one is the midpoint, where elsewhere such codes are symmetric."""
+    if format in (dense.NAME, native.NAME):
         return packed.schemes
-    if all(_is_symmetric(packed.integer_weight(module)) for module in asymmetric):
-        return {module: replace(scheme, symmetric=True) for module, scheme in packed.schemes.items()}
-    return packed.schemes
+    if pruned := [module for module, scheme in packed.schemes.items() if scheme.is_float]:
+        raise SchemeError(f"{format} has no 16-bit sparse weights, e.g. {pruned[0]}", "Use --format dense")
+    schemes = {module: replace(scheme, sparsity=None) for module, scheme in packed.schemes.items()}
+    asymmetric = [module for module, scheme in schemes.items() if not scheme.symmetric]
+    if asymmetric and all(_is_symmetric(packed.packed_weight(module)) for module in asymmetric):
+        return {module: replace(scheme, symmetric=True) for module, scheme in schemes.items()}
+    return schemes
 
 
-def _is_symmetric(weight: IntegerWeight) -> bool:
-    return bool(torch.all(weight.zero == weight.scheme.midpoint))
+def _is_symmetric(weight: PackedWeight) -> bool:
+    return isinstance(weight, IntegerWeight) and bool(torch.all(weight.zero == weight.scheme.midpoint))

@@ -15,6 +15,7 @@ from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.formats import dense
 from compress.checkpoint.formats.table import Format, find_format
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.pruned import PackedWeight, PrunedWeight
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
 
@@ -56,7 +57,7 @@ class PackedCheckpoint:
 
     @property
     def format(self) -> str:
-        """`compressed-tensors`, `gptq`, `awq` or `dense`."""
+        """`compressed-tensors`, `gptq`, `awq`, `compress-runtime` or `dense`."""
         return str(quantization_block(self.config).get("quant_method", dense.NAME))
 
     @property
@@ -84,15 +85,18 @@ class PackedCheckpoint:
         return self.schemes.get(module)
 
     def weight(self, module: str) -> IntegerWeight | Tensor:
-        """The weight `[O, I]` of a linear module: codes when quantized, else the stored tensor.
+        """The weight `[O, I]` of a linear module: codes when quantized, else the numbers, zeros in place.
 
         Raises:
             CheckpointError: tensors missing or contradicting the config.
         """
-        return self.integer_weight(module) if module in self.schemes else self.tensor(f"{module}.weight")
+        if module not in self.schemes:
+            return self.tensor(f"{module}.weight")
+        packed = self.packed_weight(module)
+        return packed.values if isinstance(packed, PrunedWeight) else packed
 
-    def integer_weight(self, module: str) -> IntegerWeight:
-        """The codes of a quantized module. Raises CheckpointError for tensors that contradict the config."""
+    def packed_weight(self, module: str) -> PackedWeight:
+        """What a packed module holds. Raises CheckpointError for tensors that contradict the config."""
         with self._explained(module):
             return self.codec.decode(module, self.tensor, self.schemes[module], quantization_block(self.config))
 

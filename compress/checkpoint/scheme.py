@@ -7,7 +7,37 @@ from dataclasses import dataclass
 from compress.checkpoint.errors import SchemeError
 
 MIN_BITS, MAX_BITS = 2, 8
+FLOAT_BITS = 16
 GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsity:
+    """N:M sparsity: of every `of` neighbouring inputs of a row at most `kept` are not zero, and only those are stored,
+    each with its place among the `of`."""
+
+    kept: int = 2
+    of: int = 4
+
+    def __post_init__(self) -> None:
+        if not (self.of in (4, 8) and 1 <= self.kept < self.of):
+            raise SchemeError(f"sparsity pattern {self} is not supported", "Use 2:4 or 4:8")
+
+    @classmethod
+    def parse(cls, text: str) -> Sparsity:
+        """`2:4` and the like. Raises SchemeError for anything else."""
+        kept, colon, of = text.partition(":")
+        if not (colon and kept.isdigit() and of.isdigit()):
+            raise SchemeError(f"{text!r} is no sparsity pattern", "Use 2:4 or 4:8")
+        return cls(int(kept), int(of))
+
+    @property
+    def index_bits(self) -> int:
+        """Bits that say where a kept value stands."""
+        return (self.of - 1).bit_length()
+
+    def __str__(self) -> str:
+        return f"{self.kept}:{self.of}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +49,40 @@ class Scheme:
         group_size: input columns that share one scale; None means one scale for the whole row (per channel).
         symmetric: zero point fixed at `2 ** (bits - 1)`; scales may be negative (signed full range).
         activation_bits: 8 for dynamic per-token int8 inputs (W8A8), None for 16-bit inputs.
+        sparsity: only some of the codes are stored; with it `bits` may be 16, which means values in the model's own
+            dtype, without scales.
     """
 
     bits: int = 4
     group_size: int | None = 128
     symmetric: bool = True
     activation_bits: int | None = None
+    sparsity: Sparsity | None = None
 
     def __post_init__(self) -> None:
+        if self.sparsity is not None:
+            self._check_sparse(self.sparsity)
+        if self.is_float:
+            return
         if not MIN_BITS <= self.bits <= MAX_BITS:
             raise SchemeError(f"bits={self.bits} is outside {MIN_BITS} to {MAX_BITS}", "Choose --bits 4, 3, 2 or 8")
         if self.group_size is not None and self.group_size < 1:
             raise SchemeError(f"group size {self.group_size} is not positive", "Choose --group-size 128, 64 or 32")
         if self.activation_bits not in (None, 8):
             raise SchemeError(f"activation_bits={self.activation_bits} is not supported", "Use 8 or leave it out")
+
+    def _check_sparse(self, sparsity: Sparsity) -> None:
+        if self.group_size is not None and self.group_size % sparsity.of:
+            raise SchemeError(f"groups of {self.group_size} cut through the {sparsity} pattern", "Use --group-size 128")
+        if self.is_float and self.group_size is not None:
+            raise SchemeError("16-bit values have no groups", "Leave the group size out")
+        if self.activation_bits:
+            raise SchemeError(f"{sparsity} sparsity with 8-bit activations is not supported", "Use 16-bit activations")
+
+    @property
+    def is_float(self) -> bool:
+        """Values in the model's own dtype, without scales: pruned, but not quantized."""
+        return self.bits == FLOAT_BITS and self.sparsity is not None
 
     @property
     def max_code(self) -> int:
@@ -57,12 +107,18 @@ class Scheme:
         return in_features // self.group_size
 
     def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
-        """Bits of a packed `[O, I]` weight: codes, scales and (asymmetric) packed zero points."""
-        groups = self.num_groups(in_features)
+        """Bits of a packed `[O, I]` weight: codes and their places, scales and (asymmetric) packed zero points."""
+        stored, place = in_features, 0
+        if self.sparsity is not None:
+            stored, place = in_features // self.sparsity.of * self.sparsity.kept, self.sparsity.index_bits
+        groups = 0 if self.is_float else self.num_groups(in_features)
         zero_bits = 0 if self.symmetric else self.bits
-        return out_features * (in_features * self.bits + groups * (scale_bits + zero_bits))
+        return out_features * (stored * (self.bits + place) + groups * (scale_bits + zero_bits))
 
     def __str__(self) -> str:
         group = "channel" if self.group_size is None else f"g{self.group_size}"
         activation = f"a{self.activation_bits}" if self.activation_bits else "a16"
-        return f"w{self.bits}{activation} {group} {'sym' if self.symmetric else 'asym'}"
+        if self.is_float:
+            return f"w{self.bits}a16 {self.sparsity}"
+        sparsity = f" {self.sparsity}" if self.sparsity else ""
+        return f"w{self.bits}{activation} {group} {'sym' if self.symmetric else 'asym'}{sparsity}"

@@ -21,7 +21,7 @@ class StructureReport:
     """What a checkpoint holds, and what is wrong with it.
 
     Attributes:
-        format: `compressed-tensors`, `gptq`, `awq` or `dense`.
+        format: `compressed-tensors`, `gptq`, `awq`, `compress-runtime` or `dense`.
         problems: one line each; empty when the structure is sound.
         quantized: scheme of every quantized module, as text.
         dense: every other tensor.

@@ -15,10 +15,13 @@ from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.expected import expected_shape, is_tabled, missing_parameters
 from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.pruned import PackedWeight, PrunedWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors_file import tensor_bytes
 from compress.checkpoint.source import TensorFiles
 from compress.checkpoint.structure import DenseTensor, StructureReport
+
+_PARTS_OF_PACKED = (".weight_scale", ".qweight", ".weight_packed", ".weight_indices")
 
 
 def verify_structure(path: str | Path, source: TensorFiles | None = None) -> StructureReport:
@@ -36,7 +39,7 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
     shapes: dict[str, tuple[int, int]] = {}
     for module in packed.modules:
         try:
-            weight = packed.integer_weight(module)
+            weight = packed.packed_weight(module)
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -63,9 +66,11 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
     )
 
 
-def digest(weight: IntegerWeight | Tensor) -> str:
-    """SHA-256 of codes, scales and zero points, equal for the same integers whatever format stores them; or of a dense
-    tensor's dtype, shape and bytes."""
+def digest(weight: PackedWeight | Tensor) -> str:
+    """SHA-256 of codes, scales and zero points, equal for the same integers whatever format stores them; or of the
+    dtype, shape and bytes of what is not quantized."""
+    if isinstance(weight, PrunedWeight):
+        return digest(weight.values)
     if isinstance(weight, Tensor):
         kind, parts = f"{weight.dtype} {tuple(weight.shape)}", [weight]
     else:
@@ -92,7 +97,7 @@ def verify_against(path: str | Path, expected: Mapping[str, str]) -> list[str]:
     ]
     for name, recorded in expected.items():
         if name in packed.schemes:
-            if digest(packed.integer_weight(name)) != recorded:
+            if digest(packed.packed_weight(name)) != recorded:
                 problems.append(f"{name} reads back with other codes, scales or zero points than were chosen")
         elif name not in packed.files:
             problems.append(f"{name} was written but is not stored so any more")
@@ -122,7 +127,9 @@ def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None) -> Iter
     """Every stored tensor must have a role, and every parameter of the model must be stored in one way."""
     for name in packed.dense_names():
         suffix = next((suffix for suffix in packed.codec.SUFFIXES if name.endswith(suffix)), None)
-        if suffix not in (None, ".weight") or name.endswith((".weight_scale", ".qweight", ".weight_packed")):
+        if suffix not in (None, ".weight") or name.endswith(
+            (".weight_scale", ".qweight", ".weight_packed", ".weight_indices")
+        ):
             yield f"{name} belongs to no quantized module"
     for module in packed.modules:
         names = packed.packed_names(module)
@@ -141,16 +148,35 @@ def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None) -> Iter
         yield from (f"{name} is not in the source" for name in sorted(extra))
 
 
-def _weight_problems(packed: PackedCheckpoint, module: str, weight: IntegerWeight) -> Iterator[str]:
+def _weight_problems(packed: PackedCheckpoint, module: str, weight: PackedWeight) -> Iterator[str]:
+    expected = expected_shape(module, packed.config)
+    if expected and expected != weight.shape:
+        yield f"{module} is {weight.shape}, but config.json says {expected}"
+    if isinstance(weight, PrunedWeight):
+        if not bool(torch.isfinite(weight.values.to(torch.float32)).all()):
+            yield f"{module} holds NaN or infinity"
+    else:
+        yield from _integer_problems(module, weight)
+    yield from _sparsity_problems(module, weight)
+
+
+def _sparsity_problems(module: str, weight: PackedWeight) -> Iterator[str]:
+    sparsity = weight.scheme.sparsity
+    if sparsity is None:
+        return
+    nonzero = weight.dequantize().view(weight.shape[0], -1, sparsity.of) != 0
+    crowded = int((nonzero.sum(-1) > sparsity.kept).sum())
+    if crowded:
+        yield f"{module} has {crowded} groups with more than {sparsity} values"
+
+
+def _integer_problems(module: str, weight: IntegerWeight) -> Iterator[str]:
     scheme = weight.scheme
     if int(weight.codes.max()) > scheme.max_code or int(weight.zero.max()) > scheme.max_code:
         yield f"{module} has codes or zero points above {scheme.max_code}"
     bad = int((~torch.isfinite(weight.scale.to(torch.float32))).sum())
     if bad:
         yield f"{module} has {bad} scales that are not finite"
-    expected = expected_shape(module, packed.config)
-    if expected and expected != weight.shape:
-        yield f"{module} is {weight.shape}, but config.json says {expected}"
 
 
 def _dense_problems(packed: PackedCheckpoint, name: str) -> Iterator[str]:

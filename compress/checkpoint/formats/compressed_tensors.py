@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.formats.tensors import Get, cast_exactly, optional, owners, refuse_activation_order
+from compress.checkpoint.formats.tensors import (
+    Get,
+    cast_exactly,
+    optional,
+    owners,
+    refuse_activation_order,
+    refuse_sparsity,
+)
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
 from compress.checkpoint.scheme import Scheme
@@ -34,6 +41,7 @@ WRITER_VERSION = "0.17.0"
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
+    refuse_sparsity(NAME, scheme)
     scheme.num_groups(shape[1])
     if scheme.activation_bits and (scheme.bits, scheme.group_size, scheme.symmetric) != (8, None, True):
         raise SchemeError(
@@ -82,10 +90,11 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
     if scale.numel() == 1:
         scale = scale.reshape(1, 1).expand(codes.shape[0], 1)
     scale = scale.reshape(codes.shape[0], groups).contiguous()
-    return IntegerWeight(codes, scale, _zero(module, get, scheme, codes.shape[0], groups), scheme)
+    return IntegerWeight(codes, scale, read_zero(module, get, scheme, codes.shape[0], groups), scheme)
 
 
-def _zero(module: str, get: Get, scheme: Scheme, rows: int, groups: int) -> Tensor:
+def read_zero(module: str, get: Get, scheme: Scheme, rows: int, groups: int) -> Tensor:
+    """Zero points `[O, G]` of a stored layer; the midpoint everywhere when it is symmetric."""
     stored = None if scheme.symmetric else optional(get, f"{module}.weight_zero_point")
     if stored is None:
         return torch.full((rows, groups), scheme.midpoint, dtype=torch.uint8)

@@ -11,6 +11,7 @@ from torch import Tensor
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.formats.tensors import Get
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.pruned import PackedWeight
 from compress.checkpoint.scheme import Scheme
 
 NAME = "dense"
@@ -19,10 +20,9 @@ SUFFIXES: tuple[str, ...] = (".weight",)
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Every scheme can be written out as plain numbers."""
-    scheme.num_groups(shape[1])
 
 
-def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+def encode(module: str, weight: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
     """The dequantized weight in the model's dtype, rounded once."""
     return {f"{module}.weight": weight.dequantize(dtype)}
 

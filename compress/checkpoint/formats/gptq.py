@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.formats.tensors import Get, cast_exactly, optional, owners, refuse_activation_order
+from compress.checkpoint.formats.tensors import (
+    Get,
+    cast_exactly,
+    optional,
+    owners,
+    refuse_activation_order,
+    refuse_sparsity,
+)
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.packing import pack_bits, unpack_bits
 from compress.checkpoint.scheme import Scheme
@@ -25,6 +32,7 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
 
     Other engines run 4 and 8 bits; 2 and 3 bits are defined by the format but few load them.
     """
+    refuse_sparsity(NAME, scheme)
     out_features, in_features = shape
     scheme.num_groups(in_features)
     elsewhere = "Export to compressed-tensors instead"

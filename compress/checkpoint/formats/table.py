@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.formats import awq, compressed_tensors, dense, gptq
+from compress.checkpoint.formats import awq, compressed_tensors, dense, gptq, native
 from compress.checkpoint.formats.tensors import Get
-from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.pruned import PackedWeight
 from compress.checkpoint.scheme import Scheme
 
 
@@ -22,10 +22,10 @@ class Format(Protocol):
     SUFFIXES: tuple[str, ...]
 
     def check(self, scheme: Scheme, shape: tuple[int, int]) -> None: ...
-    def encode(self, module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]: ...
+    def encode(self, module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]: ...
     def decode(
         self, module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None
-    ) -> IntegerWeight: ...
+    ) -> PackedWeight: ...
     def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]: ...
     def modules(self, names: Iterable[str]) -> list[str]: ...
     def quantization_config(self, schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]: ...
@@ -37,6 +37,7 @@ FORMATS: dict[str, Format] = {
     gptq.NAME: gptq,
     awq.NAME: awq,
     dense.NAME: dense,
+    native.NAME: native,
 }
 
 
@@ -45,3 +46,8 @@ def find_format(name: str) -> Format:
     if name not in FORMATS:
         raise CheckpointError(f"quantization format {name!r} is not supported", f"Supported: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def format_for(schemes: Iterable[Scheme]) -> Format:
+    """The format that a new checkpoint gets: what most engines load, unless it cannot say something."""
+    return native if any(scheme.sparsity for scheme in schemes) else compressed_tensors

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.scheme import Scheme
 
 Get = Callable[[str], Tensor]
 """Gives a stored tensor by its full name; raises CheckpointError when there is none."""
@@ -38,6 +39,12 @@ def cast_exactly(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
             "Keep the compressed-tensors format, which stores scales in the model's dtype",
         )
     return stored
+
+
+def refuse_sparsity(name: str, scheme: Scheme) -> None:
+    """Raises SchemeError for a scheme that leaves zeros out, which a format of other tools cannot."""
+    if scheme.sparsity is not None:
+        raise SchemeError(f"{name} cannot leave out the zeros of {scheme}", "Use --format dense")
 
 
 def refuse_activation_order(module: str, group_index: Tensor | None, in_features: int, group_size: int | None) -> None:

@@ -73,7 +73,7 @@ def gptq_tensors(bits: int, group_size: int, symmetric: bool, zero_offset: int) 
 
 
 def assert_reads(folder, scheme: Scheme) -> None:
-    weight = PackedCheckpoint.open(folder).integer_weight(MODULE)
+    weight = PackedCheckpoint.open(folder).packed_weight(MODULE)
     groups = scheme.num_groups(COLUMNS)
     codes, zeros = codes_and_zeros(scheme.bits, groups, bool((weight.zero == scheme.midpoint).all()))
     assert weight.codes.tolist() == codes

@@ -1,0 +1,168 @@
+"""What compressed-tensors cannot say: N:M sparse weights, whose zeros are not stored. Defined in
+`docs/checkpoint-format.md`; other engines refuse it by its name, and read `compress export --format dense`.
+
+Modules without sparsity are stored exactly as `compressed_tensors` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.formats.tensors import Get, cast_exactly, owners
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
+from compress.checkpoint.pruned import PackedWeight, PrunedWeight
+from compress.checkpoint.scheme import Scheme, Sparsity
+
+NAME = "compress-runtime"
+SUFFIXES: tuple[str, ...] = (*compressed_tensors.SUFFIXES, ".weight_values", ".weight_indices")
+
+
+def check(scheme: Scheme, shape: tuple[int, int]) -> None:
+    """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
+    if scheme.sparsity is None:
+        return compressed_tensors.check(scheme, shape)
+    if shape[1] % scheme.sparsity.of:
+        raise SchemeError(
+            f"the {scheme.sparsity} pattern does not divide {shape[1]} input features", "Leave the layer out (--ignore)"
+        )
+    if not scheme.is_float:
+        scheme.num_groups(shape[1])
+    return None
+
+
+def encode(module: str, weight: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Stored tensors of one linear layer, by full name.
+
+    Raises:
+        SchemeError: more values differ from zero than the pattern keeps, or the scheme cannot be stored.
+    """
+    scheme, sparsity = weight.scheme, weight.scheme.sparsity
+    check(scheme, weight.shape)
+    if isinstance(weight, PrunedWeight):
+        places = kept_places(module, weight.values != 0, weight.sparsity)
+        values = weight.values.to(dtype).gather(1, places).contiguous()
+        return {f"{module}.weight_values": values, f"{module}.weight_indices": _pack_places(places, weight.sparsity)}
+    if sparsity is None:
+        return compressed_tensors.encode(module, weight, dtype)
+    zero = weight.zero.repeat_interleave(weight.shape[1] // weight.zero.shape[1], 1)
+    places = kept_places(module, weight.codes != zero, sparsity)
+    tensors = {
+        f"{module}.weight_packed": pack_bits(weight.codes.gather(1, places), scheme.bits, 1),
+        f"{module}.weight_indices": _pack_places(places, sparsity),
+        f"{module}.weight_scale": cast_exactly(module, weight.scale, dtype),
+        f"{module}.weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+    if not scheme.symmetric:
+        tensors[f"{module}.weight_zero_point"] = pack_bits(weight.zero, scheme.bits, 0)
+    return tensors
+
+
+def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> PackedWeight:
+    """The weight `[O, I]` with its zeros in place.
+
+    Raises:
+        CheckpointError: tensors contradict each other.
+    """
+    if scheme.sparsity is None:
+        return compressed_tensors.decode(module, get, scheme, config)
+    rows, columns = shape(module, get, scheme)
+    places = _read_places(module, get, scheme.sparsity, rows, columns)
+    if scheme.is_float:
+        values = get(f"{module}.weight_values")
+        return PrunedWeight(torch.zeros(rows, columns, dtype=values.dtype).scatter_(1, places, values), scheme)
+    groups = scheme.num_groups(columns)
+    zero = compressed_tensors.read_zero(module, get, scheme, rows, groups)
+    kept = unpack_bits(get(f"{module}.weight_packed"), scheme.bits, places.shape[1], 1)
+    codes = zero.repeat_interleave(columns // groups, 1).scatter_(1, places, kept)
+    scale = get(f"{module}.weight_scale").reshape(rows, groups).contiguous()
+    return IntegerWeight(codes, scale, zero, scheme)
+
+
+def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
+    """`(O, I)` of a stored layer, without decoding it."""
+    if scheme.sparsity is None or not scheme.is_float:
+        return compressed_tensors.shape(module, get, scheme)
+    rows, kept = get(f"{module}.weight_values").shape
+    return rows, kept // scheme.sparsity.kept * scheme.sparsity.of
+
+
+def modules(names: Iterable[str]) -> list[str]:
+    """Quantized or sparse modules among tensor names."""
+    listed = list(names)
+    return sorted({*owners(listed, ".weight_scale"), *owners(listed, ".weight_indices")})
+
+
+def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of config.json: one group of modules for each scheme."""
+    grouped: dict[Scheme, list[str]] = {}
+    for module in sorted(schemes):
+        grouped.setdefault(schemes[module], []).append(module)
+    groups = [{"scheme": _scheme_dict(scheme), "modules": members} for scheme, members in grouped.items()]
+    return {"quant_method": NAME, "groups": groups, "ignore": sorted(ignored)}
+
+
+def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+    """Scheme of every module. Raises CheckpointError for a stored module that no group lists."""
+    listed = {
+        module: _parse_scheme(group["scheme"]) for group in config.get("groups", ()) for module in group["modules"]
+    }
+    found = list(modules)
+    if missing := [module for module in found if module not in listed]:
+        raise CheckpointError(f"no group of quantization_config lists {missing[0]}, which is stored packed")
+    return {module: listed[module] for module in found}
+
+
+def kept_places(module: str, nonzero: Tensor, sparsity: Sparsity) -> Tensor:
+    """Columns `[O, I / of * kept]`, rising within each row, of the values that are stored: all that are not zero, and
+    where a group has fewer, the first of its zeros.
+
+    Args:
+        nonzero: bool `[O, I]`.
+
+    Raises:
+        SchemeError: a group has more values than the pattern keeps.
+    """
+    rows, columns = nonzero.shape
+    grouped = nonzero.view(rows, columns // sparsity.of, sparsity.of)
+    crowded = int((grouped.sum(-1) > sparsity.kept).sum())
+    if crowded:
+        raise SchemeError(f"{crowded} groups of {module} hold more values than {sparsity} keeps", "Prune the layer")
+    places = (~grouped).to(torch.uint8).argsort(dim=-1, stable=True)[..., : sparsity.kept].sort(-1).values
+    starts = torch.arange(0, columns, sparsity.of).view(1, -1, 1)
+    return (places + starts).view(rows, -1)
+
+
+def _pack_places(places: Tensor, sparsity: Sparsity) -> Tensor:
+    return pack_bits((places % sparsity.of).to(torch.uint8), sparsity.index_bits, 1)
+
+
+def _read_places(module: str, get: Get, sparsity: Sparsity, rows: int, columns: int) -> Tensor:
+    words = get(f"{module}.weight_indices")
+    count = columns // sparsity.of * sparsity.kept
+    if tuple(words.shape) != (rows, num_words(count, sparsity.index_bits)):
+        raise CheckpointError(
+            f"{module}.weight_indices is {list(words.shape)}, but {rows} x {count} places of {sparsity} pack to "
+            f"{[rows, num_words(count, sparsity.index_bits)]}"
+        )
+    inside = unpack_bits(words, sparsity.index_bits, count, 1).view(rows, -1, sparsity.kept).long()
+    if bool((inside.diff(dim=-1) <= 0).any()):
+        raise CheckpointError(f"{module}.weight_indices has places that do not rise within their group")
+    starts = torch.arange(0, columns, sparsity.of).view(1, -1, 1)
+    return (inside + starts).view(rows, count)
+
+
+def _scheme_dict(scheme: Scheme) -> dict[str, Any]:
+    return asdict(scheme) | {"sparsity": str(scheme.sparsity) if scheme.sparsity else None}
+
+
+def _parse_scheme(fields: Mapping[str, Any]) -> Scheme:
+    sparsity = fields.get("sparsity")
+    return Scheme(**{**fields, "sparsity": Sparsity.parse(sparsity) if sparsity else None})

@@ -1,0 +1,170 @@
+"""N:M sparse weights on disk: what is kept comes back bit for bit, in the bits that were promised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.formats import compressed_tensors, native
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.pruned import PrunedWeight
+from compress.checkpoint.scheme import Scheme, Sparsity
+
+TWO_OF_FOUR, FOUR_OF_EIGHT = Sparsity(2, 4), Sparsity(4, 8)
+M = "model.layers.0.mlp.down_proj"
+
+
+def stored(tensors: dict[str, Tensor]):
+    def get(name: str) -> Tensor:
+        if name not in tensors:
+            raise CheckpointError(f"no {name}")
+        return tensors[name]
+
+    return get
+
+
+def random_mask(rows: int, columns: int, sparsity: Sparsity, generator: torch.Generator) -> Tensor:
+    order = torch.rand(rows, columns // sparsity.of, sparsity.of, generator=generator).argsort(-1)
+    return (order < sparsity.kept).view(rows, columns)
+
+
+def make_integers(scheme: Scheme, rows: int, columns: int, seed: int) -> IntegerWeight:
+    generator = torch.Generator().manual_seed(seed)
+    groups = scheme.num_groups(columns)
+    zero = torch.full((rows, groups), scheme.midpoint, dtype=torch.uint8)
+    if not scheme.symmetric:
+        zero = torch.randint(0, scheme.max_code + 1, (rows, groups), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(0, scheme.max_code + 1, (rows, columns), generator=generator, dtype=torch.uint8)
+    kept = random_mask(rows, columns, scheme.sparsity, generator)
+    codes = torch.where(kept, codes, zero.repeat_interleave(columns // groups, 1))
+    return IntegerWeight(codes, torch.rand(rows, groups, generator=generator).bfloat16() + 0.1, zero, scheme)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.integers(2, 8),
+    symmetric=st.booleans(),
+    group_size=st.sampled_from([None, 32]),
+    sparsity=st.sampled_from([TWO_OF_FOUR, FOUR_OF_EIGHT, Sparsity(1, 4)]),
+    rows=st.integers(1, 9),
+    blocks=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_integers_come_back(bits, symmetric, group_size, sparsity, rows, blocks, seed) -> None:
+    scheme = Scheme(bits, group_size, symmetric, sparsity=sparsity)
+    weight = make_integers(scheme, rows, 32 * blocks, seed)
+    tensors = native.encode(M, weight, torch.bfloat16)
+    again = native.decode(M, stored(tensors), scheme)
+    assert torch.equal(again.codes, weight.codes)
+    assert torch.equal(again.scale, weight.scale)
+    assert torch.equal(again.zero, weight.zero)
+    assert native.shape(M, stored(tensors), scheme) == weight.shape
+
+
+@pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, FOUR_OF_EIGHT])
+def test_pruned_values_come_back(sparsity) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scheme = Scheme(16, None, sparsity=sparsity)
+    values = torch.randn(12, 64, generator=generator).bfloat16()
+    values = values.masked_fill(~random_mask(12, 64, sparsity, generator), 0)
+    tensors = native.encode(M, PrunedWeight(values, scheme), torch.bfloat16)
+    assert tensors[f"{M}.weight_values"].shape == (12, 32)
+    assert torch.equal(native.decode(M, stored(tensors), scheme).values, values)
+    assert native.shape(M, stored(tensors), scheme) == (12, 64)
+
+
+def test_worked_example() -> None:
+    """The one of docs/checkpoint-format.md."""
+    scheme = Scheme(4, None, sparsity=TWO_OF_FOUR)
+    codes = torch.tensor([[8, 1, 8, 15, 2, 3, 8, 8]], dtype=torch.uint8)
+    weight = IntegerWeight(codes, torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8), scheme)
+    tensors = native.encode(M, weight, torch.bfloat16)
+    # Kept: places 1 and 3 of the first group, 0 and 1 of the second.
+    assert tensors[f"{M}.weight_packed"].tolist() == [[0x32F1]]
+    assert tensors[f"{M}.weight_indices"].tolist() == [[0b01_00_11_01]]
+    assert tensors[f"{M}.weight_shape"].tolist() == [1, 8]
+    assert weight.dequantize().tolist() == [[0, -3.5, 0, 3.5, -3.0, -2.5, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        (Scheme(16, None, sparsity=TWO_OF_FOUR), 9.0),
+        (Scheme(16, None, sparsity=FOUR_OF_EIGHT), 9.5),
+        (Scheme(4, 128, sparsity=TWO_OF_FOUR), 3 + 16 / 128),
+        (Scheme(8, 128, sparsity=TWO_OF_FOUR), 5 + 16 / 128),
+        (Scheme(4, 128, False, sparsity=TWO_OF_FOUR), 3 + 20 / 128),
+    ],
+)
+def test_bits_per_weight_are_those_promised(scheme, expected) -> None:
+    rows, columns = 16, 256
+    if scheme.is_float:
+        values = torch.randn(rows, columns).bfloat16()
+        kept = random_mask(rows, columns, scheme.sparsity, torch.Generator().manual_seed(0))
+        weight = PrunedWeight(values.masked_fill(~kept, 0), scheme)
+    else:
+        weight = make_integers(scheme, rows, columns, 0)
+    tensors = native.encode(M, weight, torch.bfloat16)
+    nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("weight_shape"))
+    assert 8 * nbytes == scheme.stored_bits(rows, columns) == expected * rows * columns
+
+
+def test_a_group_that_is_too_full_is_refused() -> None:
+    scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
+    with pytest.raises(SchemeError, match=r"2 groups .* hold more values than 2:4 keeps"):
+        native.encode(M, PrunedWeight(torch.tensor([[1.0, 2, 3, 0, 1, 1, 1, 1]]), scheme), torch.bfloat16)
+
+
+def test_kept_values_that_are_zero_keep_their_number() -> None:
+    scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
+    values = torch.tensor([[0, 0, 0, 5.0, 0, 0, 0, 0]])
+    tensors = native.encode(M, PrunedWeight(values, scheme), torch.float32)
+    assert tensors[f"{M}.weight_values"].shape == (1, 4)
+    assert torch.equal(native.decode(M, stored(tensors), scheme).values, values)
+
+
+def test_places_that_contradict_each_other_are_refused() -> None:
+    scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
+    tensors = {f"{M}.weight_values": torch.ones(1, 4), f"{M}.weight_indices": torch.tensor([[0]], dtype=torch.int32)}
+    with pytest.raises(CheckpointError, match="do not rise"):
+        native.decode(M, stored(tensors), scheme)
+    tensors[f"{M}.weight_indices"] = torch.zeros(1, 3, dtype=torch.int32)
+    with pytest.raises(CheckpointError, match="places of 2:4 pack to"):
+        native.decode(M, stored(tensors), scheme)
+
+
+def test_config_says_every_scheme() -> None:
+    schemes = {"a": Scheme(4, 128, sparsity=TWO_OF_FOUR), "b": Scheme(16, None, sparsity=FOUR_OF_EIGHT), "c": Scheme()}
+    config = native.quantization_config(schemes, ["lm_head"])
+    assert native.schemes(config, schemes) == schemes
+    with pytest.raises(CheckpointError, match="no group of quantization_config lists d"):
+        native.schemes(config, ["d"])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"bits": 16, "group_size": None}, "bits=16 is outside"),
+        ({"bits": 16, "group_size": 32, "sparsity": TWO_OF_FOUR}, "16-bit values have no groups"),
+        ({"bits": 8, "group_size": None, "activation_bits": 8, "sparsity": TWO_OF_FOUR}, "with 8-bit activations"),
+        ({"bits": 4, "group_size": 6, "sparsity": TWO_OF_FOUR}, "cut through the 2:4 pattern"),
+    ],
+)
+def test_schemes_that_cannot_be(options, problem) -> None:
+    with pytest.raises(SchemeError, match=problem):
+        Scheme(**options)
+
+
+def test_other_formats_refuse_to_leave_zeros_out() -> None:
+    with pytest.raises(SchemeError, match="cannot leave out the zeros"):
+        compressed_tensors.check(Scheme(4, 128, sparsity=TWO_OF_FOUR), (8, 128))
+
+
+@pytest.mark.parametrize("text", ["2", "2:x", "3:3", "2:16", "0:4", ":"])
+def test_patterns_that_are_none(text) -> None:
+    with pytest.raises(SchemeError):
+        Sparsity.parse(text)

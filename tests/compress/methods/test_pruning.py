@@ -1,0 +1,170 @@
+"""Pruning: masks by their definitions, SparseGPT against a slow reference, and the order of their quality."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compress.checkpoint.errors import NumericsError
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.methods.gptq import quantize_gptq
+from compress.methods.hessian import factorize
+from compress.methods.pruning import keep_pattern, keep_share, scores
+from compress.methods.rtn import quantize_rtn
+from compress.methods.sparsegpt import OPTIONS, prune_sparsegpt
+
+TWO_OF_FOUR, FOUR_OF_EIGHT = Sparsity(2, 4), Sparsity(4, 8)
+
+
+def correlated_inputs(columns: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.eye(columns) + 0.6 * torch.randn(columns, columns, generator=generator) / columns**0.5
+    sizes = torch.exp(0.7 * torch.randn(columns, generator=generator))
+    common = torch.randn(4 * columns, 1, generator=generator)
+    return (torch.randn(4 * columns, columns, generator=generator) @ mixing + common) * sizes
+
+
+def hessian_of(inputs: Tensor) -> Tensor:
+    return 2 * inputs.T @ inputs / len(inputs)
+
+
+def output_error(weight: Tensor, changed: Tensor, inputs: Tensor) -> float:
+    return float((inputs @ (changed - weight).T).square().mean())
+
+
+def values_of(result: IntegerWeight | Tensor) -> Tensor:
+    return result.dequantize() if isinstance(result, IntegerWeight) else result
+
+
+def test_scores_by_their_formulas() -> None:
+    weight = torch.tensor([[1.0, -4.0], [2.0, 0.0]])
+    mean_square = torch.tensor([9.0, 0.25])
+    assert scores("magnitude", weight, None).tolist() == [[1, 4], [2, 0]]
+    assert scores("wanda", weight, mean_square).tolist() == [[3, 2], [6, 0]]
+    expected = torch.tensor([[1 / 5 + 1 / 3, 4 / 5 + 1], [1 + 2 / 3, 0]]) * torch.tensor([3**0.5, 0.5**0.5])
+    torch.testing.assert_close(scores("ria", weight, mean_square), expected)
+
+
+@given(
+    rows=st.integers(1, 5),
+    groups=st.integers(1, 6),
+    pattern=st.sampled_from([TWO_OF_FOUR, FOUR_OF_EIGHT]),
+    seed=st.integers(0, 999),
+)
+def test_a_pattern_keeps_the_best_of_each_group(rows, groups, pattern, seed) -> None:
+    score = torch.rand(rows, groups * pattern.of, generator=torch.Generator().manual_seed(seed))
+    kept = keep_pattern(score, pattern).view(rows, groups, pattern.of)
+    assert (kept.sum(-1) == pattern.kept).all()
+    grouped = score.view(rows, groups, pattern.of)
+    lowest_kept = grouped.masked_fill(~kept, 2).amin(-1)
+    assert (grouped.masked_fill(kept, -1).amax(-1) <= lowest_kept).all()
+
+
+def test_shares_are_exact() -> None:
+    score = torch.rand(10, 30, generator=torch.Generator().manual_seed(0))
+    assert ((~keep_share(score, 0.3, per_output=True)).sum(1) == 9).all()
+    whole = keep_share(score, 0.3, per_output=False)
+    assert int((~whole).sum()) == 90
+    assert score[~whole].max() <= score[whole].min()
+    assert keep_share(score, 0.0, per_output=True).all()
+    assert not keep_share(score, 1.0, per_output=True).any()
+
+
+def slow_sparsegpt(weight: Tensor, hessian: Tensor, pattern: Sparsity) -> Tensor:
+    """The paper's algorithm with the inverse Hessian shrunk column by column, in float64, no blocks."""
+    damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    inverse = torch.linalg.inv(damped)
+    result = weight.double().clone()
+    columns = weight.shape[1]
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    kept = torch.ones_like(weight, dtype=torch.bool)
+    for column in range(columns):
+        if column % pattern.of == 0:
+            stretch = slice(column, column + pattern.of)
+            score = (result[:, stretch] / upper.diagonal()[stretch]).square()
+            kept[:, stretch] = keep_pattern(score, pattern)
+        value = torch.where(kept[:, column], result[:, column], 0.0)
+        error = (result[:, column] - value) / upper[column, column]
+        result[:, column] = value
+        result[:, column + 1 :] -= error[:, None] * upper[column, column + 1 :]
+    return result
+
+
+@pytest.mark.parametrize("pattern", [TWO_OF_FOUR, FOUR_OF_EIGHT])
+@pytest.mark.parametrize("columns", [32, 88, 200])
+def test_sparsegpt_is_the_paper_s(pattern, columns) -> None:
+    weight = torch.randn(24, columns, generator=torch.Generator().manual_seed(1))
+    hessian = hessian_of(correlated_inputs(columns))
+    found = prune_sparsegpt(weight, factorize(hessian, OPTIONS), pattern, 0.5)
+    expected = slow_sparsegpt(weight, hessian, pattern)
+    same_place = ((found != 0) == (expected != 0)).float().mean()
+    assert same_place > 0.995  # near ties may fall the other way in float32
+    agreeing = ((found != 0) == (expected != 0)).all(1)
+    assert agreeing.any()
+    torch.testing.assert_close(found[agreeing].double(), expected[agreeing], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("pattern", [TWO_OF_FOUR, None])
+def test_sparsegpt_beats_wanda_beats_magnitude(pattern) -> None:
+    inputs = correlated_inputs(192)
+    weight = torch.randn(96, 192, generator=torch.Generator().manual_seed(2))
+    mean_square = inputs.square().mean(0)
+    errors = {}
+    for method in ("magnitude", "wanda"):
+        score = scores(method, weight, mean_square)
+        kept = keep_pattern(score, pattern) if pattern else keep_share(score, 0.5, per_output=method == "wanda")
+        errors[method] = output_error(weight, weight * kept, inputs)
+    found = prune_sparsegpt(weight, factorize(hessian_of(inputs), OPTIONS), pattern, 0.5)
+    errors["sparsegpt"] = output_error(weight, found, inputs)
+    assert errors["sparsegpt"] < 0.9 * errors["wanda"]
+    assert errors["wanda"] < 0.9 * errors["magnitude"]
+    assert float((found == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    bits=st.sampled_from([2, 3, 4, 8]),
+    symmetric=st.booleans(),
+    pattern=st.sampled_from([TWO_OF_FOUR, FOUR_OF_EIGHT, None]),
+    seed=st.integers(0, 999),
+)
+def test_zeros_are_exact_in_every_scheme(bits, symmetric, pattern, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight, scheme = torch.randn(8, 64, generator=generator), Scheme(bits, 32, symmetric)
+    hessian = hessian_of(correlated_inputs(64, seed))
+    joint = values_of(prune_sparsegpt(weight, factorize(hessian, OPTIONS), pattern, 0.5, scheme))
+    score = scores("wanda", weight, hessian.diagonal())
+    kept = keep_pattern(score, pattern) if pattern else keep_share(score, 0.5, per_output=True)
+    after = quantize_gptq(weight, factorize(hessian), scheme, kept=kept).dequantize()
+    rounded = quantize_rtn(weight * kept, scheme).dequantize()
+    for result in (after, rounded):
+        assert (result[~kept] == 0).all()
+    if pattern:
+        assert ((joint.view(8, -1, pattern.of) != 0).sum(-1) <= pattern.kept).all()
+    assert float((joint == 0).float().mean()) >= 0.5
+
+
+def test_joint_rounding_beats_rounding_afterwards() -> None:
+    inputs = correlated_inputs(128)
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
+    factor, scheme = factorize(hessian_of(inputs), OPTIONS), Scheme(4, 32)
+    joint = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5, scheme))
+    pruned = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5))
+    after = quantize_rtn(pruned, scheme, inputs.square().mean(0)).dequantize()
+    assert output_error(weight, joint, inputs) < output_error(weight, after, inputs)
+
+
+def test_without_a_usable_hessian_it_is_wanda() -> None:
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(4))
+    factor = factorize(torch.zeros(32, 32), OPTIONS)
+    found = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5))
+    assert ((found.view(8, 8, 4) != 0).sum(-1) == 2).all()
+
+
+def test_what_is_not_finite_is_refused() -> None:
+    with pytest.raises(NumericsError):
+        scores("magnitude", torch.tensor([[float("nan")]]), None)
