@@ -1,0 +1,49 @@
+"""`runtime memory` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from runtime_command import runtime
+
+
+def test_text_says_what_fits_and_how_to_fit_more(tmp_path: Path) -> None:
+    result = runtime("memory", "--memory", "1GiB", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for words in (
+        "demo_model: dense bfloat16, 6 layers, context 2048",
+        "1.0 GiB  as asked for",
+        "Keys and values of one token: 12.0 KiB in float64, 6.0 KiB in float32, 3.0 KiB in bfloat16 or float16",
+        "requests of 2,048 tokens (the whole context)",
+        "131072 tokens at",
+        "To fit more, the cheapest first:",
+        "--max-model-len 1024",
+    ):
+        assert words in result.stdout
+    assert result.stderr == ""
+
+
+def test_json_has_the_same_numbers(tmp_path: Path) -> None:
+    result = runtime("memory", "--memory", "1GiB", "--dtype", "float32", "--json", cwd=tmp_path)
+    found = json.loads(result.stdout)
+    assert found["memory_bytes"] == 2**30
+    assert found["kv_bytes_per_token"] == {"float64": 12288, "float32": 6144, "bfloat16": 3072, "float16": 3072}
+    assert found["fits"] is True
+    assert found["concurrency"]["2048"] == found["tokens"] // 2048
+    used = found["weights_prepared_bytes"] + found["activation_bytes"] + found["process_bytes"]
+    assert found["room_bytes"] == 2**30 - used
+    assert found["kv_bytes"] == found["tokens"] * 6144
+    assert {"command", "cost", "effect", "tokens", "concurrency", "length"} == found["remedies"][0].keys()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for arguments, status, words in (
+        (["nowhere"], 1, "there is no folder nowhere"),
+        ([str(tmp_path)], 1, "holds no safetensors"),
+        (["--memory", "much"], 2, "is not a size"),
+    ):
+        result = runtime("memory", *arguments, cwd=tmp_path)
+        assert result.returncode == status
+        assert words in result.stderr.lower()
+        assert "Traceback" not in result.stderr
