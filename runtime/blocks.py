@@ -8,7 +8,8 @@ A block is in exactly one of three states:
 
 Only full blocks have hashes, a hash covers everything before its block, and a block with a hash is never written again.
 Blocks with hashes are a forest: the parent of a block is the one before it in its chain. A block is findable only as
-long as its parent is, so no room is kept for what nobody can find, and of a chain the end is evicted first.
+long as its parent is, so no room is kept for what nobody can find, and of a chain the end is evicted first. But where
+tokens look back only so far, a block is of use without those before it: then each is found and evicted by itself.
 """
 
 from __future__ import annotations
@@ -61,14 +62,22 @@ class BlockPool:
         block_size: tokens per block.
         prefix_caching: without it nothing is registered, so nothing is ever found.
         num_host_blocks: slots of host memory that keep evicted blocks.
+        chained: blocks are findable only as long as those before them are.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, num_host_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        chained: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.chained = chained
         self.tier = HostTier(num_host_blocks)
         self.num_evictions = 0
         self.rebuild([])
@@ -96,6 +105,10 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this hash, if it is here. Takes no reference."""
+        return self._by_hash.get(block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix of a chain. Takes no reference: `acquire` what you keep."""
@@ -160,7 +173,7 @@ class BlockPool:
             self._free.move_to_end(block_id)
 
     def register(self, table: list[int], index: int, hashes: Sequence[bytes]) -> None:
-        """Makes a full, computed block of a table findable, if the one before it is.
+        """Makes a full, computed block of a table findable, if the one before it is or need not be.
 
         Where an equal block is known already, the table gets that one instead: equal prefixes that were computed side
         by side are then held once, and they are evicted together with what follows them.
@@ -174,7 +187,11 @@ class BlockPool:
             table[index] = known
             self.acquire([known])
             self.release([block_id])
-        elif self.prefix_caching and self._blocks[block_id].hash is None and (parent is not None or not index):
+        elif (
+            self.prefix_caching
+            and self._blocks[block_id].hash is None
+            and (parent is not None or index == 0 or not self.chained)
+        ):
             self._by_hash[hashes[index]] = block_id
             self._blocks[block_id].hash, self._blocks[block_id].parent = hashes[index], parent
             if parent is not None:
@@ -226,7 +243,10 @@ class BlockPool:
         nothing to wait for: they are of use without it.
         """
         free = self._free
-        while (following := next((i for i in self._children.get(block_id, ()) if i in free), None)) is not None:
+        while (
+            self.chained
+            and (following := next((i for i in self._children.get(block_id, ()) if i in free), None)) is not None
+        ):
             block_id = following
         return block_id
 
@@ -236,6 +256,9 @@ class BlockPool:
         if block_hash is not None:
             self.num_evictions += 1
             self.tier.save(block_hash, block_id)
+            if not self.chained:
+                for child in self._children.pop(block_id, ()):
+                    self._blocks[child].parent = None
             self._drop_hash(block_id)
 
     def _drop_hash(self, block_id: int) -> None:

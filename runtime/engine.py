@@ -91,6 +91,7 @@ class Engine:
             config.block_size,
             prefix_caching=config.prefix_caching,
             num_host_blocks=runner.num_host_blocks,
+            chained=runner.reach.window is None,
         )
         self.scheduler = Scheduler(pool, config, runner.max_model_len, runner.reach)
         self.grammars = GrammarCompiler(tokenizer, runner.vocab_size) if tokenizer else None
@@ -233,9 +234,9 @@ class Engine:
     def _complete(self, plan: StepPlan, sampled: list[tuple[Sequence, list[SampledToken]]]) -> None:
         """Records a computed step; all but the last token of each sequence are draft tokens that were accepted."""
         num_accepted = {sequence.id: len(tokens) - 1 for sequence, tokens in sampled}
-        self.metrics.spec_decode_num_draft_tokens_total += sum(entry.num_draft_tokens for entry in plan.entries)
-        self.metrics.spec_decode_num_accepted_tokens_total += sum(num_accepted.values())
         if self.speculator is not None:
+            self.metrics.spec_decode_num_draft_tokens_total += sum(entry.num_draft_tokens for entry in plan.entries)
+            self.metrics.spec_decode_num_accepted_tokens_total += sum(num_accepted.values())
             self.speculator.note(plan, num_accepted)
         self.scheduler.complete(plan, num_accepted)
 
@@ -339,7 +340,9 @@ class Engine:
     def _note_start(self, plan: StepPlan) -> None:
         now = self._clock()
         for entry in plan.entries:
-            self.metrics.note_scheduled(self._times[entry.sequence.id], entry.sequence.num_prompt_tokens, now)
+            times = self._times[entry.sequence.id]
+            if times.first_scheduled is None:
+                self.metrics.note_scheduled(times, entry.sequence.num_prompt_tokens, now)
 
     def _seed(self, sampling: SamplingParams) -> int:
         if sampling.seed is not None:

@@ -43,6 +43,9 @@ class HostTier:
             self._moves[slot] = block_id
             self._unsure.add(block_hash)
 
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._slots
+
     def find(self, hashes: Iterable[bytes]) -> list[bytes]:
         """The longest beginning of `hashes` that is here."""
         found: list[bytes] = []

@@ -27,6 +27,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
 from compress.checkpoint.errors import RequestError
+from runtime.block_table import plan_table
 from runtime.blocks import BlockPool, extend_hashes, root_hash
 from runtime.config import RuntimeConfig
 from runtime.reach import ALL, RELEASED, Reach, held_blocks
@@ -190,15 +191,18 @@ class Scheduler:
         self.pool.tier.settle(done=True)
         for entry in plan.entries:
             sequence = entry.sequence
-            num_drafts = entry.num_draft_tokens
-            accepted = sequence.draft_token_ids[: (num_accepted or {}).get(sequence.id, 0)]
+            num_drafts, accepted = 0, []
+            if sequence.draft_token_ids:
+                num_drafts = entry.num_draft_tokens
+                accepted = sequence.draft_token_ids[: (num_accepted or {}).get(sequence.id, 0)]
             first = sequence.num_registered_blocks
             sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(accepted)
             last = sequence.num_computed_tokens // self.pool.block_size
             if self.pool.prefix_caching and last > first:
                 self._extend_hashes(sequence, accepted)
                 for index in range(first, last):
-                    self.pool.register(sequence.block_ids, index, sequence.block_hashes)
+                    if sequence.block_ids[index] != RELEASED:
+                        self.pool.register(sequence.block_ids, index, sequence.block_hashes)
                 sequence.num_registered_blocks = last
             if num_drafts:
                 self._drop_draft(sequence)
@@ -229,7 +233,8 @@ class Scheduler:
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         queue.remove(sequence)
         if not trusted:
-            self.pool.forget(self.pool.match(sequence.block_hashes))
+            found = [self.pool.find(block_hash) for block_hash in sequence.block_hashes]
+            self.pool.forget(block_id for block_id in found if block_id is not None)
             self.pool.tier.forget(sequence.block_hashes)
         self._release(sequence)
         sequence.status = Status.FINISHED
@@ -276,7 +281,8 @@ class Scheduler:
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 self._extend_table(sequence)
             elif self._make_writable(sequence, step):
-                self._fit_draft(sequence, step)
+                if sequence.draft_token_ids:
+                    self._fit_draft(sequence, step)
                 step.add(sequence, 1 + len(sequence.draft_token_ids))
 
     def _schedule_prefills(self, step: _Step) -> None:
@@ -333,16 +339,13 @@ class Scheduler:
 
     def _extend_table(self, sequence: Sequence) -> None:
         """Gives the next span of a prompt its blocks, unless the sequence has to be preempted itself."""
-        missing = self._table_blocks(sequence, sequence.num_computed_tokens) - len(sequence.block_ids)
+        span = self.config.max_span_tokens
+        covered = self.reach.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, span)
+        missing = self.pool.blocks_for(covered) - len(sequence.block_ids)
         while missing > self.pool.num_free:
             if not self._make_room(sequence):
                 return
         sequence.block_ids += self.pool.allocate(max(0, missing))
-
-    def _table_blocks(self, sequence: Sequence, num_computed_tokens: int) -> int:
-        """Entries of the block table when so many tokens are computed: for all tokens that blocks are held for."""
-        span = self.config.max_span_tokens
-        return self.pool.blocks_for(self.reach.table_tokens(sequence.num_tokens, num_computed_tokens, span))
 
     def _max_blocks(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens holds at the same time at most."""
@@ -377,37 +380,28 @@ class Scheduler:
         step.copy(source, target, sequence.num_computed_tokens % self.pool.block_size)
 
     def _take_blocks(self, sequence: Sequence, step: _Step) -> bool:
-        """Gives a waiting sequence blocks for all its tokens, found ones first. False when there is no room yet."""
+        """Gives a waiting sequence blocks for its tokens, found ones first. False when there is no room yet."""
         pool = self.pool
         hashes = self._findable_hashes(sequence)
-        found = pool.match(hashes)
-        saved = pool.tier.find(hashes[len(found) :])
-        num_computed = min((len(found) + len(saved)) * pool.block_size, sequence.num_tokens - 1)
-        hidden = self.reach.hidden_blocks(num_computed, pool.block_size)
-        # The last token is computed in any case, since its logits are wanted. When even its block is known, that block
-        # serves as a source to copy the tokens before it from.
-        kept = found[: (sequence.num_tokens - 1) // pool.block_size]
-        table = kept + [RELEASED] * (self._table_blocks(sequence, num_computed) - len(kept))
-        table[hidden.start : hidden.stop] = [RELEASED] * len(hidden)
-        missing = [index for index in range(len(kept), len(table)) if index not in hidden]
+        plan = plan_table(pool, self.reach, hashes, sequence.num_tokens, self.config.max_span_tokens)
+        kept = held_blocks(plan.table)
         # About one block per running sequence stays free, so that admitting does not preempt in the next step.
-        if len(missing) + pool.count_free(held_blocks(table)) + len(self.running) > pool.num_free:
+        if len(plan.missing) + pool.count_free(kept) + len(self.running) > pool.num_free:
             return False
         # Found before blocks are allocated, so that what these push out does not replace it.
-        slots = pool.tier.load([known for index, known in enumerate(saved, len(found)) if index not in hidden])
-        source = found[len(kept)] if len(found) > len(kept) else None
-        if source is not None:
-            pool.touch(source)
-        pool.acquire(held_blocks(table))
-        new = pool.allocate(len(missing))
-        for index, block_id in zip(missing, new, strict=True):
-            table[index] = block_id
-        sequence.block_ids = table
-        sequence.num_registered_blocks = max(len(kept), hidden.stop)
-        sequence.num_computed_tokens = num_computed
-        if source is not None:
+        slots = pool.tier.load(plan.saved)
+        if plan.source is not None:
+            pool.touch(plan.source)
+        pool.acquire(kept)
+        new = pool.allocate(len(plan.missing))
+        for index, block_id in zip(plan.missing, new, strict=True):
+            plan.table[index] = block_id
+        sequence.block_ids = plan.table
+        sequence.num_registered_blocks = min(plan.missing, default=len(plan.table))
+        sequence.num_computed_tokens = plan.num_computed_tokens
+        if plan.source is not None:
             # The room left free above and `touch` make sure that `new` is not the source itself.
-            step.copy(source, new[0], pool.block_size - 1)
+            step.copy(plan.source, new[-1], pool.block_size - 1)
         step.restores += map(BlockRestore, slots, new)
         self._count_prefix(sequence)
         return True
@@ -426,7 +420,8 @@ class Scheduler:
         self.stats.num_prefix_hits += sequence.num_computed_tokens
 
     def _extend_hashes(self, sequence: Sequence, accepted: TokenIds[int] = ()) -> None:
-        root = root_hash(self.config.dtype, sequence.request.options.cache_salt)
+        # What is stored of a token depends on what it saw.
+        root = root_hash(f"{self.config.dtype}, sees {self.reach}", sequence.request.options.cache_salt)
         token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
         extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)
 

@@ -1,6 +1,6 @@
-"""Any sequence of arrivals, steps, aborts and failures, on any small pool, with and without room in host memory, and
-also when chance preempts, evicts and aborts all the time: every request ends within a computed bound, gets the tokens
-it would get alone, and leaves nothing behind."""
+"""Any sequence of arrivals, steps, aborts and failures, on any small pool, with and without room in host memory, with
+any reach of the tokens, and also when chance preempts, evicts and aborts all the time: every request ends within a
+computed bound, gets the tokens it would get alone, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from compress.checkpoint.errors import RequestError
 from runtime.chaos import Chaos
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, derive_seed
+from runtime.reach import ALL, Reach
 from runtime.scheduler import PRIORITY_PLACES
 from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
 
@@ -57,6 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
         plain=st.booleans(),
         num_host_blocks=st.sampled_from([0, 0, 1, 3, 20]),
         chaos=st.sampled_from([None, None, 0, 1, 2]),
+        reach=st.just(ALL) | st.builds(Reach, st.integers(1, 12), st.integers(0, 5)),
     )
     def start(
         self,
@@ -69,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         plain: bool,
         num_host_blocks: int,
         chaos: int | None,
+        reach: Reach,
     ) -> None:
         config = RuntimeConfig(
             block_size=block_size,
@@ -77,7 +80,8 @@ class EngineMachine(RuleBasedStateMachine):
             prefill_chunk=chunk,
             prefix_caching=prefix_caching,
         )
-        self.runner = FakeRunner(num_blocks, block_size, MAX_MODEL_LEN, END_TOKENS, num_host_blocks)
+        self.runner = FakeRunner(num_blocks, block_size, MAX_MODEL_LEN, END_TOKENS, num_host_blocks, reach)
+        self.span = config.max_span_tokens
         self.num_steps = 0
         trouble = None if chaos is None else Chaos(chaos, preempt=0.2, evict=0.3, abort=0.02)
         self.engine = Engine(self.runner, None, config, clock=lambda: self.num_steps, chaos=trouble)
@@ -115,14 +119,16 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             request_id = self.engine.add_request(prompt, sampling, None, options)
         except RequestError:
-            room = self.runner.num_blocks * self.runner.block_size
-            assert not prompt or len(prompt) + max_tokens > min(MAX_MODEL_LEN, room)
+            length, runner = len(prompt) + max_tokens, self.runner
+            needed = runner.reach.blocks_for(length, self.span, runner.block_size)
+            assert not prompt or length > MAX_MODEL_LEN or needed > runner.num_blocks
             return
         order = (self.num_added + priority * PRIORITY_PLACES, self.num_added)
         self.num_added += 1
         deadline = None if time_limit is None else self.num_steps + time_limit
         seeds = [seed, *(derive_seed(seed, index) for index in range(1, n))]
-        wanted = {i: expected_tokens(prompt, max_tokens, s, END_TOKENS) for i, s in enumerate(seeds)}
+        reach = self.runner.reach
+        wanted = {i: expected_tokens(prompt, max_tokens, s, END_TOKENS, reach) for i, s in enumerate(seeds)}
         bound = self.bound(order, n, len(prompt) + max_tokens)
         self.live[request_id] = Expected(order, bound, deadline, wanted, {index: [] for index in wanted})
 
