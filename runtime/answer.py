@@ -48,7 +48,7 @@ class Answer:
         self.sequence = sequence
         self.request_id = request_id
         self.index = index
-        self.max_tokens = sampling.max_tokens
+        self._max_length = sequence.num_prompt_tokens + sampling.max_tokens
         self.end_token_ids = frozenset(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
         options = {} if sampling.skip_special_tokens else {"skip_special_tokens": False}
         self._text = tokenizer.detokenizer(sequence.request.prompt_token_ids, **options) if tokenizer else None
@@ -91,7 +91,7 @@ class Answer:
         constraint = self.sequence.constraint
         if is_end or self._stop.matched or (constraint is not None and constraint.is_complete):
             self._close(FinishReason.STOP)
-        elif self.sequence.num_output_tokens >= self.max_tokens:
+        elif len(self.sequence.token_ids) >= self._max_length:
             self._close(FinishReason.LENGTH)
         return text if self.sequence.finish_reason is None else text + self._flush()
 

@@ -251,7 +251,7 @@ class Sequence:
         return self.num_output_tokens == 0 and (request.options.embed or request.sampling.prompt_logprobs is not None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one per token, as deltas
 class ScheduledSequence:
     """Compute tokens `[start, start + num_tokens)` of `sequence`, its draft included. When the span reaches the end of
     the known tokens, the runner also samples what follows them: one token, and one more per accepted draft token."""
@@ -340,7 +340,7 @@ class StepOutput:
     hidden_sums: dict[str, list[float]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one per token, and frozen ones take three times as long to make
 class Delta:
     """What one step added to one answer. Deltas of a request and an index, joined, are a whole answer.
 

@@ -1,0 +1,93 @@
+"""What a step costs beside the model: scheduler, blocks, answers, text and figures, without any model.
+
+Times are processor time of the one thread, so other work on the machine hardly counts.
+
+python scripts/bench_scheduler.py                       # 64 sequences that decode
+python scripts/bench_scheduler.py --sequences 256 --host-blocks 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median, quantiles
+
+from benchmarking.tables import Row, print_table
+from rich.console import Console
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.reach import ALL
+from runtime.text.tokenizer import Tokenizer
+from runtime.types import SampledToken, SamplingParams, StepOutput, StepPlan
+
+PROMPT_TOKENS = 128
+NEW_TOKENS = 512
+
+
+class InstantRunner:
+    """Implements `runtime.types.Runner`: every step says the same token at once, and notes when it was asked."""
+
+    max_model_len = 4096
+    vocab_size = 8192
+    eos_token_ids: frozenset[int] = frozenset()
+    reach = ALL
+
+    def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
+        self.asked = self.answered = 0.0
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self.asked = time.thread_time()
+        output = StepOutput({entry.sequence.id: [SampledToken(300)] for entry in plan.entries if entry.samples})
+        self.answered = time.thread_time()
+        return output
+
+
+def step_milliseconds(engine: Engine, runner: InstantRunner) -> list[tuple[float, float]]:
+    """Of each step in which everybody decodes: the time before the runner is asked, and after it has answered."""
+    while engine.scheduler.waiting or len(engine.scheduler.decodes()) < len(engine.scheduler.running):
+        engine.step()
+    times = []
+    times, full = [], len(engine.scheduler.running)
+    while len(engine.scheduler.running) == full:
+        start = time.thread_time()
+        engine.step()
+        times.append((1e3 * (runner.asked - start), 1e3 * (time.thread_time() - runner.answered)))
+    return times
+
+
+def measure(tokenizer: Tokenizer | None, sequences: int, host_blocks: int) -> Row:
+    config = RuntimeConfig(max_num_sequences=sequences, max_num_batched_tokens=max(512, sequences))
+    runner = InstantRunner(sequences * (PROMPT_TOKENS + NEW_TOKENS) // config.block_size, host_blocks)
+    engine = Engine(runner, tokenizer, config)
+    for index in range(sequences):
+        prompt = [index % runner.vocab_size, *range(PROMPT_TOKENS - 1)]
+        engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=index))
+    times = step_milliseconds(engine, runner)
+    totals = [before + after for before, after in times]
+    return {
+        "text": "demo tokenizer" if tokenizer else "none",
+        "sequences": str(sequences),
+        "steps": str(len(times)),
+        "ms/step": f"{median(totals):.3f}",
+        "least": f"{min(totals):.3f}",
+        "p99": f"{quantiles(totals, n=100)[98]:.3f}",
+        "to plan": f"{median(before for before, _ in times):.3f}",
+        "to publish": f"{median(after for _, after in times):.3f}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=64, help="sequences that decode together")
+    parser.add_argument("--host-blocks", type=int, default=0, help="slots of host memory for KV blocks")
+    arguments = parser.parse_args()
+    tokenizer = Tokenizer.open(demo_model_path())
+    rows = [measure(each, arguments.sequences, arguments.host_blocks) for each in (None, tokenizer)]
+    print_table("Milliseconds per step beside the model", rows, Console())
+
+
+if __name__ == "__main__":
+    main()
