@@ -11,8 +11,8 @@ A seed gives the same tokens again only when the same tokens are guessed; verifi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,49 +58,90 @@ class RejectionSampler:
         """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
         draws = [build_draws(entry) for entry in entries]
         flat = [draw for group in draws for draw in group]
-        sizes = [len(group) for group in draws]
-        rows = zip(logits.split(sizes), probabilities(logits, flat).split(sizes), strict=True)
-        drawn = iter(sample_tokens(logits, flat))
-        tokens = {
-            entry.sequence.id: self._verify(entry, group, [next(drawn) for _ in group], *parts)
-            for entry, group, parts in zip(entries, draws, rows, strict=True)
-        }
+        drawn, first, tokens = sample_tokens(logits, flat), 0, {}
+        guesses = list(_guesses(entries, draws))
+        verdicts = self._judge(guesses, logits, flat) if guesses else {}
         self._proposals.clear()
+        for entry, group in zip(entries, draws, strict=True):
+            rows = range(first, first + len(group))
+            tokens[entry.sequence.id] = _until_refused(rows, drawn, verdicts)
+            first = rows.stop
         return tokens
 
-    def _verify(
-        self, entry: ScheduledSequence, draws: list[Draw], drawn: list[SampledToken], logits: Tensor, target: Tensor
-    ) -> list[SampledToken]:
-        tokens: list[SampledToken] = []
-        for index, guess in enumerate(entry.sequence.draft_token_ids[: entry.num_draft_tokens]):
-            if drawn[index].error:
-                return [*tokens, drawn[index]]
-            draw, p = draws[index], target[index]
-            q = self._proposals.get((entry.sequence.id, draw.position))
-            if q is None:
-                q = torch.zeros_like(p).index_fill_(0, torch.tensor(guess, device=p.device), 1.0)
-            accepted = _uniform(draw) * float(q[guess]) < float(p[guess])
-            token_id = guess if accepted else _draw_rest(p, q, draw)
-            tokens.append(_token(logits[index], token_id, draw))
-            if not accepted:
-                return tokens
-        return [*tokens, drawn[-1]]
+    def _judge(self, guesses: list[_Guess], logits: Tensor, draws: list[Draw]) -> dict[int, tuple[bool, SampledToken]]:
+        """By row: whether its guess is accepted, and the token that stands there then."""
+        rows = [guess.row for guess in guesses]
+        mine = [draws[row] for row in rows]
+        logits = logits[rows]
+        p = probabilities(logits, mine)
+        q = self._proposed(guesses, mine, p)
+        token_ids = torch.tensor([guess.token_id for guess in guesses], device=p.device).unsqueeze(-1)
+        limit = _uniform(mine).to(p.device) * q.gather(-1, token_ids).squeeze(-1)
+        accepted = limit < p.gather(-1, token_ids).squeeze(-1)
+        chosen = torch.where(accepted, token_ids.squeeze(-1), _draw_rest(p, q, mine)).tolist()
+        tokens = [_token(row, token_id, draw) for row, token_id, draw in zip(logits, chosen, mine, strict=True)]
+        return dict(zip(rows, zip(accepted.tolist(), tokens, strict=True), strict=True))
+
+    def _proposed(self, guesses: list[_Guess], draws: list[Draw], p: Tensor) -> Tensor:
+        """What the guesses were drawn from `[D, V]`; all on the guess itself where nobody knows."""
+        q = torch.zeros_like(p)
+        for row, (guess, draw) in enumerate(zip(guesses, draws, strict=True)):
+            known = self._proposals.get((guess.sequence_id, draw.position))
+            if known is None:
+                q[row, guess.token_id] = 1.0
+            else:
+                q[row] = known
+        return q
 
 
-def _uniform(draw: Draw) -> float:
-    """Between 0 and 1, independent of the noise that tokens are drawn with."""
-    return math.exp(-math.exp(-float(_noise(draw.seed ^ ACCEPTANCE_NOISE, draw.position, 1))))
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """A draft token, and the row of logits that judges it."""
+
+    row: int
+    sequence_id: str
+    token_id: int
 
 
-def _draw_rest(p: Tensor, q: Tensor, draw: Draw) -> int:
-    """A token from `(p - q)+`, normalized. Nothing is left only when rounding made a sure guess fail; then from `p`."""
+def _guesses(entries: Sequence[ScheduledSequence], draws: Sequence[Sequence[Draw]]) -> Iterator[_Guess]:
+    """All draft tokens. The last row of an entry judges none: it stands behind them."""
+    first = 0
+    for entry, group in zip(entries, draws, strict=True):
+        for index in range(len(group) - 1):
+            yield _Guess(first + index, entry.sequence.id, entry.sequence.draft_token_ids[index])
+        first += len(group)
+
+
+def _until_refused(
+    rows: range, drawn: Sequence[SampledToken], verdicts: Mapping[int, tuple[bool, SampledToken]]
+) -> list[SampledToken]:
+    """The accepted guesses of one entry and the token behind them, or what stands in place of the first refused one."""
+    tokens: list[SampledToken] = []
+    for row in rows[:-1]:
+        accepted, token = verdicts[row]
+        if drawn[row].error:
+            return [*tokens, drawn[row]]
+        tokens.append(token)
+        if not accepted:
+            return tokens
+    return [*tokens, drawn[rows[-1]]]
+
+
+def _uniform(draws: Sequence[Draw]) -> Tensor:
+    """Between 0 and 1 `[D]`, independent of the noise that tokens are drawn with."""
+    return (-(-_noise([draw.seed ^ ACCEPTANCE_NOISE for draw in draws], draws, 1)[:, 0]).exp()).exp()
+
+
+def _draw_rest(p: Tensor, q: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Tokens `[D]` from `(p - q)+`, normalized. Nothing is left only where rounding refused a sure guess; then `p` is."""
     rest = (p - q).clamp_(min=0)
-    weights = rest if bool(rest.any()) else p
-    return int((weights.log() + _noise(draw.seed, draw.position, len(p)).to(p.device)).argmax())
+    rest = torch.where(rest.any(-1, keepdim=True), rest, p)
+    noise = _noise([draw.seed for draw in draws], draws, p.shape[-1])
+    return (rest.log() + noise.to(p.device)).argmax(-1)
 
 
-def _noise(seed: int, position: int, count: int) -> Tensor:
-    return gumbel_noise(torch.tensor([seed]), torch.tensor([position]), torch.arange(count))[0]
+def _noise(seeds: list[int], draws: Sequence[Draw], count: int) -> Tensor:
+    return gumbel_noise(torch.tensor(seeds), torch.tensor([draw.position for draw in draws]), torch.arange(count))
 
 
 def _token(logits: Tensor, token_id: int, draw: Draw) -> SampledToken:
