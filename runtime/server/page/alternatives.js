@@ -1,11 +1,12 @@
 // The small table of what else a token could have been, for pointer, touch and keyboard.
 
-const MARGIN = 8; // pixels to the window's edge
+const MARGIN = 8; // pixels to the edges
 
 export class Alternatives {
   /** `panel` is shown over tokens inside of `area`. */
   constructor(panel, area) {
     this.panel = panel;
+    this.area = area;
     this.span = null;
     const tokenOf = (event) => event.target.closest?.(".token");
     area.addEventListener("pointerover", (event) => this.show(tokenOf(event)));
@@ -50,14 +51,15 @@ export class Alternatives {
     table.replaceChildren(...rows.map((other) => row(other, isChosen(other))));
   }
 
-  /** Below the token, or above it where there is no room; never beyond the window. */
+  /** Below the token, or above it where there is no room; never beyond the area's sides. */
   place() {
     if (!this.span) return;
     const token = this.span.getClientRects()[0];
     const { offsetWidth: width, offsetHeight: height } = this.panel;
     const below = token.bottom + MARGIN;
     const top = below + height < innerHeight - MARGIN ? below : Math.max(MARGIN, token.top - MARGIN - height);
-    const left = Math.min(Math.max(MARGIN, token.left - MARGIN), innerWidth - width - MARGIN);
+    const most = this.area.getBoundingClientRect().right - width - MARGIN;
+    const left = Math.max(MARGIN, Math.min(token.left - MARGIN, most));
     this.panel.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
   }
 }

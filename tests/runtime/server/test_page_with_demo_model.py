@@ -118,6 +118,19 @@ def test_answer_grows_while_it_is_made(visit: Visit) -> None:
     assert re.search(r"\d+ tokens · \d+ tokens/s · first after \d", turn.locator(".facts").inner_text())
 
 
+def test_nothing_jumps_while_an_answer_comes(visit: Visit) -> None:
+    visit.page.evaluate(
+        """window.shifts = [];
+        new PerformanceObserver(list => shifts.push(...list.getEntries().map(entry => entry.value)))
+            .observe({type: "layout-shift"})"""
+    )
+    visit.set(max_tokens=300, seed=1)
+    composer = visit.page.locator("#composer").bounding_box()
+    visit.answer(QUESTION)
+    assert visit.page.locator("#composer").bounding_box() == composer
+    assert max(visit.page.evaluate("shifts")) < 0.03  # the line under the answer, going down with it
+
+
 def test_answer_is_the_one_of_the_api(visit: Visit, served: tuple[str, Engine]) -> None:
     visit.set(temperature=0, max_tokens=40, system="Be brief.", repetition_penalty=1)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]

@@ -1,0 +1,120 @@
+"""Photographs the server's page while it answers: starts a server, keeps it busy, asks, points at a token.
+
+    python scripts/screenshot_page.py --out docs/chat-page.png
+    python scripts/screenshot_page.py --dark --out dark.png -- path/to/model --kv-memory 1GiB
+
+What follows `--` are arguments of `runtime serve`; without any it is the bundled model with so little room that every
+plot has something to tell. Needs the `test` extra and a Chromium on PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+PROMPT = "He opened the door and"
+SAMPLING = {"temperature": 0.6, "seed": 10, "max_tokens": 110}
+SERVE = ["--kv-memory", "2MiB", "--max-sequences", "3", "--speculate", "ngram"]
+BUSY_SECONDS = 55
+NUM_CLIENTS = 5
+TYPICAL_DOUBT = 0.4
+SIZE = {"width": 1200, "height": 780}
+TEXTS = ("The castle was built in the", "It was a cold day and", "The captain looked at the sea", PROMPT)
+
+
+@contextmanager
+def serving(arguments: list[str]) -> Iterator[str]:
+    """A server on a free port; its URL."""
+    command = [sys.executable, "-m", "runtime.cli", "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        for line in process.stdout or ():
+            if found := re.search(r"^serving .* at (http://\S+)", line):
+                yield found[1]
+                return
+        sys.exit("error: the server did not start. Run 'runtime serve' to see why.")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def keep_busy(url: str, seed: int, stop: threading.Event) -> None:
+    """One client that comes and goes: texts of several lengths that begin alike, with pauses."""
+    chance = random.Random(seed)
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
+    connection.request("GET", "/v1/models")
+    model = json.loads(connection.getresponse().read())["data"][0]["id"]
+    while not stop.wait(chance.uniform(0, 4)):
+        prompt = f"{TEXTS[0]}. " * 12 + chance.choice(TEXTS)
+        body = {"model": model, "prompt": prompt, "max_tokens": chance.randint(40, 300), "seed": seed}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.getresponse().read()
+
+
+@contextmanager
+def busy(url: str) -> Iterator[None]:
+    stop = threading.Event()
+    clients = [threading.Thread(target=keep_busy, args=(url, seed, stop)) for seed in range(NUM_CLIENTS)]
+    for client in clients:
+        client.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+
+
+def photograph(url: str, out: Path, dark: bool) -> None:
+    """One picture of the page with an answer and the alternatives of one that was in doubt."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("error: no Chromium on PATH. Install it, for example with 'apt install chromium'.")
+    with sync_playwright() as playwright, busy(url):
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        context = browser.new_context(viewport=SIZE, device_scale_factor=1.5, color_scheme="dark" if dark else "light")
+        page = context.new_page()
+        page.goto(url)
+        time.sleep(BUSY_SECONDS)  # the plots fill
+        page.check("input[value=text]", force=True)
+        for name, value in SAMPLING.items():
+            page.fill(f"#{name}", str(value))
+        page.fill("#message", PROMPT)
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".turn[data-state=done]", timeout=120_000)
+        doubts = "tokens => tokens.map(token => Number(token.style.getPropertyValue('--doubtful')))"
+        found = page.locator(".token").evaluate_all(doubts)
+        page.locator(".token").nth(min(range(20, len(found)), key=lambda i: abs(found[i] - TYPICAL_DOUBT))).hover()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=out)
+        browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=Path("chat-page.png"), help="the picture to write")
+    parser.add_argument("--dark", action="store_true", help="in dark colours")
+    parser.add_argument("serve", nargs="*", metavar="-- ARGUMENT", help="given to 'runtime serve'")
+    arguments = parser.parse_args()
+    with serving(arguments.serve or SERVE) as url:
+        photograph(url, arguments.out, arguments.dark)
+    print(f"wrote {arguments.out} ({arguments.out.stat().st_size / 1024:.0f} KiB)")
+
+
+if __name__ == "__main__":
+    main()
