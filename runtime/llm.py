@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compress.checkpoint.errors import RequestError
+from compress.checkpoint.errors import RequestError, ToolkitError
 from runtime.config import RuntimeConfig
-from runtime.engine import Engine
+from runtime.engine import NO_OPTIONS, Engine
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Delta, FinishReason, SamplingParams, TokenLogprobs
+from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -25,6 +25,8 @@ class Completion:
     error: str = ""
     num_cached_tokens: int = 0
     index: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: list[float] | None = None
 
     def add(self, delta: Delta) -> None:
         """Appends what one step brought."""
@@ -33,6 +35,8 @@ class Completion:
         self.logprobs += delta.logprobs
         self.finish_reason, self.error = delta.finish_reason, delta.error
         self.num_cached_tokens = delta.num_cached_tokens
+        self.prompt_logprobs += delta.prompt_logprobs
+        self.embedding = delta.embedding
 
 
 def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokenizer]:
@@ -80,17 +84,37 @@ class LLM:
         Raises:
             RequestError: a prompt is refused; then none is computed.
         """
+        return self._answer(prompts, sampling or SamplingParams(), NO_OPTIONS)
+
+    def embed(self, prompts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        """Of each prompt the mean over its tokens of the final hidden states, `[hidden_size]`.
+
+        Raises:
+            RequestError: a prompt is refused; then none is computed.
+            ToolkitError: the model's numbers are not finite.
+        """
+        answers = self._answer(prompts, SamplingParams(max_tokens=0), RequestOptions(embed=True))
+        if wrong := next((answer for answer in answers if answer.embedding is None), None):
+            raise ToolkitError(f"embedding failed: {wrong.error}", "try kernels='reference' and dtype='float32'")
+        return [answer.embedding for answer in answers if answer.embedding is not None]
+
+    def _answer(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        given: SamplingParams | Sequence[SamplingParams],
+        options: RequestOptions,
+    ) -> list[Completion]:
         if isinstance(prompts, str):
             raise RequestError("prompts is one string", "pass a list of prompts")
-        given = sampling or SamplingParams()
         each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(prompts):
             raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts", "give one, or one each")
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         for token_ids, params in zip(ids, each, strict=True):
             self.engine.check_request(token_ids, params)
-        added = [(self.engine.add_request(i, params), i, params.n) for i, params in zip(ids, each, strict=True)]
-        completions = {(name, index): Completion(i, index=index) for name, i, n in added for index in range(n)}
+        names = [self.engine.add_request(i, params, None, options) for i, params in zip(ids, each, strict=True)]
+        added = zip(names, ids, each, strict=True)
+        completions = {(name, index): Completion(i, index=index) for name, i, p in added for index in range(p.n)}
         while self.engine.has_work:
             for delta in self.engine.step():
                 completions[delta.request_id, delta.index].add(delta)

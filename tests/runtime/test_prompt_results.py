@@ -9,9 +9,11 @@ import pytest
 import torch
 from tiny_models import load_reference, save_tiny_model
 
+from compress.checkpoint.demo import demo_model_path
 from runtime import prompt_rows
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
+from runtime.llm import LLM
 from runtime.model.load import load_model
 from runtime.runner import build_runner
 from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
@@ -174,6 +176,20 @@ def test_only_the_first_of_several_answers_has_them(decoder, reference):
         for index in (1, 2):
             assert not any(delta.prompt_logprobs for delta in served.deltas[name, index])
             assert served.deltas[name, index][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_offline():
+    llm = LLM(demo_model_path(), RuntimeConfig(device="cpu", dtype="float64", num_blocks=64, max_model_len=256))
+    model = load_reference(demo_model_path())
+    prompts = [llm.tokenizer.encode(text) for text in ("The castle was built in the", "Once upon a time")]
+    for prompt, found in zip(prompts, llm.embed(prompts), strict=True):
+        expected = expected_embedding(model, prompt)
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=0, atol=1e-10)
+    for prompt, answer in zip(prompts, llm.generate(prompts, ONLY_SCORES), strict=True):
+        rows = expected_logprobs(model, prompt)
+        wanted = [row[token_id].item() for row, token_id in zip(rows, prompt[1:], strict=True)]
+        assert [found.logprob for found in answer.prompt_logprobs] == pytest.approx(wanted, abs=1e-10)
+        assert (answer.token_ids, answer.finish_reason) == ([], FinishReason.LENGTH)
 
 
 def test_tokens_are_the_same_with_and_without(decoder):
