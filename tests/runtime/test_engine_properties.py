@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
+from fake_runner import FakeDrafter, FakeRunner, expected_tokens
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,6 +25,7 @@ from runtime.config import RuntimeConfig
 from runtime.engine import Engine, derive_seed
 from runtime.reach import ALL, Reach
 from runtime.scheduler import PRIORITY_PLACES
+from runtime.speculative.speculator import Speculator
 from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
 
 MAX_MODEL_LEN = 30
@@ -59,6 +60,8 @@ class EngineMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 0, 1, 3, 20]),
         chaos=st.sampled_from([None, None, 0, 1, 2]),
         reach=st.just(ALL) | st.builds(Reach, st.integers(1, 12), st.integers(0, 5)),
+        num_guesses=st.integers(0, 4),
+        accuracy=st.sampled_from([0.3, 0.9]),
     )
     def start(
         self,
@@ -72,6 +75,8 @@ class EngineMachine(RuleBasedStateMachine):
         num_host_blocks: int,
         chaos: int | None,
         reach: Reach,
+        num_guesses: int,
+        accuracy: float,
     ) -> None:
         config = RuntimeConfig(
             block_size=block_size,
@@ -84,7 +89,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.span = config.max_span_tokens
         self.num_steps = 0
         trouble = None if chaos is None else Chaos(chaos, preempt=0.2, evict=0.3, abort=0.02)
-        self.engine = Engine(self.runner, None, config, clock=lambda: self.num_steps, chaos=trouble)
+        drafter = FakeDrafter(num_guesses, accuracy, reach=reach)
+        speculator = Speculator(drafter, num_guesses) if num_guesses else None
+        self.engine = Engine(
+            self.runner, None, config, speculator=speculator, clock=lambda: self.num_steps, chaos=trouble
+        )
         self.chaos = trouble is not None
         self.plain = plain and trouble is None
         self.longest_wait = (num_sequences + 1) * MAX_MODEL_LEN
