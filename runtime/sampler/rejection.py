@@ -133,7 +133,7 @@ def _uniform(draws: Sequence[Draw]) -> Tensor:
 
 
 def _draw_rest(p: Tensor, q: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Tokens `[D]` from `(p - q)+`, normalized; from `p` where rounding refused a sure guess, so that nothing is left."""
+    """Tokens `[D]` from `(p - q)+`, normalized; from `p` where rounding refused a sure guess and leaves nothing."""
     rest = (p - q).clamp_(min=0)
     rest = torch.where(rest.any(-1, keepdim=True), rest, p)
     noise = _noise([draw.seed for draw in draws], draws, p.shape[-1])
