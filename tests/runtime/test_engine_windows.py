@@ -14,9 +14,12 @@ from runtime.reach import Reach, held_blocks
 from runtime.types import SamplingParams
 
 
-def make_engine(reach: Reach, num_blocks: int = 64, max_model_len: int = 256, **options: object) -> Engine:
+def make_engine(
+    reach: Reach, num_blocks: int = 64, max_model_len: int = 256, num_host_blocks: int = 0, **options: object
+) -> Engine:
     config = RuntimeConfig(**({"block_size": 4, "prefill_chunk": 8, "max_num_batched_tokens": 24} | options))
-    return Engine(FakeRunner(num_blocks, config.block_size, max_model_len, reach=reach), None, config)
+    runner = FakeRunner(num_blocks, config.block_size, max_model_len, num_host_blocks=num_host_blocks, reach=reach)
+    return Engine(runner, None, config)
 
 
 Tokens = dict[tuple[str, int], list[int]]
@@ -46,6 +49,35 @@ def test_long_sequences_hold_the_window_and_a_chunk(reach: Reach, num_prompt_tok
     run(engine, found, max_held=reach.blocks_for(10**6, 8, 4))
     assert found == {("a", 0): expected_tokens(prompt, 100, reach=reach)}
     assert reach.blocks_for(10**6, 8, 4) <= 7
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+def test_a_window_is_found_though_what_was_before_it_is_gone(num_host_blocks: int) -> None:
+    """30 blocks' worth of text passed through a pool of 12; the last ones are enough to go on from."""
+    engine = make_engine(Reach(10, 3), num_blocks=12, num_host_blocks=num_host_blocks)
+    prompt = [5 * i % 50 for i in range(60)]
+    tokens: Tokens = {}
+    engine.add_request(prompt, SamplingParams(max_tokens=60, seed=0), "a")
+    run(engine, tokens)
+    longer = prompt + tokens["a", 0] + [1, 2, 3]
+    engine.add_request(longer, SamplingParams(max_tokens=40, seed=1), "b")
+    plans = len(engine.runner.plans)
+    run(engine, tokens)
+    assert tokens["b", 0] == expected_tokens(longer, 40, 1, reach=Reach(10, 3))
+    assert engine.runner.plans[plans] == {"b": 123 - 116}
+
+
+def test_a_preempted_stream_goes_on_from_its_window() -> None:
+    engine = make_engine(Reach(10, 3), num_blocks=20)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=10, seed=0), "first")
+    engine.add_request([4, 5, 6], SamplingParams(max_tokens=150, seed=0), "stream")
+    tokens: Tokens = {}
+    run(engine, tokens, max_steps=140)
+    (stream,) = engine.scheduler.running
+    assert stream.num_computed_tokens > 20 * 4
+    engine.scheduler.preempt(stream)
+    engine.step()
+    assert engine.runner.plans[-1] == {"stream": 1 + (stream.num_computed_tokens - 1) % 4}
 
 
 def test_what_the_window_cannot_hold_is_refused_with_the_numbers() -> None:

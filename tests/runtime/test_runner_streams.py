@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from runtime.model.load import load_model
 from runtime.model.rope import Rotary
 from runtime.reach import Reach, held_blocks
 from runtime.runner import build_runner
+from runtime.speculative.draft_model import ModelDrafter
+from runtime.speculative.ngram import NgramDrafter
+from runtime.speculative.speculator import Speculator
 from runtime.types import SamplingParams
 
 SINKS, WINDOW, BLOCK = 3, 20, 4
@@ -159,6 +163,21 @@ def test_streams_beside_others_preempted_forked_and_found_again(chunk, num_block
         assert most <= (SINKS + WINDOW + chunk) // BLOCK + 3
     assert bool(engine.scheduler.stats.num_preemptions) == (num_blocks == 30)
     assert bool(engine.scheduler.stats.num_prefix_hits) == prefix_caching
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_guesses_change_nothing(itself, tiny, expected):
+    """Those of the model itself, which streams too, are right beyond the context as well."""
+    engine = make_engine(tiny[0], prefill_chunk=7, num_blocks=40)
+    draft = build_runner(tiny[0], replace(engine.config, num_blocks=400))
+    engine.speculator = Speculator(ModelDrafter(draft, engine.config) if itself else NgramDrafter(), 4)
+    engine.speculator.gate = None
+    found, _ = serve(engine)
+    answers, metrics = expected[0], engine.metrics
+    assert all(tokens == answers[key][0] for key, (tokens, _) in found.items())
+    assert metrics.spec_decode_num_draft_tokens_total
+    if itself:
+        assert metrics.spec_decode_num_accepted_tokens_total > 0.95 * metrics.spec_decode_num_draft_tokens_total
 
 
 def test_a_window_without_sinks(tiny):
