@@ -10,6 +10,9 @@ from runtime.text.grammar import Vocabulary
 from runtime.text.stop import StopMatcher
 from runtime.types import Delta, FinishReason, SampledToken, Sequence, TokenLogprobs
 
+GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
+"""The one error of an answer that is the fault of who asked for it."""
+
 
 class IncrementalText(Protocol):
     """Text of a growing sequence; `runtime.text.detokenizer.Detokenizer` is one."""
@@ -80,9 +83,12 @@ class Answer:
     def _violation(self, token_id: int) -> str:
         """Advances the constraint. Says what is wrong with the token, or nothing."""
         constraint = self.sequence.constraint
-        if constraint is None or constraint.accept([token_id]) == 1:
+        if constraint is None:
             return ""
-        return f"the grammar cannot take token {token_id}: it is not allowed, or the grammar is too complex here"
+        is_taken = constraint.accept([token_id]) == 1
+        if constraint.is_stuck:
+            return GRAMMAR_TOO_COMPLEX
+        return "" if is_taken else f"the grammar does not allow token {token_id}"
 
     def _accept(self, token_id: int) -> str:
         """Text settled by a token; closes the sequence when it is the last one."""

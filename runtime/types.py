@@ -196,6 +196,11 @@ class Constraint(Protocol):
         """Nothing but an end token may come any more."""
         ...
 
+    @property
+    def is_stuck(self) -> bool:
+        """Nothing may come although it is not complete: following the grammar would take too much work."""
+        ...
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:

@@ -9,6 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from runtime.answer import GRAMMAR_TOO_COMPLEX
 from runtime.engine_thread import Health
 from runtime.server.errors import ApiError
 from runtime.server.limits import Limits
@@ -98,6 +99,8 @@ class Generations:
 
 def check_delta(delta: Delta) -> None:
     if delta.finish_reason is FinishReason.ERROR:
+        if delta.error == GRAMMAR_TOO_COMPLEX:
+            raise ApiError(400, f"Generation stopped: {delta.error}. Simplify the grammar.", code="refused")
         logger.error("request %s failed: %s", delta.request_id, delta.error)
         raise ApiError(500, f"Generation failed: {delta.error}.", code="generation_failed")
     if delta.finish_reason is FinishReason.ABORT:

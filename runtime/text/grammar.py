@@ -35,8 +35,8 @@ llguidance does not know how to keep to are errors."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Text that only one way leads through is not cut into tokens beforehand: the model chooses among all that fit."""
 
-LIMITS = LLParserLimits(verbose_errors=False)
-"""llguidance's own bounds of a grammar's size and of the work per token: about 20 ms of compiling, 15 ms of a step."""
+LIMITS = LLParserLimits(verbose_errors=False, max_items_in_row=10_000, step_max_items=200_000)
+"""Bounds of the work per token, which come to some 50 ms. Objects with 2,000 optional properties are within them."""
 
 EXCERPT = re.compile(r"\s*(\d+ \|.*|\^*|<non-verbose/>)\s*$")
 """Lines of an error that quote the grammar."""
@@ -149,6 +149,10 @@ class TokenConstraint:
     def is_complete(self) -> bool:
         self.mask()
         return self._is_complete
+
+    @property
+    def is_stuck(self) -> bool:
+        return not self.is_complete and not any(self.mask())
 
     def _accept(self, token_id: int) -> bool:
         if self._has_ended or not 0 <= token_id < self._vocab_size:

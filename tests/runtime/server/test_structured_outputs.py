@@ -1,0 +1,183 @@
+"""Answers with a form, over HTTP from the demo model: every way to ask for one, and every way to ask wrongly."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from jsonschema import validate
+from pydantic import BaseModel, Field
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.config import RuntimeConfig
+from runtime.engine_thread import EngineThread
+from runtime.llm import load_engine
+from runtime.server.app import create_app
+from runtime.server.service import Limits
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Zürich"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+MESSAGES = [{"role": "user", "content": "Where to?"}]
+COMPLETION = {"model": "demo", "prompt": "Where to?", "max_tokens": 100, "seed": 3}
+CHAT = {"model": "demo", "messages": MESSAGES, "max_tokens": 100, "seed": 3}
+CHOICES = ["yes", 'no "really"', "\\é\n☃"]
+
+
+@pytest.fixture(scope="module")
+def served(run_server: Any) -> Iterator[tuple[str, Any]]:
+    engine, tokenizer = load_engine(demo_model_path(), RuntimeConfig(device="cpu", dtype="float64", num_blocks=256))
+    limits = Limits(engine.runner.max_model_len, max_requests=32)
+    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
+    with run_server(app) as url:
+        yield url, engine
+
+
+@pytest.fixture
+def api(served: tuple[str, Any]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served[0], timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(served: tuple[str, Any]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0)
+
+
+def texts(api: httpx.Client, path: str, body: dict[str, Any]) -> list[str]:
+    """Texts of all choices, asked for in one piece and as a stream: they must be equal."""
+    response = api.post(f"/v1/{path}", json=body)
+    assert response.status_code == 200, response.text
+    choices = response.json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    whole = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
+    streamed = [""] * len(choices)
+    with api.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as stream:
+        for line in stream.iter_lines():
+            if line and line != "data: [DONE]":
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                streamed[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    assert streamed == whole
+    return whole
+
+
+def test_response_format_of_a_schema(api: httpx.Client) -> None:
+    for text in texts(api, "chat/completions", {**CHAT, "response_format": RESPONSE_FORMAT, "n": 3}):
+        validate(json.loads(text), SCHEMA)
+
+
+def test_response_format_of_any_object_and_of_text(api: httpx.Client) -> None:
+    body = {**CHAT, "response_format": {"type": "json_object"}, "temperature": 0}
+    assert isinstance(json.loads(texts(api, "chat/completions", body)[0]), dict)
+    plain = {**CHAT, "max_tokens": 5}
+    free = api.post("/v1/chat/completions", json={**plain, "response_format": {"type": "text"}}).json()
+    assert free["choices"] == api.post("/v1/chat/completions", json=plain).json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_json": SCHEMA}, r"\{[\s\S]*\}"),
+        ({"guided_json": json.dumps(SCHEMA)}, r"\{[\s\S]*\}"),
+        ({"guided_regex": "[ab]{3}-[0-9]"}, "[ab]{3}-[0-9]"),
+        ({"guided_choice": CHOICES}, "|".join(map(re.escape, CHOICES))),
+        ({"guided_grammar": 'start: "(" inner ")"\ninner: /[xy]/ | "z"'}, r"\([xyz]\)"),
+        ({"structured_outputs": {"json": SCHEMA}}, r"\{[\s\S]*\}"),
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+        ({"structured_outputs": {"grammar": 'start: "ok"'}}, "ok"),
+    ],
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_every_name_of_a_form(api: httpx.Client, path: str, fields: dict[str, Any], pattern: str) -> None:
+    body = COMPLETION if path == "completions" else CHAT
+    for text in texts(api, path, {**body, **fields, "n": 2}):
+        assert re.fullmatch(pattern, text), text
+        if "{" in text:
+            validate(json.loads(text), SCHEMA)
+
+
+def test_stop_strings_and_limits_cut_forms_too(api: httpx.Client) -> None:
+    body = {**COMPLETION, "guided_regex": "[ab]{30}c"}
+    choice = api.post("/v1/completions", json={**body, "stop": "b", "temperature": 2}).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert set(choice["text"]) <= {"a"}
+    choice = api.post("/v1/completions", json={**body, "max_tokens": 2}).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+
+
+def test_the_client_parses_models(client: openai.OpenAI) -> None:
+    class Trip(BaseModel):
+        days: int = Field(ge=0, le=20)
+        is_sunny: bool
+
+    answer = client.chat.completions.parse(model="demo", messages=MESSAGES, response_format=Trip, seed=1)  # type: ignore[arg-type]
+    assert isinstance(answer.choices[0].message.parsed, Trip)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"guided_regex": "("}, "unclosed group"),
+        ({"guided_grammar": "start: nothing"}, "unknown name"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"guided_json": "{"}, "line 1 column 2"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["\ud800"]}, "surrogates"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_json and guided_regex exclude each other"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex and structured_outputs.regex"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"response_format": RESPONSE_FORMAT, "guided_regex": "a"}, "guided_regex and response_format exclude"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"guided_json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "no text at all"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_forms_are_refused_before_anything_is_computed(
+    served: tuple[str, Any], api: httpx.Client, fields: dict[str, Any], words: str, stream: bool
+) -> None:
+    steps = served[1].metrics.steps_total
+    body = json.dumps({**CHAT, **fields, "stream": stream})
+    response = api.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+    assert served[1].metrics.steps_total == steps
+
+
+def test_compiling_does_not_hold_up_other_requests(api: httpx.Client, served: tuple[str, Any]) -> None:
+    """The event loop answers while a large schema is compiled."""
+    properties = {f"property_{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50 + 1}}}$"} for i in range(900)}
+    slow = {**COMPLETION, "guided_json": {"type": "object", "properties": properties}, "max_tokens": 1}
+    begin = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(api.post, "/v1/completions", json=slow)
+        waits = []
+        while not answer.done():
+            asked = time.monotonic()
+            assert httpx.get(f"{served[0]}/health").status_code == 200
+            waits.append(time.monotonic() - asked)
+    assert answer.result().status_code == 200
+    assert time.monotonic() - begin < 20
+    assert max(waits) < 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_gets_too_complex_on_the_way_is_no_failure_of_the_server(
+    api: httpx.Client, stream: bool
+) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {} for i in range(5000)}}
+    response = api.post("/v1/completions", json={**COMPLETION, "guided_json": schema, "stream": stream})
+    assert response.status_code == 400
+    assert "too complex" in response.json()["error"]["message"]
