@@ -1,0 +1,130 @@
+"""schemathesis takes the server's own `/openapi.json` at its word: requests that fit it and requests that do not, over
+HTTP to the demo model. Nothing may make the server fail, and every answer must be one that is declared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import APIOperation, Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+from servable_bodies import brief, of_one_kind, servable
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.config import RuntimeConfig
+from runtime.engine_thread import EngineThread
+from runtime.llm import load_engine
+from runtime.server.app import create_app
+from runtime.server.service import Limits
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    unsupported_method,
+]
+# What a JSON schema cannot say: prompts that are too long for the context, token ids beyond the vocabulary, more
+# answers than the queue has places, fields that contradict each other.
+BEYOND_A_SCHEMA = {"context_length_exceeded", "empty_prompt", "too_many_answers", "contradiction", "refused"}
+GENERATIONS = ("/v1/completions", "/v1/chat/completions")
+VOCABULARY = 256  # ids that every tokenizer has
+BOUNDED = settings(deadline=None, max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
+LONG = settings(BOUNDED, max_examples=400, derandomize=False)
+
+
+@pytest.fixture(scope="module")
+def served(run_server: Any) -> Iterator[tuple[str, Any]]:
+    config = RuntimeConfig(device="cpu", dtype="float32", max_model_len=192, num_blocks=128)
+    engine, tokenizer = load_engine(demo_model_path(), config)
+    limits = Limits(engine.runner.max_model_len, max_requests=8)
+    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)
+    with run_server(app) as url:
+        yield url, engine
+
+
+def operations(url: str) -> list[APIOperation]:
+    """Everything the server says it can do."""
+    return [found.ok() for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations()]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(served: tuple[str, Any], wait_until: Any) -> Iterator[None]:
+    yield
+    pool = served[1].scheduler.pool
+    wait_until(lambda: not served[1].has_work and pool.num_free == pool.num_blocks)
+
+
+def check_fitting(case: Case) -> int:
+    """As it is, a request may ask for what no schema can rule out; made servable, it must be served."""
+    response = case.call(timeout=60)
+    case.validate_response(response, checks=CHECKS)
+    if response.status_code == 400:
+        assert response.json()["error"]["code"] in BEYOND_A_SCHEMA, response.text
+    else:
+        assert response.status_code in (200, 404), response.text
+    if not isinstance(case.body, dict):
+        return response.status_code
+    case.body = servable(case.body, VOCABULARY)
+    if case.path in GENERATIONS:
+        case.body = brief(case.body)
+    elif case.path == "/tokenize":
+        case.body = of_one_kind(case.body)
+    served = case.call(timeout=60)
+    case.validate_response(served, checks=CHECKS)
+    assert served.status_code == 200, served.text
+    return response.status_code
+
+
+def check_unfitting(case: Case) -> int:
+    response = case.call(timeout=60)
+    case.validate_response(response, checks=[*CHECKS, negative_data_rejection])
+    return response.status_code
+
+
+def statuses(operation: APIOperation, mode: GenerationMode, bounds: settings) -> Counter[int]:
+    """Sends many requests to one operation and checks every answer; how often each status came."""
+    check = check_fitting if mode is GenerationMode.POSITIVE else check_unfitting
+    seen: Counter[int] = Counter()
+
+    @bounds
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def every(case: Case) -> None:
+        seen[check(case)] += 1
+
+    every()
+    return seen
+
+
+def fuzz(url: str, mode: GenerationMode, bounds: settings) -> None:
+    for operation in operations(url):
+        try:
+            seen = statuses(operation, mode, bounds)
+        except Unsatisfiable:  # what takes no input cannot be given a wrong one
+            assert mode is GenerationMode.NEGATIVE, operation.label
+            assert not operation.body, operation.label
+        else:
+            print(f"{mode.value} {operation.label}: {dict(seen)}")
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_operation(served: tuple[str, Any], mode: GenerationMode) -> None:
+    fuzz(served[0], mode, BOUNDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_operation_at_length(served: tuple[str, Any], mode: GenerationMode) -> None:
+    fuzz(served[0], mode, LONG)

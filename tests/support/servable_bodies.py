@@ -1,0 +1,57 @@
+"""Request bodies that fit the description made to fit what a description cannot say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Values that are languages of their own: most that fit the description mean nothing.
+FORMS = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "response_format"}
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens"}
+TEXT_CHARACTERS = 20
+MAX_PARTS = 2
+
+
+def servable(body: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """The body with short texts, ids of the vocabulary, few answers, and without contradictions."""
+    plain = {name: value for name, value in body.items() if name not in FORMS | TOOLS}
+    for name in {"prompt", "input", "tokens", "stop_token_ids"} & set(plain):
+        plain[name] = short(plain[name], vocabulary)
+    if plain.get("logit_bias"):
+        plain["logit_bias"] = {str(int(token) % vocabulary): bias for token, bias in plain["logit_bias"].items()}
+    if plain.get("messages"):
+        plain["messages"] = [turn(message) for message in plain["messages"][:MAX_PARTS]]
+    if not plain.get("stream"):
+        plain.pop("stream_options", None)
+    if plain.get("logprobs") is not True and "messages" in plain:
+        plain.pop("top_logprobs", None)
+    return plain
+
+
+def brief(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a generation that ends soon."""
+    return {**body, "max_tokens": 2, "n": min(int(body.get("n") or 1), 2)}
+
+
+def of_one_kind(body: dict[str, Any]) -> dict[str, Any]:
+    """What `/tokenize` takes: a prompt or messages."""
+    if not body.get("messages"):
+        given = {name: value for name, value in body.items() if value is not None}
+        return {"prompt": "a", **given}
+    return {name: value for name, value in body.items() if name not in ("prompt", "add_special_tokens")}
+
+
+def short(value: Any, vocabulary: int) -> Any:
+    if isinstance(value, str):
+        return f"a{value[:TEXT_CHARACTERS]}"
+    if isinstance(value, list):
+        return [short(item, vocabulary) for item in value[:MAX_PARTS]]
+    return value if value is None else int(value) % vocabulary
+
+
+def turn(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without calls."""
+    content = message.get("content")
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+    parts = [{"type": "text", "text": f"a{text[:TEXT_CHARACTERS]}"} for text in texts[:MAX_PARTS]]
+    role = "user" if message["role"] == "tool" else message["role"]
+    return {"role": role, "content": parts if isinstance(content, list) else f"a{''.join(texts)[:TEXT_CHARACTERS]}"}
