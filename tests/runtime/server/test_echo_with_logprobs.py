@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai_schema import NULL_WITHOUT_CONTEXT, validate
 
 ECHO = {"echo": True, "logprobs": 1}
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -89,6 +90,12 @@ def test_streams_joined_are_the_whole(
         assert len(choice["text"]) == len(texts[index // n]) + max_tokens
     choices = stream(api, prompt=prompt, n=n, max_tokens=max_tokens)
     assert [joined(choices, index) for index in range(len(whole))] == whole
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 0}, {"n": 2, "prompt": ["XY", "Z"]}])
+def test_answers_are_as_openai_publishes_them(api: httpx.Client, fields: dict[str, Any]) -> None:
+    body = {"model": "alphabet", "prompt": "XYZ", "max_tokens": 2, **ECHO, **fields}
+    validate(api.post("/v1/completions", json=body).json(), "CreateCompletionResponse", NULL_WITHOUT_CONTEXT)
 
 
 def test_offsets_count_characters(api: httpx.Client) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai_schema import validate
 
 
 def embed(api: httpx.Client, **fields: Any) -> dict[str, Any]:
@@ -31,6 +32,10 @@ def test_all_kinds_of_input(api: httpx.Client, engine: Any, given: Any, first_by
     ]
     assert body["usage"] == {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
     assert all(options.embed for options in engine.options)
+
+
+def test_answers_are_as_openai_publishes_them(api: httpx.Client) -> None:
+    validate(embed(api, input=["AB", "C"]), "CreateEmbeddingResponse")
 
 
 def test_base64_holds_float32(api: httpx.Client) -> None:
