@@ -131,9 +131,11 @@ class TokenConstraint:
 
     def accept(self, token_ids: list[int]) -> int:
         for count, token_id in enumerate(token_ids):
-            if not self._accept(token_id):
+            is_taken = self._accept(token_id)
+            if is_taken or self._matcher.is_error():
+                self._mask = None
+            if not is_taken:
                 return count
-            self._mask = None
         return len(token_ids)
 
     def rollback(self, num_tokens: int) -> None:
