@@ -5,6 +5,7 @@ computed bound, gets the tokens it would get alone, and leaves nothing behind.""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 from fake_runner import FakeDrafter, FakeRunner, expected_tokens
@@ -47,7 +48,9 @@ class Expected:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """The engine's clock counts steps."""
+    """The engine's clock counts steps; `total_steps` those of all machines."""
+
+    total_steps: ClassVar[int] = 0
 
     @initialize(
         num_blocks=st.integers(1, 16),
@@ -204,6 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
         first, preemptions = (running[0], running[0].num_preemptions) if running else (None, 0)
         deltas = self.engine.step()
         self.num_steps += 1
+        EngineMachine.total_steps += 1
         assert first is None or first.num_preemptions == preemptions, "the first was preempted"
         for delta in deltas:
             self.take(delta)
@@ -248,4 +252,6 @@ def test_everything_ends_and_nothing_leaks() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_everything_ends_and_nothing_leaks_in_a_hundred_thousand_steps() -> None:
+    EngineMachine.total_steps = 0
     run_machine(examples=500, steps=200)
+    assert EngineMachine.total_steps > 100_000
