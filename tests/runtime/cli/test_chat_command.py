@@ -1,0 +1,96 @@
+"""`runtime chat` with lines from a pipe, and on a terminal of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from runtime_command import COMMAND, ENVIRONMENT, runtime, start
+
+from compress.checkpoint.demo import demo_model_path
+
+pty = pytest.importorskip("pty")
+
+
+def test_lines_of_a_pipe_are_turns(tmp_path: Path) -> None:
+    lines = "Hello\n/system Be brief.\n/foo\n\nWho are you?\n/save chat.json\n/quit\nnever asked\n"
+    result = runtime("chat", "--max-tokens", "12", "--temperature", "0", cwd=tmp_path, stdin=lines)
+    assert result.returncode == 0, result.stderr
+    messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert result.stdout == messages[2]["content"] + "\n" + messages[4]["content"] + "\n"
+    assert "there is no command /foo" in result.stderr
+    assert result.stderr.count("generated, the first after") == 2
+
+
+def test_end_of_input_ends_it(tmp_path: Path) -> None:
+    result = runtime("chat", "--max-tokens", "4", cwd=tmp_path, stdin="Hello")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+def test_model_without_a_template_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    shutil.copytree(demo_model_path(), folder, ignore=shutil.ignore_patterns("chat_template*"))
+    result = runtime("chat", str(folder), cwd=tmp_path, stdin="Hello\n")
+    assert result.returncode == 1
+    assert "has no chat template. Use runtime generate" in result.stderr
+    assert "model:" not in result.stderr  # before loading
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
+    chat = start("chat", "--max-tokens", "1800", "--seed", "1", cwd=tmp_path)
+    chat.stdin.write("Write the letters of the alphabet one thousand times, and never stop.\n/temperature 0\n")
+    chat.stdin.flush()
+    assert chat.stdout.read(1)
+    chat.send_signal(signal.SIGINT)
+    chat.stdin.write("/save c.json\n")
+    output, errors = chat.communicate(timeout=60)
+    assert chat.returncode == 0, errors
+    assert "[stopped; " in errors or "tokens/s]" in errors  # the second when the answer was over already
+    assert "temperature 0\n" in errors
+    assert len(json.loads((tmp_path / "c.json").read_text())["messages"]) == 2
+    assert output.endswith("\n")
+
+
+def test_terminal_has_a_prompt_and_ctrl_c_drops_a_line(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    chat = subprocess.Popen(
+        [*COMMAND, "chat", "--max-tokens", "5"],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"TERM": "dumb"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        read_until(ours, "> ")
+        os.write(ours, b"half a li")
+        read_until(ours, "half a li")
+        time.sleep(0.5)  # between two reads of the terminal Python would notice the signal at the next key only
+        chat.send_signal(signal.SIGINT)
+        read_until(ours, "/quit or Ctrl-D leaves")
+        os.write(ours, b"Hello\n")
+        read_until(ours, "generated, the first after")
+        os.write(ours, b"/quit\n")
+        assert chat.wait(30) == 0
+    finally:
+        chat.kill()
+        os.close(ours)
+
+
+def read_until(terminal: int, words: str) -> str:
+    seen, end = "", time.monotonic() + 30
+    while words not in seen:
+        assert select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0], seen
+        seen += os.read(terminal, 4096).decode(errors="replace")
+    return seen
