@@ -37,7 +37,7 @@ class Turn {
 
   tell(end) {
     const seconds = this.first ? (performance.now() - this.first) / 1000 : 0;
-    const facts = [`${this.count} token${this.count === 1 ? "" : "s"}`];
+    const facts = this.count ? [`${this.count} token${this.count === 1 ? "" : "s"}`] : [];
     if (this.count > 1 && seconds) facts.push(`${((this.count - 1) / seconds).toFixed(0)} tokens/s`);
     if (this.first) facts.push(`first after ${((this.first - this.start) / 1000).toFixed(2)} s`);
     if (end) facts.push(end);

@@ -92,6 +92,7 @@ function askKey(words = "This server asks for a key.") {
   locked = true;
   find("#key-form").hidden = false;
   find("#key-words").textContent = words;
+  find("#key").focus();
 }
 
 find("#key-form").addEventListener("submit", async (event) => {
