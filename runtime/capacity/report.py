@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -79,10 +80,10 @@ class Report:
 
     def _fits(self) -> Iterator[str]:
         capacity = self.capacity
-        sizes = {format_bytes(token_bytes(self.model, size)): [] for size in ITEM_SIZES.values()}
+        sizes: dict[int, list[str]] = defaultdict(list)
         for name, size in ITEM_SIZES.items():
-            sizes[format_bytes(token_bytes(self.model, size))].append(name)
-        kinds = ", ".join(f"{size} in {' or '.join(names)}" for size, names in sizes.items())
+            sizes[token_bytes(self.model, size)].append(name)
+        kinds = ", ".join(f"{format_bytes(size)} in {' or '.join(names)}" for size, names in sizes.items())
         yield f"\nKeys and values of one token: {kinds}; served in {capacity.dtype}"
         if not capacity.num_blocks:
             return

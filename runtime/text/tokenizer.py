@@ -34,7 +34,7 @@ class Tokenizer:
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.special_tokens = dict(special_tokens or {})
+        self.special_tokens: Mapping[str, str] = dict(special_tokens or {})
         self.chat_template = chat_template
         self._chat: ChatTemplate | None = None
         self._bytes = TokenByteTable(backend)
