@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -96,25 +96,31 @@ def group_entries(
     entries: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL
 ) -> list[list[ScheduledSequence]]:
     """Single tokens in groups of like length, so that padding at most doubles the work; every span on its own."""
-
-    def shared_blocks(entry: ScheduledSequence) -> int:
-        last = (entry.start - _num_hidden(entry, block_size, reach)) // block_size
-        return max(MIN_SHARED_BLOCKS, 1 << last.bit_length())
-
-    singles = sorted((entry for entry in entries if entry.num_tokens == 1), key=shared_blocks)
-    groups = [list(group) for _, group in groupby(singles, key=shared_blocks)]
+    singles: dict[int, list[ScheduledSequence]] = {}
+    for entry in entries:
+        if entry.num_tokens == 1:
+            last = (entry.start - _num_hidden(entry, block_size, reach)) // block_size
+            singles.setdefault(max(MIN_SHARED_BLOCKS, 1 << last.bit_length()), []).append(entry)
+    groups = [singles[size] for size in sorted(singles)]
     return groups + [[entry] for entry in entries if entry.num_tokens > 1]
 
 
 def block_table(group: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL) -> list[int]:
     """Block ids within reach of each sequence up to its last token, one sequence after the other, all padded to the
     same number."""
-    tables = []
-    for entry in group:
-        hidden, block_ids = reach.hidden_blocks(entry.start, block_size), entry.sequence.block_ids
-        tables.append(block_ids[: hidden.start] + block_ids[hidden.stop : _last_block(entry, block_size) + 1])
+    tables = [_visible_blocks(entry, block_size, reach) for entry in group]
     longest = max(len(table) for table in tables)
-    return list(chain.from_iterable(table + table[:1] * (longest - len(table)) for table in tables))
+    for table in tables:
+        table += table[:1] * (longest - len(table))
+    return list(chain.from_iterable(tables))
+
+
+def _visible_blocks(entry: ScheduledSequence, block_size: int, reach: Reach) -> list[int]:
+    block_ids, stop = entry.sequence.block_ids, _last_block(entry, block_size) + 1
+    if reach.window is None:
+        return block_ids[:stop]
+    hidden = reach.hidden_blocks(entry.start, block_size)
+    return block_ids[: hidden.start] + block_ids[hidden.stop : stop]
 
 
 def _attention_groups(
@@ -152,13 +158,16 @@ def _stop(entry: ScheduledSequence) -> int:
 
 
 def _token_ids(entry: ScheduledSequence) -> list[int]:
-    sequence = entry.sequence
-    return sequence.token_ids[entry.start : _stop(entry)] + sequence.draft_token_ids[: entry.num_draft_tokens]
+    token_ids = entry.sequence.token_ids[entry.start : _stop(entry)]
+    if len(token_ids) < entry.num_tokens:
+        token_ids += entry.sequence.draft_token_ids[: entry.num_tokens - len(token_ids)]
+    return token_ids
 
 
 def _sample_rows(entry: ScheduledSequence, stop_row: int) -> range:
     """Of a span that ends before `stop_row`: the rows whose logits are wanted."""
-    return range(stop_row - 1 - entry.num_draft_tokens, stop_row) if entry.samples else range(0)
+    num_wanted = _stop(entry) - max(entry.start, len(entry.sequence.token_ids) - 1)
+    return range(stop_row - num_wanted, stop_row) if num_wanted > 0 else range(0)
 
 
 def _prompt_rows(
@@ -166,7 +175,7 @@ def _prompt_rows(
 ) -> Iterator[tuple[ScheduledSequence, slice]]:
     for entry, stop_row in zip(entries, stop_rows, strict=True):
         if entry.sequence.wants_whole_prompt:
-            yield entry, slice(stop_row - entry.num_tokens, stop_row)
+            yield entry, slice(stop_row - entry.num_tokens, stop_row - entry.num_draft_tokens)
 
 
 def _slots(entry: ScheduledSequence, block_size: int) -> list[int]:
