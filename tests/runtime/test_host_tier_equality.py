@@ -43,19 +43,29 @@ def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
     return found
 
 
+@pytest.fixture(scope="module", params=[{}, {"attention_window": 20, "attention_sinks": 3}], ids=["all", "window"])
+def options(request: pytest.FixtureRequest) -> dict[str, int]:
+    """What tokens look at."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def wanted(decoder: Decoder) -> dict[tuple[str, int], list[int]]:
-    return answers(make_engine(decoder, num_blocks=400, prefix_caching=False))
+def wanted(decoder: Decoder, options: dict[str, int]) -> dict[tuple[str, int], list[int]]:
+    return answers(make_engine(decoder, num_blocks=400, prefix_caching=False, **options))
 
 
 @pytest.mark.parametrize("chaos_seed", [None, 0, 1])
 @pytest.mark.parametrize("host_blocks", [0, 5, 200])
 def test_tokens_of_few_blocks_are_those_of_many(
-    decoder: Decoder, wanted: dict[tuple[str, int], list[int]], host_blocks: int, chaos_seed: int | None
+    decoder: Decoder,
+    options: dict[str, int],
+    wanted: dict[tuple[str, int], list[int]],
+    host_blocks: int,
+    chaos_seed: int | None,
 ) -> None:
     block_bytes = 4 * build_runner(decoder, RuntimeConfig()).memory.token_bytes
     chaos = None if chaos_seed is None else Chaos(chaos_seed, preempt=0.05, evict=0.1)
-    engine = make_engine(decoder, chaos, host_memory_bytes=host_blocks * block_bytes, **SCARCE)
+    engine = make_engine(decoder, chaos, host_memory_bytes=host_blocks * block_bytes, **SCARCE, **options)
     assert engine.runner.num_host_blocks == host_blocks
     engine.runner.pages.data.fill_(float("nan"))
     engine.runner.pages.host.fill_(float("nan"))
