@@ -25,7 +25,7 @@ NAMES = {
 MAX_CHARACTERS = 2**16
 """Of a grammar's text. What fits in there cannot be nested so deeply that compiling it overflows its stack."""
 
-CACHE_SIZE = 32
+CACHE_SIZE = 128
 """Distinct grammars that stay compiled."""
 
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,20})?", "lenient": False, "coerce_one_of": False}
@@ -35,8 +35,8 @@ llguidance does not know how to keep to are errors."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Text that only one way leads through is not cut into tokens beforehand: the model chooses among all that fit."""
 
-LIMITS = LLParserLimits(verbose_errors=False, max_items_in_row=10_000, step_max_items=200_000)
-"""Bounds of the work per token, which come to some 50 ms. Objects with 2,000 optional properties are within them."""
+LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=10_000, step_max_items=200_000)
+"""Bounds of the work: seconds to compile, some 50 ms per token. Objects may have 2,000 optional properties."""
 
 EXCERPT = re.compile(r"\s*(\d+ \|.*|\^*|<non-verbose/>)\s*$")
 """Lines of an error that quote the grammar."""
@@ -76,6 +76,7 @@ class GrammarCompiler:
         self._tokens: LLTokenizer | None = None  # takes a second for large vocabularies, so only when it is needed
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = Lock()
+        self._compiling = Lock()
 
     def check(self, grammar: Grammar) -> None:
         """Compiles the grammar, if it is new.
@@ -90,17 +91,26 @@ class GrammarCompiler:
         return TokenConstraint(self._matcher(grammar).deep_copy(), self._vocab_size, end_token_ids)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                if self._tokens is None:
-                    table = _TokenTable(self._tokenizer, self._vocab_size)
-                    self._tokens = LLTokenizer(TokenizerWrapper(table), self._vocab_size + 1)
-                matcher = self._compiled[grammar] = compile_grammar(grammar, self._tokens)
-            self._compiled.move_to_end(grammar)
-            if len(self._compiled) > CACHE_SIZE:
-                self._compiled.popitem(last=False)
+        if matcher := self._find(grammar):
             return matcher
+        with self._compiling:  # one at a time; who asks for a grammar that is there does not wait
+            if matcher := self._find(grammar):
+                return matcher
+            if self._tokens is None:
+                table = _TokenTable(self._tokenizer, self._vocab_size)
+                self._tokens = LLTokenizer(TokenizerWrapper(table), self._vocab_size + 1)
+            matcher = compile_grammar(grammar, self._tokens)
+            with self._lock:
+                self._compiled[grammar] = matcher
+                if len(self._compiled) > CACHE_SIZE:
+                    self._compiled.popitem(last=False)
+            return matcher
+
+    def _find(self, grammar: Grammar) -> LLMatcher | None:
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+            return self._compiled.get(grammar)
 
 
 class TokenConstraint:
