@@ -63,7 +63,7 @@ class GenerationRequest(StructuredFields, SteeringFields):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=MAX_TOP_K, description="0 is off")
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(None, ge=0, lt=MAX_SEED + 1)  # a power of two: descriptions hold bounds as floats
     stop: Annotated[Stop, BeforeValidator(check_stop)] = None
     ignore_eos: bool | None = None
     stream: bool | None = None

@@ -25,7 +25,10 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 CLIENT_CLOSED_REQUEST = 499
 MAY_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer, or a stream"}
+    200: {
+        "description": "The answer; or, when asked for, a stream of events: chunks in JSON, then [DONE]",
+        "content": {"text/event-stream": {}},
+    }
 }
 DONE = b"data: [DONE]\n\n"
 
