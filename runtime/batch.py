@@ -166,8 +166,9 @@ def _token_ids(entry: ScheduledSequence) -> list[int]:
 
 def _sample_rows(entry: ScheduledSequence, stop_row: int) -> range:
     """Of a span that ends before `stop_row`: the rows whose logits are wanted."""
-    num_wanted = _stop(entry) - max(entry.start, len(entry.sequence.token_ids) - 1)
-    return range(stop_row - num_wanted, stop_row) if num_wanted > 0 else range(0)
+    if not entry.samples:
+        return range(0)
+    return range(stop_row - 1 - entry.num_draft_tokens, stop_row)
 
 
 def _prompt_rows(

@@ -253,7 +253,7 @@ class Sequence:
     def wants_whole_prompt(self) -> bool:
         """The hidden state of every prompt token is wanted, so none of them may come from the prefix cache."""
         request = self.request
-        return self.num_output_tokens == 0 and (request.options.embed or request.sampling.prompt_logprobs is not None)
+        return (request.options.embed or request.sampling.prompt_logprobs is not None) and self.num_output_tokens == 0
 
 
 @dataclass(slots=True)  # one per token, as deltas
