@@ -94,7 +94,7 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
     """
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
     reach = find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
-    longest, reason = _longest_wanted(model, config)
+    longest, reason = longest_wanted(model, config)
     needed = reach.blocks_for(longest, config.max_span_tokens, config.block_size)
     affordable = config.num_blocks or config.kv_memory_bytes // (token_bytes * config.block_size)
     if affordable < 1 or (config.max_model_len is not None and affordable < needed):
@@ -120,8 +120,12 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
     )
 
 
-def _longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, str]:
-    """Tokens of the longest sequence if there is memory for it, and why so many."""
+def longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, str]:
+    """Tokens of the longest sequence if there is memory for it, and why so many.
+
+    Raises:
+        ToolkitError: more than the model's context is asked for, and no window.
+    """
     wanted, streams = config.max_model_len, config.attention_window is not None
     if wanted is None:
         return (STREAM_LENGTH, "the length of streams") if streams else (model.context_length, "the model's context")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from runtime.config import RuntimeConfig
+from runtime.memory import longest_wanted
 from runtime.model.config import DecoderConfig
 from runtime.reach import Reach, find_reach
 
@@ -93,13 +94,24 @@ def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int)
     """
     tokens = config.max_num_batched_tokens
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    context = config.max_model_len or model.context_length
     moments = (
-        tokens * 2 * heads * itemsize + config.max_span_tokens * context * itemsize,
+        tokens * 2 * heads * itemsize + config.max_span_tokens * _seen_keys(model, config) * itemsize,
         tokens * 3 * model.intermediate_size * itemsize,
         config.max_num_sequences * model.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES,
     )
     return tokens * 2 * model.hidden_size * itemsize + max(moments)
+
+
+def find_model_reach(model: DecoderConfig, config: RuntimeConfig) -> Reach:
+    """What tokens look at. Raises ToolkitError for a window that the model cannot have."""
+    return find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
+
+
+def _seen_keys(model: DecoderConfig, config: RuntimeConfig) -> int:
+    """Keys that a span of a prompt looks at, at most."""
+    longest, _ = longest_wanted(model, config)
+    reach, step = find_model_reach(model, config), config.max_span_tokens
+    return min(longest, reach.blocks_for(longest, step, config.block_size) * config.block_size)
 
 
 def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_bytes: int, memory_bytes: int) -> Capacity:
@@ -108,6 +120,9 @@ def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_byt
     Args:
         dtype: of activations, keys and values, by name.
         memory_bytes: for everything.
+
+    Raises:
+        ToolkitError: a length or a window that the model cannot have.
     """
     itemsize = ITEM_SIZES[dtype]
     return Capacity(
@@ -116,9 +131,9 @@ def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_byt
         activation_bytes(model, config, itemsize),
         token_bytes(model, itemsize),
         dtype,
-        config.max_model_len or model.context_length,
+        longest_wanted(model, config)[0],
         model.num_layers,
-        find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks),
+        find_model_reach(model, config),
         config.block_size,
         config.max_span_tokens,
     )

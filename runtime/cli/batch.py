@@ -20,12 +20,16 @@ from runtime.cli.options import (
     ContextOption,
     Device,
     DeviceOption,
+    DraftMode,
+    DraftModeOption,
+    DraftTokensOption,
     Dtype,
     DtypeOption,
     Kernels,
     KernelsOption,
     MemoryOption,
     SeedOption,
+    SpeculateOption,
     check_targets,
     resolve_model,
 )
@@ -60,6 +64,9 @@ def batch(
     seed: SeedOption = None,
     max_model_len: ContextOption = None,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
+    speculate: SpeculateOption = "",
+    draft_tokens: DraftTokensOption = 4,
+    draft_mode: DraftModeOption = DraftMode.MATCH,
 ) -> None:
     """Answer a file of requests without a server.
 
@@ -80,6 +87,9 @@ def batch(
         kv_memory_bytes=kv_memory,
         max_model_len=max_model_len,
         max_num_sequences=max_sequences,
+        speculate=speculate,
+        num_draft_tokens=draft_tokens,
+        draft_mode=draft_mode.value,
         seed=seed or 0,
     )
     with result_files(out, errors) as files:

@@ -16,12 +16,18 @@ from runtime.cli.options import (
     ContextOption,
     Device,
     DeviceOption,
+    DraftMode,
+    DraftModeOption,
+    DraftTokensOption,
     Dtype,
     DtypeOption,
     Kernels,
     KernelsOption,
     ModelArgument,
     SeedOption,
+    SinksOption,
+    SpeculateOption,
+    WindowOption,
     resolve_model,
 )
 from runtime.config import RuntimeConfig
@@ -47,6 +53,11 @@ def chat(
     dtype: DtypeOption = Dtype.AUTO,
     kernels: KernelsOption = Kernels.AUTO,
     max_model_len: ContextOption = None,
+    attention_sinks: SinksOption = 0,
+    attention_window: WindowOption = None,
+    speculate: SpeculateOption = "",
+    draft_tokens: DraftTokensOption = 4,
+    draft_mode: DraftModeOption = DraftMode.MATCH,
 ) -> None:
     """Talk with a model in the terminal.
 
@@ -55,7 +66,17 @@ def chat(
     """
     path, name = resolve_model(model)
     sampling = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed)
-    config = RuntimeConfig(device.value, dtype.value, kernels.value, max_model_len=max_model_len)
+    config = RuntimeConfig(
+        device.value,
+        dtype.value,
+        kernels.value,
+        max_model_len=max_model_len,
+        attention_sinks=attention_sinks,
+        attention_window=attention_window,
+        speculate=speculate,
+        num_draft_tokens=draft_tokens,
+        draft_mode=draft_mode.value,
+    )
     tokenizer = open_tokenizer(path)  # refuses a model without a template before the slow part
     tell(f"model: {name}")
     talk(load(path, tokenizer, config, sampling, system))

@@ -17,6 +17,8 @@ from runtime.cli.options import (
     KernelsOption,
     MemoryOption,
     ModelArgument,
+    SinksOption,
+    WindowOption,
     parse_size,
     resolve_model,
 )
@@ -33,6 +35,8 @@ def memory(
     dtype: DtypeOption = Dtype.AUTO,
     kernels: KernelsOption = Kernels.AUTO,
     max_model_len: ContextOption = None,
+    attention_sinks: SinksOption = 0,
+    attention_window: WindowOption = None,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
     max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
@@ -51,6 +55,8 @@ def memory(
         kernels=kernels.value,
         kv_memory_bytes=kv_memory,
         max_model_len=max_model_len,
+        attention_sinks=attention_sinks,
+        attention_window=attention_window,
         max_num_sequences=max_sequences,
     )
     report = inspect(path, describe_scheme(path), config, memory)
