@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
+from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.model.load import load_model
@@ -77,9 +78,11 @@ def test_greedy_tokens_equal_transformers(model, chunk, num_blocks, prefix_cachi
 
 def test_a_window_needs_no_more_blocks_for_longer_texts(model):
     name, decoder, _ = model
-    if name == "mixed":
-        pytest.skip("keeps all blocks")
     few = {"num_blocks": 10, "prefill_chunk": 7, "max_model_len": 256}
+    if name == "mixed":
+        with pytest.raises(ToolkitError, match=r"256 tokens needs 64 KV blocks .*, and the pool has 10"):
+            serve(decoder, **few)
+        return
     found, most, engine = serve(decoder, **few)
     assert found == serve(decoder)[0]
     assert most <= 10 < len(prompts()[0]) // BLOCK
