@@ -104,7 +104,7 @@ def test_packed_weights_and_windows_in_a_crowd_equal_transformers(family: str, t
     dense = save_tiny_model(tmp_path / "dense", family, **options)
     weights = pack_model(dense, tmp_path / "packed", lambda module: Scheme(bits=4, group_size=32))
     model = put_weights(load_reference(dense), weights)
-    num_blocks = 12 if options else 24  # blocks out of the window's reach go back
+    num_blocks = 9 if options else 24  # blocks out of the window's reach go back
     settings = config(num_blocks=num_blocks, block_size=4, max_model_len=96, prefill_chunk=5)
     runner = build_runner(load_model(tmp_path / "packed", dtype="float64"), settings)
     engine = Engine(runner, None, settings)
