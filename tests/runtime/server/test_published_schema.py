@@ -73,6 +73,20 @@ def test_streamed_chats(api: httpx.Client, fields: dict[str, Any], usage: dict[s
     assert (parts[-1]["choices"] == []) is (usage is USAGE)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_scored_prompts(api: httpx.Client, stream: bool) -> None:
+    body = {**COMPLETION, "prompt": ["AZ", "Z"], "echo": True, "logprobs": 2, "stream": stream}
+    answers = chunks(api, "/v1/completions", body) if stream else [answer(api, "/v1/completions", body)]
+    exceptions = NULL_WITHOUT_CONTEXT + (NULL_BEFORE_THE_END if stream else ())
+    for part in answers:
+        validate(part, "CreateCompletionResponse", exceptions)
+
+
+@pytest.mark.parametrize("inputs", ["Z", ["Y", "Z"], [1, 2], [[1], [2, 3]]])
+def test_embeddings(api: httpx.Client, inputs: Any) -> None:
+    validate(answer(api, "/v1/embeddings", {"model": "alphabet", "input": inputs}), "CreateEmbeddingResponse")
+
+
 def test_models(api: httpx.Client) -> None:
     validate(api.get("/v1/models").json(), "ListModelsResponse")
     validate(api.get("/v1/models/alphabet").json(), "Model")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
+import openai_schema
 import pytest
 import tokenizers
 from fake_runner import FakeRunner
@@ -77,6 +78,7 @@ class Answers:
     def ask(self, **options: Any) -> Any:
         options = {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "seed": 1, **options}
         answer = self.client.chat.completions.create(**options)
+        openai_schema.validate(answer.model_dump(exclude_unset=True), "CreateChatCompletionResponse")
         streamed = self.stream(options)
         for choice in answer.choices:
             calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or []]
@@ -90,6 +92,7 @@ class Answers:
         calls: dict[int, list[list[str]]] = {}
         reasons: dict[int, str] = {}
         for chunk in self.client.chat.completions.create(**options, stream=True):
+            openai_schema.validate(chunk.model_dump(exclude_unset=True), "CreateChatCompletionStreamResponse")
             choice = chunk.choices[0]
             found = calls.setdefault(choice.index, [])
             texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
