@@ -36,6 +36,17 @@ def test_a_wish_for_blocks_is_followed():
     assert "what the KV pool holds; the model's context is 256" in found.explain()
 
 
+def test_windows_need_no_more_blocks_for_longer_sequences():
+    """Of 256 tokens a window of 64 and a chunk of 32 are held: 6 blocks of 16, and one more where they lie askew."""
+    model = parse_config({"model_type": "mistral", "sliding_window": 64, **SIZES})
+    found = plan_memory(model, 1000, 2, RuntimeConfig(prefill_chunk=32, max_num_sequences=3))
+    assert (found.num_blocks, found.blocks_per_sequence, found.max_model_len) == (3 * 7, 7, 256)
+    assert "reach    the last 64 tokens: 7 blocks per sequence at most, whatever its length" in found.explain()
+    small = plan_memory(model, 1000, 2, RuntimeConfig(prefill_chunk=32, num_blocks=6))
+    assert small.max_model_len == 6 * 16, "without room for the window all blocks of a sequence are kept"
+    assert plan(prefill_chunk=32, max_num_sequences=3).num_blocks == 3 * 16
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
