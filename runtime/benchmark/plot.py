@@ -14,6 +14,7 @@ TOP_ROW, BOTTOM_ROW = 150, 446
 PANEL_HEIGHT = 180
 MARKED = (50, 90, 99)
 NUM_BINS = 60
+MAX_STEPS = 250
 
 
 def draw(run: Run) -> str:
@@ -59,9 +60,13 @@ def _latency(left: float, title: str, subtitle: str, seconds: Sequence[float]) -
 
 
 def _steps(ordered: Sequence[float]) -> Points:
-    """The share of values up to each value."""
+    """The share of values up to each value, or up to every so many of them: a picture shows no more."""
     count = len(ordered)
-    return [point for i, value in enumerate(ordered) for point in ((value, i / count), (value, (i + 1) / count))]
+    points, before = [], 0
+    for stop in sorted({-(-count * step // MAX_STEPS) for step in range(1, MAX_STEPS + 1)}):
+        points += [(ordered[stop - 1], before / count), (ordered[stop - 1], stop / count)]
+        before = stop
+    return points
 
 
 def _throughput(records: Sequence[Record], duration: float) -> list[str]:

@@ -111,6 +111,11 @@ def test_plot_is_svg_with_every_panel_and_nothing_outside() -> None:
             assert 0 <= y <= 690
 
 
+def test_pictures_of_long_runs_stay_small() -> None:
+    many = Record(0.0, 9.0, [i / 1e4 for i in range(50_000)], output_tokens=50_000, status=200)
+    assert len(draw(run([many]))) < 60_000
+
+
 def test_curves_over_time_add_up() -> None:
     good = [QUICK, SLOW, SINGLE]
     points = tokens_over_time(good, 4.0)
