@@ -168,8 +168,7 @@ LONG_PROMPT = "A long time ago there lived a king who had three daughters. " * 3
 EXACT = RuntimeConfig(device="cpu", dtype="float64", block_size=16, num_blocks=256)
 
 
-def tokens(config: RuntimeConfig, *, together: bool = True) -> list[list[int]]:
-    exact = LLM(demo_model_path(), config)
+def tokens(exact: LLM, *, together: bool = True) -> list[list[int]]:
     prompts = [LONG_PROMPT + PROMPTS[i % 3] for i in range(len(SAMPLINGS))]
     if together:
         return [found.token_ids for found in exact.generate(prompts, SAMPLINGS)]
@@ -179,7 +178,7 @@ def tokens(config: RuntimeConfig, *, together: bool = True) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """Each request alone, in one chunk, without a prefix cache."""
-    return tokens(replace(EXACT, prefix_caching=False), together=False)
+    return tokens(LLM(demo_model_path(), replace(EXACT, prefix_caching=False)), together=False)
 
 
 @pytest.mark.parametrize(
@@ -195,4 +194,7 @@ def expected() -> list[list[int]]:
     ids=["together", "small chunks", "scarce blocks", "no prefix cache", "n-gram drafts", "a draft model"],
 )
 def test_the_same_tokens_whatever_the_engine_does(expected: list[list[int]], changes: dict[str, object]) -> None:
-    assert tokens(replace(EXACT, **changes)) == expected
+    exact = LLM(demo_model_path(), replace(EXACT, **changes))
+    assert tokens(exact) == expected
+    is_scarce = changes.get("num_blocks", 256) < 20
+    assert (exact.engine.scheduler.stats.num_preemptions > 0) == is_scarce

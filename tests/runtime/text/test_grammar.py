@@ -8,8 +8,10 @@ import re
 import time
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import RequestError
@@ -190,6 +192,35 @@ def test_hostile_grammars_end_soon_and_nothing_crashes(grammar: Grammar) -> None
         constraint.accept([random.Random(0).choice(allowed(constraint))])
         constraint.mask()
     assert time.monotonic() - begin < 5
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    """Spaces are U+2581, bytes have tokens of their own, and decoding drops the first space."""
+    characters = ["\u2581", "a", "b", "\u2581a", "\u2581ab", "é", "{", "}", '"', ":", "1"]
+    vocab = {token: i for i, token in enumerate(["</s>", *characters, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend, {"eos_token": "</s>"})
+
+
+SENTENCEPIECE = sentencepiece_tokenizer()
+SENTENCEPIECE_COMPILER = GrammarCompiler(SENTENCEPIECE, SENTENCEPIECE.vocab_size)
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_vocabularies_of_sentencepiece(seed: int) -> None:
+    pattern = r"(a|ab|é)( (a|ab|é|☃)){1,4}"
+    constraint = SENTENCEPIECE_COMPILER.constraint(regex(pattern), {END})
+    choose, said = random.Random(seed), list[int]()
+    while not constraint.is_complete and END not in said:
+        mask = constraint.mask()
+        said.append(choose.choice([i for i in range(SENTENCEPIECE.vocab_size) if mask[i // 8] >> i % 8 & 1]))
+        assert constraint.accept(said[-1:]) == 1
+    text = SENTENCEPIECE.detokenizer(SENTENCEPIECE.encode("ab"))
+    assert re.fullmatch(pattern, "".join(map(text.push, said)) + text.flush())
 
 
 def test_each_grammar_is_compiled_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
