@@ -13,8 +13,8 @@ def test_every_drafter_gets_a_row_with_its_figures(monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import bench_speculation
 
-    options = "--batch 2 --drafters ngram self:skip --rounds 1 --tokens 12 --prompt 16 --dtype float32".split()
-    assert bench_speculation.main(options) == 0
+    sizes = ["--batch", "2", "--rounds", "1", "--tokens", "12", "--prompt", "16", "--dtype", "float32"]
+    assert bench_speculation.main([*sizes, "--drafters", "ngram", "self:skip"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     tables = [lines[:5], lines[5:]]
     for table in tables:
