@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -13,9 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.checkpoint.errors import DataError, ToolkitError
-from runtime.batch_file.lines import Line, read_lines
-from runtime.batch_file.results import ResultFile
-from runtime.batch_file.run import OK, Batch, Progress, answer_all
 from runtime.cli.options import (
     ContextOption,
     Device,
@@ -38,6 +34,9 @@ from runtime.config import RuntimeConfig
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from runtime.batch_file.results import ResultFile
+    from runtime.batch_file.run import Batch, Progress
 
 MAX_PROBLEMS_SHOWN = 20
 WAITING = 16
@@ -76,6 +75,8 @@ def batch(
     or a crash, answers what is missing in OUT and --errors: remove a line there to have it answered anew. Status 1 when
     a request failed.
     """
+    from runtime.batch_file.run import Batch, Progress
+
     path, where = resolve_model(model)
     served_name = name or name_of(path)
     custom_ids = check(source, served_name)
@@ -105,6 +106,8 @@ def batch(
 @contextmanager
 def result_files(out: Path, errors: Path | None) -> Iterator[list[ResultFile]]:
     """Open files: for all answers, or for good ones and for failures."""
+    from runtime.batch_file.results import ResultFile
+
     paths = [out] if errors is None or errors == out else [out, errors]
     with ExitStack() as stack:
         yield [stack.enter_context(closing(ResultFile(path))) for path in paths]
@@ -127,6 +130,10 @@ def load(path: Path, name: str, config: RuntimeConfig) -> FastAPI:
 
 def run(app: FastAPI, plan: Batch, progress: Progress) -> None:
     """Answers what is pending. Ctrl-C ends it between lines of the results."""
+    import asyncio
+
+    from runtime.batch_file.run import answer_all
+
     try:
         asyncio.run(answer_all(app, plan, progress))
     except KeyboardInterrupt:
@@ -138,6 +145,8 @@ def run(app: FastAPI, plan: Batch, progress: Progress) -> None:
 
 def report(files: list[ResultFile], custom_ids: list[str]) -> None:
     """Says where the answers are. Raises ToolkitError when some are failures."""
+    from runtime.batch_file.run import OK
+
     print(f"answers   {files[0].path}")
     statuses = {name: status for file in files for name, status in file.statuses.items()}
     failed = sum(statuses[custom_id] != OK for custom_id in custom_ids)
@@ -151,6 +160,8 @@ def check(source: Path, name: str) -> list[str]:
     Raises:
         DataError: the file cannot be read, is empty, or has a wrong line.
     """
+    from runtime.batch_file.lines import Line, read_lines
+
     lines = list(read_lines(source, name))
     problems = [line for line in lines if isinstance(line, str)]
     for problem in problems[:MAX_PROBLEMS_SHOWN]:

@@ -54,8 +54,9 @@ def serving(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str],
         process.communicate()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"]])
-def test_help_returns_at_once(arguments: list[str]) -> None:
+@pytest.mark.parametrize("command", ["", "serve", "generate", "chat", "batch", "bench", "memory"])
+def test_help_returns_at_once(command: str) -> None:
+    arguments = [*command.split(), "--help"]
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
