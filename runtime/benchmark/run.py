@@ -109,7 +109,7 @@ async def _warm_up(client: Client, jobs: list[Job], concurrency: int) -> None:
     records = await closed_loop(client, jobs, concurrency, lambda record: None)
     if not any(record.is_complete for record in records):
         remedy = "Check the server and the lengths; --warmup 0 measures all the same"
-        raise ToolkitError(f"every warm-up request failed: {records[0].error}", remedy)
+        raise ToolkitError(f"every warm-up request failed: {records[0].error.rstrip('.')}", remedy)
 
 
 async def _load(client: Client, plan: Plan, jobs: list[Job]) -> list[Record]:

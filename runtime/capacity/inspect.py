@@ -34,9 +34,9 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
     device = resolve_device(config.device)
     target = Target(device, resolve_dtype(config.dtype, model.dtype, device))
     check_tensors(checkpoint, model)
-    weights = Weights(checkpoint, model, target, config.kernels)
-    dtype, weight_bytes = str(target.dtype).removeprefix("torch."), weights.prepared()
     memory = available_bytes(device) if memory_bytes is None else memory_bytes
+    weights = Weights(checkpoint, model, target, config.kernels, memory)
+    dtype, weight_bytes = str(target.dtype).removeprefix("torch."), weights.prepared()
     capacity = estimate(model, config, dtype, weight_bytes, memory)
     return Report(
         path.resolve().name,

@@ -12,7 +12,6 @@ from runtime.kernels.base import Target
 from runtime.kernels.dense import is_prepacked
 from runtime.kernels.registry import choose_kernel
 from runtime.kernels.sizes import dense_bytes, prepared_bytes
-from runtime.memory import available_bytes
 from runtime.model.config import DecoderConfig
 from runtime.model.load import exclude_kernels
 from runtime.model.tensors import HEAD, expected_linears, head_is_embedding
@@ -26,12 +25,14 @@ class Weights:
 
     Attributes:
         kernels: `auto`, or the name of one kernel.
+        free: memory before loading, which bounds what is dequantized at load.
     """
 
     checkpoint: PackedCheckpoint
     config: DecoderConfig
     target: Target
-    kernels: str = "auto"
+    kernels: str
+    free: int
 
     @property
     def stored_bytes(self) -> int:
@@ -49,8 +50,7 @@ class Weights:
         Args:
             schemes: other schemes than the stored ones, by module, to know what they would take.
         """
-        free = available_bytes(self.target.device)
-        excluded = exclude_kernels(self.checkpoint, self.target, self.kernels, free)
+        excluded = exclude_kernels(self.checkpoint, self.target, self.kernels, self.free)
         chosen = {module: self.checkpoint.scheme(module) for module in self._shapes()} | dict(schemes or {})
         return self._outside() + sum(
             self._fused(scheme, rows, columns, excluded) for scheme, rows, columns in self._products(chosen)
