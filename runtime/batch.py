@@ -13,19 +13,22 @@ from runtime.reach import ALL, Reach
 from runtime.types import ScheduledSequence
 
 MIN_SHARED_BLOCKS = 16
-"""Single tokens share one attention call when their block tables round up to the same power of two, or to this."""
+"""Short spans of equally many tokens share one attention call when their block tables round up to the same power of
+two, or to this."""
+MAX_SHARED_TOKENS = 17
+"""Tokens of a short span: one that is known and the longest draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Rows of the token axis that attend together: one token of each of several sequences, or a span of one.
+    """Rows of the token axis that attend together: equally many tokens of several sequences, or a span of one.
 
     Attributes:
         rows: of the token axis.
         blocks: `[num_sequences * n]` block ids; blocks out of reach of all rows are left out, and shorter tables are
             padded with the sequence's own first block.
         positions: `[rows]` among the keys of these blocks; a token sees keys up to its own position.
-        num_sequences: 1 for a span.
+        num_sequences: their rows follow each other.
         num_keys: keys that some row sees, of each sequence.
         ragged: some row sees fewer keys than `num_keys` for a reason other than causality inside a whole prompt.
     """
@@ -47,7 +50,7 @@ class Batch:
         groups: cover the token axis in order.
         sampling: entries that sample.
         sample_rows: int64, the last row of each of them, and the one before each of their draft tokens.
-        prompt_rows: entries that want their whole prompt, and the rows of their span that belong to it.
+        prompt_rows: entries that want their whole prompt, and the rows of their span.
         fresh_blocks: blocks that this step begins and does not fill.
     """
 
@@ -64,7 +67,7 @@ class Batch:
 def build_batch(
     entries: Sequence[ScheduledSequence], block_size: int, device: torch.device, reach: Reach = ALL
 ) -> Batch:
-    """Orders the entries (single tokens by length, then spans) and lays out their tokens, slots and block tables."""
+    """Orders the entries (short ones by length, then spans) and lays out their tokens, slots and block tables."""
     bounded = reach.window is not None  # else the place of a key among those that are gathered is its position
     groups = group_entries(entries, block_size, reach)
     ordered = [entry for group in groups for entry in group]
@@ -95,14 +98,16 @@ def build_batch(
 def group_entries(
     entries: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL
 ) -> list[list[ScheduledSequence]]:
-    """Single tokens in groups of like length, so that padding at most doubles the work; every span on its own."""
-    singles: dict[int, list[ScheduledSequence]] = {}
+    """Single tokens, and drafts of the same size, in groups of like length, so that padding at most doubles the work;
+    every longer span on its own."""
+    shared: dict[tuple[int, int], list[ScheduledSequence]] = {}
     for entry in entries:
-        if entry.num_tokens == 1:
-            last = (entry.start - _num_hidden(entry, block_size, reach)) // block_size
-            singles.setdefault(max(MIN_SHARED_BLOCKS, 1 << last.bit_length()), []).append(entry)
-    groups = [singles[size] for size in sorted(singles)]
-    return groups + [[entry] for entry in entries if entry.num_tokens > 1]
+        if entry.num_tokens <= MAX_SHARED_TOKENS:
+            last = (_stop(entry) - 1 - _num_hidden(entry, block_size, reach)) // block_size
+            blocks = max(MIN_SHARED_BLOCKS, 1 << last.bit_length())
+            shared.setdefault((entry.num_tokens, blocks), []).append(entry)
+    groups = [shared[size] for size in sorted(shared)]
+    return groups + [[entry] for entry in entries if entry.num_tokens > MAX_SHARED_TOKENS]
 
 
 def block_table(group: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL) -> list[int]:
@@ -134,7 +139,7 @@ def _attention_groups(
     for group, table in zip(groups, tables, strict=True):
         rows = slice(row, row + sum(entry.num_tokens for entry in group))
         lengths = [_stop(entry) - _num_hidden(entry, block_size, reach) for entry in group]
-        partial_span = group[0].num_tokens > 1 and group[0].start > 0
+        partial_span = group[0].num_tokens > 1 and (group[0].start > 0 or len(group) > 1)
         ragged = partial_span or min(lengths) < max(lengths)
         layout.append(AttentionGroup(rows, table, positions[rows], len(group), max(lengths), ragged))
         row = rows.stop
@@ -176,7 +181,7 @@ def _prompt_rows(
 ) -> Iterator[tuple[ScheduledSequence, slice]]:
     for entry, stop_row in zip(entries, stop_rows, strict=True):
         if entry.sequence.wants_whole_prompt:
-            yield entry, slice(stop_row - entry.num_tokens, stop_row - entry.num_draft_tokens)
+            yield entry, slice(stop_row - entry.num_tokens, stop_row)
 
 
 def _slots(entry: ScheduledSequence, block_size: int) -> list[int]:

@@ -192,22 +192,6 @@ def test_offline():
         assert (answer.token_ids, answer.finish_reason) == ([], FinishReason.LENGTH)
 
 
-def test_guesses_behind_the_prompt_are_no_part_of_it():
-    """The last prompt token is computed on its own, together with tokens that are guessed to follow it."""
-    numbers = {"device": "cpu", "dtype": "float64", "num_blocks": 64, "max_model_len": 256}
-    llm = LLM(demo_model_path(), RuntimeConfig(**numbers, prefill_chunk=20, speculate="ngram"))
-    model = load_reference(demo_model_path())
-    prompt = [5, 6, 7, 8, 9] * 4 + [5]
-    llm.engine.add_request(prompt, SamplingParams(max_tokens=16), "embedded", EMBED)
-    llm.engine.add_request(prompt, SamplingParams(max_tokens=16, prompt_logprobs=2, temperature=0), "scored")
-    served = Served(llm.engine)
-    served.run()
-    assert llm.engine.metrics.spec_decode_num_draft_tokens_total > 0
-    check_logprobs(served.deltas["scored", 0][0], model, prompt, 2)
-    found = torch.tensor(served.deltas["embedded", 0][0].embedding, dtype=torch.float64)
-    torch.testing.assert_close(found, expected_embedding(model, prompt), rtol=0, atol=1e-10)
-
-
 def test_tokens_are_the_same_with_and_without(decoder):
     served = serve(decoder)
     prompt = make_prompt(30)
