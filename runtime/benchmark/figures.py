@@ -97,6 +97,7 @@ class Figures:
         complete, refused, failed: requests answered, refused with 429, and failed in any other way; `errors` says how.
         input_tokens, cached_tokens, output_tokens: of the complete ones; cached are prompt tokens that were not
             computed again.
+        pieces: in which the output came, one per step and request; fewer than tokens where guesses were accepted.
         latency_ms: by the names in `MEANINGS`; None where nothing was complete.
     """
 
@@ -109,6 +110,7 @@ class Figures:
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    pieces: int
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
@@ -141,6 +143,7 @@ def summarize(records: Sequence[Record], peak_concurrency: int, objectives: Sequ
         input_tokens=tokens_in,
         cached_tokens=sum(record.cached_tokens for record in good),
         output_tokens=tokens_out,
+        pieces=sum(len(record.chunk_times) for record in good),
         requests_per_s=len(good) / duration,
         input_tokens_per_s=tokens_in / duration,
         output_tokens_per_s=tokens_out / duration,

@@ -79,7 +79,8 @@ def facts(run: Run) -> list[str]:
         f"in {figures.duration_s:.2f} s; at most {figures.peak_concurrency} at a time",
         f"throughput  {figures.requests_per_s:.2f} requests/s, {figures.input_tokens_per_s:,.1f} input tokens/s, "
         f"{figures.output_tokens_per_s:,.1f} output tokens/s",
-        f"tokens      {figures.input_tokens} in ({_share(figures)} from the prefix cache), {figures.output_tokens} out",
+        f"tokens      {figures.input_tokens} in ({_share(figures)} from the prefix cache), {figures.output_tokens} out "
+        f"in {figures.pieces} pieces",
     ]
     if figures.goodput:
         bounds = ", ".join(f"{objective.metric} {objective.seconds:g} s" for objective in run.objectives)

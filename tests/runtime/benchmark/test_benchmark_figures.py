@@ -48,6 +48,7 @@ def test_summary() -> None:
     assert (figures.complete, figures.refused, figures.failed, figures.peak_concurrency) == (3, 1, 1, 3)
     assert figures.duration_s == 5.0
     assert (figures.input_tokens, figures.cached_tokens, figures.output_tokens) == (35, 4, 8)
+    assert figures.pieces == 6
     assert figures.requests_per_s == pytest.approx(3 / 5)
     assert figures.output_tokens_per_s == pytest.approx(8 / 5)
     assert figures.latency_ms["itl"].mean == pytest.approx(1e3 * (0.1 + 0.2 + 1.0) / 3)
