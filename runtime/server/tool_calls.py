@@ -10,7 +10,9 @@ from runtime.server.chat_shape import ChatShape
 from runtime.server.protocol import ChatRequest
 from runtime.server.service import Tokenizer
 from runtime.server.streaming import Output
-from runtime.text.tool_format import ToolFormat, call_grammar, describe_tools, find_format, mentions_tools
+from runtime.server.tool_fields import Function
+from runtime.text.tool_format import ToolFormat, describe_tools, find_format, mentions_tools
+from runtime.text.tool_grammar import allowed_calls, forced_calls
 from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
 from runtime.types import Delta, FinishReason, SamplingParams
 
@@ -42,12 +44,21 @@ def find_tool_format(tokenizer: Tokenizer, body: ChatRequest) -> ToolFormat | No
 def call_sampling(
     sampling: SamplingParams, tool_format: ToolFormat, tokenizer: Tokenizer, body: ChatRequest
 ) -> SamplingParams:
-    """Keeps the tags of calls in the text, and forces a call where the request does."""
-    forced = [tool.function.model_dump(exclude_none=True) for tool in body.forced_tools]
-    if not forced:
-        return replace(sampling, skip_special_tokens=False)
-    grammar = call_grammar(tool_format, forced, tokenizer.special_ids, several=body.allows_several_calls)
+    """Keeps the tags of calls in the text, forces a call where the request does, and holds strict tools to theirs."""
+    grammar = None
+    if tools := body.forced_tools:
+        described = [tool.function.model_dump(exclude_none=True) for tool in tools]
+        grammar = forced_calls(tool_format, described, tokenizer.special_ids, several=body.allows_several_calls)
+    elif any(tool.function.strict for tool in body.usable_tools):
+        described = [loosely(tool.function) for tool in body.usable_tools]
+        grammar = allowed_calls(tool_format, described, tokenizer.special_ids, several=body.allows_several_calls)
     return replace(sampling, skip_special_tokens=False, grammar=grammar)
+
+
+def loosely(function: Function) -> dict[str, Any]:
+    """A tool, with its parameters only if it is strict about them."""
+    parameters = function.parameters if function.strict else {}
+    return {"name": function.name} | ({} if parameters is None else {"parameters": parameters})
 
 
 @dataclass

@@ -36,7 +36,7 @@ class Function(Strict):
     parameters: Annotated[dict[str, Any] | None, BeforeValidator(check_parameters)] = Field(
         None, description="a JSON schema; without one the function has no parameters"
     )
-    strict: bool | None = Field(None, description="forced calls follow the schema in any case; others are not checked")
+    strict: bool | None = Field(None, description="every call follows the schema; forced ones do in any case")
 
 
 class Tool(Strict):

@@ -1,4 +1,4 @@
-"""How models write tool calls, found out from their chat template, and the grammar that makes them write one."""
+"""How models write tool calls, found out from their chat template, and tools in words for models without any."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.checkpoint.errors import RequestError
-from runtime.text.grammar import JSON_OPTIONS
-from runtime.types import Grammar, GrammarKind
-
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +33,11 @@ class ToolFormat:
     is_list: bool = False
     is_bare: bool = False
     id_length: int = 0
+
+    @property
+    def bracket(self) -> str:
+        """What the JSON begins with."""
+        return "[" if self.is_list else "{"
 
 
 HERMES = ToolFormat("Hermes", "<tool_call>", "</tool_call>")
@@ -73,37 +74,6 @@ def find_format(template: str) -> ToolFormat:
     )
 
 
-def call_grammar(
-    tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, int], *, several: bool
-) -> Grammar:
-    """A grammar of answers that call at least one of these tools, and nothing else.
-
-    Args:
-        tools: `{"name": ..., "parameters": schema}`; without a schema a tool has no parameters.
-        special_tokens: ids of tokens that are no text; a tag among them is written with its token.
-        several: allow more than one call.
-    """
-
-    def tag(text: str) -> str:
-        return f"<[{special_tokens[text]}]>" if text in special_tokens else _quote(text)
-
-    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
-    for index, tool in enumerate(tools):
-        before = f'{{"name": {json.dumps(tool["name"])}, "{tool_format.arguments}": '
-        rules.append(f'call_{index}: {_quote(before)} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: %json {json.dumps(_arguments_schema(tool.get('parameters')))}")
-    if tool_format.is_list:
-        rest = ' (", " call)*' if several else ""
-        start = f'{tag(tool_format.opening)} " "? "[" call{rest} "]"'
-    elif tool_format.closing:
-        rest = ' ("\\n" tagged)*' if several else ""
-        start = f"tagged{rest}"
-        rules.append(f'tagged: {tag(tool_format.opening)} "\\n" call "\\n" {tag(tool_format.closing)}')
-    else:
-        start = f'call ("{tool_format.separator} " call)*' if several else "call"
-    return Grammar(GrammarKind.LARK, "\n".join([f"start: {start}", *rules]))
-
-
 def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The conversation in words that any template knows: tools in the system message, calls and results as text."""
     plain = [_plain(message) for message in messages]
@@ -127,13 +97,3 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     texts = [f"{HERMES.opening}\n{json.dumps(call, ensure_ascii=False)}\n{HERMES.closing}" for call in calls]
     return {"role": message["role"], "content": "\n".join([content, *texts] if content else texts)}
-
-
-def _arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    schema = {"type": "object", **parameters} if parameters is not None else dict(NO_PARAMETERS)
-    return schema | {"x-guidance": JSON_OPTIONS}
-
-
-def _quote(text: str) -> str:
-    """A string of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)

@@ -99,7 +99,7 @@ class ToolCallParser:
         opening = self.format.opening
         if self.format.is_bare and opening.startswith(text) and text != opening:
             return  # blank, or what may still become the tag
-        if self.format.is_bare and text[0] == self._bracket and not text.startswith(opening):
+        if self.format.is_bare and text[0] == self.format.bracket and not text.startswith(opening):
             self._enter_call(self._held[: len(self._held) - len(text)], text)
         else:
             self._state = _State.TEXT
@@ -120,7 +120,7 @@ class ToolCallParser:
         text = self._held.lstrip()
         if not text:
             return
-        if text[0] != self._bracket:
+        if text[0] != self.format.bracket:
             yield from self._give_up()
             return
         end = self._json.find(self._held, len(self._held) - len(text))
@@ -148,10 +148,6 @@ class ToolCallParser:
         else:
             self._state = _State.TEXT
         yield from ()
-
-    @property
-    def _bracket(self) -> str:
-        return "[" if self.format.is_list else "{"
 
     def _enter_call(self, opening: str, rest: str) -> None:
         self._opening, self._held, self._json = opening, rest, JsonEnd()

@@ -185,6 +185,15 @@ def test_without_a_choice_the_model_is_free_and_none_hides_the_tools(demo: Answe
     assert none.choices[0].message.content == plain.choices[0].message.content
 
 
+def test_strict_tools_change_no_text(demo: Answers) -> None:
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+    assert demo.ask(tools=strict, max_tokens=12).choices == demo.ask(max_tokens=12).choices
+    broken = {"type": "object", "properties": {"a": {"not": {}}}}
+    strict[0]["function"]["parameters"] = broken
+    with pytest.raises(openai.BadRequestError, match="not"):
+        demo.client.chat.completions.create(model="demo", messages=MESSAGES, tools=strict)
+
+
 def test_log_probabilities_of_calls(demo: Answers) -> None:
     choice = demo.ask(tool_choice=NAMED, logprobs=True).choices[0]
     said = b"".join(bytes(token.bytes) for token in choice.logprobs.content).decode()

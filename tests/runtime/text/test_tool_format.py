@@ -17,11 +17,11 @@ from runtime.text.tool_format import (
     LLAMA,
     MISTRAL,
     ToolFormat,
-    call_grammar,
     describe_tools,
     find_format,
     mentions_tools,
 )
+from runtime.text.tool_grammar import allowed_calls, forced_calls
 from runtime.text.tool_parser import ToolCall, ToolCallParser
 
 PARAMETERS = {
@@ -75,7 +75,7 @@ def test_what_the_grammar_allows_the_parser_finds(
 ) -> None:
     """Random allowed tokens. Special tokens 1 and 2 of the demo model stand for tags here."""
     special = {tool_format.opening: 1, tool_format.closing: 2} if tags_are_special else {}
-    grammar = call_grammar(tool_format, TOOLS, special, several=several)
+    grammar = forced_calls(tool_format, TOOLS, special, several=several)
     compiler = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size)
     spelled = {token_id: text for text, token_id in special.items()}
     for seed in range(8):
@@ -95,6 +95,40 @@ def test_what_the_grammar_allows_the_parser_finds(
                 validate(json.loads(piece.arguments), PARAMETERS)
             else:
                 assert piece.arguments == "{}"
+
+
+GOOD = {"name": "weather", "arguments": {"city": "Rome", "days": 2}}
+BAD = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
+UNKNOWN = {"name": "other", "arguments": {}}
+
+
+def say(tool_format: ToolFormat, call: dict, *, tag: bool = True) -> str:
+    text = json.dumps(call).replace("arguments", tool_format.arguments)
+    text = f"[{text}]" if tool_format.is_list else f"\n{text}\n" if tool_format.closing else text
+    return f"{tool_format.opening if tag else ''}{text}{tool_format.closing}"
+
+
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL], ids=lambda f: f.name)
+@pytest.mark.parametrize("is_special", [False, True])
+def test_strict_tools_leave_text_free_and_hold_calls_to_their_schema(tool_format: ToolFormat, is_special: bool) -> None:
+    opening = tool_format.opening
+    special = {opening: 1} if is_special else {}
+    compiler = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size)
+    grammar = allowed_calls(tool_format, TOOLS, special, several=True)
+
+    def is_allowed(text: str) -> bool:
+        constraint = compiler.constraint(grammar, {0})
+        before, tag, after = text.partition(opening) if is_special else (text, "", "")
+        tokens = [*TOKENIZER.encode(before), *([1] if tag else []), *TOKENIZER.encode(after)]
+        return constraint.accept([*tokens, 0]) == len(tokens) + 1
+
+    for text in ("", "Hello, {1} [2] <b>.\n\n", "Well, " + say(tool_format, GOOD), say(tool_format, GOOD)):
+        assert is_allowed(text), text
+    for text in (say(tool_format, BAD), say(tool_format, UNKNOWN), "Well, " + say(tool_format, BAD), opening):
+        assert not is_allowed(text), text
+    if tool_format.is_bare:
+        assert is_allowed(say(tool_format, GOOD, tag=False))
+        assert not is_allowed(say(tool_format, BAD, tag=False))
 
 
 def test_tools_in_words_for_templates_without_them() -> None:
