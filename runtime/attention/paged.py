@@ -35,10 +35,10 @@ class PagedAttention:
 
     def _attend(self, layer: int, group: AttentionGroup, query: Tensor, mask: Tensor | None) -> Tensor:
         key, value = self.pages.gather(layer, group.blocks)
-        if group.num_sequences == len(query):
+        if group.num_sequences > 1 or len(query) == 1:
             shape = (group.num_sequences, -1, *key.shape[1:])
             key, value = key.view(shape)[:, : group.num_keys], value.view(shape)[:, : group.num_keys]
-            return attend_tokens(query, key, value, None if mask is None else mask[:, None, None])
+            return attend_tokens(query, key, value, mask)
         return attend_span(query, key[: group.num_keys], value[: group.num_keys], mask)
 
 

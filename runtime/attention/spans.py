@@ -1,4 +1,4 @@
-"""Attention of one span or of many single tokens over gathered keys and values: plain torch, any dtype, any device.
+"""Attention of one span or of many short ones over gathered keys and values: plain torch, any dtype, any device.
 
 Query heads that share a key-value head are folded beside it instead of repeating keys and values: on CPUs the fused
 kernel is many times slower with `enable_gqa` or with repeated heads.
@@ -33,18 +33,23 @@ def attend_span(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
 
 
 def attend_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """One token of each of B sequences: query `[B, heads, D]`, key and value `[B, L, kv_heads, D]` -> `[B, heads, D]`.
+    """q tokens of each of B sequences, one sequence after the other: query `[B * q, heads, D]`, key and value
+    `[B, L, kv_heads, D]` -> `[B * q, heads, D]`.
 
     Args:
-        mask: additive `[B, 1, 1, L]`; None when every key counts.
+        mask: additive `[B * q, L]`; None when every key counts.
     """
-    batch, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[2]
-    folded = query.view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    num_rows, num_heads, head_dim = query.shape
+    batch, length, num_kv_heads, _ = key.shape
+    shared = num_heads // num_kv_heads
+    folded = query.view(batch, -1, num_kv_heads, shared, head_dim).transpose(1, 2).flatten(2, 3)
+    if mask is not None:
+        each = num_rows // batch
+        mask = mask.view(batch, 1, each, 1, length).expand(-1, -1, -1, shared, -1).flatten(2, 3)
     attended = functional.scaled_dot_product_attention(
         folded, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask
     )
-    return attended.reshape(batch, num_heads, head_dim)
+    return attended.unflatten(2, (-1, shared)).transpose(1, 2).reshape(num_rows, num_heads, head_dim)
 
 
 def visibility_mask(positions: Tensor, num_keys: int, window: int | None, dtype: torch.dtype, sinks: int = 0) -> Tensor:

@@ -53,7 +53,8 @@ class StreamingAttention:
             pages.view(group.num_sequences, -1, *pages.shape[1:])[:, : group.num_keys]
             for pages in self.pages.gather(layer, group.blocks)
         )
-        return attend_with_sinks(query.view(shape), moved.view(shape), key, value, mask, self.sinks).view_as(query)
+        attended = attend_with_sinks(query.view(shape), moved.view(shape), key, value, mask, self.sinks)
+        return attended.reshape(query.shape)
 
 
 def attend_with_sinks(query: Tensor, moved: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: int) -> Tensor:

@@ -29,14 +29,14 @@ def test_layout():
         CPU,
     )
     a, b, c, d = (1000 * ord(name) for name in "ABCD")
-    assert batch.token_ids.tolist() == [b + 5, d + 12, a + 2, a + 3, a + 4, a + 5, a + 6, c, c + 1]
-    assert batch.positions.tolist() == [5, 12, 2, 3, 4, 5, 6, 0, 1]
-    assert batch.slots.tolist() == [29, 32, 38, 39, 16, 17, 18, 20, 21]
+    assert batch.token_ids.tolist() == [b + 5, d + 12, c, c + 1, a + 2, a + 3, a + 4, a + 5, a + 6]
+    assert batch.positions.tolist() == [5, 12, 0, 1, 2, 3, 4, 5, 6]
+    assert batch.slots.tolist() == [29, 32, 20, 21, 38, 39, 16, 17, 18]
     assert [entry.sequence.id for entry in batch.sampling] == ["B", "D", "A"]
-    assert batch.sample_rows.tolist() == [0, 1, 6]
-    assert batch.fresh_blocks == (8, 4, 5)
-    singles, span, prompt = batch.groups
-    assert (singles.rows, span.rows, prompt.rows) == (slice(0, 2), slice(2, 7), slice(7, 9))
+    assert batch.sample_rows.tolist() == [0, 1, 8]
+    assert batch.fresh_blocks == (8, 5, 4)
+    singles, prompt, span = batch.groups
+    assert (singles.rows, prompt.rows, span.rows) == (slice(0, 2), slice(2, 4), slice(4, 9))
     assert singles.blocks.tolist() == [3, 7, 3, 3, 0, 1, 2, 8]
     assert (singles.num_sequences, singles.num_keys, singles.ragged) == (2, 13, True)
     assert (span.blocks.tolist(), span.num_keys, span.ragged) == ([9, 4], 7, True)
@@ -64,5 +64,5 @@ def test_every_token_once_and_padding_at_most_doubles(spans):
     assert [group.rows.start for group in batch.groups[1:]] == [group.rows.stop for group in batch.groups[:-1]]
     for group in batch.groups:
         padded = len(group.blocks) // group.num_sequences
-        lengths = (group.positions + 1).tolist() if group.num_sequences > 1 else [group.num_keys]
+        lengths = (group.positions.view(group.num_sequences, -1)[:, -1] + 1).tolist()
         assert all(padded <= max(16, 2 * -(-length // BLOCK)) for length in lengths)
