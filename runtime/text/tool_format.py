@@ -47,6 +47,10 @@ LLAMA = ToolFormat("Llama 3.1", "<|python_tag|>", separator=";", arguments="para
 MISTRAL = ToolFormat("Mistral", "[TOOL_CALLS]", is_list=True, is_bare=True, id_length=9)
 
 
+YOUNGER_FORMS = ("<function=", "<arg_key>", "[ARGS]")
+"""What stands in templates whose calls have a tag of an older form, but are no JSON."""
+
+
 def mentions_tools(template: str) -> bool:
     """Whether the template does something with tools."""
     return re.search(r"\btools\b", template) is not None
@@ -60,10 +64,10 @@ def find_format(template: str) -> ToolFormat:
     """
     if not mentions_tools(template):
         return HERMES
-    if "<function=" not in template and "[ARGS]" not in template:  # younger forms that share a tag with the older ones
+    if not any(mark in template for mark in YOUNGER_FORMS):
         if HERMES.opening in template:
             return HERMES
-        if MISTRAL.opening in template:
+        if re.search(r"\[TOOL_CALLS\]\s*\[", template):  # younger templates put a name there
             return MISTRAL
         if LLAMA.opening in template or '"parameters": dictionary' in template:
             return LLAMA

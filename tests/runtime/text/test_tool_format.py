@@ -40,7 +40,7 @@ TOKENIZER = Tokenizer.open(demo_model_path())
     [
         ("{% for message in messages %}{{ message.content }}{% endfor %}", HERMES),
         ("{% if tools %}<tools>{{ tools | tojson }}</tools> answer in <tool_call></tool_call>{% endif %}", HERMES),
-        ("{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}[TOOL_CALLS]", MISTRAL),
+        ("{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{{- '[TOOL_CALLS] [' }}", MISTRAL),
         ('{% if tools %}{"name": function name, "parameters": dictionary of argument name}{% endif %}', LLAMA),
         ("{% if builtin_tools or tools %}<|python_tag|>{% endif %}", LLAMA),
     ],
@@ -54,6 +54,8 @@ def test_the_template_tells_the_format(template: str, tool_format: ToolFormat) -
     [
         "{{ tools }} <tool_call><function=name><parameter=a>",
         "{{ tools }} [TOOL_CALLS]name[ARGS]",
+        "{{ tools }} {{ '[TOOL_CALLS]' + name + arguments }}",
+        "{{ tools }} <tool_call>{{ name }}<arg_key>",
         "{{ tools }} in some other way",
     ],
 )
