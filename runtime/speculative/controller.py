@@ -8,6 +8,7 @@ Two questions, two answers:
 * Does it pay? Verifying guesses is cheap while a step waits for memory and costs as much as anything else when it
   computes, which depends on machine, model, batch size and drafter. `Gate` compares tokens per second with and without
   guesses, for each size of the batch (in powers of two), and takes the better; in every period of steps it tries both.
+  Steps for which the drafter had no guess, or had to catch up first, are no evidence for either.
 """
 
 from __future__ import annotations
@@ -75,14 +76,16 @@ class Trials:
     plain: Rate = field(default_factory=Rate)
     num_steps: int = 0
 
-    @property
-    def pays(self) -> bool:
+    def next(self) -> bool:
+        """Whether to guess in the next step."""
+        phase = self.num_steps % PERIOD
+        if phase < 2 * TRIAL:
+            return phase < TRIAL
         return self.guessing.per_second >= self.plain.per_second
 
-    def next(self) -> bool:
-        phase = self.num_steps % PERIOD
-        self.num_steps += 1
-        return phase < TRIAL if phase < 2 * TRIAL else self.pays
+    def advance(self, guessed: bool) -> None:
+        """A step is done. A trial of guessing waits for guesses."""
+        self.num_steps += guessed or self.num_steps % PERIOD >= TRIAL
 
 
 class Gate:
@@ -102,7 +105,8 @@ class Gate:
         self._current, self._guesses = trials, guesses
         return guesses
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """The step gave so many tokens in so many seconds, drafting included."""
-        if not self._changed:
-            (self._current.guessing if self._guesses else self._current.plain).note(num_tokens, seconds)
+    def note(self, num_tokens: int, seconds: float, *, guessed: bool) -> None:
+        """The step gave so many tokens in so many seconds, drafting included; `guessed`: there were guesses."""
+        if not self._changed and guessed == self._guesses:
+            (self._current.guessing if guessed else self._current.plain).note(num_tokens, seconds)
+        self._current.advance(guessed)

@@ -60,7 +60,8 @@ class Speculator:
                 self._windows[entry.sequence].note(entry.num_draft_tokens, num_accepted[entry.sequence.id])
         only_decodes = all(entry.samples and entry.num_tokens == 1 + entry.num_draft_tokens for entry in plan.entries)
         if self.gate is not None and only_decodes:
-            self.gate.note(sum(1 + num_accepted[entry.sequence.id] for entry in plan.entries), seconds)
+            num_tokens = sum(1 + num_accepted[entry.sequence.id] for entry in plan.entries)
+            self.gate.note(num_tokens, seconds, guessed=any(entry.num_draft_tokens for entry in plan.entries))
 
     def _new_window(self) -> Window:
         return Window(self.num_draft_tokens, expected=self.num_draft_tokens / 2)

@@ -42,7 +42,7 @@ def run_gate(gate: Gate, batch: int, steps: int, guessing: float, plain: float) 
     for _ in range(steps):
         allowed = gate.allows(batch)
         count += allowed
-        gate.note(10, 10 / (guessing if allowed else plain))
+        gate.note(10, 10 / (guessing if allowed else plain), guessed=allowed)
     return count
 
 
@@ -66,7 +66,8 @@ def test_the_step_of_a_change_is_not_measured() -> None:
     gate, before, count = Gate(), None, 0
     for _ in range(PERIOD):
         allowed = gate.allows(1)
-        gate.note(10, 1000.0 if allowed != before else 10 / (200 if allowed else 100))
+        seconds = 1000.0 if allowed != before else 10 / (200 if allowed else 100)
+        gate.note(10, seconds, guessed=allowed)
         before, count = allowed, count + allowed
     assert count == PERIOD - TRIAL
 
@@ -76,5 +77,14 @@ def test_without_a_clock_guessing_stays_on() -> None:
     allowed = []
     for _ in range(PERIOD):
         allowed.append(gate.allows(1))
-        gate.note(10, 0.0)
+        gate.note(10, 0.0, guessed=allowed[-1])
     assert sum(allowed) == PERIOD - TRIAL
+
+
+def test_a_drafter_that_has_no_guess_yet_is_not_judged() -> None:
+    """As n-grams before the text begins to repeat itself."""
+    gate = Gate()
+    for seconds in range(1, 3 * PERIOD):
+        assert gate.allows(1)
+        gate.note(1, 1.0 + 1 / seconds, guessed=False)
+    assert run_gate(gate, 1, PERIOD, guessing=3, plain=1) == PERIOD - TRIAL
