@@ -78,7 +78,7 @@ def serve(
         float, typer.Option("--request-timeout", min=0.1, help="Seconds until the last token; later is status 504.")
     ] = 3600,
     client_timeout: Annotated[
-        float, typer.Option("--client-timeout", min=0.1, help="Seconds for clients to send a body or read on.")
+        float, typer.Option("--client-timeout", min=0.1, help="Seconds for clients to send a request or read on.")
     ] = 30,
     allowed_host: Annotated[
         list[str] | None,
@@ -135,7 +135,7 @@ def serve(
     describe_engine(served)
     announce(url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, api_key=api_key)
     warn_of_open_door(host, api_key)
-    run(served.app, listener, drain_seconds)
+    run(served.app, listener, drain_seconds, client_timeout)
 
 
 def names_of_server(host: str, allowed: list[str]) -> list[str]:
@@ -179,9 +179,12 @@ def announce(url: str, name: str, has_chat: bool, api_key: str | None) -> None:
     )
 
 
-def run(app: FastAPI, listener: socket.socket, drain_seconds: int) -> None:
-    """Serves until SIGINT or SIGTERM, lets running requests end for at most `drain_seconds`, then returns."""
+def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float) -> None:
+    """Serves until SIGINT or SIGTERM, lets running requests end for at most `drain_seconds`, then returns. Clients have
+    `client_seconds` to send the head of a request."""
     import uvicorn
+
+    from runtime.server.connection import HurriedConnection
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("runtime").setLevel(logging.INFO)
@@ -194,6 +197,11 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn raises the signal again once it has drained; being stopped so is this command's normal end.
         signal.signal(number, lambda *_: None)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=drain_seconds)
+    config = uvicorn.Config(
+        app,
+        http=partial(HurriedConnection, head_seconds=client_seconds),  # type: ignore[arg-type]  # any factory will do
+        log_level="warning",
+        timeout_graceful_shutdown=drain_seconds,
+    )
     Server(config).run(sockets=[listener])
     print("stopped", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""However `runtime serve` is ended, nothing of it stays: no process, no port, no client that waits for ever."""
+"""`runtime serve` as others meet it: however it is ended nothing of it stays, and it waits for nobody for ever."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -22,10 +22,10 @@ ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 1500, "stream": True,
 
 
 @contextmanager
-def serving(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*options: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a session, and so a process group, of its own."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "runtime.cli", "serve", "--port", str(port), "--drain-seconds", "60"],
+        [sys.executable, "-m", "runtime.cli", "serve", "--port", str(port), "--drain-seconds", "60", *options],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -76,9 +76,33 @@ def test_sigkill_leaves_no_process_and_frees_the_port() -> None:
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
         port = httpx.URL(url).port
-    with serving(port) as (_, again):
+    with serving(port=port) as (_, again):
         assert again == url
         assert httpx.get(f"{again}/health").status_code == 200
+
+
+def closed_after(address: tuple[str, int], *parts: bytes) -> float:
+    """Seconds until the server closes a connection that got some bytes now and then nothing more."""
+    with socket.create_connection(address, timeout=20) as connection:
+        for part in parts:
+            connection.sendall(part)
+        start = time.monotonic()
+        with suppress(ConnectionResetError):
+            while connection.recv(65536):
+                start = time.monotonic()
+        return time.monotonic() - start
+
+
+def test_clients_that_dawdle_and_foreign_names_are_refused() -> None:
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving("--client-timeout", "1") as (_, url):
+        address = (httpx.URL(url).host, httpx.URL(url).port)
+        for parts in ([], [whole[:20]], [whole + whole[:20]], [whole, whole[:-2]]):
+            assert 0.5 < closed_after(address, *parts) < 8  # uvicorn gives 5 s between two requests
+        with httpx.Client(base_url=url) as client:
+            assert [client.get("/health").status_code for _ in range(3)] == [200] * 3  # on one connection
+            assert client.get("/health", headers={"Host": "evil.example"}).status_code == 403
+            assert client.get("/health", headers={"Origin": "http://evil.example"}).status_code == 403
 
 
 def test_sigterm_refuses_new_connections_and_lets_streams_end() -> None:
