@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runtime.text.grammar import JSON_OPTIONS
+from runtime.text.grammar_source import JSON_OPTIONS
 from runtime.text.tool_format import ToolFormat
 from runtime.types import Grammar, GrammarKind
 

@@ -16,7 +16,8 @@ from tokenizers import decoders, models
 from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import RequestError
 from runtime.text import grammar as module
-from runtime.text.grammar import GrammarCompiler, TokenConstraint
+from runtime.text.grammar import GrammarCompiler
+from runtime.text.token_constraint import TokenConstraint
 from runtime.text.tokenizer import Tokenizer
 from runtime.types import Grammar, GrammarKind
 
