@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.architectures.architecture import SmoothingEdge
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.targets import without_indices
 
 SHAPE_TENSOR_BYTES = 16
@@ -16,12 +16,45 @@ SHAPE_TENSOR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """What one linear gets. `alpha` is SmoothQuant's exponent where the user fixed it."""
+class Pruning:
+    """Which weights of a linear become zero: N:M by `pattern`, or a `share` of all."""
 
     method: str
-    scheme: Scheme
+    pattern: Sparsity | None
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.pattern or f'{self.share:.0%}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one linear gets.
+
+    Attributes:
+        method: of quantization; None keeps 16-bit values.
+        scheme: how the weight is stored; None is dense, zeros and all.
+        alpha: SmoothQuant's exponent where the user fixed it.
+        pruning: what is pruned before.
+    """
+
+    method: str | None
+    scheme: Scheme | None
     alpha: float | None = None
+    pruning: Pruning | None = None
+
+    @property
+    def needs_hessian(self) -> bool:
+        return self.method == "gptq" or (self.pruning is not None and self.pruning.method == "sparsegpt")
+
+    @property
+    def quantized(self) -> Scheme | None:
+        """The integers the weight is rounded to; None when it is not."""
+        return None if self.method is None else self.scheme
+
+    def __str__(self) -> str:
+        work = [str(self.pruning)] if self.pruning else []
+        return " + ".join([*work, f"{self.method} {self.scheme}"] if self.method else work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +64,8 @@ class PlanRow:
     Attributes:
         tensor: its name.
         shape: its shape.
-        assignment: how it is quantized; None when it stays dense.
-        reason: why it stays dense; empty otherwise.
+        assignment: what is done to it; None when it stays as it is.
+        reason: why it is stored dense; empty otherwise.
         bytes_before, bytes_after: stored bytes.
     """
 
@@ -69,12 +102,24 @@ class Plan:
     scale_dtype: str
 
     @property
-    def quantized(self) -> list[PlanRow]:
+    def changed(self) -> list[PlanRow]:
+        """Rows that the recipe does something to."""
         return [row for row in self.rows if row.assignment is not None]
 
     @property
+    def packed(self) -> list[PlanRow]:
+        """Rows that are stored in fewer bits."""
+        return [row for row in self.changed if row.assignment is not None and row.assignment.scheme is not None]
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Of every packed linear, by module name."""
+        found = {name: each.scheme for name, each in self.assignments.items()}
+        return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+    @property
     def assignments(self) -> dict[str, Assignment]:
-        """Of every quantized linear, by module name."""
+        """Of every changed linear, by module name."""
         return {row.tensor.removesuffix(".weight"): row.assignment for row in self.rows if row.assignment is not None}
 
     def in_block(self, block: str) -> dict[str, Assignment]:
@@ -92,9 +137,10 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits per weight of the quantized linears: codes, scales and zero points."""
-        parameters = sum(row.parameters for row in self.quantized)
-        return 8 * sum(row.bytes_after - SHAPE_TENSOR_BYTES for row in self.quantized) / parameters
+        """Stored bits per weight of the changed linears: codes, places, scales and zero points."""
+        parameters = sum(row.parameters for row in self.changed)
+        extra = SHAPE_TENSOR_BYTES * sum(not scheme.is_float for scheme in self.schemes.values())
+        return 8 * (sum(row.bytes_after for row in self.changed) - extra) / parameters
 
     @property
     def bits_per_parameter(self) -> float:
@@ -128,7 +174,8 @@ def _summary(kind: tuple[str, tuple[int, ...], Assignment | None, str], rows: li
         "shape": list(shape),
         "count": len(rows),
         "method": assignment.method if assignment else None,
-        "scheme": str(assignment.scheme) if assignment else "dense",
+        "pruning": str(assignment.pruning) if assignment and assignment.pruning else None,
+        "scheme": str(assignment.scheme) if assignment and assignment.scheme else "dense",
         "reason": reason,
         "bytes_before": sum(row.bytes_before for row in rows),
         "bytes_after": sum(row.bytes_after for row in rows),

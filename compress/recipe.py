@@ -7,8 +7,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from compress.checkpoint.errors import RecipeError
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.scheme import Scheme, Sparsity
 
+PRUNING_METHODS = ("sparsegpt", "wanda", "ria", "magnitude")
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
 SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
 PER_CHANNEL = -1
@@ -48,6 +49,43 @@ class QuantizeStage:
 
 
 @dataclass(frozen=True, slots=True)
+class PruneStage:
+    """Sets the least important weights to zero. A later quantize stage keeps those zeros exact.
+
+    Attributes:
+        method: sparsegpt, wanda, ria, or magnitude (no calibration).
+        pattern: N:M, stored without its zeros; None prunes a `sparsity` of the weights wherever they stand, and the
+            zeros are stored.
+        sparsity: share of the weights that go; a pattern decides it itself.
+        targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
+        ignore: patterns of modules that stay as they are.
+    """
+
+    method: str = "sparsegpt"
+    pattern: Sparsity | None = None
+    sparsity: float = 0.5
+    targets: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in PRUNING_METHODS:
+            raise RecipeError(
+                f"pruning method {self.method!r} does not exist", nearest(self.method, PRUNING_METHODS, "Methods")
+            )
+        if not 0 < self.sparsity < 1:
+            raise RecipeError(f"sparsity={self.sparsity} is not between 0 and 1", "Use --sparsity 0.5")
+        if self.pattern and self.sparsity != 0.5 and self.sparsity != 1 - self.pattern.kept / self.pattern.of:
+            raise RecipeError(f"sparsity={self.sparsity} contradicts {self.pattern}", "Give one of them")
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method != "magnitude"
+
+
+Stage = QuantizeStage | PruneStage
+
+
+@dataclass(frozen=True, slots=True)
 class CalibrationOptions:
     """Text the model runs over while it is measured.
 
@@ -68,11 +106,15 @@ class CalibrationOptions:
             raise RecipeError(f"length={self.length} is too short a sequence", "Use --length 512")
 
 
+STAGE_NAMES = {QuantizeStage: "quantize", PruneStage: "prune"}
+"""How a recipe file spells each kind of stage."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Everything that decides the result besides the model: stages in order, calibration and seed."""
 
-    stages: tuple[QuantizeStage, ...]
+    stages: tuple[Stage, ...]
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     seed: int = 0
     name: str = ""
@@ -87,7 +129,8 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for comparing two runs."""
-        return asdict(self)
+        stages = [{"stage": STAGE_NAMES[type(stage)], **asdict(stage)} for stage in self.stages]
+        return asdict(self) | {"stages": stages}
 
 
 def default_scheme(method: str) -> Scheme:

@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.errors import RecipeError, SchemeError
-from compress.checkpoint.scheme import Scheme
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, default_scheme, group_size_from, nearest
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.recipe import (
+    CalibrationOptions,
+    PruneStage,
+    QuantizeStage,
+    Recipe,
+    Stage,
+    default_scheme,
+    group_size_from,
+    nearest,
+)
 
 if TYPE_CHECKING:
     import yaml
@@ -70,22 +79,41 @@ class _Reader:
         options = {key: self._scalar(value, types[key], key) for key, value in values.items()}
         return self._build(node, CalibrationOptions, **options)
 
-    def _stage(self, node: yaml.Node) -> QuantizeStage:
-        stage = self._mapping(node, ("quantize",), "stage")
-        if not stage:
-            raise self._refusal(node, "a stage names no method", "Write `- quantize: {method: awq}`")
-        body = stage["quantize"]
+    def _stage(self, node: yaml.Node) -> Stage:
+        kinds = {"quantize": self._quantize, "prune": self._prune}
+        stage = self._mapping(node, tuple(kinds), "stage")
+        if len(stage) != 1:
+            raise self._refusal(node, "a stage names one kind of work", "Write `- quantize: {method: awq}`")
+        ((kind, body),) = stage.items()
+        return kinds[kind](body)
+
+    def _quantize(self, body: yaml.Node) -> QuantizeStage:
         keys = ("method", "bits", "group_size", "symmetric", "activation_bits", "alpha", "targets", "ignore")
         values = self._mapping(body, keys, "quantize")
-        options: dict[str, Any] = {}
-        if "method" in values:
-            options["method"] = self._scalar(values["method"], str, "method")
-        for key in {"targets", "ignore"} & values.keys():
-            options[key] = tuple(self._scalar(item, str, key) for item in self._items(values[key], key))
-        if "alpha" in values:
-            options["alpha"] = self._scalar(values["alpha"], float, "alpha")
+        options = self._options(values, {"method": str, "alpha": float})
         scheme = self._scheme(body, values, default_scheme(options.get("method", "")))
         return self._build(body, QuantizeStage, scheme=scheme, **options)
+
+    def _prune(self, body: yaml.Node) -> PruneStage:
+        values = self._mapping(body, ("method", "pattern", "sparsity", "targets", "ignore"), "prune")
+        options = self._options(values, {"method": str, "sparsity": float})
+        if "pattern" in values:
+            options["pattern"] = self._pattern(values["pattern"])
+        return self._build(body, PruneStage, **options)
+
+    def _pattern(self, node: yaml.Node) -> Sparsity:
+        """`2:4`. YAML 1.1 reads that as a number to the base of 60, so the text counts, quoted or not."""
+        try:
+            return Sparsity.parse(str(node.value))
+        except SchemeError as error:
+            raise self._refusal(node, error.problem, error.remedy) from error
+
+    def _options(self, values: dict[str, yaml.Node], types: dict[str, type]) -> dict[str, Any]:
+        """Scalars of these types, and the lists of patterns that every stage has."""
+        options: dict[str, Any] = {key: self._scalar(values[key], types[key], key) for key in types if key in values}
+        for key in {"targets", "ignore"} & values.keys():
+            options[key] = tuple(self._scalar(item, str, key) for item in self._items(values[key], key))
+        return options
 
     def _scheme(self, node: yaml.Node, values: dict[str, yaml.Node], default: Scheme) -> Scheme:
         options: dict[str, Any] = asdict(default)

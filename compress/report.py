@@ -33,7 +33,7 @@ def provenance(prepared: Prepared) -> dict[str, Any]:
         "dense": {
             row.tensor.removesuffix(".weight"): row.reason
             for row in prepared.plan.rows
-            if row.assignment is None and len(row.shape) > 1
+            if row.reason and len(row.shape) > 1
         },
     }
 

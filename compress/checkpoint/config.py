@@ -75,6 +75,11 @@ def quantization_block(config: Mapping[str, Any]) -> dict[str, Any]:
     return block if isinstance(block, dict) else {}
 
 
+def format_name(block: Mapping[str, Any]) -> str:
+    """Which format a `quantization_config` is of: its `quant_method`, or our own `format`, which has none."""
+    return str(block.get("quant_method") or block.get("format") or "?")
+
+
 def compression_block(config: Mapping[str, Any]) -> dict[str, Any]:
     """`compression_config`, empty when another tool wrote the checkpoint."""
     block = config.get(COMPRESSION_KEY) or {}

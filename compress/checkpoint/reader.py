@@ -10,7 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.checkpoint.config import HEAD, ModelConfig, dtype_name, is_tied, quantization_block, read_config
+from compress.checkpoint.config import (
+    HEAD,
+    ModelConfig,
+    dtype_name,
+    format_name,
+    is_tied,
+    quantization_block,
+    read_config,
+)
 from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.formats import dense
 from compress.checkpoint.formats.table import Format, find_format
@@ -46,7 +54,7 @@ class PackedCheckpoint:
         files = TensorFiles.open(path)
         config = read_config(files.path)
         block = quantization_block(config)
-        kind = find_format(str(block.get("quant_method", "?"))) if block else dense
+        kind = find_format(format_name(block)) if block else dense
         try:
             schemes = kind.schemes(block, kind.modules(files.names()))
         except CheckpointError:
@@ -58,7 +66,8 @@ class PackedCheckpoint:
     @property
     def format(self) -> str:
         """`compressed-tensors`, `gptq`, `awq`, `compress-runtime` or `dense`."""
-        return str(quantization_block(self.config).get("quant_method", dense.NAME))
+        block = quantization_block(self.config)
+        return format_name(block) if block else dense.NAME
 
     @property
     def codec(self) -> Format:

@@ -7,6 +7,7 @@ import typer
 from compress.checkpoint.terminal import run_cli
 from compress.cli.eval import evaluate
 from compress.cli.export import export
+from compress.cli.prune import prune
 from compress.cli.quantize import quantize
 from compress.cli.run import run
 from compress.cli.verify import verify
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(quantize)
+app.command()(prune)
 app.command("eval")(evaluate)
 app.command()(run)
 app.command()(verify)

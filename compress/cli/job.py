@@ -89,8 +89,8 @@ def _run(prepared: Prepared, quiet: bool):
 def _announce(prepared: Prepared) -> None:
     from compress.cli.show import describe_run
 
-    stages = {f"{row.assignment.method} {row.assignment.scheme}" for row in prepared.plan.quantized}
-    _say(f"Quantizing {len(prepared.plan.quantized)} linear layers as {', '.join(sorted(stages))}")
+    work = sorted({str(assignment) for assignment in prepared.plan.assignments.values()})
+    _say(f"Compressing {len(prepared.plan.changed)} linear layers: {', '.join(work)}")
     _say(describe_run(prepared))
     for note in prepared.notes:
         _say(f"note: {note}")

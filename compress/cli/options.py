@@ -26,5 +26,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python files of the model folder. Read them first.")
 ]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option("--ignore", help="Layer to leave as it is: a name (down_proj), a glob, or re:PATTERN. Repeatable."),
+]
+CalibrationText = Annotated[
+    str,
+    typer.Option(
+        "--calibration",
+        metavar="NAME|PATH",
+        help="Text to calibrate on: bundled, a .txt/.jsonl file or a datasets name.",
+    ),
+]
+Samples = Annotated[int, typer.Option("--samples", help="Calibration sequences.")]
+Length = Annotated[int, typer.Option("--length", help="Tokens of a calibration sequence.")]
+Seed = Annotated[int, typer.Option("--seed", help="Decides which calibration sequences are taken.")]
 
 DEFAULT_OUT = Path("packed")

@@ -8,7 +8,22 @@ import typer
 
 from compress.checkpoint.scheme import Scheme
 from compress.cli.job import carry_out, make_request
-from compress.cli.options import DEFAULT_OUT, AsJson, Device, DryRun, Dtype, Model, Out, Resume, TrustRemoteCode
+from compress.cli.options import (
+    DEFAULT_OUT,
+    AsJson,
+    CalibrationText,
+    Device,
+    DryRun,
+    Dtype,
+    Ignore,
+    Length,
+    Model,
+    Out,
+    Resume,
+    Samples,
+    Seed,
+    TrustRemoteCode,
+)
 from compress.recipe import (
     DEFAULT_LENGTH,
     DEFAULT_SAMPLES,
@@ -49,19 +64,13 @@ def quantize(
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Fixed or stored zero points. Symmetric loads everywhere.")
     ] = True,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(help="Layer to leave dense: a name (down_proj), a glob, or re:PATTERN. May be repeated."),
-    ] = None,
-    calibration: Annotated[
-        str,
-        typer.Option(metavar="NAME|PATH", help="Text to calibrate on: bundled, a .txt/.jsonl file or a datasets name."),
-    ] = "bundled",
-    samples: Annotated[int, typer.Option(help="Calibration sequences.")] = DEFAULT_SAMPLES,
-    length: Annotated[int, typer.Option(help="Tokens of a calibration sequence.")] = DEFAULT_LENGTH,
+    ignore: Ignore = None,
+    calibration: CalibrationText = "bundled",
+    samples: Samples = DEFAULT_SAMPLES,
+    length: Length = DEFAULT_LENGTH,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Decides which calibration sequences are taken.")] = 0,
+    seed: Seed = 0,
     resume: Resume = True,
     dry_run: DryRun = False,
     as_json: AsJson = False,

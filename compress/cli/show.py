@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from compress.plan import by_kind
+from compress.plan import Assignment, by_kind
 
 if TYPE_CHECKING:
     from compress.pipeline.prepare import Prepared
@@ -34,7 +34,7 @@ def print_plan(prepared: Prepared) -> None:
             name.removesuffix(".weight"),
             " x ".join(map(str, shape)),
             str(len(rows)),
-            f"{assignment.method} {assignment.scheme}" if assignment else f"dense: {reason}",
+            _becomes(assignment, reason),
             _megabytes(sum(row.bytes_before for row in rows)),
             _megabytes(sum(row.bytes_after for row in rows)),
         )
@@ -44,6 +44,12 @@ def print_plan(prepared: Prepared) -> None:
     console.print(table)
     for line in _facts(prepared):
         console.print(line, highlight=False, markup=False)
+
+
+def _becomes(assignment: Assignment | None, reason: str) -> str:
+    if assignment is None:
+        return f"dense: {reason}"
+    return f"{assignment} ({reason})" if reason else str(assignment)
 
 
 def describe_run(prepared: Prepared) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from compress.checkpoint.errors import RecipeError, SchemeError
-from compress.checkpoint.scheme import GROUP_SIZES
-from compress.plan import Assignment
-from compress.recipe import QuantizeStage
+from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
+from compress.plan import Assignment, Pruning
+from compress.recipe import PruneStage, Stage
 from compress.targets import matches, select, without_indices
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -15,7 +16,7 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 def assign(
-    stages: Iterable[QuantizeStage], linears: Shapes, others: Sequence[str]
+    stages: Iterable[Stage], linears: Shapes, others: Sequence[str]
 ) -> tuple[dict[str, Assignment], dict[str, str]]:
     """What each quantized linear gets, and why the ignored ones get nothing. A later stage wins.
 
@@ -40,26 +41,50 @@ def assign(
         for name in ignored:
             pattern = next(each for each in stage.ignore if matches(each, name))
             reasons[name] = f"left out by --ignore {pattern}"
+        for name in [name for name in linears if name in chosen]:
+            changed = _apply(stage, assignments.get(name, UNCHANGED), name in ignored)
             assignments.pop(name, None)
-        assignments |= {
-            name: Assignment(stage.method, stage.scheme, stage.alpha) for name in linears if name in chosen - ignored
-        }
+            if changed != UNCHANGED:
+                assignments[name] = changed
     if not assignments:
         raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
     return assignments, reasons
+
+
+UNCHANGED = Assignment(None, None)
+
+
+def _apply(stage: Stage, before: Assignment, ignored: bool) -> Assignment:
+    """What a linear gets after one more stage; a stage that ignores it takes its own part back."""
+    pruning, method, scheme, alpha = before.pruning, before.method, before.quantized, before.alpha
+    if isinstance(stage, PruneStage):
+        pruning = None if ignored else Pruning(stage.method, stage.pattern, stage.sparsity)
+    elif ignored:
+        method, scheme, alpha = None, None, None
+    else:
+        method, scheme, alpha = stage.method, stage.scheme, stage.alpha
+    return Assignment(method, _stored(scheme, pruning), alpha, pruning)
+
+
+def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:
+    """How the weight is stored: the zeros of a pattern are left out, others are not."""
+    pattern = pruning.pattern if pruning else None
+    if scheme is None:
+        return Scheme(FLOAT_BITS, None, sparsity=pattern) if pattern else None
+    return replace(scheme, sparsity=pattern)
 
 
 def check_groups(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
     """Raises SchemeError when a group size does not divide, naming every such layer and what would fit all."""
     bad: dict[tuple[str, int], list[str]] = {}
     for name, assignment in assignments.items():
-        group_size, columns = assignment.scheme.group_size, linears[name][1]
+        group_size, columns = _group_size(assignment), linears[name][1]
         if group_size is not None and columns % group_size:
             bad.setdefault((without_indices(name), columns), []).append(name)
     if not bad:
         return
     listed = "; ".join(f"{kind} ({len(names)} layers, {columns} inputs)" for (kind, columns), names in bad.items())
-    size = next(assignments[names[0]].scheme.group_size for names in bad.values())
+    size = next(_group_size(assignments[names[0]]) for names in bad.values())
     columns = [linears[name][1] for name in assignments]
     fitting = [each for each in GROUP_SIZES if not any(count % each for count in columns)]
     remedy = f"--group-size {fitting[-1]}" if fitting else "--group-size -1 (per channel)"
@@ -67,3 +92,16 @@ def check_groups(assignments: Mapping[str, Assignment], linears: Shapes) -> None
         leaves = dict.fromkeys(kind.rpartition(".")[2] for kind, _ in bad)
         remedy += ", or leave them dense: " + " ".join(f"--ignore {leaf}" for leaf in leaves)
     raise SchemeError(f"group size {size} does not divide the inputs of {listed}", f"Use {remedy}")
+
+
+def check_patterns(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
+    """Raises SchemeError when a sparsity pattern does not divide a layer's inputs, naming the first such layer."""
+    for name, assignment in assignments.items():
+        pattern, columns = assignment.scheme.sparsity if assignment.scheme else None, linears[name][1]
+        if pattern and columns % pattern.of:
+            leaf = name.rpartition(".")[2]
+            raise SchemeError(f"{pattern} does not divide the {columns} inputs of {name}", f"Use --ignore {leaf}")
+
+
+def _group_size(assignment: Assignment) -> int | None:
+    return assignment.scheme.group_size if assignment.scheme else None

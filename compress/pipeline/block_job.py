@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.architectures.architecture import SmoothingEdge
-from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.pruned import PackedWeight
 from compress.pipeline.capture import BlockInputs
 from compress.plan import Assignment
 
@@ -26,6 +26,8 @@ class LinearRecord:
     damping: float | None = None
     dead_columns: int = 0
     clipped: bool = False
+    pruning: str = ""
+    zeros: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +46,28 @@ class BlockOutcome:
     """A finished block.
 
     Attributes:
-        weights: integer weights by full module name.
+        weights: packed weights by full module name.
+        pruned: weights stored dense, zeros and all, by full tensor name.
         dense: tensors that stay dense, by full name, as stored.
         hidden: `[N, L, H]`, input of the next block; None when nothing is calibrated.
         relative_error: squared error of the block's output over the square of what the block adds, on search sequences.
     """
 
-    weights: dict[str, IntegerWeight] = field(default_factory=dict)
+    weights: dict[str, PackedWeight] = field(default_factory=dict)
+    pruned: dict[str, Tensor] = field(default_factory=dict)
     dense: dict[str, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
     relative_error: float | None = None
     linears: list[LinearRecord] = field(default_factory=list)
     edges: list[EdgeRecord] = field(default_factory=list)
+
+    def keep(self, stored: PackedWeight | Tensor, record: LinearRecord) -> None:
+        """Adds what became of one linear."""
+        if isinstance(stored, Tensor):
+            self.pruned[f"{record.module}.weight"] = stored
+        else:
+            self.weights[record.module] = stored
+        self.linears.append(record)
 
     def facts(self) -> dict[str, Any]:
         """The JSON-able part, for the piece's metadata and the report."""
@@ -103,3 +115,8 @@ class BlockJob:
     edges: Sequence[SmoothingEdge]
     scale_dtype: torch.dtype
     head_dim: int = 1
+
+    @property
+    def with_quantized_inputs(self) -> list[str]:
+        """Linears whose inputs are rounded to 8 bits when they are served."""
+        return [name for name, each in self.assignments.items() if each.scheme and each.scheme.activation_bits]

@@ -17,7 +17,7 @@ def usable_edges(
     """Edges in use per block, and a note on every kind of edge that is not."""
     used: list[tuple[SmoothingEdge, ...]] = []
     unused: dict[SmoothingEdge, int] = {}
-    smoothing = sorted({each.method for each in assignments.values()} & SMOOTHING_METHODS)
+    smoothing = sorted({each.method for each in assignments.values() if each.method} & SMOOTHING_METHODS)
     for index in range(skeleton.num_blocks):
         fitting = tuple(
             edge
@@ -74,10 +74,17 @@ def _scheme_of(assignments: Mapping[str, Assignment], module: str) -> Scheme | N
 
 def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
     """Which engines load what the plan writes, where not all of them do."""
-    schemes = {each.scheme for each in assignments.values()}
+    schemes = {each.scheme for each in assignments.values() if each.scheme}
     notes = []
+    if any(scheme.sparsity for scheme in schemes):
+        notes.append(
+            "zeros of an N:M pattern are left out, which only this runtime reads; others read `compress export "
+            "--format dense`, or --format compressed-tensors where the weights are integers"
+        )
+    if any(each.pruning and not each.pruning.pattern for each in assignments.values()):
+        notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")
     if any(not scheme.symmetric for scheme in schemes):
         notes.append("asymmetric codes: transformers loads them only with CompressedTensorsConfig(dequantize=True)")
-    if odd := sorted({scheme.bits for scheme in schemes} - {4, 8}):
+    if odd := sorted({scheme.bits for scheme in schemes if not scheme.is_float} - {4, 8}):
         notes.append(f"{', '.join(map(str, odd))}-bit codes: vLLM and this runtime load them, SGLang only 4 and 8 bits")
     return notes

@@ -11,7 +11,8 @@ from typing import Any
 from compress.checkpoint.config import packed_config
 from compress.checkpoint.disk import sync_folder
 from compress.checkpoint.errors import CheckpointError, ToolkitError
-from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.formats import dense
+from compress.checkpoint.formats.table import format_for
 from compress.checkpoint.structure import StructureReport
 from compress.checkpoint.verify import verify_against, verify_structure
 from compress.checkpoint.writer import assemble
@@ -35,11 +36,11 @@ def save_rest(prepared: Prepared, progress: Progress) -> None:
 
 def assemble_checkpoint(prepared: Prepared, progress: Progress, provenance: dict[str, Any]) -> Path:
     """Builds the checkpoint inside the partial folder. Raises CheckpointError when the disk is full."""
-    assignments = prepared.plan.assignments
-    quantization = compressed_tensors.quantization_config(
-        {name: assignment.scheme for name, assignment in assignments.items()}, _dense_linears(prepared)
-    )
-    config = packed_config(prepared.config, quantization, assignments, provenance)
+    schemes = prepared.plan.schemes
+    # Pruned weights whose zeros are stored need no format at all.
+    codec = format_for(schemes.values()) if schemes else dense
+    quantization = codec.quantization_config(schemes, _dense_linears(prepared))
+    config = packed_config(prepared.config, quantization, schemes, provenance)
     keys = [block_key(index) for index in range(prepared.skeleton.num_blocks)]
     shutil.rmtree(progress.finished, ignore_errors=True)
     return assemble(progress.pieces, [*keys, REST], progress.finished, config=config, source=prepared.files)
@@ -82,20 +83,21 @@ def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
 
 def _dense_linears(prepared: Prepared) -> list[str]:
     """Every linear that stays dense, by full name: loaders that target the class `Linear` must know."""
-    skeleton, assignments = prepared.skeleton, prepared.plan.assignments
+    skeleton, schemes = prepared.skeleton, prepared.plan.schemes
     inside = {
         f"{skeleton.block_name(index)}.{name}"
         for index, block in enumerate(skeleton.blocks)
         for name in skeleton.linears(block)
     }
+    packed = {f"{name}.weight" for name in schemes}
     stored = {
         row.tensor.removesuffix(".weight")
         for row in prepared.plan.rows
-        if row.assignment is None and len(row.shape) == 2 and row.tensor.endswith(".weight")
+        if row.tensor not in packed and len(row.shape) == 2 and row.tensor.endswith(".weight")
     }
     stored.discard(skeleton.architecture.embedding)
     heads = {skeleton.architecture.head} if skeleton.architecture.head else set()
-    return sorted((inside | stored | heads) - assignments.keys())
+    return sorted((inside | stored | heads) - schemes.keys())
 
 
 def _first(problems: Iterable[str]) -> str:

@@ -98,7 +98,7 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
         return _PROCESS_BYTES + 6 * _FLOAT32 * largest
     states = 2 * samples * length * hidden * item_bytes
     embedding = getattr(config, "vocab_size", 0) * hidden * item_bytes
-    uses_hessian = any(row.assignment.method == "gptq" for row in plan.quantized)
+    uses_hessian = any(each.needs_hessian for each in plan.assignments.values())
     inputs = {linear.in_features for linear in linears}
     hessians = _FLOAT32 * (sum(width**2 for width in inputs) + 4 * widest**2) if uses_hessian else 0
     activations = micro_batch * length * item_bytes * sum(linear.out_features for linear in linears)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
-from compress.pipeline.assign import Shapes, assign, check_groups
+from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
 from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import SHAPE_TENSOR_BYTES, Assignment, Plan, PlanRow
@@ -30,6 +31,7 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
     linears = _linear_shapes(skeleton)
     assignments, reasons = assign(recipe.stages, linears, _always_dense(skeleton))
     check_groups(assignments, linears)
+    check_patterns(assignments, linears)
     rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
     edges, notes = usable_edges(skeleton, assignments)
     notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
@@ -51,15 +53,18 @@ class _Rows:
         shape, before = self.files.shape(name), self.files.tensor_nbytes(name)
         module = name.removesuffix(".weight")
         assignment = self.assignments.get(module) if name.endswith(".weight") else None
+        if assignment is not None and assignment.scheme is not None:
+            return PlanRow(name, shape, assignment, "", before, self._packed_bytes(assignment.scheme, shape))
         if assignment is not None:
-            return PlanRow(name, shape, assignment, "", before, self._packed_bytes(assignment, shape))
+            return PlanRow(name, shape, assignment, "pruned without a pattern: zeros are stored", before, before)
         if module == self.skeleton.architecture.head and self.skeleton.ties_head:
             return PlanRow(name, shape, None, "tied to the token embedding: not stored twice", before, 0)
         return PlanRow(name, shape, None, self._reason(name, module, shape), before, before)
 
-    def _packed_bytes(self, assignment: Assignment, shape: tuple[int, ...]) -> int:
+    def _packed_bytes(self, scheme: Scheme, shape: tuple[int, ...]) -> int:
         scale_bits = {"float64": 64, "float32": 32}.get(self.scale_dtype, 16)
-        return math.ceil(assignment.scheme.stored_bits(shape[0], shape[1], scale_bits) / 8) + SHAPE_TENSOR_BYTES
+        stored = math.ceil(scheme.stored_bits(shape[0], shape[1], scale_bits) / 8)
+        return stored if scheme.is_float else stored + SHAPE_TENSOR_BYTES
 
     def _reason(self, name: str, module: str, shape: tuple[int, ...]) -> str:
         architecture = self.skeleton.architecture

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.architectures.architecture import SmoothingEdge
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.scales import GroupScales
-from compress.methods.awq import quantize_awq, search_clip
-from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
-from compress.methods.rtn import quantize_rtn
 from compress.methods.smoothing import SmoothingResult
-from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, EdgeRecord, LinearRecord
+from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, EdgeRecord
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, run_all
+from compress.pipeline.linear_work import CLIP_ROWS, LinearWork, SharedFactors, values_of
 from compress.pipeline.observe import Need, Observed, observe
 from compress.pipeline.smoothing import (
     ModuleTrace,
@@ -29,27 +24,21 @@ from compress.pipeline.smoothing import (
 )
 
 Step = Callable[[str, float], None]
-CLIP_ROWS = 512
 # Where each part of the work on a block begins and ends; what they really take differs by method and device.
 _PARTS = {"statistics": (0.0, 0.3), "smoothing": (0.3, 0.6), "rounding": (0.6, 0.8), "next inputs": (0.8, 1.0)}
-# Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
-_UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
 
 
 @torch.no_grad()
 def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
-    """Rounds a block's linears to nearest, from tensor to tensor: no forward pass.
+    """Rounds a block's linears to nearest, or prunes them by magnitude, from tensor to tensor: no forward pass.
 
     Raises:
         SchemeError, NumericsError: from the method, naming the linear.
     """
     outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
     for name, assignment in job.assignments.items():
-        weight = block.weights.pop(name)
-        quantized = _on_host(quantize_rtn(weight, assignment.scheme, None, job.scale_dtype))
-        record = LinearRecord(f"{block.name}.{name}", "rtn", _relative_error(weight.cpu(), quantized, None))
-        outcome.weights[record.module] = quantized
-        outcome.linears.append(record)
+        work = LinearWork(f"{block.name}.{name}", block.weights.pop(name), assignment, job.scale_dtype)
+        outcome.keep(*work.apply(SharedFactors(None)))
     return outcome
 
 
@@ -77,7 +66,7 @@ def quantize_block(
     traces.clear()
     _part(step, "rounding")(0)
     _round(block, job, observed, folded, outcome)
-    with activations_quantized(block, [name for name, each in job.assignments.items() if each.scheme.activation_bits]):
+    with activations_quantized(block, job.with_quantized_inputs):
         outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
         tick = _part(step, "next inputs")
         outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device, tick)
@@ -93,7 +82,7 @@ def _part(step: Step, what: str) -> Callable[[float], None]:
 
 def _needs(job: BlockJob) -> dict[str, Need]:
     return {
-        name: Need(assignment.method == "gptq", CLIP_ROWS if assignment.method == "awq" else 0)
+        name: Need(assignment.needs_hessian, CLIP_ROWS if assignment.method == "awq" else 0)
         for name, assignment in job.assignments.items()
     }
 
@@ -125,67 +114,23 @@ def _smooth(
 def _round(
     block: LoadedBlock, job: BlockJob, observed: Observed, folded: dict[str, Tensor], outcome: BlockOutcome
 ) -> None:
-    """Quantizes each linear, siblings together, and puts the dequantized weights into the block."""
+    """Works on each linear, siblings together, and puts what came out into the block."""
     unreached = tuple((name,) for name in job.assignments if name not in observed.statistics)
     for group in observed.groups + unreached:
-        methods = [_Rounding(block, job, observed, folded.get(name), name) for name in group]
-        factor = None
-        for rounding in methods:
-            if rounding.method == "gptq" and factor is None:
-                factor = factorize(rounding.statistics.hessian, GptqOptions())
-            quantized, record = rounding.apply(factor)
-            block.set_weight(rounding.name, quantized.dequantize(torch.float32))
-            outcome.weights[record.module] = _on_host(quantized)
-            outcome.linears.append(record)
-
-
-class _Rounding:
-    """One linear on its way to integers: its master weight and what is known of its (smoothed) inputs."""
-
-    def __init__(self, block: LoadedBlock, job: BlockJob, observed: Observed, scale: Tensor | None, name: str) -> None:
-        assignment = job.assignments[name]
-        self.name = name
-        self.module = f"{block.name}.{name}"
-        self.weight = block.weights.pop(name)
-        self.scheme = assignment.scheme
-        self.scale_dtype = job.scale_dtype
-        self.scale = scale
-        self.statistics = observed.statistics.get(name)
-        self.method = assignment.method if self.statistics is not None else "unreached"
-        self.importance = None if self.statistics is None else self.statistics.mean_square
-        if self.importance is not None and scale is not None:
-            self.importance = self.importance / scale.square()
-
-    def apply(self, factor: Any) -> tuple[IntegerWeight, LinearRecord]:
-        clip, details = None, {}
-        match self.method:
-            case "gptq":
-                quantized = quantize_gptq(self.weight, factor, self.scheme, self.scale_dtype)
-                details = {
-                    "recovery": factor.recovery,
-                    "damping": factor.damping,
-                    "dead_columns": factor.dead_columns,
-                }
-            case "awq":
-                clip = self._clip()
-                quantized = quantize_awq(self.weight, self.scheme, self.importance, clip, self.scale_dtype)
-                details = {"clipped": clip is not None}
-            case "rtn" | "smoothquant":
-                quantized = quantize_rtn(self.weight, self.scheme, self.importance, self.scale_dtype)
-            case _:
-                quantized = quantize_rtn(self.weight, self.scheme, None, self.scale_dtype)
-                details = {"recovery": "rtn: no calibration token reached this layer"}
-        error = _relative_error(self.weight, quantized, self.importance)
-        method = "rtn" if self.method == "unreached" else self.method
-        return quantized, LinearRecord(self.module, method, error, **details)
-
-    def _clip(self) -> GroupScales | None:
-        if any(part in self.name for part in _UNCLIPPED):
-            return None
-        rows = self.statistics.sample(CLIP_ROWS).float()
-        return search_clip(
-            self.weight, rows if self.scale is None else rows / self.scale, self.scheme, self.scale_dtype
-        )
+        statistics = observed.statistics.get(group[0])
+        factors = SharedFactors(statistics)
+        for name in group:
+            work = LinearWork(
+                f"{block.name}.{name}",
+                block.weights.pop(name),
+                job.assignments[name],
+                job.scale_dtype,
+                statistics,
+                folded.get(name),
+            )
+            stored, record = work.apply(factors)
+            block.set_weight(name, values_of(stored))
+            outcome.keep(stored, record)
 
 
 def _output_error(
@@ -197,15 +142,3 @@ def _output_error(
         error += float((output.float() - reference.float()).square().sum())
         added += float((reference.float() - hidden.float()).square().sum())
     return error / added if added else 0.0
-
-
-def _relative_error(weight: Tensor, quantized: IntegerWeight, importance: Tensor | None) -> float:
-    """Squared rounding error over squared weights, each column weighted by the mean square of its input."""
-    columns = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance
-    error = ((quantized.dequantize(torch.float32) - weight).square() * columns).sum()
-    total = (weight.square() * columns).sum()
-    return float(error / total) if float(total) else 0.0
-
-
-def _on_host(weight: IntegerWeight) -> IntegerWeight:
-    return IntegerWeight(weight.codes.cpu(), weight.scale.cpu(), weight.zero.cpu(), weight.scheme)

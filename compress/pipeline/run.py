@@ -13,7 +13,7 @@ import torch
 
 from compress.checkpoint.disk import check_space
 from compress.checkpoint.errors import NumericsError, ToolkitError
-from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.formats.table import format_for
 from compress.checkpoint.structure import StructureReport
 from compress.checkpoint.verify import digest
 from compress.pipeline.block_job import BlockOutcome
@@ -134,14 +134,15 @@ def _run_plainly(prepared: Prepared, index: int) -> BlockOutcome:
 
 
 def _save(prepared: Prepared, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
-    scale_dtype = getattr(torch, prepared.plan.scale_dtype)
-    tensors = dict(outcome.dense)
+    model_dtype = getattr(torch, prepared.plan.scale_dtype)
+    codec = format_for(prepared.plan.schemes.values())
+    tensors = outcome.dense | outcome.pruned
     for module, weight in outcome.weights.items():
-        tensors |= compressed_tensors.encode(module, weight, scale_dtype)
+        tensors |= codec.encode(module, weight, model_dtype)
     facts = outcome.facts() | {
         "block": prepared.skeleton.block_name(index),
         "micro_batch": micro_batch,
-        "digests": {module: digest(weight) for module, weight in outcome.weights.items()},
+        "digests": {name: digest(weight) for name, weight in (outcome.weights | outcome.pruned).items()},
         "environment": environment(prepared),
     }
     is_last = index + 1 == prepared.skeleton.num_blocks

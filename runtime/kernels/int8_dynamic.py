@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.activations import quantize_tokens
 from runtime.kernels.base import Kernel, Target
 from runtime.kernels.cpu import has_byte_products
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.activations import quantize_tokens
 from runtime.kernels.base import Kernel, Target
 
 PANEL_ELEMENTS = 2**22

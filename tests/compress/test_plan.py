@@ -35,7 +35,7 @@ def test_every_tensor_has_a_row_and_a_fate(tiny_model) -> None:
     assert fates["model.layers.*.mlp.down_proj.weight"] == "left out by --ignore down_proj"
     assert fates["model.embed_tokens.weight"] == "token embedding"
     assert fates["lm_head.weight"] == "output head"
-    assert len(plan.quantized) == 3 * 6
+    assert len(plan.packed) == 3 * 6
     assert json.loads(json.dumps(plan.to_dict()))["bytes_after"] == plan.bytes_after < plan.bytes_before
 
 
@@ -51,7 +51,7 @@ def test_later_stages_win(tiny_model) -> None:
         QuantizeStage("rtn", Scheme(4, 128)),
         QuantizeStage("rtn", Scheme(8, None), targets=("*.down_proj",)),
     )
-    schemes = {row.kind.split(".")[-2]: row.assignment.scheme for row in plan.quantized}
+    schemes = {row.kind.split(".")[-2]: row.assignment.scheme for row in plan.packed}
     assert schemes["down_proj"] == Scheme(8, None)
     assert schemes["up_proj"] == Scheme(4, 128)
 
@@ -89,7 +89,7 @@ def test_smoothing_edges_need_all_their_targets(tiny_model) -> None:
 def test_unknown_family_is_quantized_without_smoothing_and_says_so(tiny_model) -> None:
     plan = plan_for(tiny_model("phi3"), QuantizeStage("awq", Scheme(4, 64)))
     assert plan.edges == ((), (), ())
-    assert {row.kind.split(".")[-2] for row in plan.quantized} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert {row.kind.split(".")[-2] for row in plan.packed} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert any("'phi3' is not in the architecture table" in note for note in plan.notes)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from compress.checkpoint.errors import RecipeError
-from compress.checkpoint.scheme import Scheme
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
 
 BUNDLED = {
@@ -14,6 +14,8 @@ BUNDLED = {
     "int4-gptq": ("gptq", Scheme(4, 128)),
     "int4-rtn": ("rtn", Scheme(4, 128)),
     "int8-rtn": ("rtn", Scheme(8, None)),
+    "sparse24": ("sparsegpt", None),
+    "sparse24-int4": ("sparsegpt", Scheme(4, 128)),
     "w8a8-smoothquant": ("smoothquant", Scheme(8, None, activation_bits=8)),
 }
 
@@ -21,7 +23,12 @@ BUNDLED = {
 @pytest.mark.parametrize("name", sorted(BUNDLED))
 def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
     recipe = load_recipe(name)
-    assert [(stage.method, stage.scheme) for stage in recipe.stages] == [BUNDLED[name]]
+    method, scheme = BUNDLED[name]
+    assert recipe.stages[0].method == method
+    assert [stage.scheme for stage in recipe.stages if isinstance(stage, QuantizeStage)] == ([scheme] if scheme else [])
+    assert [str(stage.pattern) for stage in recipe.stages if isinstance(stage, PruneStage)] == (
+        ["2:4"] if "sparse24" in name else []
+    )
     assert recipe.name == name
     assert recipe.needs_calibration == (BUNDLED[name][0] != "rtn")
 
@@ -62,6 +69,8 @@ def test_a_whole_recipe(tmp_path) -> None:
         ("stages:\n  - quantize: {symmetric: 1}\n", "r.yaml:2: symmetric: '1' is not of type bool"),
         ("stages:\n  - quantize: {bits: 4,\n      bits: 3}\n", "r.yaml:3: key 'bits' stands twice"),
         ("stages:\n  - quantize: {method: gtpq}\n", "method 'gtpq' does not exist. Did you mean 'gptq'?"),
+        ("stages:\n  - prune: {pattern: 2-4}\n", "r.yaml:2: '2-4' is no sparsity pattern"),
+        ("stages:\n  - prune: {sparsity: 2.0}\n", "r.yaml:2: sparsity=2.0 is not between 0 and 1"),
         ("stages: {}\n", "r.yaml:1: stages must be a list"),
         ("stages: []\n", "the recipe has no stages"),
         ("- 1\n", "r.yaml:1: recipe must be a mapping"),
@@ -84,3 +93,8 @@ def test_unknown_recipe_lists_the_bundled_ones() -> None:
 def test_yaml_cannot_build_python_objects() -> None:
     with pytest.raises(RecipeError):
         parse_recipe("stages:\n  - quantize: {method: !!python/object/apply:os.getcwd []}\n", "r.yaml")
+
+
+def test_a_pattern_may_stand_without_quotes() -> None:
+    recipe = parse_recipe("stages:\n  - prune: {method: wanda, pattern: 2:4}\n", "r.yaml")
+    assert recipe.stages == (PruneStage("wanda", Sparsity(2, 4)),)

@@ -101,12 +101,16 @@ def modules(names: Iterable[str]) -> list[str]:
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """`quantization_config` of config.json: one group of modules for each scheme."""
+    """`quantization_config` of config.json: one group of modules for each scheme.
+
+    It has no `quant_method` on purpose: transformers only warns of a method that it does not know, and goes on with
+    random weights, but refuses a config that names none.
+    """
     grouped: dict[Scheme, list[str]] = {}
     for module in sorted(schemes):
         grouped.setdefault(schemes[module], []).append(module)
     groups = [{"scheme": _scheme_dict(scheme), "modules": members} for scheme, members in grouped.items()]
-    return {"quant_method": NAME, "groups": groups, "ignore": sorted(ignored)}
+    return {"format": NAME, "groups": groups, "ignore": sorted(ignored)}
 
 
 def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:

@@ -1,0 +1,182 @@
+"""One linear on its way to its stored form: pruned, quantized, or both, by what is known of its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibration.statistics import InputStatistics
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.pruned import PackedWeight, PrunedWeight
+from compress.checkpoint.scales import GroupScales
+from compress.checkpoint.scheme import Scheme
+from compress.methods.awq import quantize_awq, search_clip
+from compress.methods.gptq import quantize_gptq
+from compress.methods.hessian import GptqOptions, HessianFactor, factorize
+from compress.methods.pruning import PER_OUTPUT, keep_pattern, keep_share, scores
+from compress.methods.rtn import quantize_rtn
+from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
+from compress.methods.sparsegpt import prune_sparsegpt
+from compress.pipeline.block_job import LinearRecord
+from compress.plan import Assignment
+
+CLIP_ROWS = 512
+UNREACHED = "no calibration token reached this layer"
+# Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
+_UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
+
+Stored = PackedWeight | Tensor
+"""What becomes of a weight `[O, I]`: packed, or a dense tensor in the model's dtype, zeros and all."""
+
+
+@dataclass
+class SharedFactors:
+    """Factorized Hessians of linears that share their input, each made when first asked for."""
+
+    statistics: InputStatistics | None
+    factors: dict[GptqOptions, HessianFactor] = field(default_factory=dict)
+
+    def get(self, options: GptqOptions) -> HessianFactor:
+        if self.statistics is None:
+            raise ValueError("a Hessian was asked for, and nothing was observed")
+        if options not in self.factors:
+            self.factors[options] = factorize(self.statistics.hessian, options)
+        return self.factors[options]
+
+
+@dataclass
+class LinearWork:
+    """A linear's master weight, what is to be done to it, and what is known of its (smoothed) inputs.
+
+    Attributes:
+        module: full name.
+        weight: float32 `[O, I]`.
+        model_dtype: dtype in which scales and unquantized values are stored.
+        statistics: of its inputs before smoothing; None when nothing is known.
+        scale: `[I]`, what smoothing multiplied its columns by; None when nothing was folded.
+    """
+
+    module: str
+    weight: Tensor
+    assignment: Assignment
+    model_dtype: torch.dtype
+    statistics: InputStatistics | None = None
+    scale: Tensor | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def importance(self) -> Tensor | None:
+        """`[I]`, mean square of each (smoothed) input."""
+        if self.statistics is None:
+            return None
+        squares = self.statistics.mean_square
+        return squares if self.scale is None else squares / self.scale.square()
+
+    def apply(self, factors: SharedFactors) -> tuple[Stored, LinearRecord]:
+        """Prunes, quantizes, and says what that did.
+
+        Raises:
+            SchemeError, NumericsError: from the methods.
+        """
+        weight, kept = self.weight, None
+        pruning = self.assignment.pruning
+        if pruning is not None and pruning.method == "sparsegpt" and self.statistics is not None:
+            found = self._sparsegpt(factors)
+            if isinstance(found, IntegerWeight):
+                return self._finish(found)
+            weight, kept = found, found != 0
+        elif pruning is not None:
+            kept = self._mask()
+            weight = weight.masked_fill(~kept, 0.0)
+        scheme = self.assignment.quantized
+        if scheme is None:
+            return self._finish(self._unquantized(weight))
+        return self._finish(self._quantize(weight, kept, scheme, factors))
+
+    def _sparsegpt(self, factors: SharedFactors) -> IntegerWeight | Tensor:
+        pruning, factor = self.assignment.pruning, factors.get(SPARSEGPT_OPTIONS)
+        # GPTQ after SparseGPT is one loop, which makes up for both at once.
+        joint = self.assignment.quantized if self.assignment.method == "gptq" else None
+        self._note(factor)
+        return prune_sparsegpt(self.weight, factor, pruning.pattern, pruning.share, joint, self.model_dtype)
+
+    def _mask(self) -> Tensor:
+        pruning, method = self.assignment.pruning, self.assignment.pruning.method
+        if method != "magnitude" and self.statistics is None:
+            method = "magnitude"
+            self.details["recovery"] = f"pruned by magnitude: {UNREACHED}"
+        score = scores(method, self.weight, self.importance)
+        if pruning.pattern:
+            return keep_pattern(score, pruning.pattern)
+        return keep_share(score, pruning.share, per_output=method in PER_OUTPUT)
+
+    def _quantize(self, weight: Tensor, kept: Tensor | None, scheme: Scheme, factors: SharedFactors) -> IntegerWeight:
+        method = self.assignment.method
+        if method != "rtn" and self.statistics is None:
+            self.details["recovery"] = f"rtn: {UNREACHED}"
+            method = "rtn"
+        match method:
+            case "gptq":
+                factor = factors.get(GptqOptions())
+                self._note(factor)
+                return quantize_gptq(weight, factor, scheme, self.model_dtype, kept)
+            case "awq":
+                clip = self._clip(weight, scheme)
+                self.details["clipped"] = clip is not None
+                return quantize_awq(weight, scheme, self.importance, clip, self.model_dtype)
+            case _:
+                return quantize_rtn(weight, scheme, self.importance, self.model_dtype)
+
+    def _unquantized(self, weight: Tensor) -> Stored:
+        values = weight.to(self.model_dtype)
+        scheme = self.assignment.scheme
+        return values if scheme is None else PrunedWeight(values, scheme)
+
+    def _clip(self, weight: Tensor, scheme: Scheme) -> GroupScales | None:
+        if self.statistics is None or any(part in self.module for part in _UNCLIPPED):
+            return None
+        rows = self.statistics.sample(CLIP_ROWS).float()
+        return search_clip(weight, rows if self.scale is None else rows / self.scale, scheme, self.model_dtype)
+
+    def _note(self, factor: HessianFactor) -> None:
+        self.details |= {
+            "recovery": factor.recovery,
+            "damping": factor.damping,
+            "dead_columns": factor.dead_columns,
+        }
+
+    def _finish(self, stored: Stored) -> tuple[Stored, LinearRecord]:
+        values = values_of(stored)
+        record = LinearRecord(
+            self.module,
+            self.assignment.method or "none",
+            _relative_error(self.weight, values, self.importance),
+            pruning=str(self.assignment.pruning or ""),
+            zeros=float((values == 0).float().mean()) if self.assignment.pruning else 0.0,
+            **self.details,
+        )
+        return _on_host(stored), record
+
+
+def values_of(stored: Stored) -> Tensor:
+    """The weight `[O, I]` as float32."""
+    return stored.float() if isinstance(stored, Tensor) else stored.dequantize(torch.float32)
+
+
+def _relative_error(weight: Tensor, values: Tensor, importance: Tensor | None) -> float:
+    """Squared error over squared weights, each column weighted by the mean square of its input."""
+    columns = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance
+    error = ((values - weight).square() * columns).sum()
+    total = (weight.square() * columns).sum()
+    return float(error / total) if float(total) else 0.0
+
+
+def _on_host(stored: Stored) -> Stored:
+    if isinstance(stored, Tensor):
+        return stored.cpu()
+    if isinstance(stored, PrunedWeight):
+        return PrunedWeight(stored.values.cpu(), stored.scheme)
+    return IntegerWeight(stored.codes.cpu(), stored.scale.cpu(), stored.zero.cpu(), stored.scheme)

@@ -1,0 +1,152 @@
+"""Pruning from a checkpoint to a served one: zeros stay zeros, files shrink as computed, outputs propagate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from calibration.sources import load_texts
+from calibration.tokenizer import load_tokenizer
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import RecipeError, SchemeError
+from compress.checkpoint.export import export_checkpoint
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.verify import verify_structure
+from compress.evaluate.perplexity import evaluate
+from compress.evaluate.scorers import RuntimeScorer
+from compress.evaluate.windows import cut_windows
+from compress.pipeline.finish import compare_with_report
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import RunResult, run
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
+
+TWO_OF_FOUR = Sparsity(2, 4)
+SMALL = CalibrationOptions(samples=6, length=48)
+
+
+def compress(model: Path, out: Path, *stages: Stage, calibration: CalibrationOptions = SMALL) -> RunResult:
+    request = RunRequest(model, str(model), Recipe(stages, calibration), out, measure=False)
+    return run(prepare(request), quiet=True)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "ria", "sparsegpt"])
+@pytest.mark.parametrize("quantize", [None, QuantizeStage("gptq", Scheme(4, 64)), QuantizeStage("rtn", Scheme(8, 64))])
+def test_two_of_four_is_packed_verified_and_served(tiny_model, tmp_path, method, quantize) -> None:
+    source, out = tiny_model("llama"), tmp_path / "packed"
+    result = compress(source, out, PruneStage(method, TWO_OF_FOUR), *([quantize] if quantize else []))
+    assert result.structure.ok
+    expected = Scheme(16, None, sparsity=TWO_OF_FOUR)
+    if quantize:
+        expected = Scheme(quantize.scheme.bits, 64, sparsity=TWO_OF_FOUR)
+    packed = PackedCheckpoint.open(out)
+    assert packed.format == "compress-runtime"
+    assert set(packed.schemes.values()) == {expected}
+    assert result.structure.bits_per_weight == expected.stored_bits(64, 128) / (64 * 128)
+    for module in packed.modules:
+        weight = packed.packed_weight(module).dequantize()
+        assert ((weight.view(len(weight), -1, 4) != 0).sum(-1) <= 2).all()
+    assert verify_structure(out).ok
+    assert compare_with_report(out) == []
+    tokens = torch.randint(10, 4000, (1, 32), generator=torch.Generator().manual_seed(0))
+    served = RuntimeScorer(out, dtype="float32").logits(tokens)
+    dense = export_checkpoint(out, "dense", tmp_path / "dense")
+    # The dense export rounds each product of code and scale to 16 bits.
+    torch.testing.assert_close(RuntimeScorer(dense, dtype="float32").logits(tokens), served, rtol=0, atol=0.06)
+
+
+def test_transformers_reads_the_dense_export(tiny_model, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    compress(tiny_model("qwen3"), tmp_path / "packed", PruneStage("wanda", TWO_OF_FOUR))
+    dense = export_checkpoint(tmp_path / "packed", "dense", tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    packed = PackedCheckpoint.open(tmp_path / "packed")
+    for module in packed.modules:
+        assert torch.equal(model.get_submodule(module).weight, packed.weight(module).float())
+    with pytest.raises(ValueError, match="quant_method"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
+def test_sparse_integers_export_to_what_others_read(tiny_model, tmp_path) -> None:
+    compress(
+        tiny_model("llama"), tmp_path / "packed", PruneStage("wanda", TWO_OF_FOUR), QuantizeStage("gptq", Scheme(4, 64))
+    )
+    out = export_checkpoint(tmp_path / "packed", "compressed-tensors", tmp_path / "exported")
+    packed, exported = PackedCheckpoint.open(tmp_path / "packed"), PackedCheckpoint.open(out)
+    assert set(exported.schemes.values()) == {Scheme(4, 64)}
+    for module in packed.modules:
+        assert torch.equal(packed.packed_weight(module).codes, exported.packed_weight(module).codes)
+
+
+def test_sixteen_bit_patterns_export_only_dense(tiny_model, tmp_path) -> None:
+    compress(tiny_model("llama"), tmp_path / "packed", PruneStage("magnitude", TWO_OF_FOUR))
+    with pytest.raises(SchemeError, match="no 16-bit sparse weights"):
+        export_checkpoint(tmp_path / "packed", "compressed-tensors", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_unstructured_zeros_are_stored_and_load_everywhere(tiny_model, tmp_path, method) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "packed"
+    result = compress(tiny_model("llama"), out, PruneStage(method, sparsity=0.3))
+    assert result.structure.ok
+    assert compare_with_report(out) == []
+    assert any("makes no layer smaller" in note for note in result.report["plan"]["notes"])
+    zeros = [linear["zeros"] for block in result.report["blocks"] for linear in block["linears"]]
+    assert all(share == pytest.approx(0.3, abs=0.01) for share in zeros)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    down = model.get_submodule("model.layers.1.mlp.down_proj").weight
+    assert float((down == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
+
+
+def test_pruned_then_quantized_without_a_pattern_keeps_its_zeros(tiny_model, tmp_path) -> None:
+    out = tmp_path / "packed"
+    compress(tiny_model("llama"), out, PruneStage("wanda", sparsity=0.5), QuantizeStage("gptq", Scheme(4, 64, False)))
+    packed = PackedCheckpoint.open(out)
+    assert packed.format == "compressed-tensors"
+    for module in packed.modules:
+        assert float((packed.packed_weight(module).dequantize() == 0).float().mean()) >= 0.5
+
+
+def test_stages_apply_where_they_are_told(tiny_model, tmp_path) -> None:
+    out = tmp_path / "packed"
+    compress(
+        tiny_model("llama"),
+        out,
+        PruneStage("wanda", TWO_OF_FOUR, targets=("*.mlp.*",)),
+        QuantizeStage("rtn", Scheme(4, 64), ignore=("gate_proj",)),
+    )
+    schemes = PackedCheckpoint.open(out).schemes
+    assert schemes["model.layers.0.mlp.gate_proj"] == Scheme(16, None, sparsity=TWO_OF_FOUR)
+    assert schemes["model.layers.0.mlp.up_proj"] == Scheme(4, 64, sparsity=TWO_OF_FOUR)
+    assert schemes["model.layers.0.self_attn.q_proj"] == Scheme(4, 64)
+
+
+def test_sparsegpt_beats_wanda_beats_magnitude_on_the_trained_model(tmp_path) -> None:
+    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=4096)
+    dense = RuntimeScorer(demo_model_path(), dtype="float32")
+    kl = {}
+    for method in ("sparsegpt", "wanda", "magnitude"):
+        calibration = CalibrationOptions(samples=24, length=256)
+        compress(demo_model_path(), tmp_path / method, PruneStage(method, TWO_OF_FOUR), calibration=calibration)
+        kl[method] = evaluate(RuntimeScorer(tmp_path / method, dtype="float32"), windows, dense).kl_mean
+    assert kl["sparsegpt"] < 0.7 * kl["wanda"]
+    assert kl["wanda"] < kl["magnitude"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"method": "wandaa"}, "Did you mean 'wanda'"),
+        ({"sparsity": 1.0}, "not between 0 and 1"),
+        ({"pattern": TWO_OF_FOUR, "sparsity": 0.7}, "contradicts 2:4"),
+    ],
+)
+def test_stages_that_mean_nothing_are_refused(options, problem) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        PruneStage(**options)
