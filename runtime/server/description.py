@@ -6,6 +6,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from runtime.server.answers import ANSWERS
+
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -67,6 +69,8 @@ class DescribedApi(FastAPI):
         for path, item in description["paths"].items():
             for operation in item.values():
                 self.complete(operation, open_to_all=path == "/health")
+                if path in ANSWERS:
+                    operation["responses"]["200"]["content"]["application/json"] = {"schema": ANSWERS[path]}
         return description
 
     def complete(self, operation: dict[str, Any], open_to_all: bool) -> None:
