@@ -1,0 +1,146 @@
+"""The whole matrix, over HTTP in float64: nothing that only makes serving faster may change a token.
+
+{prefix cache} x {chunk sizes} x {ample / scarce blocks} x {no speculation, n-gram, draft model, two self-drafts}, and
+in each of these engines, all at the same time, {n = 1, 3} x {greedy, seeded} x {whole / streamed}: 480 cells. Every
+answer must be the one of a plain engine that serves one request at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.engine_thread import EngineThread
+from runtime.model.decoder import Decoder
+from runtime.model.load import load_model
+from runtime.runner import build_runner
+from runtime.server.app import create_app
+from runtime.server.service import Limits
+from runtime.speculative.build import build_speculator
+from runtime.text.tokenizer import Tokenizer
+
+SYSTEM = "The history of the city begins with a small settlement on the river. "
+PROMPTS = (SYSTEM + "The river was", SYSTEM + "The city was", "the cat and the dog and the cat and the dog and the")
+SAMPLINGS = ({"temperature": 0}, {"temperature": 0.8, "seed": 7})
+FIXED = {"model": "demo", "max_tokens": 14, "logprobs": 0}
+
+CACHES = (True, False)
+CHUNKS = (7, 64, 512)
+BLOCKS = (400, 26)
+SPECULATION = ("", "ngram", "demo", "self:2bit", "self:skip")
+
+Answer = list[tuple[str, tuple[str, ...], str]]
+"""Text, tokens and finish reason of each choice."""
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return load_model(demo_model_path(), device="cpu", dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.open(demo_model_path())
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Each prompt's requests, whole and streamed."""
+    return [
+        {**FIXED, **sampling, "prompt": prompt, "n": n, "stream": stream}
+        for prompt, n, sampling, stream in itertools.product(PROMPTS, (1, 3), SAMPLINGS, (False, True))
+    ]
+
+
+def build_engine(decoder: Decoder, tokenizer: Tokenizer, **options: Any) -> Engine:
+    config = RuntimeConfig(dtype="float64", block_size=4, max_model_len=104, **options)
+    runner = build_runner(decoder, config)
+    # What was never written must never be read.
+    runner.pages.data.fill_(float("nan"))
+    speculator = build_speculator(demo_model_path(), decoder, runner, config)
+    if speculator is not None:
+        speculator.gate = None  # it would switch speculation off where it does not pay
+    return Engine(runner, tokenizer, config, speculator=speculator)
+
+
+async def serve(engine: Engine, tokenizer: Tokenizer, requests: list[dict[str, Any]], together: bool) -> list[Answer]:
+    limits = Limits(engine.runner.max_model_len, max_requests=256)
+    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120) as client,
+    ):
+        if together:
+            first = await ask(client, requests[0])  # so that the others find something in the cache
+            return [first, *await asyncio.gather(*(ask(client, body) for body in requests[1:]))]
+        return [await ask(client, body) for body in requests]
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    parts = events(response.text) if body["stream"] else [response.json()]
+    answer: Answer = []
+    for index in range(body["n"]):
+        choices = [choice for part in parts for choice in part["choices"] if choice["index"] == index]
+        text = "".join(choice["text"] for choice in choices)
+        tokens = tuple(token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"])
+        (reason,) = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        answer.append((text, tokens, reason))
+    return answer
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def expected(decoder: Decoder, tokenizer: Tokenizer) -> list[Answer]:
+    """One request at a time, nothing shared, nothing guessed, every prompt in one piece."""
+    engine = build_engine(decoder, tokenizer, num_blocks=400, prefix_caching=False, prefill_chunk=512)
+    answers = asyncio.run(serve(engine, tokenizer, bodies(), together=False))
+    distinct = {tokens for answer in answers for _, tokens, _ in answer}
+    # For each prompt three seeded answers, of which the first is also that of n = 1; greedy ones may coincide.
+    assert len(distinct) > len(PROMPTS) * 3
+    return answers
+
+
+def engines() -> list[Any]:
+    cells = []
+    for speculate, num_blocks, chunk, cache in itertools.product(SPECULATION, BLOCKS, CHUNKS, CACHES):
+        name = f"{speculate or 'plain'}-{num_blocks} blocks-chunks of {chunk}-{'cache' if cache else 'no cache'}"
+        cells.append(pytest.param(speculate, num_blocks, chunk, cache, id=name))
+    return cells
+
+
+@pytest.mark.parametrize(("speculate", "num_blocks", "chunk", "cache"), engines())
+def test_every_cell_gives_the_same_tokens(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    expected: list[Answer],
+    speculate: str,
+    num_blocks: int,
+    chunk: int,
+    cache: bool,
+) -> None:
+    engine = build_engine(
+        decoder, tokenizer, speculate=speculate, num_blocks=num_blocks, prefill_chunk=chunk, prefix_caching=cache
+    )
+    found = asyncio.run(serve(engine, tokenizer, bodies(), together=True))
+    assert found == expected
+    stats, pool = engine.scheduler.stats, engine.scheduler.pool
+    engine.scheduler.check()
+    assert pool.num_free == pool.num_blocks
+    # The cell was what its name says.
+    assert (stats.num_preemptions > 0) == (num_blocks == min(BLOCKS))
+    assert stats.num_prefix_hits > 0 if cache else stats.num_prefix_hits == 0
+    assert (engine.metrics.spec_decode_num_draft_tokens_total > 0) == bool(speculate)
