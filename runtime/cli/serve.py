@@ -154,8 +154,11 @@ def describe_engine(served: ServedModel) -> None:
     """Says what room there is for requests."""
     from runtime.cli.describe import describe_memory
 
+    config = served.engine.config
     print(f"context   {served.engine.runner.max_model_len} tokens")
     print(f"KV cache  {describe_memory(served.engine)}")
+    if config.speculate:
+        print(f"guesses   {config.speculate}, {config.num_draft_tokens} tokens at most, by {config.draft_mode}")
 
 
 def warn_of_open_door(host: str, api_key: str | None) -> None:
@@ -181,7 +184,7 @@ def announce(url: str, name: str, has_chat: bool, api_key: str | None) -> None:
 
 def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float) -> None:
     """Serves until SIGINT or SIGTERM, lets running requests end for at most `drain_seconds`, then returns. Clients have
-    `client_seconds` to send the head of a request."""
+    `client_seconds` to send the head of a request, and to read on."""
     import uvicorn
 
     from runtime.server.connection import HurriedConnection
@@ -199,7 +202,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
         signal.signal(number, lambda *_: None)
     config = uvicorn.Config(
         app,
-        http=partial(HurriedConnection, head_seconds=client_seconds),  # type: ignore[arg-type]  # any factory will do
+        http=partial(HurriedConnection, client_seconds=client_seconds),  # type: ignore[arg-type]  # any factory will do
         log_level="warning",
         timeout_graceful_shutdown=drain_seconds,
     )

@@ -1,48 +1,66 @@
-"""Connections that do not wait for ever for a request's head."""
+"""Connections that wait for no client for ever."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+SEND_BUFFER_BYTES = 2**18
+
 
 class HurriedConnection(H11Protocol):
-    """uvicorn's connection, closed when the head of a request is not complete in time: uvicorn itself limits only the
-    pause between two requests.
+    """uvicorn's connection, cut when the client takes too long to send the head of a request, or to read what it asked
+    for: uvicorn itself limits only the pause between two requests, and a socket that is closed with unread bytes stays
+    until its client leaves.
+
+    What a client leaves unread holds little memory: the transport's buffer (64 KiB), and the kernel's, limited here to
+    `SEND_BUFFER_BYTES`. It also takes little for the next bytes to go out: clients may be slow, if they go on.
 
     Args:
-        head_seconds: from opening the connection, or from the first byte of a further request, to the head's end.
+        client_seconds: from opening the connection, or from the first byte of a further request, to the head's end; and
+            for the client to read while all buffers are full.
         options: uvicorn's own.
     """
 
-    def __init__(self, *, head_seconds: float, **options: Any) -> None:
+    def __init__(self, *, client_seconds: float, **options: Any) -> None:
         super().__init__(**options)
-        self.head_seconds = head_seconds
-        self.head_timer: asyncio.TimerHandle | None = None
+        self.client_seconds = client_seconds
+        self.timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.wait_for_head()
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self.expect("head")
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
-            self.wait_for_head()
+            self.expect("head")
         else:
-            self.stop_waiting()
+            self.met("head")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.expect("reading")
+
+    def resume_writing(self) -> None:
+        self.met("reading")
+        super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.stop_waiting()
+        self.met("head")
+        self.met("reading")
         super().connection_lost(exc)
 
-    def wait_for_head(self) -> None:
-        if self.head_timer is None:
-            self.head_timer = self.loop.call_later(self.head_seconds, self.transport.abort)
+    def expect(self, what: str) -> None:
+        """Cuts the connection unless it is met in time."""
+        if what not in self.timers:
+            self.timers[what] = self.loop.call_later(self.client_seconds, self.transport.abort)
 
-    def stop_waiting(self) -> None:
-        if self.head_timer is not None:
-            self.head_timer.cancel()
-            self.head_timer = None
+    def met(self, what: str) -> None:
+        if timer := self.timers.pop(what, None):
+            timer.cancel()

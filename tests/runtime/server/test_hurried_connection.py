@@ -1,0 +1,81 @@
+"""Sockets of clients that do not go on come back, whatever waits in them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import uvicorn
+
+from runtime.server.connection import HurriedConnection
+
+SECONDS = 0.5
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+CHUNK = b"x" * 100_000
+NUM_CHUNKS = 300  # more than all buffers on the way hold
+
+
+async def long_answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """Sends `NUM_CHUNKS` chunks, as fast as the client takes them."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(NUM_CHUNKS):
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[uvicorn.Server]:
+    http = partial(HurriedConnection, client_seconds=SECONDS)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(long_answer, http=http, lifespan="off", log_level="critical"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    server.address = listener.getsockname()
+    yield server
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def connect(server: uvicorn.Server) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(server.address)
+    connection.settimeout(10)
+    return connection
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD[:5], HEAD[:-2], HEAD])
+def test_all_sockets_come_back(server: uvicorn.Server, wait_until: Callable[..., None], sent: bytes) -> None:
+    """Nothing sent, a part of a head, and a request whose answer nobody reads."""
+    connections = [connect(server) for _ in range(20)]
+    for connection in connections:
+        connection.sendall(sent)
+    wait_until(lambda: len(server.server_state.connections) == 20)
+    start = time.monotonic()
+    wait_until(lambda: not server.server_state.connections)
+    assert time.monotonic() - start < SECONDS + 3
+    wait_until(lambda: not server.server_state.tasks)
+    for connection in connections:
+        connection.close()
+
+
+def test_a_slow_but_steady_reader_gets_everything(server: uvicorn.Server) -> None:
+    """Longer than the limit in all, never in one pause."""
+    with connect(server) as connection:
+        connection.sendall(HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        num_bytes, start = 0, time.monotonic()
+        while chunk := connection.recv(2**20):
+            num_bytes += len(chunk)
+            if time.monotonic() - start < 2 * SECONDS:
+                time.sleep(0.002)
+        assert time.monotonic() - start > 2 * SECONDS
+        assert num_bytes > NUM_CHUNKS * len(CHUNK)
