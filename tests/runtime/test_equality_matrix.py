@@ -34,7 +34,7 @@ FIXED = {"model": "demo", "max_tokens": 14, "logprobs": 0}
 
 CACHES = (True, False)
 CHUNKS = (7, 64, 512)
-BLOCKS = (400, 26)
+BLOCKS = (400, 18)
 SPECULATION = ("", "ngram", "demo", "self:2bit", "self:skip")
 
 Answer = list[tuple[str, tuple[str, ...], str]]
@@ -60,7 +60,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def build_engine(decoder: Decoder, tokenizer: Tokenizer, **options: Any) -> Engine:
-    config = RuntimeConfig(dtype="float64", block_size=4, max_model_len=104, **options)
+    config = RuntimeConfig(dtype="float64", block_size=4, max_model_len=72, **options)
     runner = build_runner(decoder, config)
     # What was never written must never be read.
     runner.pages.data.fill_(float("nan"))
