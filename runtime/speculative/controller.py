@@ -13,8 +13,10 @@ Two questions, two answers:
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
+from statistics import fmean, median
 
 WEIGHT = 0.25
 """Of the newest observation in the moving average of accepted guesses."""
@@ -25,10 +27,10 @@ PROBE_EVERY = 16
 
 PERIOD = 256
 """Steps after which both ways are tried again."""
-TRIAL = 8
+TRIAL = 4
 """Steps of a trial. The first is not measured: it pays for the change, such as a draft model that catches up."""
-DECAY = 0.9
-"""What an older step counts for beside the next one."""
+MEMORY = 16
+"""Measured steps that count: old ones say nothing about the present text and load."""
 
 
 @dataclass(slots=True)
@@ -54,18 +56,20 @@ class Window:
 
 @dataclass(slots=True)
 class Rate:
-    """Tokens per second, the latest steps before the older ones; 0 is unknown."""
+    """Tokens and seconds of the last steps."""
 
-    tokens: float = 0.0
-    seconds: float = 0.0
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MEMORY))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
 
     def note(self, tokens: int, seconds: float) -> None:
-        self.tokens = DECAY * self.tokens + tokens
-        self.seconds = DECAY * self.seconds + seconds
+        self.tokens.append(tokens)
+        self.seconds.append(seconds)
 
     @property
     def per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+        """Mean tokens by the median time, which one step that waited for the processor does not move; 0 is unknown."""
+        seconds = median(self.seconds) if self.seconds else 0.0
+        return fmean(self.tokens) / seconds if seconds > 0 else 0.0
 
 
 @dataclass(slots=True)

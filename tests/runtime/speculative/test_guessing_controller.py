@@ -88,3 +88,13 @@ def test_a_drafter_that_has_no_guess_yet_is_not_judged() -> None:
         assert gate.allows(1)
         gate.note(1, 1.0 + 1 / seconds, guessed=False)
     assert run_gate(gate, 1, PERIOD, guessing=3, plain=1) == PERIOD - TRIAL
+
+
+def test_one_slow_step_does_not_decide() -> None:
+    """Another process took the processor for a moment."""
+    gate, count = Gate(), 0
+    for step in range(PERIOD):
+        allowed = gate.allows(1)
+        count += allowed
+        gate.note(10, 50.0 if step == 2 else 10 / (200 if allowed else 100), guessed=allowed)
+    assert count == PERIOD - TRIAL
