@@ -42,7 +42,7 @@ BEYOND_A_SCHEMA = {"context_length_exceeded", "empty_prompt", "too_many_answers"
 GENERATIONS = ("/v1/completions", "/v1/chat/completions")
 VOCABULARY = 256  # ids that every tokenizer has
 BOUNDED = settings(deadline=None, max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
-LONG = settings(BOUNDED, max_examples=400, derandomize=False)
+LONG = settings(BOUNDED, max_examples=300, derandomize=False)
 
 
 @pytest.fixture(scope="module")
