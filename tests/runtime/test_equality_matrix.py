@@ -141,6 +141,6 @@ def test_every_cell_gives_the_same_tokens(
     engine.scheduler.check()
     assert pool.num_free == pool.num_blocks
     # The cell was what its name says.
-    assert (stats.num_preemptions > 0) == (num_blocks == min(BLOCKS))
+    assert (stats.num_preemptions + pool.num_evictions > 0) == (num_blocks == min(BLOCKS))
     assert stats.num_prefix_hits > 0 if cache else stats.num_prefix_hits == 0
     assert (engine.metrics.spec_decode_num_draft_tokens_total > 0) == bool(speculate)
