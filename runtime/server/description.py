@@ -63,6 +63,7 @@ class DescribedApi(FastAPI):
             schemas.pop(name, None)
         for schema in schemas.values():
             name_model(schema, self.model_name)
+            write_whole_bounds(schema)
         schemas["Error"] = ERROR
         if self.needs_key:
             description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -96,3 +97,12 @@ def name_model(schema: dict[str, Any], model_name: str) -> None:
     for choice in (field, *field.get("anyOf", ())):
         if choice.get("type") == "string":
             choice["enum"] = [model_name]
+
+
+def write_whole_bounds(schema: Any) -> None:
+    """Writes bounds of integers as integers: FastAPI makes numbers with a point of them, which readers round again."""
+    children = schema if isinstance(schema, list) else schema.values() if isinstance(schema, dict) else ()
+    for child in children:
+        write_whole_bounds(child)
+    if isinstance(schema, dict) and schema.get("type") == "integer":
+        schema.update({name: int(value) for name, value in schema.items() if isinstance(value, float)})

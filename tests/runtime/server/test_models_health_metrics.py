@@ -33,3 +33,10 @@ def test_openapi_describes_all_routes(api: httpx.Client) -> None:
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(description["paths"])
     request = description["components"]["schemas"]["CompletionRequest"]
     assert request["additionalProperties"] is False
+
+
+def test_openapi_bounds_are_exact(api: httpx.Client) -> None:
+    fields = api.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["seed"]["anyOf"][0] == {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**63}
+    assert isinstance(fields["seed"]["anyOf"][0]["exclusiveMaximum"], int)
+    assert fields["model"]["enum"] == ["alphabet"]
