@@ -11,11 +11,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calibration.sources import Messages, TextSource
+from calibration.documents import Document, Messages
+from calibration.sources import TextSource
 from compress.checkpoint.errors import DataError
 
 FEW_TOKENS = 8192
 OVERLAP_WINDOW = 32
+# Ordinary text takes 2.5 bytes per token or more, in any language that the tokenizer was made for; bytes or letters one
+# by one are what is left of text that it was not.
+FEW_BYTES_PER_TOKEN = 1.5
+MAX_UNKNOWN = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """One source of a mixture, as it went into the sequences.
+
+    Attributes:
+        source, sha256: name and hash of the text source.
+        weight: share of the tokens that was asked for.
+        sequences: number of sequences it gave.
+    """
+
+    source: str
+    sha256: str
+    weight: float
+    sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +46,10 @@ class SequenceSet:
     Attributes:
         tokens: int64 `[N, L]`, no padding anywhere.
         source: name of the text source.
-        sha256: hash of the text source.
+        sha256: hash of the text source; empty while text that the model itself will write is not there yet.
         description: origin, order and special-token policy in words.
         warnings: what a careful user should know (too little text, ...).
+        parts: what a mixture was made of; empty when there is one source only.
     """
 
     tokens: Tensor
@@ -35,6 +57,7 @@ class SequenceSet:
     sha256: str
     description: str
     warnings: tuple[str, ...] = ()
+    parts: tuple[PackedPart, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -46,24 +69,41 @@ class SequenceSet:
         return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
 
 
-def encode_documents(documents: Sequence[str | Messages], tokenizer: Any) -> list[list[int]]:
+def encode_documents(documents: Sequence[Document], tokenizer: Any) -> list[list[int]]:
     """Token ids of each document. Chats go through the tokenizer's template; plain text gets no special tokens.
 
     Args:
         tokenizer: a transformers tokenizer, or any callable from text to ids.
+
+    Raises:
+        DataError: a chat without a template, or one that the template refuses.
     """
-    return [_encode(document, tokenizer) for document in documents]
+    return [_encode(document_text(document, tokenizer), tokenizer) for document in documents]
 
 
-def _encode(document: str | Messages, tokenizer: Any) -> list[int]:
-    if isinstance(document, list):
-        if not getattr(tokenizer, "chat_template", None):
-            raise DataError("the text holds chats but the model has no chat template", "Give plain text instead")
-        document = tokenizer.apply_chat_template(document, tokenize=False)
+def document_text(document: Document, tokenizer: Any) -> str:
+    """The text of a document; a chat is rendered by the model's own template, in transformers' sandbox."""
+    return document if isinstance(document, str) else _render(document, tokenizer)
+
+
+def _render(messages: Messages, tokenizer: Any) -> str:
+    from jinja2 import TemplateError
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError("the text holds chats but the model has no chat template", "Give plain text instead")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        roles = ", ".join(str(message["role"]) for message in messages[:6])
+        problem = f"the model's chat template refuses a chat with the roles {roles}: {' '.join(str(error).split())}"
+        raise DataError(problem, "Correct the chat, or give its text as plain text") from error
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
     if not hasattr(tokenizer, "bos_token_id"):
-        return list(tokenizer(document))
+        return list(tokenizer(text))
     # verbose=False: documents longer than the context are meant to be cut into windows, not warned about.
-    return tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def separator_token(tokenizer: Any) -> int | None:
@@ -85,7 +125,7 @@ def pack_sequences(source: TextSource, tokenizer: Any, *, samples: int, length: 
     """
     separator = separator_token(tokenizer)
     prefix = [] if separator is None else [separator]
-    stream = _token_stream(source, tokenizer, prefix, seed, enough=4 * samples * length)
+    stream, num_bytes = _token_stream(source, tokenizer, prefix, seed, enough=4 * samples * length)
     windows = len(stream) // length
     if windows == 0:
         raise DataError(
@@ -95,17 +135,29 @@ def pack_sequences(source: TextSource, tokenizer: Any, *, samples: int, length: 
     tokens = torch.tensor(stream[: windows * length], dtype=torch.int64).view(windows, length)
     keep = np.random.default_rng(seed + 1).permutation(windows)[:samples]
     tokens = tokens[torch.from_numpy(keep)].contiguous()
-    return SequenceSet(tokens, source.name, source.sha256, _describe(source, prefix, seed), _warnings(tokens, samples))
+    warnings = (*few_sequences(tokens, samples, source.name), *_foreign(stream, num_bytes, tokenizer, source.name))
+    return SequenceSet(tokens, source.name, source.sha256, _describe(source, prefix, seed), warnings)
 
 
-def _token_stream(source: TextSource, tokenizer: Any, prefix: list[int], seed: int, enough: int) -> list[int]:
-    """Documents in shuffled order, until there are tokens enough: a large dataset is not encoded to its end."""
+def _token_stream(
+    source: TextSource, tokenizer: Any, prefix: list[int], seed: int, enough: int
+) -> tuple[list[int], int]:
+    """Documents in shuffled order, until there are tokens enough: a large dataset is not encoded to its end.
+
+    Returns:
+        Token ids, and the bytes of text that they stand for.
+    """
     stream: list[int] = []
+    num_bytes = 0
     for index in np.random.default_rng(seed).permutation(len(source.documents)):
-        stream += prefix + _encode(source.documents[index], tokenizer)
+        text = document_text(source.documents[index], tokenizer)
+        ids = _encode(text, tokenizer)
+        # Some chat templates write the beginning token themselves.
+        stream += ids if prefix and ids[:1] == prefix else prefix + ids
+        num_bytes += len(text.encode())
         if len(stream) >= enough:
             break
-    return stream
+    return stream, num_bytes
 
 
 def _describe(source: TextSource, prefix: list[int], seed: int) -> str:
@@ -113,12 +165,32 @@ def _describe(source: TextSource, prefix: list[int], seed: int) -> str:
     return f"{source.description}; shuffled with seed {seed}, packed without padding, {policy}"
 
 
-def _warnings(tokens: Tensor, samples: int) -> tuple[str, ...]:
+def few_sequences(tokens: Tensor, samples: int, name: str) -> tuple[str, ...]:
+    """A warning when a text did not fill the sequences that were asked for."""
+    if len(tokens) >= samples:
+        return ()
+    return (f"{name} fills only {len(tokens)} of {samples} sequences; more text gives better statistics",)
+
+
+def few_tokens(tokens: Tensor) -> tuple[str, ...]:
+    """A warning when there are fewer than `FEW_TOKENS` calibration tokens in all."""
+    if tokens.numel() >= FEW_TOKENS:
+        return ()
+    return (f"{tokens.numel()} calibration tokens are few; {FEW_TOKENS} or more are advised",)
+
+
+def _foreign(stream: list[int], num_bytes: int, tokenizer: Any, name: str) -> tuple[str, ...]:
+    """Warnings when the tokenizer was not made for such text: the model saw next to none of it in training."""
     found = []
-    if len(tokens) < samples:
-        found.append(f"the text fills only {len(tokens)} of {samples} sequences; more text gives better statistics")
-    if tokens.numel() < FEW_TOKENS:
-        found.append(f"{tokens.numel()} calibration tokens are few; {FEW_TOKENS} or more are advised")
+    unknown_id = getattr(tokenizer, "unk_token_id", None)
+    unknown = stream.count(unknown_id) / len(stream) if unknown_id is not None else 0.0
+    if unknown > MAX_UNKNOWN:
+        found.append(f"{100 * unknown:.1f} % of the tokens of {name} are unknown to the model: it is off its domain")
+    if num_bytes / len(stream) < FEW_BYTES_PER_TOKEN:
+        found.append(
+            f"{name} gives only {num_bytes / len(stream):.2f} bytes per token (ordinary text: 2.5 and more): the model "
+            "was hardly trained on such text"
+        )
     return tuple(found)
 
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import lzma
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from calibration.documents import Document
+from calibration.named_dataset import read_named_dataset
+from calibration.text_files import TEXT_ENDINGS, read_path
 from compress.checkpoint.errors import DataError
 
 DOCUMENT_SEPARATOR = "<|document|>"
 NAMED_SOURCES = ("bundled", "pydoc")
-TEXT_ENDINGS = (".txt", ".md", ".jsonl", ".jsonl.xz")
-
-Messages = list[dict[str, str]]
+SELF = "self"
+"""Text that the model itself writes: a source of token sequences, not of documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class TextSource:
     """
 
     name: str
-    documents: tuple[str | Messages, ...]
+    documents: tuple[Document, ...]
     description: str
 
     @property
@@ -52,115 +51,47 @@ def load_texts(spec: str) -> TextSource:
 
     Args:
         spec: `bundled` (mixed text that ships with the package), `pydoc` (the Python manual inside every CPython), a
-            `.txt`, `.md`, `.jsonl` or `.jsonl.xz` file with `text` or `messages` fields, a folder of such files, or a
-            `datasets` name as `name[:config[:split]]`.
+            text file, a `.jsonl`, `.jsonl.xz` or `.parquet` file with `text` or `messages` fields, a folder of such
+            files or one that `datasets` saved, or a `datasets` name as `name[:config[:split]]`.
 
     Raises:
         DataError: nothing there, nothing readable, or nothing but white space.
     """
-    if spec == "bundled":
-        source = _bundled()
-    elif spec == "pydoc":
-        source = _pydoc()
-    elif Path(spec).exists():
-        source = TextSource(spec, tuple(_read_path(Path(spec))), f"local text {spec}")
-    elif spec.endswith((".txt", ".md", ".jsonl", ".xz")) or spec.startswith((".", "/", "~")):
-        raise DataError(
-            f"text file {spec} does not exist", "Give an existing file, or one of: " + ", ".join(NAMED_SOURCES)
-        )
-    else:
-        source = _named_dataset(spec)
+    documents, description = _open(spec)
+    source = TextSource(spec, tuple(documents), description)
     if not any(document if isinstance(document, list) else document.strip() for document in source.documents):
         raise DataError(f"{spec} holds no text", "Give a file with text, or leave the option out for the bundled text")
     return source
 
 
-def _bundled() -> TextSource:
+def _open(spec: str) -> tuple[Iterator[Document], str]:
+    path = Path(spec).expanduser()
+    if spec == "bundled":
+        return _bundled(), "mixed text that ships with the package"
+    if spec == "pydoc":
+        return _pydoc(), f"pydoc_data.topics of Python {platform.python_version()}"
+    if spec == SELF:
+        raise DataError("text from the model itself can calibrate but not measure", "Use " + " or ".join(NAMED_SOURCES))
+    if not spec:
+        raise DataError("no text was named", "Give a file, or one of: " + ", ".join(NAMED_SOURCES))
+    if path.exists():
+        return read_path(path), f"local text {spec}"
+    if spec.endswith((*TEXT_ENDINGS, ".xz")) or spec.startswith((".", "/", "~")):
+        raise DataError(
+            f"text file {spec} does not exist", "Give an existing file, or one of: " + ", ".join(NAMED_SOURCES)
+        )
+    return read_named_dataset(spec), f"dataset {spec}"
+
+
+def _bundled() -> Iterator[str]:
     folder = Path(str(files("calibration") / "data"))
-    documents = [
-        document.strip()
-        for path in sorted(folder.glob("*.txt"))
-        for document in path.read_text(encoding="utf-8").split(f"{DOCUMENT_SEPARATOR}\n")
-    ]
-    return TextSource("bundled", tuple(filter(None, documents)), "mixed text that ships with the package")
+    for path in sorted(folder.glob("*.txt")):
+        for document in path.read_text(encoding="utf-8").split(f"{DOCUMENT_SEPARATOR}\n"):
+            if document.strip():
+                yield document.strip()
 
 
-def _pydoc() -> TextSource:
+def _pydoc() -> Iterator[str]:
     from pydoc_data.topics import topics
 
-    description = f"pydoc_data.topics of Python {platform.python_version()}"
-    return TextSource("pydoc", tuple(topics[key] for key in sorted(topics)), description)
-
-
-def _read_path(path: Path) -> Iterator[str | Messages]:
-    if path.is_dir():
-        names = sorted(
-            child for child in path.rglob("*") if child.name.endswith((".txt", ".md", ".jsonl", ".jsonl.xz"))
-        )
-        if not names:
-            raise DataError(f"folder {path} holds no .txt, .md, .jsonl or .jsonl.xz file", "Name the file itself")
-        for child in names:
-            yield from _read_path(child)
-    elif path.name.endswith((".jsonl", ".jsonl.xz")):
-        yield from _read_json_lines(path)
-    else:
-        try:
-            yield path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it to UTF-8"
-            ) from None
-
-
-def _read_json_lines(path: Path) -> Iterator[str | Messages]:
-    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number} is not JSON: {error.msg}", "Write one JSON object per line") from None
-            yield _document(record, f"{path}:{number}")
-
-
-def _document(record: object, place: str) -> str | Messages:
-    if isinstance(record, dict):
-        if isinstance(record.get("text"), str):
-            return record["text"]
-        messages = record.get("messages")
-        if isinstance(messages, list) and all(map(_is_message, messages)):
-            return messages
-    raise DataError(f"{place} has neither a `text` string nor a `messages` list", "Give each record one of the two")
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and {"role", "content"} <= value.keys()
-
-
-def _named_dataset(spec: str) -> TextSource:
-    name, config, split = [*spec.split(":"), "", ""][:3]
-    try:
-        from datasets import DownloadConfig, load_dataset
-
-        options = DownloadConfig(max_retries=1)
-        with _quiet("huggingface_hub"):
-            rows = load_dataset(name, config or None, split=split or "train", download_config=options)
-    # The library and the network below it raise many unrelated types; all of them mean the same to a user.
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        problem = f"{spec!r} is neither a file here nor a dataset that could be loaded ({reason})"
-        raise DataError(problem, "Give a .txt or .jsonl file, or one of: " + ", ".join(NAMED_SOURCES)) from error
-    return TextSource(spec, tuple(_document(row, f"{spec} row {i}") for i, row in enumerate(rows)), f"dataset {spec}")
-
-
-@contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """Keeps a library's warnings (one for each of its retries) from burying the one line that a refusal is."""
-    library = logging.getLogger(logger)
-    before = library.level
-    library.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        library.setLevel(before)
+    return (topics[key] for key in sorted(topics))

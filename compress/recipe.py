@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from calibration.parts import Part, check_parts, parse_parts, share_out
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme, Sparsity
 
@@ -90,12 +91,13 @@ class CalibrationOptions:
     """Text the model runs over while it is measured.
 
     Attributes:
-        source: `bundled`, `pydoc`, a path or a dataset name.
+        source: `bundled`, `pydoc`, `self`, a path or a dataset name, or several with weights: `bundled:0.5,a.txt:0.5`,
+            or as parts.
         samples: number of sequences.
         length: tokens of one sequence.
     """
 
-    source: str = "bundled"
+    source: str | tuple[Part, ...] = "bundled"
     samples: int = DEFAULT_SAMPLES
     length: int = DEFAULT_LENGTH
 
@@ -104,6 +106,12 @@ class CalibrationOptions:
             raise RecipeError(f"samples={self.samples} leaves nothing to calibrate on", "Use --samples 64")
         if self.length < 2:
             raise RecipeError(f"length={self.length} is too short a sequence", "Use --length 512")
+        share_out(self.parts, self.samples)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The texts and their weights; one part where no mixture is asked for. Raises DataError."""
+        return parse_parts(self.source) if isinstance(self.source, str) else check_parts(self.source)
 
 
 STAGE_NAMES = {QuantizeStage: "quantize", PruneStage: "prune"}

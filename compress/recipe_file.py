@@ -7,7 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.errors import RecipeError, SchemeError
+from calibration.parts import Part
+from compress.checkpoint.errors import DataError, RecipeError, SchemeError
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.recipe import (
     CalibrationOptions,
@@ -74,10 +75,31 @@ class _Reader:
         return self._build(node, Recipe, stages=stages, **options)
 
     def _calibration(self, node: yaml.Node) -> CalibrationOptions:
-        types = {"source": str, "samples": int, "length": int}
-        values = self._mapping(node, tuple(types), "calibration")
-        options = {key: self._scalar(value, types[key], key) for key, value in values.items()}
+        values = self._mapping(node, ("source", "samples", "length"), "calibration")
+        options = self._options(values, {"samples": int, "length": int})
+        if "source" in values:
+            options["source"] = self._source(values["source"])
         return self._build(node, CalibrationOptions, **options)
+
+    def _source(self, node: yaml.Node) -> str | tuple[Part, ...]:
+        """One text as a name, or several as a list of `{source, weight}`."""
+        if node.id == "scalar":
+            return self._scalar(node, str, "source")
+        return tuple(self._part(item) for item in self._items(node, "source"))
+
+    def _part(self, node: yaml.Node) -> Part:
+        values = self._mapping(node, ("source", "weight"), "part of the calibration")
+        if "source" not in values:
+            raise self._refusal(node, "a part of the calibration has no source", "Write {source: bundled, weight: 0.5}")
+        options = {"weight": self._number(values["weight"], "weight")} if "weight" in values else {}
+        return self._build(node, Part, source=self._scalar(values["source"], str, "source"), **options)
+
+    def _number(self, node: yaml.Node, what: str) -> float:
+        """A number, whole or not."""
+        try:
+            return float(self._scalar(node, float, what))
+        except RecipeError:
+            return float(self._scalar(node, int, what))
 
     def _stage(self, node: yaml.Node) -> Stage:
         kinds = {"quantize": self._quantize, "prune": self._prune}
@@ -158,7 +180,7 @@ class _Reader:
     def _build(self, node: yaml.Node, kind: type, **options: Any) -> Any:
         try:
             return kind(**options)
-        except (RecipeError, SchemeError) as error:
+        except (RecipeError, SchemeError, DataError) as error:
             raise self._refusal(node, error.problem, error.remedy) from error
 
     def _refusal(self, node: yaml.Node, problem: str, remedy: str) -> RecipeError:

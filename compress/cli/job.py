@@ -55,7 +55,7 @@ def carry_out(request: RunRequest, *, dry_run: bool, as_json: bool) -> None:
     from compress.cli.show import print_plan, print_result
     from compress.pipeline.prepare import prepare
 
-    prepared = prepare(request)
+    prepared = prepare(request, dry_run)
     if dry_run:
         if as_json:
             typer.echo(json.dumps(prepared.to_dict(), indent=2))

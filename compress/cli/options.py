@@ -34,8 +34,9 @@ CalibrationText = Annotated[
     str,
     typer.Option(
         "--calibration",
-        metavar="NAME|PATH",
-        help="Text to calibrate on: bundled, a .txt/.jsonl file or a datasets name.",
+        metavar="TEXT[:WEIGHT,...]",
+        help="Text to calibrate on: bundled, self (the model writes it), a .txt, .jsonl or .parquet file, a datasets "
+        "name, or several with weights: bundled:0.5,chats.jsonl:0.5",
     ),
 ]
 Samples = Annotated[int, typer.Option("--samples", help="Calibration sequences.")]

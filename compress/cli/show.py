@@ -90,6 +90,8 @@ def print_result(prepared: Prepared, result: RunResult) -> None:
         table.add_row("fallbacks", "; ".join(f"{each['module']}: {each['recovery']}" for each in recovered[:3]))
     table.add_row("report", str(result.out / "compression_report.json"))
     console.print(table)
+    for warning in result.quality.get("warnings", ()):
+        console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     console.print("Next:", highlight=False)
     for command in _next_commands(result.out):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)

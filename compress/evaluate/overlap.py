@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from calibration.sequences import overlap, pack_sequences
-from calibration.sources import NAMED_SOURCES, load_texts
-from compress.checkpoint.errors import DataError
+from calibration.sequences import overlap
+from compress.evaluate.seen import SeenText
 from compress.evaluate.windows import Windows
 
 MAX_SHARE = 0.01
-# Larger texts and datasets that would be fetched again are only compared by their hash: the check stays near a second.
-_MAX_BYTES = 16 << 20
 
 
-def calibration_overlap(compression: Mapping[str, Any], windows: Windows, tokenizer: Any) -> tuple[str, ...]:
-    """A warning when more than `MAX_SHARE` of the windows' 32-token spans were in the calibration sequences.
+def shared_spans(seen: SeenText | None, windows: Windows) -> float | None:
+    """Share of the windows' 32-token spans that were in the calibration sequences; None where these are not at hand."""
+    return None if seen is None or seen.tokens is None else overlap(windows.tokens, seen.tokens)
+
+
+def overlap_warning(share: float | None, seen: SeenText | None, windows: Windows) -> tuple[str, ...]:
+    """A warning when both texts are the same, or more than `MAX_SHARE` of the evaluation text was calibrated on.
 
     Args:
-        compression: `compression_config` of the checkpoint; its `calibration` block names text, samples and seed.
+        share: what `shared_spans` gave.
     """
-    calibration = compression.get("calibration") or {}
-    if calibration.get("sha256") == windows.sha256:
-        return (f"{windows.source} is also the calibration text of this checkpoint: the figures flatter it",)
-    share = _shared_spans(calibration, compression.get("seed", 0), windows, tokenizer)
-    if share <= MAX_SHARE:
+    if seen is None:
         return ()
-    return (
-        f"{100 * share:.1f} % of {windows.source} was also in the calibration text {calibration['source']}: "
-        "the figures flatter this checkpoint",
-    )
-
-
-def _shared_spans(calibration: Mapping[str, Any], seed: int, windows: Windows, tokenizer: Any) -> float:
-    """The share of evaluation spans that calibration saw; 0 when its text is not at hand any more."""
-    source, samples, length = (calibration.get(key) for key in ("source", "samples", "length"))
-    if not (samples and length and isinstance(source, str) and _is_at_hand(source)):
-        return 0.0
-    try:
-        seen = pack_sequences(load_texts(source), tokenizer, samples=samples, length=length, seed=seed)
-    except DataError:
-        return 0.0  # The text has changed since; nothing can be said about it.
-    return overlap(windows.tokens, seen.tokens)
-
-
-def _is_at_hand(source: str) -> bool:
-    return source in NAMED_SOURCES or (Path(source).is_file() and Path(source).stat().st_size <= _MAX_BYTES)
+    flatter = "the figures flatter this checkpoint"
+    if windows.sha256 in seen.hashes:
+        amount = "" if share is None else f" ({100 * share:.1f} % of what is measured was in its sequences)"
+        return (f"{windows.source} is also the calibration text of this checkpoint{amount}: {flatter}",)
+    if share is None or share <= MAX_SHARE:
+        return ()
+    return (f"{100 * share:.1f} % of {windows.source} was also in the calibration text {seen.name}: {flatter}",)

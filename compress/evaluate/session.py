@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from calibration.sequences import SequenceSet
 from calibration.sources import load_texts
 from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.config import compression_block, dtype_name, read_config
 from compress.checkpoint.demo import DEMO_SOURCE, demo_model_path
 from compress.checkpoint.errors import CheckpointError, DataError
 from compress.checkpoint.source import TensorFiles
-from compress.evaluate.overlap import calibration_overlap
+from compress.evaluate.domain import calibration_perplexity, off_domain
+from compress.evaluate.overlap import overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, evaluate
 from compress.evaluate.scorers import BACKENDS, open_scorer
+from compress.evaluate.seen import SeenText
 from compress.evaluate.windows import Windows, cut_windows
 
 DEFAULT_DATA = "pydoc"
@@ -49,13 +52,20 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The figures with everything that is needed to repeat them."""
+    """The figures with everything that is needed to repeat them.
+
+    Attributes:
+        overlap: share of the evaluation text that the checkpoint was calibrated on; None where that is not known.
+        calibration_perplexity: of the baseline (of the model itself without one) on some of the calibration text.
+    """
 
     request: EvaluationRequest
     result: Evaluation
     windows: Windows
     baseline: Path | None
     warnings: tuple[str, ...] = field(default=())
+    overlap: float | None = None
+    calibration_perplexity: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return self.result.to_dict() | {
@@ -66,14 +76,21 @@ class EvaluationReport:
             "protocol": self.windows.protocol,
             "backend": self.request.backend,
             "dtype": self.request.dtype,
+            "calibration_overlap": self.overlap,
+            "calibration_perplexity": self.calibration_perplexity,
             "warnings": list(self.warnings),
         }
 
 
 def run_evaluation(
-    request: EvaluationRequest, on_progress: Callable[[int, int], None] | None = None
+    request: EvaluationRequest,
+    on_progress: Callable[[int, int], None] | None = None,
+    calibration: SequenceSet | None = None,
 ) -> EvaluationReport:
     """Loads what the request names and measures it.
+
+    Args:
+        calibration: what the checkpoint was calibrated on; None reads it again where the checkpoint says from where.
 
     Raises:
         ToolkitError: a path, text or option that cannot be used, or logits that are not finite.
@@ -84,12 +101,16 @@ def run_evaluation(
     tokenizer = load_tokenizer(request.model)
     length = min(request.length, config.get("max_position_embeddings") or request.length)
     windows = cut_windows(load_texts(request.data), tokenizer, length=length, max_tokens=request.max_tokens)
-    warnings += calibration_overlap(compression_block(config), windows, tokenizer)
+    seen = SeenText.of(calibration) if calibration else SeenText.recorded(compression_block(config), tokenizer)
+    shared = shared_spans(seen, windows)
     model, reference = (
         open_scorer(path, request.backend, device=request.device, dtype=request.dtype) if path else None
         for path in (request.model, baseline)
     )
-    return EvaluationReport(request, evaluate(model, windows, reference, on_progress), windows, baseline, warnings)
+    result = evaluate(model, windows, reference, on_progress)
+    known = calibration_perplexity(reference or model, seen)
+    warnings += overlap_warning(shared, seen, windows) + off_domain(known, result, seen, windows.source)
+    return EvaluationReport(request, result, windows, baseline, warnings, shared, known)
 
 
 def recorded_source(config: dict[str, Any]) -> Path | None:
@@ -116,14 +137,20 @@ def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[
     return None, (f"the source {source} is not there any more: no baseline and no KL (name it with --baseline)",)
 
 
-def quick_check(packed: Path, source: Path, tokens: int = QUICK_TOKENS) -> dict[str, Any]:
+def quick_check(
+    packed: Path, source: Path, tokens: int = QUICK_TOKENS, calibration: SequenceSet | None = None
+) -> dict[str, Any]:
     """Perplexity and KL of a fresh checkpoint against its source on a fixed slice of the default text.
+
+    Args:
+        calibration: what the checkpoint was calibrated on, to be compared with that text.
 
     Raises:
         CheckpointError: the packed checkpoint does not compute, or both models do not fit in memory.
     """
     _require_memory(source)
-    return run_evaluation(EvaluationRequest(model=packed, baseline=source, max_tokens=tokens)).to_dict()
+    request = EvaluationRequest(model=packed, baseline=source, max_tokens=tokens)
+    return run_evaluation(request, calibration=calibration).to_dict()
 
 
 def _require_memory(source: Path) -> None:

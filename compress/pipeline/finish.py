@@ -17,7 +17,7 @@ from compress.checkpoint.structure import StructureReport
 from compress.checkpoint.verify import verify_against, verify_structure
 from compress.checkpoint.writer import assemble
 from compress.pipeline.blocks import check_finite
-from compress.pipeline.prepare import Prepared, RunRequest
+from compress.pipeline.prepare import Prepared
 from compress.pipeline.resume import REST, Progress, block_key
 
 REPORT_FILE = "compression_report.json"
@@ -62,14 +62,14 @@ def check_checkpoint(prepared: Prepared, folder: Path, digests: dict[str, str]) 
     return structure
 
 
-def check_quality(folder: Path, request: RunRequest) -> dict[str, Any]:
+def check_quality(folder: Path, prepared: Prepared) -> dict[str, Any]:
     """Perplexity and KL on a small fixed slice; says why where they were not measured."""
-    if not request.measure:
+    if not prepared.request.measure:
         return {"not_measured": "not asked for"}
     from compress.evaluate.session import quick_check
 
     try:
-        return quick_check(folder, request.model)
+        return quick_check(folder, prepared.request.model, calibration=prepared.sequences)
     except ToolkitError as error:
         return {"not_measured": str(error)}
 

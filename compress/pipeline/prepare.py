@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from calibration.sequences import SequenceSet, pack_sequences
-from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
+from calibration.sequences import SequenceSet
 from compress.checkpoint.config import dtype_name, read_config
 from compress.checkpoint.device import resolve_device
 from compress.checkpoint.disk import check_out_folder
 from compress.checkpoint.source import TensorFiles
+from compress.pipeline.calibration_text import SourceModel, calibration_sequences
 from compress.pipeline.compute import pick_dtype
 from compress.pipeline.memory import estimate_peak, first_micro_batch
 from compress.pipeline.planning import make_plan
@@ -96,8 +95,12 @@ class Prepared:
         }
 
 
-def prepare(request: RunRequest) -> Prepared:
-    """Opens and checks everything, calibration text included; reads no weights and writes nothing.
+def prepare(request: RunRequest, dry_run: bool = False) -> Prepared:
+    """Opens and checks everything, calibration text included; writes nothing, and reads no weights unless the source
+    model itself writes the calibration text.
+
+    Args:
+        dry_run: only for a plan: text from the model itself is not sampled, its shape stands in for it.
 
     Raises:
         ToolkitError: whatever would make the run fail and can be known now.
@@ -110,7 +113,7 @@ def prepare(request: RunRequest) -> Prepared:
     model_dtype = _model_dtype(config, files)
     plan = make_plan(skeleton, files, request.recipe, model_dtype)
     dtype = pick_dtype(request.dtype, model_dtype, device)
-    sequences = _calibration(request, config) if request.recipe.needs_calibration else None
+    sequences = _calibration(request, config, device, dtype, dry_run) if request.recipe.needs_calibration else None
     count, length = sequences.tokens.shape if sequences else (0, 1)
     micro_batch = request.micro_batch or min(first_micro_batch(length, device.type), max(count, 1))
     peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize)
@@ -125,8 +128,9 @@ def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[
     return {
         "source": sequences.source,
         "description": sequences.description,
-        "sha256": sequences.sha256,
-        "token_sha256": sequences.token_sha256,
+        "sha256": sequences.sha256 or None,
+        "token_sha256": sequences.token_sha256 if sequences.sha256 else None,
+        "parts": [asdict(part) for part in sequences.parts],
         "samples": recipe.calibration.samples,
         "sequences": len(sequences.tokens),
         "length": sequences.tokens.shape[1],
@@ -135,16 +139,14 @@ def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[
     }
 
 
-def _calibration(request: RunRequest, config: dict[str, Any]) -> SequenceSet:
+def _calibration(
+    request: RunRequest, config: dict[str, Any], device: torch.device, dtype: torch.dtype, dry_run: bool
+) -> SequenceSet:
     """The calibration text as tokens, in sequences within the model's context."""
-    calibration = request.recipe.calibration
-    return pack_sequences(
-        load_texts(calibration.source),
-        load_tokenizer(request.model),
-        samples=calibration.samples,
-        length=min(calibration.length, config.get("max_position_embeddings") or calibration.length),
-        seed=request.recipe.seed,
-    )
+    options = request.recipe.calibration
+    length = min(options.length, config.get("max_position_embeddings") or options.length)
+    source = SourceModel(request.model, device, dtype, request.trust_remote_code)
+    return calibration_sequences(replace(options, length=length), source, request.recipe.seed, dry_run)
 
 
 def _model_dtype(config: dict[str, Any], files: TensorFiles) -> str:

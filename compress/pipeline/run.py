@@ -53,7 +53,7 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
             save_rest(prepared, progress)
             folder = assemble_checkpoint(prepared, progress, provenance(prepared))
             structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
-            quality = check_quality(folder, prepared.request)
+            quality = check_quality(folder, prepared)
         seconds = time.monotonic() - started
         report = full_report(prepared, progress, structure, quality, seconds)
         put_in_place(folder, prepared.request.out, report)

@@ -74,7 +74,7 @@ def test_a_local_text_is_measured(run, tmp_path: Path):
 
 
 def test_warnings_are_printed_beside_the_figures(run, packed: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(session, "calibration_overlap", lambda *_: ("the figures flatter it",))
+    monkeypatch.setattr(session, "overlap_warning", lambda *_: ("the figures flatter it",))
     status, out, error = run("--ppl", *SHORT, "--json")
     assert status == 0
     assert "warning: the figures flatter it" in error

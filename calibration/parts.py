@@ -1,0 +1,94 @@
+"""How a mixture of calibration texts is written, and how its sequences are shared out. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from compress.checkpoint.errors import DataError
+
+_EXAMPLE = "Write --calibration bundled:0.5,chats.jsonl:0.5"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One text of a mixture.
+
+    Attributes:
+        source: `bundled`, `pydoc`, `self`, a path or a dataset name.
+        weight: its tokens in proportion to those of the other parts.
+
+    Raises:
+        DataError: a weight that is not a positive number.
+    """
+
+    source: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.weight > 0 and math.isfinite(self.weight)):
+            raise DataError(f"the weight {self.weight:g} of {self.source} is not a positive number", _EXAMPLE)
+        if not self.source:
+            raise DataError("a calibration text has no name", _EXAMPLE)
+
+
+def parse_parts(spec: str) -> tuple[Part, ...]:
+    """`bundled:0.5,chats.jsonl:0.5` as parts. Without a comma it is one source; weights are given to all or to none.
+
+    A path that exists is itself, whatever commas and colons it has.
+
+    Raises:
+        DataError: an empty part, a weight that is no positive number, weights on some parts only, a source twice.
+    """
+    if "," not in spec or Path(spec).expanduser().exists():
+        return (Part(spec),)
+    pairs = [_split(item.strip()) for item in spec.split(",")]
+    weighted = sum(weight is not None for _, weight in pairs)
+    if weighted not in (0, len(pairs)):
+        bare = next(source for source, weight in pairs if weight is None)
+        raise DataError(f"{bare!r} has no weight and other parts of {spec!r} have one", _EXAMPLE)
+    return check_parts(Part(source, 1.0 if weight is None else weight) for source, weight in pairs)
+
+
+def check_parts(parts) -> tuple[Part, ...]:
+    """The parts of a mixture as given. Raises DataError when there are none, or one stands twice."""
+    checked = tuple(parts)
+    if not checked:
+        raise DataError("the calibration mixture has no parts", _EXAMPLE)
+    names = [part.source for part in checked]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{twice} stands twice in the calibration mixture", "Add its weights and name it once")
+    return checked
+
+
+def _split(item: str) -> tuple[str, float | None]:
+    """Source and weight; what follows the last colon is a weight if it is a number."""
+    source, colon, weight = item.rpartition(":")
+    if not colon or Path(item).expanduser().exists():
+        return item, None
+    try:
+        return source, float(weight)
+    except ValueError:
+        return item, None
+
+
+def share_out(parts: Sequence[Part], samples: int) -> list[int]:
+    """Sequences of each part: in proportion to the weights, whole, `samples` in all (largest remainder first).
+
+    Raises:
+        DataError: so few samples that a part would get none.
+    """
+    total = sum(part.weight for part in parts)
+    exact = [samples * part.weight / total for part in parts]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda index: counts[index] - exact[index])
+    for index in by_remainder[: samples - sum(counts)]:
+        counts[index] += 1
+    if 0 in counts:
+        least = parts[counts.index(0)]
+        needed = math.ceil(total / min(part.weight for part in parts))
+        raise DataError(f"{least.source} gets none of {samples} calibration sequences", f"Use --samples {needed}")
+    return counts
