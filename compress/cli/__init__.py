@@ -5,10 +5,12 @@ from __future__ import annotations
 import typer
 
 from compress.checkpoint.terminal import run_cli
+from compress.cli.compare import compare
 from compress.cli.eval import evaluate
 from compress.cli.export import export
 from compress.cli.prune import prune
 from compress.cli.quantize import quantize
+from compress.cli.report import report
 from compress.cli.run import run
 from compress.cli.verify import verify
 
@@ -25,6 +27,8 @@ app.command("eval")(evaluate)
 app.command()(run)
 app.command()(verify)
 app.command()(export)
+app.command()(report)
+app.command()(compare)
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Reports of finished runs as pages: read and checked, turned into sections, drawn, written."""

@@ -1,0 +1,186 @@
+"""Several checkpoints of one source, side by side: which of them nothing else beats in both size and quality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from compress.checkpoint.errors import ToolkitError
+from compress.reporting.run_report import Quality, RunReport
+
+BASELINE_TOLERANCE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One checkpoint.
+
+    Attributes:
+        size_bytes: of its weight files.
+        kl: mean divergence from the dense model, in nats; None without a baseline.
+        dominated_by: labels of those that are no worse in both figures and better in one; empty on the frontier.
+    """
+
+    label: str
+    path: str
+    size_bytes: int
+    bits_per_weight: float
+    bits_per_parameter: float
+    perplexity: float
+    kl: float | None
+    dominated_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Candidates in the order of their cost, with what they share.
+
+    Attributes:
+        cost_name, loss_name: what the plot has on its axes.
+    """
+
+    source: str
+    protocol: str
+    baseline_perplexity: float | None
+    dense_bytes: int
+    cost_name: str
+    loss_name: str
+    candidates: tuple[Candidate, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def figures(self, candidate: Candidate) -> tuple[float, float]:
+        """Cost and loss of a candidate: less is better in both."""
+        return COSTS[self.cost_name](candidate), LOSSES[self.loss_name](candidate)
+
+
+COSTS: dict[str, Callable[[Candidate], float]] = {
+    "size": lambda each: each.size_bytes,
+    "bits": lambda each: each.bits_per_parameter,
+}
+LOSSES: dict[str, Callable[[Candidate], float]] = {
+    "kl": lambda each: float("inf") if each.kl is None else each.kl,
+    "ppl": lambda each: each.perplexity,
+}
+
+
+def compare(reports: Sequence[RunReport], cost: str = "size", loss: str = "kl") -> Comparison:
+    """Puts reports side by side and marks the dominated ones.
+
+    Args:
+        cost: `size` (of the weight files) or `bits` (stored bits per parameter of the whole model).
+        loss: `kl` or `ppl`.
+
+    Raises:
+        ToolkitError: fewer than two, an unknown axis, no quality measured, or figures that cannot be compared because
+            source, text, protocol or baseline differ.
+    """
+    _check_choices(reports, cost, loss)
+    measured = [_measured(report, loss) for report in reports]
+    _require_equal(reports, measured)
+    candidates = [_candidate(*each) for each in zip(_labels(reports), reports, measured, strict=True)]
+    unmarked = Comparison(
+        source=reports[0].source,
+        protocol=measured[0].protocol,
+        baseline_perplexity=measured[0].baseline_perplexity,
+        dense_bytes=reports[0].bytes_before,
+        cost_name=cost,
+        loss_name=loss,
+        candidates=tuple(candidates),
+    )
+    return judged_by(unmarked, loss)
+
+
+def judged_by(comparison: Comparison, loss: str) -> Comparison:
+    """The same candidates, dominated or not by another measure: `kl` or `ppl`."""
+    judged = replace(comparison, loss_name=loss)
+    marked = [_marked(each, judged) for each in comparison.candidates]
+    return replace(judged, candidates=tuple(sorted(marked, key=judged.figures)))
+
+
+def _check_choices(reports: Sequence[RunReport], cost: str, loss: str) -> None:
+    if len(reports) < 2:
+        raise ToolkitError(f"{len(reports)} checkpoint is nothing to compare", "Name at least two")
+    folders = [report.path.resolve() for report in reports]
+    if len(set(folders)) < len(folders):
+        raise ToolkitError("one checkpoint is named twice", "Name each one once")
+    for option, value, known in (("by", cost, COSTS), ("measure", loss, LOSSES)):
+        if value not in known:
+            raise ToolkitError(f"--{option} {value!r} is unknown", f"Use --{option} " + " or ".join(known))
+
+
+def _measured(report: RunReport, loss: str) -> Quality:
+    quality = report.quality
+    if quality is None:
+        reason = f" ({report.not_measured})" if report.not_measured else ""
+        raise ToolkitError(
+            f"{report.path} has no perplexity and no KL{reason}", "Leave it out, or repeat its run with measuring"
+        )
+    if loss == "kl" and quality.kl_mean is None:
+        raise ToolkitError(f"{report.path} has no KL: there was no dense model to compare with", "Use --measure ppl")
+    return quality
+
+
+def _require_equal(reports: Sequence[RunReport], measured: Sequence[Quality]) -> None:
+    first, reference = reports[0], measured[0]
+    for report, quality in zip(reports[1:], measured[1:], strict=True):
+        pairs = [
+            ("sources", first.source, report.source),
+            ("sizes of the source", first.bytes_before, report.bytes_before),
+        ]
+        pairs += [
+            (name, getattr(reference, field), getattr(quality, field))
+            for name, field in (
+                ("evaluation texts (sha256)", "data_sha256"),
+                ("evaluation protocols", "protocol"),
+                ("numbers of evaluated tokens", "tokens"),
+                ("evaluation backends", "backend"),
+                ("evaluation dtypes", "dtype"),
+            )
+        ]
+        for name, one, other in pairs:
+            if one != other:
+                raise _differing(first, report, name, one, other)
+        _require_same_baseline(first, report, reference, quality)
+
+
+def _require_same_baseline(first: RunReport, report: RunReport, reference: Quality, quality: Quality) -> None:
+    """The same path may hold another model by now; its perplexity tells. Threads and machines move it a little."""
+    one, other = reference.baseline_perplexity, quality.baseline_perplexity
+    if (one is None) != (other is None) or (one and other and abs(other / one - 1) > BASELINE_TOLERANCE):
+        raise _differing(first, report, "perplexities of the dense model", one, other)
+
+
+def _differing(first: RunReport, report: RunReport, name: str, one: object, other: object) -> ToolkitError:
+    return ToolkitError(
+        f"{first.folder} and {report.folder} have different {name}: {one} and {other}",
+        "Compare checkpoints of one source that were measured in the same way",
+    )
+
+
+def _labels(reports: Sequence[RunReport]) -> list[str]:
+    """Folder names where they differ, whole paths where they do not."""
+    names = [report.folder.resolve().name for report in reports]
+    return names if len(set(names)) == len(names) else [str(report.folder) for report in reports]
+
+
+def _candidate(label: str, report: RunReport, quality: Quality) -> Candidate:
+    found = report.verification
+    return Candidate(
+        label=label,
+        path=str(report.folder),
+        size_bytes=found.total_bytes,
+        bits_per_weight=found.bits_per_weight,
+        bits_per_parameter=found.bits_per_parameter,
+        perplexity=quality.perplexity,
+        kl=quality.kl_mean,
+    )
+
+
+def _marked(candidate: Candidate, judged: Comparison) -> Candidate:
+    here = judged.figures(candidate)
+    figures = {other.label: judged.figures(other) for other in judged.candidates}
+    better = [label for label, it in figures.items() if it != here and it[0] <= here[0] and it[1] <= here[1]]
+    return replace(candidate, dominated_by=tuple(better))

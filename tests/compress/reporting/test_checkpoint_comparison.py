@@ -1,0 +1,140 @@
+"""`compress compare`: who is dominated, what may be compared at all, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from compress.checkpoint.errors import ToolkitError
+from compress.checkpoint.scheme import Scheme
+from compress.cli import main
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.recipe import QuantizeStage, Recipe
+from compress.reporting.compare_page import compare_page
+from compress.reporting.comparison import compare, judged_by
+from compress.reporting.run_report import RunReport, read_report
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Measured runs of one tiny model in 3 and 8 bits."""
+    made = []
+    for bits in (8, 3):
+        out = tmp_path_factory.mktemp("compared") / f"w{bits}"
+        recipe = Recipe((QuantizeStage("rtn", Scheme(bits, 64)),))
+        run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, out)), quiet=True)
+        made.append(out)
+    return made
+
+
+@pytest.fixture
+def reports(folders: list[Path]) -> list[RunReport]:
+    return [read_report(folder) for folder in folders]
+
+
+def made_of(report: RunReport, name: str, size: int, kl: float | None, perplexity: float = 9.0) -> RunReport:
+    """The same run under another name with other figures."""
+    verification = replace(report.verification, total_bytes=size)
+    quality = replace(report.quality, kl_mean=kl, perplexity=perplexity)
+    return replace(report, path=Path(name) / "report.json", verification=verification, quality=quality)
+
+
+def test_real_runs_stand_in_order_of_size_and_both_on_the_frontier(reports) -> None:
+    found = compare(reports)
+    assert [each.label for each in found.candidates] == ["w3", "w8"]
+    assert found.candidates[0].kl > found.candidates[1].kl
+    assert not any(each.dominated_by for each in found.candidates)
+    assert found.baseline_perplexity == reports[0].quality.baseline_perplexity
+
+
+def test_dominated_ones_are_marked(reports) -> None:
+    figures = {"small": (10, 0.5), "twin": (10, 0.5), "worse": (10, 0.6), "large": (20, 0.1), "lost": (30, 0.55)}
+    made = [made_of(reports[0], name, *each) for name, each in figures.items()]
+    marked = {each.label: set(each.dominated_by) for each in compare(made).candidates}
+    assert marked == {
+        "small": set(),
+        "twin": set(),
+        "worse": {"small", "twin"},
+        "large": set(),
+        "lost": {"small", "twin", "large"},
+    }
+
+
+def test_another_measure_judges_anew(reports) -> None:
+    made = [made_of(reports[0], "a", 10, 0.1, 9.0), made_of(reports[0], "b", 20, 0.2, 8.0)]
+    found = compare(made)
+    assert {each.label: each.dominated_by for each in found.candidates} == {"a": (), "b": ("a",)}
+    assert not any(each.dominated_by for each in judged_by(found, "ppl").candidates)
+
+
+def test_what_cannot_be_compared_is_refused(reports) -> None:
+    one, other = reports
+
+    def measured(**changes) -> RunReport:
+        return replace(other, quality=replace(other.quality, **changes))
+
+    refused = {
+        "nothing to compare": [one],
+        "named twice": [one, one],
+        "different sources": [one, replace(other, source="elsewhere")],
+        "different sizes of the source": [one, replace(other, bytes_before=7)],
+        "different evaluation texts": [one, measured(data_sha256="0" * 64)],
+        "different evaluation protocols": [one, measured(protocol="windows of 7")],
+        "different numbers of evaluated tokens": [one, measured(tokens=7)],
+        "different evaluation backends": [one, measured(backend="transformers")],
+        "different perplexities of the dense model": [one, measured(baseline_perplexity=3.0)],
+        "no perplexity and no KL": [one, replace(other, quality=None, not_measured="no room")],
+        "has no KL": [one, measured(kl_mean=None)],
+    }
+    for said, pair in refused.items():
+        with pytest.raises(ToolkitError, match=said):
+            compare(pair)
+    for axes in (("weight", "kl"), ("size", "taste")):
+        with pytest.raises(ToolkitError, match="is unknown"):
+            compare(reports, *axes)
+    assert compare([made_of(one, "a", 1, None), made_of(one, "b", 2, None)], loss="ppl").loss_name == "ppl"
+
+
+def test_the_page_names_every_checkpoint_and_escapes_it(reports) -> None:
+    class Tags(HTMLParser):
+        found: tuple[str, ...] = ()
+
+        def handle_starttag(self, tag, attrs) -> None:
+            self.found += (tag,)
+
+    made = [made_of(reports[0], name, size, kl) for name, size, kl in (("<b>x", 1, 0.3), ("plain", 2, 0.2))]
+    html = compare_page(compare(made))
+    tags = Tags()
+    tags.feed(html)
+    assert "<b>x" not in html
+    assert html.count("&lt;b&gt;x") >= 3
+    assert tags.found.count("circle") == 4
+    assert tags.found.count("svg") == 2
+    assert "://" not in html
+
+
+def test_the_command_prints_a_table_or_json_and_writes_the_page(folders, tmp_path, monkeypatch, capsys) -> None:
+    def command(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["compress", "compare", *map(str, folders), *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    status, out, _ = command("--out", str(tmp_path / "compare.html"))
+    assert status == 0
+    assert "frontier" in out
+    assert "Protocol: " in out
+    assert "w8" in (tmp_path / "compare.html").read_text()
+    status, out, _ = command("--json", "--by", "bits", "--measure", "ppl")
+    found = json.loads(out)
+    assert (found["cost_name"], found["loss_name"]) == ("bits", "ppl")
+    assert {each["label"] for each in found["candidates"]} == {"w3", "w8"}
+    status, _, error = command("--by", "colour")
+    assert status == 1
+    assert error.startswith("error: --by 'colour' is unknown")

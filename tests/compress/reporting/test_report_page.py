@@ -1,0 +1,229 @@
+"""`compress report`: real runs become pages whose figures are those of the report, and nothing in them can act."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from compress.checkpoint.errors import ToolkitError
+from compress.checkpoint.scheme import Scheme
+from compress.cli import main
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.reporting.headers import read_headers
+from compress.reporting.report_page import report_page
+from compress.reporting.run_report import read_report
+from compress.reporting.write import write_page
+
+HOSTILE = "<script>alert('x')</script>\"&\u202e"
+REPORT = "compression_report.json"
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: text, tags, attributes; unclosed tags are an error."""
+
+    VOID = ("meta", "line", "br")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.feed(html)
+        assert not self.open
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+
+def page_of(folder: Path) -> Page:
+    report = read_report(folder)
+    return Page(report_page(report, read_headers(report)))
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Finished runs on a tiny model: AWQ with quality measured, and RTN without."""
+    made = {}
+    for method in ("awq", "rtn"):
+        out = tmp_path_factory.mktemp("runs") / method
+        recipe = Recipe((QuantizeStage(method, Scheme(4, 64)),), CalibrationOptions(samples=6, length=48))
+        request = RunRequest(tiny_model(), str(tiny_model()), recipe, out, measure=method == "awq")
+        run(prepare(request), quiet=True)
+        made[method] = out
+    return made
+
+
+@pytest.fixture
+def damaged(runs, tmp_path: Path):
+    """A copy of a run whose report is changed by a function."""
+
+    def damage(change, method: str = "awq") -> Path:
+        folder = tmp_path / "damaged"
+        shutil.copytree(runs[method], folder)
+        report = json.loads((folder / REPORT).read_text())
+        change(report)
+        (folder / REPORT).write_text(json.dumps(report))
+        return folder
+
+    return damage
+
+
+def test_the_figures_are_those_of_the_report(runs) -> None:
+    report = json.loads((runs["awq"] / REPORT).read_text())
+    shown = page_of(runs["awq"]).text
+    structure, quality = report["structure"], report["quality"]
+    assert f"{structure['bits_per_weight']:.3f} bits" in shown
+    assert f"{structure['total_bytes'] / 1e6:.2f} MB" in shown
+    assert f"{quality['perplexity']:.3f}" in shown
+    assert f"{quality['baseline_perplexity']:.3f}" in shown
+    assert f"{quality['kl_mean']:.4f}" in shown
+    assert quality["protocol"] in shown
+    assert "sound" in shown
+    assert "kept dense" in shown
+    assert f"{structure['num_parameters']:,}" in shown
+
+
+def test_every_linear_and_block_has_its_mark(runs) -> None:
+    report = read_report(runs["awq"])
+    page = page_of(runs["awq"])
+    edges = sum(len(block.smoothed) for block in report.blocks)
+    outliers = sum(linear.input_outlier is not None for linear in report.linears)
+    assert page.tags.count("circle") == len(report.linears) + len(report.blocks) + 2 * edges + outliers
+    assert edges
+    first = report.blocks[0].linears[0]
+    assert f"{first.kind}, block 0: {first.relative_error:.3g}" in page.text
+    assert f"{first.kind}, block 0: {4 + 16 / 64:.3f} bits" in page.text
+
+
+def test_memory_of_keys_and_values_is_computed_from_the_config(runs) -> None:
+    report = read_report(runs["awq"])
+    memory = read_headers(report).key_values
+    config = json.loads((runs["awq"] / "config.json").read_text())
+    size = config["hidden_size"] // config["num_attention_heads"]
+    assert memory.token_bytes == 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * size * 2
+    assert f"{2**30 // memory.token_bytes:,}" in page_of(runs["awq"]).text
+
+
+def test_missing_sections_are_said(runs) -> None:
+    shown = page_of(runs["rtn"]).text
+    assert "Perplexity and KL were not measured: not asked for" in shown
+    assert "Nothing was smoothed" in shown
+    assert "Block outputs were not computed" in shown
+    assert "outliers were not recorded" in shown
+    assert "none: the method needs no data" in shown
+
+
+def test_a_report_without_its_checkpoint_still_has_a_page(runs, tmp_path: Path) -> None:
+    shutil.copy(runs["awq"] / REPORT, tmp_path / "alone.json")
+    shown = page_of(tmp_path / "alone.json").text
+    assert "memory per token is not known" in shown
+    assert "bits of each layer are not known" in shown
+
+
+def test_hostile_names_are_text(damaged) -> None:
+    def poison(report) -> None:
+        report["source"] = report["tool"] = report["recipe"]["name"] = HOSTILE
+        report["plan"]["notes"] = [HOSTILE]
+        report["plan"]["layers"][0] |= {"tensor": HOSTILE, "reason": HOSTILE}
+        report["environment"][HOSTILE] = [HOSTILE]
+        report["quality"]["protocol"] = report["quality"]["data"] = HOSTILE
+        report["calibration"]["warnings"] = [HOSTILE]
+        block = report["blocks"][0]
+        block["block"] = HOSTILE
+        block["linears"][0] |= {"module": f"{HOSTILE}.x", "recovery": HOSTILE}
+        block["smoothing"][0]["source"] = HOSTILE
+
+    page = page_of(damaged(poison))
+    assert "script" not in page.tags
+    assert page.text.count("alert('x')") >= 12
+    assert "\u202e" not in page.text
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+
+
+def test_a_page_loads_nothing(runs) -> None:
+    for folder in runs.values():
+        report = read_report(folder)
+        html = report_page(report, read_headers(report))
+        page = Page(html)
+        assert not {"script", "link", "img", "iframe", "object", "image", "use"} & set(page.tags)
+        assert not {"src", "href", "xlink:href", "srcset", "action"} & {name for name, _ in page.attributes}
+        assert "url(" not in html
+        assert "@import" not in html
+        assert "://" not in html
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda report: report.update(format_version=2), "format_version 2; this version reads 1"),
+        (lambda report: report.pop("plan"), "plan is missing"),
+        (lambda report: report.update(blocks="none"), "blocks is not a list"),
+        (lambda report: report["blocks"].append(3), r"blocks\[3\] is no object"),
+        (lambda report: report["blocks"][1]["linears"][0].update(relative_error="x"), r"blocks\[1\]\.linears\[0\]"),
+        (lambda report: report["blocks"][1]["linears"][0].update(relative_error=float("nan")), "finite number"),
+        (lambda report: report["structure"].update(total_bytes=-1), "structure.total_bytes"),
+        (lambda report: report["structure"].update(quantized=[1]), "structure.quantized is not an object"),
+        (lambda report: report["plan"]["layers"][0].update(shape=["a"]), "shape"),
+        (lambda report: report["quality"].update(tokens=True), "quality.tokens"),
+    ],
+)
+def test_damaged_reports_are_refused_by_place(damaged, change, said) -> None:
+    with pytest.raises(ToolkitError, match=said):
+        read_report(damaged(change))
+
+
+def test_no_report_and_no_json_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match="does not exist"):
+        read_report(tmp_path)
+    for content in (b"{", b"\xff\xfe", b"[]", b"[" * 100_000):
+        (tmp_path / REPORT).write_bytes(content)
+        with pytest.raises(ToolkitError, match=r"not valid JSON|not an object"):
+            read_report(tmp_path)
+
+
+def test_the_command_writes_the_page_and_spares_other_files(runs, tmp_path: Path, monkeypatch, capsys) -> None:
+    def report(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["compress", "report", str(runs["rtn"]), *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code or 0, "".join(capsys.readouterr())
+
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert report() == (0, "Wrote report.html\n")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    (tmp_path / "letter.txt").write_text("mine")
+    status, said = report("--out", "letter.txt")
+    assert status == 1
+    assert "is no page of this command" in said
+    assert (tmp_path / "letter.txt").read_text() == "mine"
+    with pytest.raises(ToolkitError, match="is a folder"):
+        write_page("", tmp_path)
+    with pytest.raises(ToolkitError, match="does not exist"):
+        write_page("", tmp_path / "nowhere" / "page.html")
