@@ -27,7 +27,7 @@ def compare(
     """
     from compress.reporting.compare_page import compare_page
     from compress.reporting.comparison import compare as compare_reports
-    from compress.reporting.run_report import read_report
+    from compress.reporting.read import read_report
     from compress.reporting.write import write_page
 
     comparison = compare_reports([read_report(path.expanduser()) for path in paths], by, measure)

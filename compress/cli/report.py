@@ -17,8 +17,8 @@ def report(
     It needs no script and loads nothing from elsewhere.
     """
     from compress.reporting.headers import read_headers
+    from compress.reporting.read import read_report
     from compress.reporting.report_page import report_page
-    from compress.reporting.run_report import read_report
     from compress.reporting.write import write_page
 
     found = read_report(path.expanduser())

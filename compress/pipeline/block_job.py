@@ -17,7 +17,12 @@ from compress.plan import Assignment
 
 @dataclass(frozen=True, slots=True)
 class LinearRecord:
-    """What happened to one linear: for the report."""
+    """What happened to one linear: for the report.
+
+    Attributes:
+        input_outlier: its largest input over the median of its channels' largest, before smoothing; None when nothing
+            was observed.
+    """
 
     module: str
     method: str
@@ -28,6 +33,7 @@ class LinearRecord:
     clipped: bool = False
     pruning: str = ""
     zeros: float = 0.0
+    input_outlier: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

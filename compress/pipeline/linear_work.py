@@ -156,6 +156,7 @@ class LinearWork:
             _relative_error(self.weight, values, self.importance),
             pruning=str(self.assignment.pruning or ""),
             zeros=float((values == 0).float().mean()) if self.assignment.pruning else 0.0,
+            input_outlier=_outlier(self.statistics),
             **self.details,
         )
         return _on_host(stored), record
@@ -172,6 +173,14 @@ def _relative_error(weight: Tensor, values: Tensor, importance: Tensor | None) -
     error = ((values - weight).square() * columns).sum()
     total = (weight.square() * columns).sum()
     return float(error / total) if float(total) else 0.0
+
+
+def _outlier(statistics: InputStatistics | None) -> float | None:
+    """How far the largest input stands out from the median channel's; None when that one was always zero."""
+    if statistics is None:
+        return None
+    typical = float(statistics.abs_max.median())
+    return float(statistics.abs_max.max()) / typical if typical else None
 
 
 def _on_host(stored: Stored) -> Stored:

@@ -70,7 +70,7 @@ def error_charts(report: RunReport) -> list[str]:
 
 def outlier_charts(report: RunReport) -> list[str]:
     """How far each layer's largest input stands out; empty where that was not recorded."""
-    subtitle = "largest input over the median channel's largest"
+    subtitle = "largest input over the median channel's largest, before smoothing"
     return _by_part(report, lambda linear: linear.input_outlier, "Activation outliers", subtitle)
 
 

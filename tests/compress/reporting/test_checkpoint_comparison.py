@@ -18,7 +18,8 @@ from compress.pipeline.run import run
 from compress.recipe import QuantizeStage, Recipe
 from compress.reporting.compare_page import compare_page
 from compress.reporting.comparison import compare, judged_by
-from compress.reporting.run_report import RunReport, read_report
+from compress.reporting.read import read_report
+from compress.reporting.run_report import RunReport
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 from compress.reporting.headers import read_headers
+from compress.reporting.read import read_report
 from compress.reporting.report_page import report_page
-from compress.reporting.run_report import read_report
 from compress.reporting.write import write_page
 
 HOSTILE = "<script>alert('x')</script>\"&\u202e"
