@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from compress.checkpoint.config import compression_block, dtype_name, read_confi
 from compress.checkpoint.demo import DEMO_SOURCE, demo_model_path
 from compress.checkpoint.errors import CheckpointError, DataError
 from compress.checkpoint.source import TensorFiles
-from compress.evaluate.domain import calibration_perplexity, off_domain
+from compress.evaluate.domain import Domain, compare_domains
 from compress.evaluate.overlap import overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, evaluate
 from compress.evaluate.scorers import BACKENDS, open_scorer
@@ -56,7 +56,7 @@ class EvaluationReport:
 
     Attributes:
         overlap: share of the evaluation text that the checkpoint was calibrated on; None where that is not known.
-        calibration_perplexity: of the baseline (of the model itself without one) on some of the calibration text.
+        domain: how well the baseline predicts the calibration text and this text; None where that is not known.
     """
 
     request: EvaluationRequest
@@ -65,7 +65,7 @@ class EvaluationReport:
     baseline: Path | None
     warnings: tuple[str, ...] = field(default=())
     overlap: float | None = None
-    calibration_perplexity: float | None = None
+    domain: Domain | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return self.result.to_dict() | {
@@ -77,7 +77,7 @@ class EvaluationReport:
             "backend": self.request.backend,
             "dtype": self.request.dtype,
             "calibration_overlap": self.overlap,
-            "calibration_perplexity": self.calibration_perplexity,
+            "bits_per_byte": asdict(self.domain) if self.domain else None,
             "warnings": list(self.warnings),
         }
 
@@ -108,9 +108,11 @@ def run_evaluation(
         for path in (request.model, baseline)
     )
     result = evaluate(model, windows, reference, on_progress)
-    known = calibration_perplexity(reference or model, seen)
-    warnings += overlap_warning(shared, seen, windows) + off_domain(known, result, seen, windows.source)
-    return EvaluationReport(request, result, windows, baseline, warnings, shared, known)
+    warnings += overlap_warning(shared, seen, windows)
+    domain = compare_domains(reference or model, seen, windows, result, tokenizer)
+    if domain and seen:
+        warnings += domain.warnings(seen.name, windows.source)
+    return EvaluationReport(request, result, windows, baseline, warnings, shared, domain)
 
 
 def recorded_source(config: dict[str, Any]) -> Path | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jinja2 import TemplateError
 
 from calibration.sequences import overlap, pack_sequences
 from calibration.sources import TextSource
+from calibration.tokenizer import load_tokenizer
+from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import DataError
 
 
@@ -53,6 +56,47 @@ def test_chats_go_through_the_template():
     assert packed.tokens[0].tolist() == [1, *letters("<user>hi")]
     with pytest.raises(DataError, match="no chat template"):
         pack_sequences(source_of(chat), letters, samples=1, length=4)
+
+
+class BeginsChats(LettersWithSpecials):
+    """Its template writes the beginning token itself, as many do."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1 if letter == "^" else ord(letter) for letter in text]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+        return "^" + super().apply_chat_template(messages, tokenize)
+
+
+def test_a_beginning_token_of_the_template_is_not_doubled():
+    chats = [[{"role": "user", "content": "hi"}]] * 2
+    packed = pack_sequences(source_of(*chats), BeginsChats(), samples=1, length=18)
+    assert packed.tokens[0].tolist() == 2 * [1, *letters("<user>hi")]
+
+
+def test_what_a_template_refuses_is_one_line():
+    class Refuses(LettersWithSpecials):
+        def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+            raise TemplateError("roles must alternate\nuser and assistant")
+
+    chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(DataError, match="refuses a chat with the roles user, user: roles must alternate user and"):
+        pack_sequences(source_of(chat), Refuses(), samples=1, length=4)
+
+
+def test_a_template_runs_in_a_sandbox():
+    tokenizer = load_tokenizer(demo_model_path())
+    tokenizer.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(DataError, match="refuses a chat"):
+        pack_sequences(source_of([{"role": "user", "content": "a"}]), tokenizer, samples=1, length=4)
+
+
+def test_chats_go_through_a_real_template():
+    tokenizer = load_tokenizer(demo_model_path())
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
+    packed = pack_sequences(source_of(*[chat] * 8), tokenizer, samples=1, length=64)
+    text = tokenizer.decode(packed.tokens[0])
+    assert tokenizer.apply_chat_template(chat, tokenize=False) in text
 
 
 def test_seed_decides_order_and_nothing_else_does():

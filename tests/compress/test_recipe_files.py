@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from calibration.parts import Part
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
@@ -82,6 +85,37 @@ def test_a_whole_recipe(tmp_path) -> None:
 def test_mistakes_are_named_with_file_line_and_key(text: str, problem: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(text, "r.yaml")
+    assert problem in str(caught.value)
+
+
+def test_a_mixture_of_calibration_texts() -> None:
+    head = "stages: [{quantize: {}}]\ncalibration:\n  samples: 8\n  source:"
+    listed = parse_recipe(
+        f"{head}\n    - {{source: bundled, weight: 0.5}}\n    - {{source: a.txt, weight: 1}}\n", "r.yaml"
+    )
+    assert listed.calibration.source == (Part("bundled", 0.5), Part("a.txt", 1.0))
+    named = parse_recipe(f"{head} bundled:0.5,a.txt:1\n", "r.yaml")
+    assert named.calibration.parts == listed.calibration.parts
+    assert json.loads(json.dumps(listed.to_dict()))["calibration"]["source"][1] == {"source": "a.txt", "weight": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("[{source: bundled, weight: 0}]", "r.yaml:2: the weight 0 of bundled is not a positive number"),
+        ("[{source: bundled, weight: much}]", "r.yaml:2: weight: 'much' is not"),
+        ("[{weight: 1}]", "r.yaml:2: a part of the calibration has no source"),
+        ("[{sorce: a}]", "r.yaml:2: unknown key 'sorce' in part of the calibration. Did you mean 'source'?"),
+        ("[{source: a}, {source: a}]", "r.yaml:2: a stands twice"),
+        ("[]", "r.yaml:2: the calibration mixture has no parts"),
+        ("{bundled: 1}", "r.yaml:2: source must be a list"),
+        ("'a:1,b'", "r.yaml:2: 'b' has no weight"),
+        ("[{source: a}, {source: b, weight: 1000}]", "r.yaml:2: a gets none of 64 calibration sequences"),
+    ],
+)
+def test_bad_mixtures_are_named_with_their_line(source: str, problem: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(f"stages: [{{quantize: {{}}}}]\ncalibration: {{source: {source}}}\n", "r.yaml")
     assert problem in str(caught.value)
 
 

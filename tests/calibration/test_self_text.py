@@ -1,0 +1,88 @@
+"""Text that a model writes: exactly as long as asked for, packed, the same for a seed, and drawn from the model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from calibration.self_text import sample_sequences
+from compress.checkpoint.errors import NumericsError
+
+VOCABULARY = 12
+
+
+class Chain:
+    """A model whose next token depends on the last one alone: it repeats it or adds one, with known odds."""
+
+    device = torch.device("cpu")
+    config = SimpleNamespace(vocab_size=VOCABULARY)
+
+    def __call__(self, tokens: Tensor, past_key_values: object, use_cache: bool) -> SimpleNamespace:
+        logits = torch.full((*tokens.shape, VOCABULARY), -torch.inf)
+        logits.scatter_(-1, tokens.unsqueeze(-1), 0.0)
+        logits.scatter_(-1, ((tokens + 1) % VOCABULARY).unsqueeze(-1), torch.log(torch.tensor(3.0)).item())
+        return SimpleNamespace(logits=logits.clamp(min=-1e9), past_key_values=past_key_values)
+
+
+def test_tokens_follow_the_model_at_temperature_1():
+    tokens = sample_sequences(Chain(), 40, 200, start=0)
+    assert tokens.shape == (40, 200)
+    assert (tokens[:, 0] == 0).all()
+    steps = tokens.diff() % VOCABULARY
+    assert set(steps.unique().tolist()) == {0, 1}
+    assert steps.float().mean().item() == pytest.approx(0.75, abs=0.02)
+
+
+def test_after_an_end_a_new_text_begins():
+    tokens = sample_sequences(Chain(), 8, 300, start=0, ends={5, 7})
+    assert not (tokens == 5).any()
+    assert tokens.max() == 4
+    assert (tokens == 0).sum() > 8 * 2
+
+
+def test_seed_decides_and_batches_are_not_alike():
+    first, again, other = (sample_sequences(Chain(), 6, 50, start=0, seed=seed, batch=2) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert len({tuple(row) for row in first.tolist()}) == 6
+
+
+def test_without_a_start_token_the_first_is_any():
+    tokens = sample_sequences(Chain(), 100, 2, start=None)
+    assert set(tokens[:, 0].tolist()) == set(range(VOCABULARY))
+
+
+def test_progress_goes_up_to_all_tokens():
+    seen = []
+    sample_sequences(Chain(), 5, 4, start=0, batch=2, on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1] == (20, 20)
+
+
+def test_a_broken_model_is_refused():
+    class Broken(Chain):
+        def __call__(self, tokens: Tensor, past_key_values: object, use_cache: bool) -> SimpleNamespace:
+            return SimpleNamespace(logits=torch.full((*tokens.shape, VOCABULARY), torch.nan), past_key_values=None)
+
+    with pytest.raises(NumericsError, match="NaN or infinite"):
+        sample_sequences(Broken(), 1, 4, start=0)
+
+
+def test_a_cache_gives_what_a_model_without_one_would():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).double().eval()
+
+    class Forgetful:
+        device, config = torch.device("cpu"), model.config
+        seen = torch.empty(3, 0, dtype=torch.int64)
+
+        def __call__(self, tokens: Tensor, past_key_values: object, use_cache: bool) -> SimpleNamespace:
+            self.seen = torch.cat([self.seen, tokens], dim=1)
+            return SimpleNamespace(logits=model(self.seen, use_cache=False).logits, past_key_values=None)
+
+    assert torch.equal(sample_sequences(model, 3, 20, start=1), sample_sequences(Forgetful(), 3, 20, start=1))
