@@ -57,7 +57,7 @@ def divergence_chart(report: RunReport) -> str:
         Bar("mean over positions", f"{quality.kl_mean:.4f}{error}", ((quality.kl_mean, 0),)),
         Bar("99.9 % of positions are below", f"{quality.kl_p999:.4f}", ((quality.kl_p999, 0),)),
     ]
-    subtitle = "KL(dense || this), in nats; 0 is no change at all"
+    subtitle = "KL(dense || this), in nats, ± standard error over windows; 0 is no change"
     return figure("Divergence from the dense model", subtitle, bars("Divergence from the dense model", rows))
 
 
@@ -83,8 +83,9 @@ def output_error_chart(report: RunReport) -> str:
     ]
     if not marks:
         return ""
-    drawing = lines("Output error over depth", [Series("block", tuple(marks))], len(report.blocks))
-    return figure("Error of block outputs", "squared, over the square of what the block adds", drawing)
+    up = Axis.spanning([mark.y for mark in marks], BOTTOM, TOP)
+    drawing = lines("Output error over depth", [Series("block", tuple(marks))], len(report.blocks), up)
+    return figure("Error of block outputs", _scaled("squared, over the square of what the block adds", up), drawing)
 
 
 def bits_chart(report: RunReport, headers: Headers) -> str:
@@ -151,16 +152,19 @@ def _by_part(report: RunReport, value: Value, title: str, subtitle: str) -> list
     if not values:
         return []
     up = Axis.spanning(values, BOTTOM, TOP)
-    scale = f"{subtitle}; logarithmic scale" if up.is_log else subtitle
     return [
         figure(
             f"{title}: {part}" if part else title,
-            scale,
+            _scaled(subtitle, up),
             lines(f"{title} over depth: {part}", each, len(report.blocks), up),
             list(enumerate(one.name for one in each)),
         )
         for part, each in series.items()
     ]
+
+
+def _scaled(subtitle: str, up: Axis) -> str:
+    return f"{subtitle}; logarithmic scale" if up.is_log else subtitle
 
 
 def _kind_marks(report: RunReport, kind: str, value: Value) -> Iterable[Mark]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from compress.reporting import charts
+from compress.reporting import charts, provenance
 from compress.reporting.axis import short
 from compress.reporting.headers import Headers
 from compress.reporting.html import bullets, facts, page, paragraph, section, table, tag, text
@@ -30,9 +28,9 @@ def report_page(report: RunReport, headers: Headers) -> str:
         section("Bits", charts.bits_chart(report, headers) or paragraph(_no_bits(headers)), _plan_table(report)),
         _smoothing(report),
         _outliers(report),
-        _exceptions(report),
-        _verification(report),
-        _made(report),
+        provenance.exceptions(report),
+        provenance.verification(report),
+        provenance.made(report),
         tag("footer", text(f"Written from {report.path.name}. Rest the pointer on a mark to read its value.")),
     )
 
@@ -51,7 +49,7 @@ def _tiles(report: RunReport) -> str:
     if quality is None:
         return tag("div", *tiles, _tile("-", "perplexity and KL were not measured"), class_="tiles")
     before = quality.baseline_perplexity
-    beside = f"perplexity, {change(before, quality.perplexity)} of {before:.2f}" if before else "perplexity"
+    beside = f"perplexity, {change(before, quality.perplexity)}; dense {before:.2f}" if before else "perplexity"
     tiles.append(_tile(f"{quality.perplexity:.2f}", beside))
     if quality.kl_mean is not None:
         tiles.append(_tile(f"{quality.kl_mean:.4f}", "mean KL to the dense model, in nats"))
@@ -143,73 +141,18 @@ def _smoothing(report: RunReport) -> str:
     return section(
         "Smoothing",
         _grid(drawn),
-        paragraph(f"{used} of {len(edges)} smoothed; the others stayed as they were because nothing was better."),
+        paragraph(f"{used} of {len(edges)} smoothed{_rest(len(edges) - used)}"),
     )
+
+
+def _rest(count: int) -> str:
+    return f"; the other {count} stayed as they were because nothing was better." if count else "."
 
 
 def _outliers(report: RunReport) -> str:
     drawn = charts.outlier_charts(report)
     body = _grid(drawn) if drawn else paragraph("Activation outliers were not recorded in this run.")
     return section("Outliers", body)
-
-
-def _exceptions(report: RunReport) -> str:
-    fallbacks = [(linear.module, linear.recovery) for linear in report.linears if linear.recovery]
-    dense = [(kind.tensor, kind.count, size(kind.bytes_after), kind.reason) for kind in report.kinds if kind.reason]
-    parts = [table(("layer", "fallback"), fallbacks) if fallbacks else paragraph("No fallback was needed.")]
-    parts.append(bullets(report.notes) if report.notes else "")
-    parts.append(table(("kept dense", "count", "size", "why"), dense, (1, 2)) if dense else "")
-    return section("Exceptions and notes", *parts)
-
-
-def _verification(report: RunReport) -> str:
-    found = report.verification
-    verdict = tag("span", text("sound" if found.ok else "not sound"), class_="good" if found.ok else "bad")
-    schemes: dict[str, int] = {}
-    for scheme in found.schemes.values():
-        schemes[scheme] = schemes.get(scheme, 0) + 1
-    rows = [
-        ("format", found.format),
-        ("compared bit for bit", f"{found.bit_compared} layers, with the codes chosen"),
-        ("packed layers", ", ".join(f"{count} as {name}" for name, count in sorted(schemes.items())) or "none"),
-        ("parameters", f"{found.num_parameters:,}, of which {found.num_packed:,} are packed"),
-    ]
-    said = f"Re-read from the disk when it was finished. To check it again: compress verify {report.folder}"
-    return section(
-        "Verification",
-        tag("p", verdict),
-        facts(rows),
-        bullets([*found.problems, *found.notes]) if found.problems or found.notes else "",
-        paragraph(said, class_="soft"),
-    )
-
-
-def _made(report: RunReport) -> str:
-    rows = [
-        ("source", report.source),
-        ("seed", report.seed),
-        ("tool", report.tool),
-        ("seconds", f"{report.seconds:.1f}"),
-    ]
-    rows += [("calibration", _calibration(report.calibration))]
-    rows += list(_plain(report.environment))
-    recipe = json.dumps(report.recipe, indent=2, ensure_ascii=False)
-    shown = tag("details", tag("summary", "Recipe"), tag("pre", text(recipe)))
-    warnings = report.calibration.get("warnings")
-    listed = bullets(f"calibration: {line}" for line in warnings) if isinstance(warnings, list) and warnings else ""
-    return section("How it was made", facts(rows), listed, shown)
-
-
-def _calibration(fields: Mapping[str, Any]) -> str:
-    if not fields:
-        return "none: the method needs no data"
-    amount = f"{fields.get('sequences', '?')} sequences of {fields.get('length', '?')} tokens"
-    digest = str(fields.get("token_sha256", ""))[:12]
-    return f"{fields.get('source', '?')}: {amount}; {fields.get('description', '')}; token sha256 {digest}"
-
-
-def _plain(fields: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
-    return ((str(key), value) for key, value in fields.items())
 
 
 def _grid(drawn: Iterable[str]) -> str:

@@ -60,18 +60,17 @@ def color_class(index: int) -> str:
     return f"s{index % NUM_COLORS + 1}" + (" dashed" if index >= NUM_COLORS else "")
 
 
-def lines(label: str, series: Sequence[Series], num_blocks: int, up: Axis | None = None) -> str:
+def lines(label: str, series: Sequence[Series], num_blocks: int, up: Axis) -> str:
     """Lines over the index of the block."""
-    values = [mark.y for each in series for mark in each.marks]
-    up = up or Axis.spanning(values, BOTTOM, TOP)
     across = Axis(-0.5, num_blocks - 0.5, LEFT, RIGHT) if num_blocks < 12 else Axis(0, num_blocks - 1, LEFT + 6, RIGHT)
     parts = [*_rules(up), *_across([(across.place(index), str(index)) for index in block_ticks(num_blocks)], "block")]
-    radius = 3.5 if num_blocks <= 24 else 2.2
+    # Where marks stand close together, they are only there for the pointer.
+    kind, radius = ("line", 3.5) if num_blocks <= 24 else ("line many", 5)
     for color, each in enumerate(series):
         places = [(across.place(mark.x), up.place(mark.y)) for mark in each.marks]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         dots = (_dot(x, y, radius, mark.title) for (x, y), mark in zip(places, each.marks, strict=True))
-        parts.append(tag("g", f'<polyline points="{path}"/>', *dots, class_=f"line {color_class(color)}"))
+        parts.append(tag("g", f'<polyline points="{path}"/>', *dots, class_=f"{kind} {color_class(color)}"))
     return drawing(label, HEIGHT, parts)
 
 
