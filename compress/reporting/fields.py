@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 from compress.checkpoint.errors import CheckpointError
 
+# No figure of a run is larger; what is smaller than its inverse counts as 0. Ratios of both stay finite.
+_LARGEST = 1e30
 _WHOLE = "whole numbers of at least 0"
 
 
@@ -50,11 +52,11 @@ class Fields:
         return value if isinstance(value, str) else self.refuse(key, "is not text")
 
     def number(self, key: str) -> float:
-        """A finite number."""
+        """A finite number, of at most 1e30."""
         value = self._take(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
             self.refuse(key, "is not a finite number")
-        return float(value)
+        return float(value) if abs(value) >= 1 / _LARGEST else 0.0
 
     def optional_number(self, key: str) -> float | None:
         return self.number(key) if key in self else None

@@ -13,6 +13,8 @@ from compress.checkpoint.source import TensorFiles
 from compress.reporting.run_report import RunReport
 from compress.targets import without_indices
 
+# Some configs say "no limit" by a number past every real size.
+_UNLIMITED = 2**31
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 # Biases, and the shapes that are written beside packed weights for loaders.
 _NO_WEIGHT = ("bias", "weight_shape")
@@ -24,7 +26,7 @@ class KeyValues:
 
     Attributes:
         token_bytes: `2 * layers * kv_heads * head_dim * item size`.
-        max_tokens: longest sequence the model was made for.
+        max_tokens: longest sequence the model was made for; 2,048 where the config names none.
     """
 
     layers: int
@@ -88,7 +90,7 @@ def _key_values(config: Mapping[str, Any]) -> KeyValues | None:
 def _size(config: Mapping[str, Any], key: str) -> int:
     """A positive whole number of the config; 0 when it is missing or something else."""
     value = config.get(key)
-    return value if type(value) is int and value > 0 else 0
+    return value if type(value) is int and 0 < value < _UNLIMITED else 0
 
 
 def _layer_bits(report: RunReport) -> dict[str, float]:

@@ -187,6 +187,7 @@ def test_a_page_loads_nothing(runs) -> None:
         (lambda report: report["blocks"].append(3), r"blocks\[3\] is no object"),
         (lambda report: report["blocks"][1]["linears"][0].update(relative_error="x"), r"blocks\[1\]\.linears\[0\]"),
         (lambda report: report["blocks"][1]["linears"][0].update(relative_error=float("nan")), "finite number"),
+        (lambda report: report["blocks"][1]["linears"][0].update(relative_error=1e300), "finite number"),
         (lambda report: report["structure"].update(total_bytes=-1), "structure.total_bytes"),
         (lambda report: report["structure"].update(quantized=[1]), "structure.quantized is not an object"),
         (lambda report: report["plan"]["layers"][0].update(shape=["a"]), "shape"),
@@ -196,6 +197,17 @@ def test_a_page_loads_nothing(runs) -> None:
 def test_damaged_reports_are_refused_by_place(damaged, change, said) -> None:
     with pytest.raises(ToolkitError, match=said):
         read_report(damaged(change))
+
+
+def test_extreme_figures_are_drawn(damaged) -> None:
+    def stretch(report) -> None:
+        first, second = (block["linears"][0] for block in report["blocks"][:2])
+        first["relative_error"], second["relative_error"] = 1e30, 1e-30
+        report["blocks"][0]["smoothing"][0] |= {"loss_before": 5e-324, "loss_after": 1e30}
+        report["blocks"][1]["relative_error"] = None
+        report["plan"]["bytes_before"] = 0
+
+    assert page_of(damaged(stretch)).tags.count("svg") >= 8
 
 
 def test_no_report_and_no_json_are_refused(tmp_path: Path) -> None:

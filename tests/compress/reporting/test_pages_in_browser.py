@@ -1,0 +1,54 @@
+"""The pages as a browser shows them: they fit a phone, follow the theme, and ask nobody for anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from browser import browser
+
+from compress.checkpoint.scheme import Scheme
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.reporting.compare_page import compare_page
+from compress.reporting.comparison import compare
+from compress.reporting.headers import read_headers
+from compress.reporting.read import read_report
+from compress.reporting.report_page import report_page
+
+WIDTHS = (360, 1280)
+
+
+@pytest.fixture(scope="module")
+def pages(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A report and a comparison of two runs, as files."""
+    folder = tmp_path_factory.mktemp("pages")
+    reports = []
+    for method in ("rtn", "awq"):
+        recipe = Recipe((QuantizeStage(method, Scheme(4, 64)),), CalibrationOptions(samples=4, length=32))
+        name = f"{method}-{'a-long-name-' * 6}"
+        run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, folder / name)), quiet=True)
+        reports.append(read_report(folder / name))
+    (folder / "report.html").write_text(report_page(reports[1], read_headers(reports[1])))
+    (folder / "compare.html").write_text(compare_page(compare(reports)))
+    return [folder / "report.html", folder / "compare.html"]
+
+
+def test_pages_fit_follow_the_theme_and_ask_nobody(pages: list[Path]) -> None:
+    asked: list[str] = []
+    grounds: dict[str, set[str]] = {"light": set(), "dark": set()}
+    with browser() as chromium:
+        for scheme, seen in grounds.items():
+            for width in WIDTHS:
+                view = chromium.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+                view.on("request", lambda request: asked.append(request.url))
+                for path in pages:
+                    view.goto(path.as_uri())
+                    assert view.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+                    assert view.evaluate("document.querySelector('svg').getBoundingClientRect().height") > 60
+                    seen.add(view.evaluate("getComputedStyle(document.body).backgroundColor"))
+                view.close()
+    assert set(asked) == {path.as_uri() for path in pages}
+    assert all(len(seen) == 1 for seen in grounds.values())
+    assert grounds["light"] != grounds["dark"]
