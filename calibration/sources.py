@@ -72,6 +72,8 @@ def _open(spec: str) -> tuple[Iterator[Document], str]:
         return _pydoc(), f"pydoc_data.topics of Python {platform.python_version()}"
     if spec == SELF:
         raise DataError("text from the model itself can calibrate but not measure", "Use " + " or ".join(NAMED_SOURCES))
+    if spec.partition(":")[0] in (*NAMED_SOURCES, SELF) and not path.exists():
+        raise DataError(f"{spec} is one text alone, which takes no weight", f"Write {spec.partition(':')[0]}")
     if not spec:
         raise DataError("no text was named", "Give a file, or one of: " + ", ".join(NAMED_SOURCES))
     if path.exists():

@@ -27,13 +27,17 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from calibration.mixture import pack_parts
+from calibration.parts import parse_parts
 from calibration.sources import load_texts
 from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.scheme import Scheme
+from compress.evaluate.overlap import overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, score_positions
 from compress.evaluate.scorers import BACKENDS, Scorer, open_scorer
+from compress.evaluate.seen import SeenText
 from compress.evaluate.windows import Windows, cut_windows
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, QuantizeStage
 
@@ -68,8 +72,12 @@ def run_trials(options: argparse.Namespace, console: Console, work: Path) -> Ite
         cut_windows(load_texts(name), tokenizer, length=options.length, max_tokens=options.tokens)
         for name in ("pydoc", *options.data)
     ]
+    parts = parse_parts(options.calibration)
+    seen = SeenText.of(pack_parts(parts, tokenizer, samples=options.samples, length=options.length))
     for windows in texts:
         console.print(f"{windows.source}: {windows.num_predicted:,} predicted tokens; {windows.protocol}")
+        for warning in overlap_warning(shared_spans(seen, windows), seen, windows):
+            console.print(f"warning: {warning}", style="bold red")
     dense = RememberedScorer(open_scorer(options.model, options.backend, device=options.device, dtype="float32"), work)
     for setting in options.settings:
         for method in options.methods:

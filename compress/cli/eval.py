@@ -28,7 +28,7 @@ def evaluate(
         str,
         typer.Option(
             metavar="NAME|PATH",
-            help="Text: pydoc (inside every Python), bundled, a .txt/.jsonl file, or a datasets name.",
+            help="Text: pydoc (inside every Python), bundled, a .txt, .jsonl or .parquet file, or a datasets name.",
         ),
     ] = "pydoc",
     baseline: Annotated[

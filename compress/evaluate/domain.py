@@ -14,7 +14,7 @@ from compress.evaluate.seen import SeenText
 from compress.evaluate.windows import Windows
 
 MAX_RATIO = 2.5
-"""Ordinary texts of different kinds differ by less than twice, gibberish or a foreign script by three times and more."""
+"""Ordinary texts of different kinds differ by less than twice, gibberish or a foreign script by three times or more."""
 
 _TOKENS = 4096
 

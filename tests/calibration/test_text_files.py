@@ -94,7 +94,10 @@ def test_a_text_that_is_null_is_refused_with_its_row(tmp_path: Path):
         load_texts(str(path))
 
 
-@pytest.mark.parametrize(("spec", "problem"), [("self", "cannot"), ("", "no text was named"), ("a.parquet", "exist")])
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [("self", "cannot"), ("", "no text was named"), ("a.parquet", "exist"), ("bundled:2", "no weight")],
+)
 def test_names_that_are_no_text(spec: str, problem: str):
     with pytest.raises(DataError, match=problem.replace("cannot", "can calibrate but not measure")) as caught:
         load_texts(spec)
