@@ -25,7 +25,7 @@ def report_page(report: RunReport, headers: Headers) -> str:
         _sizes(report, headers),
         _quality(report),
         _errors(report),
-        section("Bits", charts.bits_chart(report, headers) or paragraph(_no_bits(headers)), _plan_table(report)),
+        _bits(report, headers),
         _smoothing(report),
         _outliers(report),
         provenance.exceptions(report),
@@ -111,6 +111,15 @@ def _errors(report: RunReport) -> str:
 
 def _work(method: str, pruning: str) -> str:
     return " + ".join(each for each in (pruning, method if method != "none" else "") if each) or "-"
+
+
+def _bits(report: RunReport, headers: Headers) -> str:
+    zeros = [linear.zeros for linear in report.linears if linear.pruning]
+    pruned = (
+        f"Pruning made {percent(sum(zeros) / len(zeros))} of the weights of {len(zeros)} layers zero." if zeros else ""
+    )
+    drawn = charts.bits_chart(report, headers) or paragraph(_no_bits(headers))
+    return section("Bits", drawn, paragraph(pruned) if pruned else "", _plan_table(report))
 
 
 def _no_bits(headers: Headers) -> str:

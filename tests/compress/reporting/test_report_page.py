@@ -15,7 +15,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.cli import main
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
 from compress.reporting.headers import read_headers
 from compress.reporting.read import read_report
 from compress.reporting.report_page import report_page
@@ -137,6 +137,16 @@ def test_missing_sections_are_said(runs) -> None:
     assert "Block outputs were not computed" in shown
     assert "outliers were not recorded" in shown
     assert "none: the method needs no data" in shown
+
+
+def test_unstructured_pruning_packs_nothing_and_says_so(tiny_model, tmp_path: Path) -> None:
+    recipe = Recipe((PruneStage("magnitude", None, 0.5),))
+    run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, tmp_path / "out", measure=False)), quiet=True)
+    shown = page_of(tmp_path / "out").text
+    linears = len(read_report(tmp_path / "out").linears)
+    assert f"Pruning made 50.0 % of the weights of {linears} layers zero" in shown
+    assert "q_proj, block 0: 16.000 bits" in shown
+    assert "packed layers none" in shown
 
 
 def test_a_report_without_its_checkpoint_still_has_a_page(runs, tmp_path: Path) -> None:
