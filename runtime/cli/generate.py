@@ -5,30 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compress.checkpoint.errors import RequestError, ToolkitError
-from runtime.cli.options import (
-    ContextOption,
-    Device,
-    DeviceOption,
-    DraftMode,
-    DraftModeOption,
-    DraftTokensOption,
-    Dtype,
-    DtypeOption,
-    Kernels,
-    KernelsOption,
-    ModelArgument,
-    SeedOption,
-    SinksOption,
-    SpeculateOption,
-    WindowOption,
-    resolve_model,
-)
+from compress.checkpoint.option_groups import with_groups
+from runtime.cli.option_groups import ComputeOptions, ContextOptions, DraftOptions, TruncationOptions, runtime_config
+from runtime.cli.options import ModelArgument, SeedOption, resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +23,9 @@ if TYPE_CHECKING:
     from runtime.types import Delta, Grammar, SamplingParams
 
 
+@with_groups
 def generate(
+    *,
     model: ModelArgument = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Text to continue; without it standard input is read.")
@@ -45,9 +33,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a user's message of a chat.")] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens of this joint probability.")] = 1,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Keep this many tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this times the best.")] = 0,
+    truncation: TruncationOptions,
     repetition_penalty: Annotated[
         float, typer.Option("--repetition-penalty", help="Divides the logits of tokens in prompt or text; 1 is off.")
     ] = 1,
@@ -66,15 +52,9 @@ def generate(
         str | None, typer.Option("--regex", help="The text must be matched by this regular expression, all of it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
-    device: DeviceOption = Device.AUTO,
-    dtype: DtypeOption = Dtype.AUTO,
-    kernels: KernelsOption = Kernels.AUTO,
-    max_model_len: ContextOption = None,
-    attention_sinks: SinksOption = 0,
-    attention_window: WindowOption = None,
-    speculate: SpeculateOption = "",
-    draft_tokens: DraftTokensOption = 4,
-    draft_mode: DraftModeOption = DraftMode.MATCH,
+    compute: ComputeOptions,
+    context: ContextOptions,
+    drafts: DraftOptions,
 ) -> None:
     """Continue a prompt with a packed or dense checkpoint.
 
@@ -87,11 +67,9 @@ def generate(
     sampling = SamplingParams(
         max_tokens,
         temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        tuple(stop or ()),
+        **asdict(truncation),
+        seed=seed,
+        stop=tuple(stop or ()),
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
@@ -101,20 +79,9 @@ def generate(
     if not text:
         raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")
     print(f"model: {name}", file=sys.stderr)
-    from runtime.config import RuntimeConfig
     from runtime.llm import load_engine
 
-    config = RuntimeConfig(
-        device.value,
-        dtype.value,
-        kernels.value,
-        max_model_len=max_model_len,
-        attention_sinks=attention_sinks,
-        attention_window=attention_window,
-        speculate=speculate,
-        num_draft_tokens=draft_tokens,
-        draft_mode=draft_mode.value,
-    )
+    config = runtime_config(compute, context, drafts)
     engine, tokenizer = load_engine(path, config)
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     write(steps(engine, token_ids, sampling), as_json, path.name)

@@ -64,6 +64,9 @@ KernelsOption = Annotated[
     Kernels, typer.Option("--kernels", help="auto: the fastest that fit; reference: plain torch, the oracle.")
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Makes sampling reproducible.")]
+TopPOption = Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens of this joint probability.")]
+TopKOption = Annotated[int, typer.Option("--top-k", min=0, help="Keep this many tokens; 0 keeps all.")]
+MinPOption = Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this times the best.")]
 ContextOption = Annotated[
     int | None,
     typer.Option("--max-model-len", min=2, help="Longest prompt plus output in tokens; default: the model's context."),
@@ -80,6 +83,7 @@ HostMemoryOption = Annotated[
         help="Host memory for prefixes that the KV cache has no room for, e.g. 4GiB; 0 is off.",
     ),
 ]
+SequencesOption = Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")]
 SpeculateOption = Annotated[
     str,
     typer.Option(
