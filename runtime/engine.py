@@ -157,7 +157,7 @@ class Engine:
         now, seed = self._clock(), self._seed(sampling)
         first = Request(request_id, tuple(prompt_token_ids), sampling, seed, now, options)
         forks = [_fork_request(first, index) for index in range(1, sampling.n)]
-        if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or request_id in self._live:
+        if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or self._is_reserved(request_id):
             raise RequestError(f"request id {request_id!r} is in use", "choose another id, or none")
         live = _Live(request_id, forks, first.deadline)
         self._live[request_id] = live
@@ -250,6 +250,11 @@ class Engine:
         live.answers[sequence.id] = answer
         self._by_sequence[sequence.id] = live
         self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)
+
+    def _is_reserved(self, request_id: str) -> bool:
+        """Whether it names a live request, or an answer of one that has not begun."""
+        parent = self._live.get(request_id.rpartition("/")[0])
+        return request_id in self._live or (parent is not None and request_id in [r.id for r in parent.forks])
 
     def _note_prompts(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         """Keeps what was found out about prompts, and ends the requests that want nothing else."""

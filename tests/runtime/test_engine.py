@@ -283,6 +283,16 @@ def test_an_id_is_used_once_at_a_time() -> None:
     engine.add_request([1], SamplingParams(max_tokens=1), "a")
 
 
+def test_ids_of_answers_that_have_not_begun_are_in_use_too() -> None:
+    engine, prompt = make_engine(), [1, 2, 3]
+    engine.add_request(prompt, SamplingParams(max_tokens=4, n=3, seed=0), "a")
+    with pytest.raises(RequestError, match="'a/1' is in use"):
+        engine.add_request(prompt, SamplingParams(max_tokens=4, seed=0), "a/1")
+    engine.add_request(prompt, SamplingParams(max_tokens=4, seed=0), "a/b")
+    ends = [(d.request_id, d.index) for deltas in run(engine).values() for d in deltas if d.finish_reason]
+    assert sorted(ends) == [("a", 0), ("a", 1), ("a", 2), ("a/b", 0)]
+
+
 def test_a_row_that_is_not_finite_fails_alone_and_poisons_nobody() -> None:
     engine = make_engine()
     engine.runner.broken_ids.add("bad")
