@@ -6,9 +6,10 @@ from collections.abc import Sequence as TokenIds
 from collections.abc import Set
 from typing import Protocol
 
+from runtime.step import SampledToken
 from runtime.text.grammar import Vocabulary
 from runtime.text.stop import StopMatcher
-from runtime.types import Delta, FinishReason, SampledToken, Sequence, TokenLogprobs
+from runtime.types import Delta, FinishReason, Sequence, TokenLogprobs
 
 GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
 """The one error of an answer that is the fault of who asked for it."""

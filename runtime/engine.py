@@ -16,22 +16,12 @@ from runtime.chaos import Chaos
 from runtime.config import RuntimeConfig
 from runtime.metrics import Metrics, RequestTimes
 from runtime.prompt_results import PromptResults
+from runtime.sampling_params import MAX_SEED, SamplingParams
 from runtime.scheduler import Scheduler
 from runtime.speculative.speculator import Speculator
+from runtime.step import Runner, SampledToken, StepOutput, StepPlan
 from runtime.text.grammar import GrammarCompiler
-from runtime.types import (
-    MAX_SEED,
-    Delta,
-    FinishReason,
-    Request,
-    RequestOptions,
-    Runner,
-    SampledToken,
-    SamplingParams,
-    Sequence,
-    StepOutput,
-    StepPlan,
-)
+from runtime.types import Delta, FinishReason, Request, RequestOptions, Sequence
 
 logger = logging.getLogger("runtime.engine")
 

@@ -16,7 +16,8 @@ from uuid import uuid4
 from compress.checkpoint.errors import RequestError
 from runtime.engine import NO_OPTIONS, Engine
 from runtime.messages import Abort, Add, Inbox, Lost, Stop, post
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.sampling_params import SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 logger = logging.getLogger("runtime.engine")
 

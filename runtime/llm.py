@@ -9,8 +9,9 @@ from pathlib import Path
 from compress.checkpoint.errors import RequestError, ToolkitError
 from runtime.config import RuntimeConfig
 from runtime.engine import NO_OPTIONS, Engine
+from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from runtime.types import Delta, FinishReason, RequestOptions, TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass
 
 from compress.checkpoint.errors import RequestError
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.sampling_params import SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from runtime.model.pages import KVPages
 from runtime.prompt_rows import hidden_sums, prompt_logprobs
 from runtime.reach import Reach
 from runtime.sampler.sampler import sample_tokens
-from runtime.types import SampledToken, ScheduledSequence, StepOutput, StepPlan
+from runtime.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.verification import verify_by_match
 
 RowSampler = Callable[[Sequence[ScheduledSequence], Tensor], dict[str, list[SampledToken]]]
@@ -29,7 +29,7 @@ RowSampler = Callable[[Sequence[ScheduledSequence], Tensor], dict[str, list[Samp
 
 
 class ModelRunner:
-    """Implements `runtime.types.Runner`. Calls must come one at a time, from any one thread.
+    """Implements `runtime.step.Runner`. Calls must come one at a time, from any one thread.
 
     Args:
         memory: sizes of the pool and of the longest sequence, as `plan_memory` decides them.

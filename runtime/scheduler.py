@@ -31,7 +31,8 @@ from runtime.block_table import plan_table
 from runtime.blocks import BlockPool, extend_hashes, root_hash
 from runtime.config import RuntimeConfig
 from runtime.reach import ALL, RELEASED, Reach, held_blocks
-from runtime.types import BlockCopy, BlockRestore, Request, ScheduledSequence, Sequence, Status, StepPlan
+from runtime.step import BlockCopy, BlockRestore, ScheduledSequence, StepPlan
+from runtime.types import Request, Sequence, Status
 
 PRIORITY_PLACES = 64
 """A request is overtaken by at most so many later ones per unit of priority that they are ahead: nobody starves."""

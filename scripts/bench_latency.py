@@ -27,7 +27,7 @@ from compress.checkpoint.demo import demo_model_path
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.llm import load_engine
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 DECODING = 8
 """Sequences that decode while long prompts arrive."""

@@ -28,8 +28,9 @@ from compress.checkpoint.demo import demo_model_path
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.llm import load_engine
+from runtime.sampling_params import SamplingParams
 from runtime.speculative.speculator import Speculator
-from runtime.types import SamplingParams, StepPlan
+from runtime.step import StepPlan
 
 DRAFTERS = ("demo", "ngram", "self:2bit", "self:3bit", "self:skip=1", "self:skip")
 TEMPERATURES = (0.0, 0.8)

@@ -16,7 +16,7 @@ from compress.checkpoint.errors import RequestError, ToolkitError
 from compress.checkpoint.option_groups import with_groups
 from runtime.cli.option_groups import ComputeOptions, ContextOptions, DraftOptions, TruncationOptions, runtime_config
 from runtime.cli.options import ModelArgument, SeedOption, resolve_model
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from runtime.chat.session import Session

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from runtime.engine import Engine
-    from runtime.types import Delta, Grammar, SamplingParams
+    from runtime.sampling_params import Grammar, SamplingParams
+    from runtime.types import Delta
 
 
 @with_groups
@@ -60,7 +61,7 @@ def generate(
 
     Text goes to standard output, everything else to standard error.
     """
-    from runtime.types import SamplingParams
+    from runtime.sampling_params import SamplingParams
 
     path, name = resolve_model(model)
     grammar = choose_grammar(json_schema, regex)
@@ -89,7 +90,7 @@ def generate(
 
 def choose_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
     """What the text must look like. Raises RequestError when both are given, or the file cannot be read."""
-    from runtime.types import Grammar, GrammarKind
+    from runtime.sampling_params import Grammar, GrammarKind
 
     if json_schema is not None and regex is not None:
         raise RequestError("--json-schema and --regex exclude each other", "Give one of them")

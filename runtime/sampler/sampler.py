@@ -12,7 +12,8 @@ from runtime.sampler.adjust import adjust_logits
 from runtime.sampler.logprobs import token_logprobs
 from runtime.sampler.noise import gumbel_noise
 from runtime.sampler.truncation import candidates
-from runtime.types import SampledToken, TokenLogprobs
+from runtime.step import SampledToken
+from runtime.types import TokenLogprobs
 
 MIN_TEMPERATURE = 1e-20
 """Lower ones are as good as this: logits over it are further apart than noise reaches, and still finite."""

@@ -13,12 +13,13 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
+from runtime.sampling_params import SamplingParams
 from runtime.server.generation import Job
 from runtime.server.protocol import Prompt, check_prompt, separate_prompts
 from runtime.server.service import Service
 from runtime.server.streaming import respond_at_once
 from runtime.server.strict import Strict
-from runtime.types import Delta, RequestOptions, SamplingParams
+from runtime.types import Delta, RequestOptions
 
 logger = logging.getLogger("runtime.server")
 

@@ -11,9 +11,10 @@ from typing import Protocol
 
 from runtime.answer import GRAMMAR_TOO_COMPLEX
 from runtime.engine_thread import Health
+from runtime.sampling_params import SamplingParams
 from runtime.server.errors import ApiError
 from runtime.server.limits import Limits
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 logger = logging.getLogger("runtime.server")
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from runtime.sampling_params import MAX_ANSWERS, MAX_SEED, MAX_TOP_K, Grammar
 from runtime.server.messages import Message
 from runtime.server.steering import TOKEN_IDS, SteeringFields, TokenId
 from runtime.server.strict import Strict
 from runtime.server.structured import ResponseFormat, StructuredFields
 from runtime.server.tool_fields import ToolFields
-from runtime.types import MAX_ANSWERS, MAX_SEED, MAX_TOP_K, Grammar
 
 MAX_STOP_STRINGS = 16
 

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runtime.sampling_params import SamplingParams
 from runtime.server.errors import ApiError
 from runtime.server.generation import Engine, Generations, Job
 from runtime.server.limits import Limits
 from runtime.server.logprobs import TokenBytes
 from runtime.server.protocol import GenerationRequest
 from runtime.server.streaming import Answer, Shape, respond
-from runtime.types import RequestOptions, SamplingParams
+from runtime.types import RequestOptions
 
 logger = logging.getLogger("runtime.server")
 

@@ -9,9 +9,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from compress.checkpoint.errors import RequestError
+from runtime.sampling_params import Grammar, GrammarKind
 from runtime.text.deep_stack import call_on_deep_stack
 from runtime.text.token_constraint import TokenConstraint, is_empty
-from runtime.types import Grammar, GrammarKind
 
 NAMES = {
     GrammarKind.JSON_OBJECT: "JSON grammar",

@@ -9,8 +9,9 @@ from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import RequestError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
+from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 
 def make_engine(runner: FakeRunner | None = None, tokenizer: Tokenizer | None = None, **options: object) -> Engine:

@@ -13,7 +13,9 @@ from compress.checkpoint.errors import RequestError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.engine_thread import EngineThread
-from runtime.types import Delta, FinishReason, SamplingParams, StepOutput, StepPlan
+from runtime.sampling_params import SamplingParams
+from runtime.step import StepOutput, StepPlan
+from runtime.types import Delta, FinishReason
 
 
 class GatedRunner(FakeRunner):

@@ -17,7 +17,8 @@ from runtime.engine import Engine
 from runtime.llm import LLM, Completion
 from runtime.model.load import load_model
 from runtime.runner import build_runner
-from runtime.types import FinishReason, SamplingParams
+from runtime.sampling_params import SamplingParams
+from runtime.types import FinishReason
 
 PROMPTS = (
     "The history of the city begins",

@@ -13,7 +13,7 @@ from runtime.draws import Draw
 from runtime.sampler.adjust import adjust_logits
 from runtime.sampler.sampler import sample_tokens
 from runtime.sampler.truncation import candidates
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 VOCAB = 19
 PROMPT = (1, 2, 2, 3, 9)

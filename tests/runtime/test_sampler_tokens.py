@@ -6,7 +6,7 @@ from exact_sampling import chi_square, exact_distribution
 
 from runtime.draws import Draw
 from runtime.sampler.sampler import draw_tokens, probabilities, sample_tokens
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 VOCAB = 20
 

@@ -6,8 +6,10 @@ import pytest
 
 from runtime.blocks import BlockPool
 from runtime.config import RuntimeConfig
+from runtime.sampling_params import SamplingParams
 from runtime.scheduler import Scheduler
-from runtime.types import Request, SamplingParams, Sequence, Status, StepPlan
+from runtime.step import StepPlan
+from runtime.types import Request, Sequence, Status
 
 BLOCK = 4
 

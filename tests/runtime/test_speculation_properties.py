@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, derive_seed
 from runtime.reach import ALL, Reach
+from runtime.sampling_params import SamplingParams
 from runtime.speculative.speculator import Speculator
-from runtime.types import FinishReason, SamplingParams
+from runtime.types import FinishReason
 
 MAX_MODEL_LEN = 64
 END_TOKENS = frozenset({0, 1})
