@@ -15,7 +15,8 @@ from runtime.server.embeddings import embeddings_router
 from runtime.server.errors import add_error_handlers
 from runtime.server.generation import Engine
 from runtime.server.guard import ApiKeyGuard, BodyLimit, SiteGuard
-from runtime.server.misc import misc_router
+from runtime.server.health import health_router
+from runtime.server.models import models_router
 from runtime.server.page import page_router
 from runtime.server.request_id import RequestId
 from runtime.server.service import Limits, Service, Tokenizer
@@ -63,7 +64,14 @@ def create_app(
         redoc_url=None,
     )
     add_error_handlers(app)
-    for router in (completions_router, chat_router, embeddings_router, tokenization_router, misc_router):
+    for router in (
+        completions_router,
+        chat_router,
+        embeddings_router,
+        tokenization_router,
+        models_router,
+        health_router,
+    ):
         app.include_router(router(service))
     app.include_router(page_router())
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)

@@ -88,6 +88,7 @@ class CompletionShape:
 
 
 def completions_router(service: Service) -> APIRouter:
+    """The route that continues prompts."""
     router = APIRouter()
     tokenizer = service.tokenizer
 

@@ -42,6 +42,7 @@ class EmbeddingRequest(Strict):
 
 
 def embeddings_router(service: Service) -> APIRouter:
+    """The route: prompts in, mean hidden states out."""
     router = APIRouter()
 
     @router.post("/v1/embeddings")
