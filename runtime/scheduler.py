@@ -175,8 +175,12 @@ class Scheduler:
     def decodes(self) -> list[Sequence]:
         """Sequences in the middle of their output that the next step continues: those that guesses are good for.
 
-        Not those at the end of their prompt: forks are made there, and they share what is computed of the parent.
+        Not those at the end of their prompt: forks are made there, and they share what is computed of the parent. And
+        none when running sequences need the whole budget: no guess would be granted.
         """
+        chunk, budget = self.config.prefill_chunk, self.config.max_num_batched_tokens
+        if sum(min(s.num_tokens - s.num_computed_tokens, chunk) for s in self.running) >= budget:
+            return []
         return [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1 and s.num_output_tokens]
 
     def complete(self, plan: StepPlan, num_accepted: Mapping[str, int] | None = None) -> None:

@@ -72,6 +72,18 @@ def test_guesses_delay_no_prompt() -> None:
     assert plan.num_tokens == 12
 
 
+def test_nobody_is_guessed_for_while_prompts_need_the_whole_budget() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=9)
+    sequence = add_decoding(scheduler, "a")
+    scheduler.add(Request("prompt", tuple(range(18)), SamplingParams(), seed=0))
+    wanted = []
+    for _ in range(3):
+        wanted.append(scheduler.decodes())
+        finish_step(scheduler, scheduler.schedule(), {})
+    # A prompt that waits may have no room yet; one that runs takes 8, 8 and 2 tokens.
+    assert wanted == [[sequence], [], [sequence]]
+
+
 @pytest.mark.parametrize(("max_tokens", "drafts"), [(2, 0), (3, 1), (4, 2), (5, 3)])
 def test_no_guess_goes_beyond_max_tokens(max_tokens: int, drafts: int) -> None:
     scheduler = make_scheduler()
