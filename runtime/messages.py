@@ -47,9 +47,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Forget a request; nobody listens to it any more."""
+    """Forget the request that answers into an inbox; nobody listens to it any more."""
 
     request_id: str
+    inbox: Inbox
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,23 @@ def test_refusals_reach_the_caller(thread: EngineThread, runner: GatedRunner) ->
     asyncio.run(main())
 
 
+def test_who_leaves_before_being_refused_ends_nobody_else(thread: EngineThread, runner: GatedRunner) -> None:
+    async def main() -> None:
+        first = thread.generate([1], SamplingParams(max_tokens=900), "same")
+        await anext(first)
+        runner.gate.clear()
+        await asyncio.sleep(0.02)  # now it is in a step
+        refused = asyncio.ensure_future(anext(thread.generate([1], SamplingParams(max_tokens=1), "same")))
+        await asyncio.sleep(0.02)
+        refused.cancel()
+        await asyncio.gather(refused, return_exceptions=True)
+        runner.gate.set()
+        async with asyncio.timeout(10):
+            assert sum([len(delta.token_ids) async for delta in first]) > 800
+
+    asyncio.run(main())
+
+
 def test_two_event_loops_may_share_an_engine(thread: EngineThread) -> None:
     results: list[list[int]] = []
     loops = [
@@ -295,6 +312,23 @@ def test_a_broken_engine_tells_everybody_and_health(thread: EngineThread, monkey
     asyncio.run(main())
     assert not thread.check().healthy
     assert "KeyError" in thread.check().reason
+
+
+def test_a_library_that_panics_breaks_the_engine_loudly(thread: EngineThread, runner: GatedRunner) -> None:
+    """What Rust libraries raise then is no `Exception`."""
+
+    class PanicError(BaseException):
+        pass
+
+    runner.failure = PanicError("unreachable")
+    thread.stall_seconds = 60.0
+
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            assert "PanicError: unreachable" in (await collect(thread, [1]))[-1].error
+
+    asyncio.run(main())
+    assert "PanicError" in thread.check().reason
 
 
 def test_a_thread_that_was_never_started_says_so() -> None:
