@@ -13,6 +13,8 @@ MAX_ANSWERS = 128
 
 
 class GrammarKind(StrEnum):
+    """The language in which a grammar is written; `json_object` is any JSON object."""
+
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"

@@ -13,12 +13,16 @@ MAX_PRIORITY = 100
 
 
 class Status(StrEnum):
+    """Where a sequence is: in the queue, among those that are computed, or at its end."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class FinishReason(StrEnum):
+    """Why an answer ended: by itself or at a stop string, at a limit of length or time, at a wish, or by a failure."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"

@@ -13,7 +13,14 @@ import typer
 
 from compress.checkpoint.errors import RequestError, ToolkitError
 from compress.checkpoint.option_groups import with_groups
-from runtime.cli.option_groups import ComputeOptions, ContextOptions, DraftOptions, TruncationOptions, runtime_config
+from runtime.cli.option_groups import (
+    ComputeOptions,
+    ContextOptions,
+    DraftOptions,
+    PenaltyOptions,
+    TruncationOptions,
+    runtime_config,
+)
 from runtime.cli.options import ModelArgument, SeedOption, resolve_model
 
 if TYPE_CHECKING:
@@ -35,15 +42,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 1.0,
     truncation: TruncationOptions,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Divides the logits of tokens in prompt or text; 1 is off.")
-    ] = 1,
-    presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Lowers the logits of tokens that are in the text.")
-    ] = 0,
-    frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="Lowers them as many times as they are in the text.")
-    ] = 0,
+    penalties: PenaltyOptions,
     seed: SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
     json_schema: Annotated[
@@ -69,21 +68,18 @@ def generate(
         max_tokens,
         temperature,
         **asdict(truncation),
+        **asdict(penalties),
         seed=seed,
         stop=tuple(stop or ()),
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
         grammar=grammar,
     )
     text = read_prompt() if prompt is None else prompt
     if not text:
         raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")
     print(f"model: {name}", file=sys.stderr)
-    from runtime.llm import load_engine
+    from runtime.llm import load_engine  # imports torch
 
-    config = runtime_config(compute, context, drafts)
-    engine, tokenizer = load_engine(path, config)
+    engine, tokenizer = load_engine(path, runtime_config(compute, context, drafts))
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     write(steps(engine, token_ids, sampling), as_json, path.name)
 

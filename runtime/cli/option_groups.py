@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
 
 from runtime.cli.options import (
     ContextOption,
@@ -59,6 +62,21 @@ class TruncationOptions:
     top_p: TopPOption = 1
     top_k: TopKOption = 0
     min_p: MinPOption = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyOptions:
+    """What the text so far makes less likely."""
+
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Divides the logits of tokens in prompt or text; 1 is off.")
+    ] = 1
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Lowers the logits of tokens that are in the text.")
+    ] = 0
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="Lowers them as many times as they are in the text.")
+    ] = 0
 
 
 def runtime_config(*groups: ComputeOptions | ContextOptions | DraftOptions, **others: int | None) -> RuntimeConfig:

@@ -18,12 +18,16 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mi
 
 
 class Device(StrEnum):
+    """Where to compute."""
+
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class Dtype(StrEnum):
+    """Of activations and KV cache."""
+
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -32,11 +36,15 @@ class Dtype(StrEnum):
 
 
 class Kernels(StrEnum):
+    """How quantized weights are multiplied."""
+
     AUTO = "auto"
     REFERENCE = "reference"
 
 
 class DraftMode(StrEnum):
+    """How guesses are verified."""
+
     MATCH = "match"
     REJECT = "reject"
 

@@ -22,6 +22,8 @@ from runtime.server.request_id import RequestId
 from runtime.server.service import Limits, Service, Tokenizer
 from runtime.server.tokenization import tokenization_router
 
+ROUTERS = (completions_router, chat_router, embeddings_router, tokenization_router, models_router, health_router)
+
 
 def create_app(
     engine: Engine,
@@ -64,14 +66,7 @@ def create_app(
         redoc_url=None,
     )
     add_error_handlers(app)
-    for router in (
-        completions_router,
-        chat_router,
-        embeddings_router,
-        tokenization_router,
-        models_router,
-        health_router,
-    ):
+    for router in ROUTERS:
         app.include_router(router(service))
     app.include_router(page_router())
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)

@@ -61,6 +61,7 @@ class Service:
         self.generations = Generations(engine, limits)
 
     def check_model(self, name: str) -> None:
+        """Raises ApiError with status 404 for another name than that of the served model."""
         if name != self.model_name:
             raise ApiError(
                 404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
@@ -99,6 +100,7 @@ class Service:
         )
 
     def check_fits(self, body: GenerationRequest, num_prompt_tokens: int, rest: int) -> None:
+        """Raises ApiError with status 400 when prompt and output exceed the context, whose `rest` tokens are free."""
         context = self.limits.max_model_len
         if num_prompt_tokens == 0:
             raise ApiError(400, "The prompt is empty: it has no tokens.", "prompt", "empty_prompt")

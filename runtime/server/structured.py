@@ -96,6 +96,7 @@ def grammars(
 
 
 def schema_grammar(schema: Schema) -> Grammar:
+    """JSON that a schema allows."""
     return Grammar(GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema))
 
 
