@@ -94,7 +94,7 @@ class ModelRunner:
 
     def _attention(self, batch: Batch) -> Attention:
         reach, model = self.reach, self.decoder.config
-        if reach.sinks:
+        if reach.window is not None and reach.sinks:
             return StreamingAttention(self.pages, batch, reach.sinks, reach.window, self.decoder.rotary)
         windows = model.windows if reach.window is None else (reach.window,) * model.num_layers
         return PagedAttention(self.pages, batch, windows)

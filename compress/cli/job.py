@@ -15,6 +15,7 @@ from compress.recipe import Recipe
 
 if TYPE_CHECKING:
     from compress.pipeline.prepare import Prepared, RunRequest
+    from compress.pipeline.run import RunResult
 
 
 def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> RunRequest:
@@ -66,7 +67,7 @@ def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) ->
         print_result(prepared, result)
 
 
-def _run(prepared: Prepared, quiet: bool):
+def _run(prepared: Prepared, quiet: bool) -> RunResult:
     from compress.checkpoint.disk import partial_folder
     from compress.pipeline.run import run
 

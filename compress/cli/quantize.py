@@ -21,21 +21,21 @@ def quantize(
     out: Out = DEFAULT_OUT,
     method: Annotated[str, typer.Option(help="awq, gptq, smoothquant (W8A8), or rtn (needs no calibration).")] = "awq",
     bits: Annotated[
-        int | None, typer.Option(help="Bits of a weight, 2 to 8.  [default: 4; smoothquant: 8]", show_default=False)
+        int | None, typer.Option(help="Bits of a weight, 2 to 8. Default: 4; smoothquant: 8.", show_default=False)
     ] = None,
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row.  "
-            "[default: 128; smoothquant: -1]",
+            help="Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row. "
+            "Default: 128; smoothquant: -1.",
             show_default=False,
         ),
     ] = None,
     activation_bits: Annotated[
         int | None,
         typer.Option(
-            help="8: inputs of the layers are rounded to 8 bits, token by token (W8A8).  "
-            "[default: 16-bit inputs; smoothquant: 8]",
+            help="8: inputs of the layers are rounded to 8 bits, token by token (W8A8). "
+            "Default: 16-bit inputs; smoothquant: 8.",
             show_default=False,
         ),
     ] = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,7 +79,7 @@ class PenaltyOptions:
     ] = 0
 
 
-def runtime_config(*groups: ComputeOptions | ContextOptions | DraftOptions, **others: int | None) -> RuntimeConfig:
+def runtime_config(*groups: ComputeOptions | ContextOptions | DraftOptions, **others: Any) -> RuntimeConfig:
     """The configuration that groups and other fields ask for: fields of groups have the names of the configuration."""
     chosen = {name: value for group in groups for name, value in asdict(group).items()}
     return RuntimeConfig(**chosen, **others)
