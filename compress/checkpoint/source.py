@@ -133,7 +133,7 @@ def check_folder(path: str | Path) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CheckpointError(f"{folder} is a file, not a model folder", f"Name the folder: {folder.parent}")
+        raise CheckpointError(f"{folder} is a file, not a model folder", f"Name its folder, {folder.absolute().parent}")
     looks_like_hub_name = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
     download = (
         f", or fetch the model first: hf download {path} --local-dir {folder.name}" if looks_like_hub_name else ""

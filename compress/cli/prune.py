@@ -23,7 +23,10 @@ def prune(
         str, typer.Option(help="sparsegpt, wanda, ria, or magnitude (needs no calibration).")
     ] = "sparsegpt",
     pattern: Annotated[
-        str, typer.Option(metavar="N:M|none", help="2:4, 4:8 or any N:4 or N:8, stored without the zeros; none prunes anywhere.")
+        str,
+        typer.Option(
+            metavar="N:M|none", help="2:4, 4:8 or another N:4 or N:8, zeros not stored; none prunes anywhere."
+        ),
     ] = "2:4",
     sparsity: Annotated[float, typer.Option(help="Share of the weights that go, with --pattern none.")] = 0.5,
     bits: Annotated[

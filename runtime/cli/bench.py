@@ -82,6 +82,14 @@ def bench(
     write(result, json_file, plot)
 
 
+def split_options(text: str) -> list[str]:
+    """Raises typer.BadParameter for quotes that are left open."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--serve {text!r}: {error}") from error
+
+
 @contextmanager
 def server(url: str | None, path: Path | None, serve_options: str) -> Iterator[str]:
     """The URL given, or one of an own server that lives as long as the block."""
@@ -92,7 +100,7 @@ def server(url: str | None, path: Path | None, serve_options: str) -> Iterator[s
             raise ToolkitError("--serve is for an own server, and --url names a running one", "Give one of them")
         yield url or ""
         return
-    options = shlex.split(serve_options)
+    options = split_options(serve_options)
     print("starting", shlex.join(["runtime", "serve", str(path), *options]), file=sys.stderr, flush=True)
     with own_server(path, options) as own:
         yield own

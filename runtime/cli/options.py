@@ -149,5 +149,7 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
 def check_targets(*files: Path | None) -> None:
     """Refuses, before anything runs, files that could not be written in the end."""
     for file in files:
+        if file is not None and file.is_dir():
+            raise ToolkitError(f"{file} is a folder", "Name a file in it")
         if file is not None and not file.absolute().parent.is_dir():
             raise ToolkitError(f"there is no folder {file.parent} for {file.name}", "Make it, or name another file")
