@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -48,20 +49,12 @@ def create_app(
             pages of the server itself alone.
     """
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.start()
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(engine.stop)
-
     service = Service(engine, tokenizer, model_name, limits, render_metrics)
     app = DescribedApi(
         model_name=model_name,
         needs_key=bool(api_key),
         title=f"runtime: {model_name}",
-        lifespan=lifespan,
+        lifespan=partial(running, engine),
         docs_url=None,
         redoc_url=None,
     )
@@ -75,3 +68,13 @@ def create_app(
     app.add_middleware(SiteGuard, hosts=allowed_hosts)
     app.add_middleware(RequestId)
     return app
+
+
+@asynccontextmanager
+async def running(engine: Engine, _: FastAPI) -> AsyncIterator[None]:
+    """The engine's thread runs as long as the application."""
+    engine.start()
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(engine.stop)
