@@ -77,9 +77,10 @@ class Answer:
         return self._delta(text, token_ids, logprobs)
 
     def end(self, reason: FinishReason, error: str = "") -> Delta:
-        """Ends the sequence for a reason that is not in its tokens."""
+        """Ends the sequence for a reason that is not in its tokens, with the text that was held back."""
+        text = self._flush() if self.sequence.num_output_tokens else ""
         self._close(reason, error)
-        return self._delta("", [], [])
+        return self._delta(text, [], [])
 
     def _violation(self, token_id: int) -> str:
         """Advances the constraint. Says what is wrong with the token, or nothing."""

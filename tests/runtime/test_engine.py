@@ -246,6 +246,21 @@ def test_text_held_for_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) 
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
+def test_text_held_back_comes_out_when_time_is_over(tokenizer: Tokenizer) -> None:
+    now, script = 0.0, tokenizer.encode("one two three")
+    config = RuntimeConfig(block_size=4, max_num_sequences=1)
+    engine = Engine(scripted(tokenizer, script), tokenizer, config, clock=lambda: now)
+    sampling = SamplingParams(max_tokens=len(script), stop=("two three four",))
+    engine.add_request([5], sampling, "a", RequestOptions(time_limit=1))
+    engine.add_request(tokenizer.encode("😀")[:1], sampling, "b", RequestOptions(time_limit=1))
+    deltas = [delta for _ in script[1:] for delta in engine.step()]
+    assert text(deltas).strip() == "one"
+    now = 2.0
+    *_, first, second = [*deltas, *engine.step()]
+    assert (first.text.strip(), first.finish_reason) == ("two", FinishReason.TIMEOUT)
+    assert (second.text, second.finish_reason) == ("", FinishReason.TIMEOUT), "half of its prompt is not its own"
+
+
 def test_end_tokens_have_no_text_and_half_characters_are_flushed(tokenizer: Tokenizer) -> None:
     smile = tokenizer.encode("😀")
     assert len(smile) > 1
