@@ -21,7 +21,7 @@ from compress.methods.rtn import quantize_rtn
 from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
 from compress.methods.sparsegpt import prune_sparsegpt
 from compress.pipeline.block_job import LinearRecord
-from compress.plan import Assignment
+from compress.plan import Assignment, Pruning
 
 CLIP_ROWS = 512
 UNREACHED = "no calibration token reached this layer"
@@ -84,27 +84,27 @@ class LinearWork:
         weight, kept = self.weight, None
         pruning = self.assignment.pruning
         if pruning is not None and pruning.method == "sparsegpt" and self.statistics is not None:
-            found = self._sparsegpt(factors)
+            found = self._sparsegpt(pruning, factors)
             if isinstance(found, IntegerWeight):
                 return self._finish(found)
             weight, kept = found, found != 0
         elif pruning is not None:
-            kept = self._mask()
+            kept = self._mask(pruning)
             weight = weight.masked_fill(~kept, 0.0)
         scheme = self.assignment.quantized
         if scheme is None:
             return self._finish(self._unquantized(weight))
         return self._finish(self._quantize(weight, kept, scheme, factors))
 
-    def _sparsegpt(self, factors: SharedFactors) -> IntegerWeight | Tensor:
-        pruning, factor = self.assignment.pruning, factors.get(SPARSEGPT_OPTIONS)
+    def _sparsegpt(self, pruning: Pruning, factors: SharedFactors) -> IntegerWeight | Tensor:
+        factor = factors.get(SPARSEGPT_OPTIONS)
         # GPTQ after SparseGPT is one loop, which makes up for both at once.
         joint = self.assignment.quantized if self.assignment.method == "gptq" else None
         self._note(factor)
         return prune_sparsegpt(self.weight, factor, pruning.pattern, pruning.share, joint, self.model_dtype)
 
-    def _mask(self) -> Tensor:
-        pruning, method = self.assignment.pruning, self.assignment.pruning.method
+    def _mask(self, pruning: Pruning) -> Tensor:
+        method = pruning.method
         if method != "magnitude" and self.statistics is None:
             method = "magnitude"
             self.details["recovery"] = f"pruned by magnitude: {UNREACHED}"
