@@ -86,6 +86,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}"),
             ("stop", all(self.stop), "non-empty strings"),
+            ("stop_token_ids", all(token_id >= 0 for token_id in self.stop_token_ids), "0 or more each"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
             ("n", 1 <= self.n <= MAX_ANSWERS, f"between 1 and {MAX_ANSWERS}"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 2, "above 0 and at most 2"),

@@ -290,6 +290,11 @@ def test_impossible_requests_are_refused_before_they_are_queued() -> None:
     assert not engine.has_work
 
 
+def test_stop_token_ids_below_zero_are_refused() -> None:
+    with pytest.raises(RequestError, match="stop_token_ids must be 0 or more each"):
+        SamplingParams(stop_token_ids=(5, -1))
+
+
 def test_an_id_is_used_once_at_a_time() -> None:
     engine = make_engine()
     engine.add_request([1], SamplingParams(max_tokens=1), "a")
