@@ -120,10 +120,10 @@ class Engine:
                 problem = f"logit_bias names token id {token_id}, which is outside of the vocabulary"
                 raise RequestError(problem, f"ids go from 0 to {size - 1}")
         if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer", "use stop_token_ids")
+            raise RequestError("stop strings need a tokenizer", "Use stop_token_ids")
         if sampling.grammar is not None:
             if self.grammars is None:
-                raise RequestError("grammars need a tokenizer", "leave the grammar out")
+                raise RequestError("grammars need a tokenizer", "Leave the grammar out")
             self.grammars.check(sampling.grammar)
 
     def add_request(
@@ -148,7 +148,7 @@ class Engine:
         first = Request(request_id, tuple(prompt_token_ids), sampling, seed, now, options)
         forks = [_fork_request(first, index) for index in range(1, sampling.n)]
         if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or self._is_reserved(request_id):
-            raise RequestError(f"request id {request_id!r} is in use", "choose another id, or none")
+            raise RequestError(f"request id {request_id!r} is in use", "Choose another id, or none")
         live = _Live(request_id, forks, first.deadline)
         self._live[request_id] = live
         self._add_answer(live, self.scheduler.add(first), 0)

@@ -104,24 +104,24 @@ class Scheduler:
             RequestError: the prompt is empty, or prompt and output exceed the context or the whole block pool.
         """
         if num_prompt_tokens < 1:
-            raise RequestError("the prompt has no tokens", "send at least one token")
+            raise RequestError("the prompt has no tokens", "Send at least one token")
         context = self.max_model_len
         room = context - num_prompt_tokens
         if room < min(max_tokens, 1):
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens and the context ends at {context}",
-                f"shorten the prompt to at most {context - min(max_tokens, 1)} tokens",
+                f"Shorten the prompt to at most {context - min(max_tokens, 1)} tokens",
             )
         both = f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
         if max_tokens > room:
             raise RequestError(
-                f"{both} exceed the context of {context}", f"lower max_tokens to at most {room}, or shorten the prompt"
+                f"{both} exceed the context of {context}", f"Lower max_tokens to at most {room}, or shorten the prompt"
             )
         needed = self._max_blocks(num_prompt_tokens + max_tokens)
         if needed > self.pool.num_blocks:
             raise RequestError(
                 f"{both} need {needed} KV blocks of {self.pool.block_size} and the pool has {self.pool.num_blocks}",
-                "lower max_tokens, shorten the prompt, or start the engine with more KV memory",
+                "Lower max_tokens, shorten the prompt, or start the engine with more KV memory",
             )
 
     def add(self, request: Request) -> Sequence:

@@ -177,6 +177,9 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def _no_weights(folder: Path) -> CheckpointError:
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if not pickles and any(folder.glob("*.gguf")):
+        remedy = "GGUF files are not read: name a folder with the model's safetensors files"
+        return CheckpointError(f"{folder} holds no safetensors weights", remedy)
     if not pickles:
         return CheckpointError(f"{folder} holds no safetensors weights", "Name a folder that holds model.safetensors")
     source, target = str(folder), f"{folder}-safetensors"

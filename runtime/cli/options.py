@@ -141,7 +141,8 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
     if model is None:
         return demo_model_path(), f"{DEMO_NAME} (no model was named and there is no folder '{PACKED}')"
     if not model.is_dir():
-        remedy = "Name a folder with config.json and safetensors files, or none to use the bundled demo model"
+        first = "Make it with compress quantize, name" if model == PACKED else "Name"
+        remedy = f"{first} a folder with config.json and safetensors files, or none to use the bundled demo model"
         raise CheckpointError(f"there is no folder {model}", remedy)
     return model, str(model)
 

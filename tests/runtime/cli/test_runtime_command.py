@@ -46,6 +46,8 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
     ("arguments", "status", "words"),
     [
         (["serve", "nowhere"], 1, "there is no folder nowhere"),
+        (["serve", "packed/"], 1, "Make it with compress quantize, name a folder"),
+        (["generate", ".", "--prompt", "x"], 1, "there is no config.json in .,"),
         (["generate", "nowhere", "--prompt", "x"], 1, "there is no folder nowhere"),
         (["serve", "--host", "192.0.2.1"], 1, "no address of this machine"),
         (["serve", "--port", "70000"], 1, "--port 70000 is no port"),
