@@ -50,8 +50,9 @@ def _wait_until_ready(server: subprocess.Popen[str], log: IO[str]) -> str:
             return match[1]
     server.wait()
     log.seek(0)
-    words = [line.strip(BOX) for line in log.read().splitlines() if line.strip(BOX)] or ["no message"]
-    raise ToolkitError(f"the server did not start: {words[-1].removeprefix('error: ')}")
+    lines = [line.strip(BOX) for line in log.read().splitlines() if line.strip(BOX)] or ["no message"]
+    words = " ".join(lines[lines.index("Error") + 1 :]) if "Error" in lines else lines[-1].removeprefix("error: ")
+    raise ToolkitError(f"the server did not start: {words}")
 
 
 def _stop(server: subprocess.Popen[str]) -> None:

@@ -94,6 +94,7 @@ def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) 
         (["--json", "."], 1, ". is a folder"),
         (["--serve", "--name 'x"], 2, "No closing quotation"),
         (["--serve", "--max-len 5"], 1, "the server did not start: No such option"),
+        (["--serve", "--max-seqs 3"], 1, "the server did not start: No such option: --max-seqs (Possible options:"),
     ],
 )
 def test_refusals_are_one_line(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
