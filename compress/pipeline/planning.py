@@ -12,7 +12,7 @@ from compress.checkpoint.source import TensorFiles
 from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
 from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import SHAPE_TENSOR_BYTES, Assignment, Plan, PlanRow
+from compress.plan import Assignment, Plan, PlanRow, shape_bytes
 from compress.recipe import Recipe
 
 
@@ -63,8 +63,7 @@ class _Rows:
 
     def _packed_bytes(self, scheme: Scheme, shape: tuple[int, ...]) -> int:
         scale_bits = {"float64": 64, "float32": 32}.get(self.scale_dtype, 16)
-        stored = math.ceil(scheme.stored_bits(shape[0], shape[1], scale_bits) / 8)
-        return stored if scheme.is_float else stored + SHAPE_TENSOR_BYTES
+        return math.ceil(scheme.stored_bits(shape[0], shape[1], scale_bits) / 8) + shape_bytes(scheme)
 
     def _reason(self, name: str, module: str, shape: tuple[int, ...]) -> str:
         architecture = self.skeleton.architecture
