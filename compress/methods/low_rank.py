@@ -1,8 +1,8 @@
 """Low rank: a weight as the product of two factors, chosen for the least error of the layer's output.
 
-`W S = U diag(sigma) V^T` is cut after the largest singular values, and S is taken back out of the right factor. What S is
-makes the method: nothing (plain SVD: the least error of the weight); the diagonal of mean |x|^alpha (ASVD, Yuan et al.
-2023, https://arxiv.org/abs/2312.05821, section 3.2); or a Cholesky factor of the inputs' second moments (SVD-LLM, Wang
+`W S = U diag(sigma) V^T` is cut after the largest singular values, and S is taken back out of the right factor. What S
+is makes the method: nothing (plain SVD: the least error of the weight); the diagonal of mean |x|^alpha (ASVD, Yuan et
+al. 2023, https://arxiv.org/abs/2312.05821, section 3.2); or a Cholesky factor of the inputs' second moments (SVD-LLM, Wang
 et al. 2024, https://arxiv.org/abs/2403.07378, section 3.1), for which the mean squared error of the output is exactly
 the sum of the squares of the singular values that were dropped.
 """
@@ -90,8 +90,8 @@ def scale_inputs(abs_mean: Tensor, alpha: float = ALPHA) -> Whitening:
 
 
 def whiten(second_moment: Tensor, damping: tuple[float, ...] = DAMPING) -> Whitening:
-    """SVD-LLM's factor L of `second_moment [I, I] = L L^T`, the mean of x x^T. Where that is not positive definite, more
-    is added to its diagonal, and at last its eigenvalues get a floor; which of them is in the result.
+    """SVD-LLM's factor L of `second_moment [I, I] = L L^T`, the mean of x x^T. Where that is not positive definite,
+    more is added to its diagonal, and at last its eigenvalues get a floor; which of them is in the result.
 
     Raises:
         NumericsError: NaN or infinity in it.

@@ -87,8 +87,8 @@ def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
     factoring = {each.factoring for each in assignments.values() if each.factoring}
     if factoring:
         notes.append(
-            "weights of low rank are stored as two factors, which only this runtime reads; others read `compress export "
-            "--format dense`, which is as large as the source"
+            "weights of low rank are stored as two factors, which only this runtime reads; others read `compress "
+            "export --format dense`, which is as large as the source"
         )
     if any(each.by_block for each in factoring):
         notes.append(

@@ -1,4 +1,4 @@
-"""One linear on its way to its stored form: pruned or factorized, quantized, or both, by what is known of its inputs."""
+"""One linear on its way to its stored form: pruned or factorized, quantized, by what is known of its inputs."""
 
 from __future__ import annotations
 

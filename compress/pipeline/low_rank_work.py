@@ -66,12 +66,20 @@ def _ranks(
     ranks = {name: each.scheme.rank if each.scheme else None for name, each in chosen.items()}
     for factoring in {each.factoring for each in chosen.values() if each.factoring and each.factoring.by_block}:
         members = {
-            name: RankedLinear(*_shape(weights[name]), rank_step(each.scheme.factor), parts[name].energies.tolist())
+            name: RankedLinear(*_shape(weights[name]), rank_step(each.scheme.factor), _energies(each, parts[name]))
             for name, each in chosen.items()
             if each.factoring == factoring and each.scheme
         }
         ranks |= share_out(members, factoring.keep)
     return ranks
+
+
+def _energies(assignment: Assignment, part: Decomposition) -> list[float]:
+    """What each rank is worth beside those of other linears. Whitened, it is error of an output, in the units of the
+    model; otherwise units differ from layer to layer, and only shares of each layer's total compare."""
+    if _method(assignment) == "svd-llm":
+        return part.energies.tolist()
+    return (part.energies / part.energies.sum().clamp(min=torch.finfo(torch.float64).tiny)).tolist()
 
 
 def _method(assignment: Assignment) -> str:

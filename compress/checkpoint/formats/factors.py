@@ -57,12 +57,10 @@ def modules(names: Iterable[str], packed: Iterable[str]) -> list[str]:
         names: all stored tensors.
         packed: modules that have a packed tensor; factors are among them as modules of their own.
     """
-    plain = [owner for side in SIDES for owner in owners(names, f".{side}.weight")]
     listed = set(packed)
-    integers = [each.removesuffix(f".{side}") for side in SIDES for each in listed if each.endswith(f".{side}")]
-    paired = {each for each in plain if plain.count(each) == 2} | {
-        each for each in integers if integers.count(each) == 2
-    }
+    stored = {*listed, *owners(names, ".weight")}
+    left, right = ({each.removesuffix(f".{side}") for each in stored if each.endswith(f".{side}")} for side in SIDES)
+    paired = left & right
     factors = {f"{module}.{side}" for module in paired for side in SIDES}
     return sorted((listed - factors) | paired)
 

@@ -1,5 +1,6 @@
-"""What compressed-tensors cannot say: N:M sparse weights, whose zeros are not stored, and products of low rank. Defined in
-`docs/checkpoint-format.md`; other engines refuse it by its name, and read `compress export --format dense`.
+"""What compressed-tensors cannot say: N:M sparse weights, whose zeros are not stored, and weights of low rank, stored
+as two factors. Defined in `docs/checkpoint-format.md`; other engines refuse it by its name, and read `compress export
+--format dense`.
 
 Other modules are stored exactly as `compressed_tensors` does.
 """
