@@ -3,8 +3,8 @@
 `W S = U diag(sigma) V^T` is cut after the largest singular values, and S is taken back out of the right factor. What S
 is makes the method: nothing (plain SVD: the least error of the weight); the diagonal of mean |x|^alpha (ASVD, Yuan et
 al. 2023, https://arxiv.org/abs/2312.05821, section 3.2); or a Cholesky factor of the inputs' second moments (SVD-LLM,
-Wang et al. 2024, https://arxiv.org/abs/2403.07378, section 3.1), for which the mean squared error of the output is exactly
-the sum of the squares of the singular values that were dropped.
+Wang et al. 2024, https://arxiv.org/abs/2403.07378, section 3.1), for which the mean squared error of the output is
+exactly the sum of the squares of the singular values that were dropped.
 """
 
 from __future__ import annotations

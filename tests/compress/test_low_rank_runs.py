@@ -20,8 +20,10 @@ from compress.evaluate.perplexity import evaluate
 from compress.evaluate.scorers import RuntimeScorer
 from compress.evaluate.windows import cut_windows
 from compress.pipeline.finish import compare_with_report
+from compress.pipeline.low_rank_work import decompose_block
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
+from compress.plan import Assignment, Factoring
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
 from runtime.capacity.weights import Weights
 from runtime.kernels.base import Target
@@ -72,6 +74,35 @@ def test_factors_are_packed_verified_and_served(tiny_model, tmp_path, method, qu
     torch.testing.assert_close(RuntimeScorer(dense, dtype="float32").logits(tokens), served, rtol=0, atol=0.06)
 
 
+@pytest.mark.parametrize("family", ["llama_biased", "qwen2", "qwen3", "mistral"])
+def test_biases_and_other_families(tiny_model, tmp_path, family) -> None:
+    out = tmp_path / "packed"
+    compress(tiny_model(family), out, FactorizeStage("asvd", 0.6), QuantizeStage("gptq", Scheme(8, None)))
+    tokens = torch.randint(10, 4000, (1, 32), generator=torch.Generator().manual_seed(0))
+    served = RuntimeScorer(out, dtype="float32").logits(tokens)
+    dense = export_checkpoint(out, "dense", tmp_path / "dense")
+    torch.testing.assert_close(RuntimeScorer(dense, dtype="float32").logits(tokens), served, rtol=0, atol=0.06)
+
+
+def test_rounding_by_gptq_loses_less_than_to_nearest(tiny_model, tmp_path) -> None:
+    stage, errors = FactorizeStage("svd-llm", 0.8, "uniform"), {}
+    for method in ("gptq", "rtn"):
+        out = tmp_path / method
+        blocks = compress(tiny_model("llama"), out, stage, QuantizeStage(method, Scheme(4, None))).report["blocks"]
+        errors[method] = blocks[0]["relative_error"]
+    assert errors["gptq"] < errors["rtn"]
+
+
+def test_unreached_layers_say_that_they_were_decomposed_plainly() -> None:
+    ranked = decompose_block(
+        {"up": torch.randn(32, 64)},
+        {"up": Assignment(None, Scheme(16, None, rank=8), factoring=Factoring("svd-llm", 0.8, False))},
+        {},
+    )
+    assert ranked["up"].rank == 8
+    assert ranked["up"].whitening.recovery == "svd: no calibration token reached this layer"
+
+
 def test_served_as_two_products_that_are_not_fused(tiny_model, tmp_path) -> None:
     out = tmp_path / "packed"
     compress(tiny_model("llama"), out, FactorizeStage("svd", 0.5, "uniform", targets=("q_proj", "down_proj")))
@@ -104,6 +135,7 @@ def test_blocks_share_their_ranks_out_and_keep_what_would_not_shrink(tmp_path) -
     calibration = CalibrationOptions(samples=8, length=128)
     result = compress(demo_model_path(), out, FactorizeStage("svd-llm", 0.8), calibration=calibration)
     assert result.structure.ok
+    assert result.structure.total_bytes == pytest.approx(result.report["plan"]["bytes_after"], rel=0.02)
     assert compare_with_report(out) == []
     linears = [linear for block in result.report["blocks"] for linear in block["linears"]]
     whole = {linear["module"] for linear in linears if linear["kept_whole"]}
@@ -128,11 +160,12 @@ def test_blocks_share_their_ranks_out_and_keep_what_would_not_shrink(tmp_path) -
 
 def test_layers_kept_whole_are_quantized_like_others(tmp_path) -> None:
     out = tmp_path / "packed"
-    stages = FactorizeStage("svd", 0.8), QuantizeStage("rtn", Scheme(8, None))
+    stages = FactorizeStage("svd", 0.8), QuantizeStage("rtn", Scheme(4, 32))
     result = compress(demo_model_path(), out, *stages)
+    assert result.structure.total_bytes == pytest.approx(result.report["plan"]["bytes_after"], rel=0.02)
     schemes = PackedCheckpoint.open(out).schemes
     assert len(schemes) == 42
-    assert Scheme(8, None) in schemes.values()
+    assert Scheme(4, 32) in schemes.values()
     assert any(scheme.rank for scheme in schemes.values())
     assert result.structure.ok
     assert compare_with_report(out) == []
