@@ -54,21 +54,20 @@ class _Rows:
         module = name.removesuffix(".weight")
         assignment = self.assignments.get(module) if name.endswith(".weight") else None
         if assignment is not None and assignment.scheme is not None:
-            return PlanRow(
-                name, shape, assignment, "", before, self._packed_bytes(assignment, assignment.scheme, shape)
-            )
+            return PlanRow(name, shape, assignment, "", before, self._packed_bytes(assignment, shape))
         if assignment is not None:
             return PlanRow(name, shape, assignment, "pruned without a pattern: zeros are stored", before, before)
         if module == self.skeleton.architecture.head and self.skeleton.ties_head:
             return PlanRow(name, shape, None, "tied to the token embedding: not stored twice", before, 0)
         return PlanRow(name, shape, None, self._reason(name, module, shape), before, before)
 
-    def _packed_bytes(self, assignment: Assignment, scheme: Scheme, shape: tuple[int, ...]) -> int:
-        """Exact, but for ranks that a block shares out: it spends all of its weights, and this is the linear's share."""
+    def _packed_bytes(self, assignment: Assignment, shape: tuple[int, ...]) -> int:
+        """Exact, but for ranks that a block shares out: it spends all of its weights, of which this is the share."""
+        scheme, factoring = assignment.scheme or Scheme(), assignment.factoring
         scale_bits = {"float64": 64, "float32": 32}.get(self.scale_dtype, 16)
         bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits)
-        if assignment.factoring and assignment.factoring.by_block and scheme.rank:
-            bits *= assignment.factoring.keep * math.prod(shape) / (scheme.rank * sum(shape))
+        if factoring and factoring.by_block and scheme.rank:
+            bits *= factoring.keep * math.prod(shape) / (scheme.rank * sum(shape))
         return math.ceil(bits / 8) + shape_bytes(scheme)
 
     def _reason(self, name: str, module: str, shape: tuple[int, ...]) -> str:

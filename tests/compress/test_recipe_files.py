@@ -17,6 +17,7 @@ BUNDLED = {
     "int4-gptq": ("gptq", Scheme(4, 128)),
     "int4-rtn": ("rtn", Scheme(4, 128)),
     "int8-rtn": ("rtn", Scheme(8, None)),
+    "lowrank-int4": ("svd-llm", Scheme(4, 32)),
     "lowrank-int8": ("svd-llm", Scheme(8, None)),
     "sparse24": ("sparsegpt", None),
     "sparse24-int4": ("sparsegpt", Scheme(4, 128)),
