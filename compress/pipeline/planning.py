@@ -12,7 +12,7 @@ from compress.checkpoint.source import TensorFiles
 from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
 from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Assignment, Plan, PlanRow, shape_bytes
+from compress.plan import Assignment, Factoring, Plan, PlanRow, shape_bytes
 from compress.recipe import Recipe
 
 
@@ -54,16 +54,16 @@ class _Rows:
         module = name.removesuffix(".weight")
         assignment = self.assignments.get(module) if name.endswith(".weight") else None
         if assignment is not None and assignment.scheme is not None:
-            return PlanRow(name, shape, assignment, "", before, self._packed_bytes(assignment, shape))
+            after = self._packed_bytes(assignment.scheme, assignment.factoring, shape)
+            return PlanRow(name, shape, assignment, "", before, after)
         if assignment is not None:
             return PlanRow(name, shape, assignment, "pruned without a pattern: zeros are stored", before, before)
         if module == self.skeleton.architecture.head and self.skeleton.ties_head:
             return PlanRow(name, shape, None, "tied to the token embedding: not stored twice", before, 0)
         return PlanRow(name, shape, None, self._reason(name, module, shape), before, before)
 
-    def _packed_bytes(self, assignment: Assignment, shape: tuple[int, ...]) -> int:
+    def _packed_bytes(self, scheme: Scheme, factoring: Factoring | None, shape: tuple[int, ...]) -> int:
         """Exact, but for ranks that a block shares out: it spends all of its weights, of which this is the share."""
-        scheme, factoring = assignment.scheme or Scheme(), assignment.factoring
         scale_bits = {"float64": 64, "float32": 32}.get(self.scale_dtype, 16)
         bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits)
         if factoring and factoring.by_block and scheme.rank:

@@ -93,6 +93,26 @@ def test_rounding_by_gptq_loses_less_than_to_nearest(tiny_model, tmp_path) -> No
     assert errors["gptq"] < errors["rtn"]
 
 
+def test_factorized_layers_stand_beside_smoothed_ones(tiny_model, tmp_path) -> None:
+    """AWQ folds o_proj's scales into v_proj before v_proj is decomposed."""
+    errors = {}
+    for method in ("awq", "rtn"):
+        out = tmp_path / method
+        quantize = QuantizeStage(method, Scheme(4, 64), ignore=("v_proj",))
+        result = compress(
+            tiny_model("llama", num_key_value_heads=4),
+            out,
+            FactorizeStage("svd-llm", 0.8, targets=("v_proj",)),
+            quantize,
+        )
+        assert result.structure.ok
+        assert PackedCheckpoint.open(out).schemes["model.layers.0.self_attn.v_proj"].rank
+        block = result.report["blocks"][0]
+        assert any("v_proj" in each["source"] for each in block["smoothing"]) == (method == "awq")
+        errors[method] = block["relative_error"]
+    assert errors["awq"] < 1.02 * errors["rtn"]
+
+
 def test_unreached_layers_say_that_they_were_decomposed_plainly() -> None:
     ranked = decompose_block(
         {"up": torch.randn(32, 64)},
