@@ -6,9 +6,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from calibration.documents import FIELDS, Document, document_of, no_document
 from compress.checkpoint.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 DEFAULT_SPLIT = "train"
 _MARKS = ("dataset_dict.json", "state.json")
@@ -56,7 +60,7 @@ def read_saved_dataset(path: Path) -> Iterator[Document]:
     return _documents(rows, str(path))
 
 
-def _documents(rows, name: str) -> Iterator[Document]:
+def _documents(rows: Dataset, name: str) -> Iterator[Document]:
     column = next((field for field in FIELDS if field in rows.column_names), None)
     if column is None:
         raise no_document(name, rows.column_names)

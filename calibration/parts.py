@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def parse_parts(spec: str) -> tuple[Part, ...]:
     return check_parts(Part(source, 1.0 if weight is None else weight) for source, weight in pairs)
 
 
-def check_parts(parts) -> tuple[Part, ...]:
+def check_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
     """The parts of a mixture as given. Raises DataError when there are none, or one stands twice."""
     checked = tuple(parts)
     if not checked:

@@ -166,6 +166,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.stages:
             raise RecipeError("the recipe has no stages", "Add one, e.g. `- quantize: {method: awq, bits: 4}`")
+        if not 0 <= self.seed < 2**63:
+            raise RecipeError(f"seed={self.seed} is outside 0 to 2^63 - 1", "Use --seed 0")
 
     @property
     def needs_calibration(self) -> bool:

@@ -6,9 +6,10 @@ from collections.abc import Sequence as TokenIds
 from collections.abc import Set
 from typing import Protocol
 
+from runtime.step import SampledToken
 from runtime.text.grammar import Vocabulary
 from runtime.text.stop import StopMatcher
-from runtime.types import Delta, FinishReason, SampledToken, Sequence, TokenLogprobs
+from runtime.types import Delta, FinishReason, Sequence, TokenLogprobs
 
 GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
 """The one error of an answer that is the fault of who asked for it."""
@@ -76,9 +77,10 @@ class Answer:
         return self._delta(text, token_ids, logprobs)
 
     def end(self, reason: FinishReason, error: str = "") -> Delta:
-        """Ends the sequence for a reason that is not in its tokens."""
+        """Ends the sequence for a reason that is not in its tokens, with the text that was held back."""
+        text = self._flush() if self.sequence.num_output_tokens else ""
         self._close(reason, error)
-        return self._delta("", [], [])
+        return self._delta(text, [], [])
 
     def _violation(self, token_id: int) -> str:
         """Advances the constraint. Says what is wrong with the token, or nothing."""

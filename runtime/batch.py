@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.reach import ALL, Reach
-from runtime.types import ScheduledSequence
+from runtime.step import ScheduledSequence
 
 MIN_SHARED_BLOCKS = 16
 """Short spans of equally many tokens share one attention call when their block tables round up to the same power of

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
-from runtime.types import Constraint, SamplingParams, ScheduledSequence, Sequence
+from runtime.sampling_params import SamplingParams
+from runtime.step import ScheduledSequence
+from runtime.types import Constraint, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,22 +16,12 @@ from runtime.chaos import Chaos
 from runtime.config import RuntimeConfig
 from runtime.metrics import Metrics, RequestTimes
 from runtime.prompt_results import PromptResults
+from runtime.sampling_params import MAX_SEED, SamplingParams
 from runtime.scheduler import Scheduler
 from runtime.speculative.speculator import Speculator
+from runtime.step import Runner, SampledToken, StepOutput, StepPlan
 from runtime.text.grammar import GrammarCompiler
-from runtime.types import (
-    MAX_SEED,
-    Delta,
-    FinishReason,
-    Request,
-    RequestOptions,
-    Runner,
-    SampledToken,
-    SamplingParams,
-    Sequence,
-    StepOutput,
-    StepPlan,
-)
+from runtime.types import Delta, FinishReason, Request, RequestOptions, Sequence
 
 logger = logging.getLogger("runtime.engine")
 
@@ -130,10 +120,10 @@ class Engine:
                 problem = f"logit_bias names token id {token_id}, which is outside of the vocabulary"
                 raise RequestError(problem, f"ids go from 0 to {size - 1}")
         if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer", "use stop_token_ids")
+            raise RequestError("stop strings need a tokenizer", "Use stop_token_ids")
         if sampling.grammar is not None:
             if self.grammars is None:
-                raise RequestError("grammars need a tokenizer", "leave the grammar out")
+                raise RequestError("grammars need a tokenizer", "Leave the grammar out")
             self.grammars.check(sampling.grammar)
 
     def add_request(
@@ -157,8 +147,8 @@ class Engine:
         now, seed = self._clock(), self._seed(sampling)
         first = Request(request_id, tuple(prompt_token_ids), sampling, seed, now, options)
         forks = [_fork_request(first, index) for index in range(1, sampling.n)]
-        if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or request_id in self._live:
-            raise RequestError(f"request id {request_id!r} is in use", "choose another id, or none")
+        if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or self._is_reserved(request_id):
+            raise RequestError(f"request id {request_id!r} is in use", "Choose another id, or none")
         live = _Live(request_id, forks, first.deadline)
         self._live[request_id] = live
         self._add_answer(live, self.scheduler.add(first), 0)
@@ -250,6 +240,11 @@ class Engine:
         live.answers[sequence.id] = answer
         self._by_sequence[sequence.id] = live
         self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)
+
+    def _is_reserved(self, request_id: str) -> bool:
+        """Whether it names a live request, or an answer of one that has not begun."""
+        parent = self._live.get(request_id.rpartition("/")[0])
+        return request_id in self._live or (parent is not None and request_id in [r.id for r in parent.forks])
 
     def _note_prompts(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         """Keeps what was found out about prompts, and ends the requests that want nothing else."""

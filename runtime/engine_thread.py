@@ -16,7 +16,8 @@ from uuid import uuid4
 from compress.checkpoint.errors import RequestError
 from runtime.engine import NO_OPTIONS, Engine
 from runtime.messages import Abort, Add, Inbox, Lost, Stop, post
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.sampling_params import SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 logger = logging.getLogger("runtime.engine")
 
@@ -130,7 +131,7 @@ class EngineThread:
             if inbox.timer is not None:
                 inbox.timer.cancel()
             if is_sent and unfinished:
-                self._messages.put(Abort(request_id))
+                self._messages.put(Abort(request_id, inbox))
 
     # --- the asyncio side -----------------------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class EngineThread:
         the request hears of it. Runs in the loop."""
         if fault := self._fault():
             inbox.queue.put_nowait(Lost(FinishReason.ERROR, fault))
-            self._messages.put(Abort(request_id))
+            self._messages.put(Abort(request_id, inbox))
         else:
             until_stalled = max(self.stall_seconds - self._step_seconds(), 0.0) + WATCH_SLACK_SECONDS
             inbox.timer = inbox.loop.call_later(until_stalled, self._watch, request_id, inbox)
@@ -189,7 +190,7 @@ class EngineThread:
                     self._busy_since = time.monotonic()
                     self._deliver(self.engine.step())
                 self._busy_since = None
-        except Exception as error:  # a bug of the engine: every request must hear of it, and /health
+        except BaseException as error:  # a bug, or the panic of a library: every request must hear of it, and /health
             logger.exception("the engine's thread failed")
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
         self._close()
@@ -230,8 +231,9 @@ class EngineThread:
             case Add():
                 self._add(message)
             case Abort():
-                self.engine.abort(message.request_id)
-                self._inboxes.pop(message.request_id, None)
+                # Another one by this id goes on: this one was refused, or has ended.
+                if self._inboxes.get(message.request_id) is message.inbox:
+                    self._forget(message.request_id)
             case Stop():
                 self._stop = message
 
@@ -242,6 +244,10 @@ class EngineThread:
             post(message.inbox.loop, [(message.inbox.queue, error)])
         else:
             self._inboxes[message.request_id] = message.inbox
+
+    def _forget(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._inboxes.pop(request_id, None)
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """Hands deltas over, with one wake-up per event loop."""
@@ -256,7 +262,7 @@ class EngineThread:
             if delta.finish_reason is not None:
                 self._note_end(delta.request_id)
         for delta in unheard:  # their loop was closed without closing its generators
-            self._handle(Abort(delta.request_id))
+            self._forget(delta.request_id)
 
     def _note_end(self, request_id: str) -> None:
         inbox = self._inboxes[request_id]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from runtime.types import BlockOffload
+from runtime.step import BlockOffload
 
 
 class HostTier:

@@ -9,8 +9,9 @@ from pathlib import Path
 from compress.checkpoint.errors import RequestError, ToolkitError
 from runtime.config import RuntimeConfig
 from runtime.engine import NO_OPTIONS, Engine
+from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from runtime.types import Delta, FinishReason, RequestOptions, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class LLM:
         """
         answers = self._answer(prompts, SamplingParams(max_tokens=0), RequestOptions(embed=True))
         if wrong := next((answer for answer in answers if answer.embedding is None), None):
-            raise ToolkitError(f"embedding failed: {wrong.error}", "try kernels='reference' and dtype='float32'")
+            raise ToolkitError(f"embedding failed: {wrong.error}", "Try kernels='reference' and dtype='float32'")
         return [answer.embedding for answer in answers if answer.embedding is not None]
 
     def _answer(
@@ -105,10 +106,10 @@ class LLM:
         options: RequestOptions,
     ) -> list[Completion]:
         if isinstance(prompts, str):
-            raise RequestError("prompts is one string", "pass a list of prompts")
+            raise RequestError("prompts is one string", "Pass a list of prompts")
         each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(prompts):
-            raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts", "give one, or one each")
+            raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts", "Give one, or one each")
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         for token_ids, params in zip(ids, each, strict=True):
             self.engine.check_request(token_ids, params)

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass
 
 from compress.checkpoint.errors import RequestError
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.sampling_params import SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Forget a request; nobody listens to it any more."""
+    """Forget the request that answers into an inbox; nobody listens to it any more."""
 
     request_id: str
+    inbox: Inbox
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import isfinite, isnan
 
-from runtime.types import Delta, ScheduledSequence, StepOutput, TokenLogprobs
+from runtime.step import ScheduledSequence, StepOutput
+from runtime.types import Delta, TokenLogprobs
 
 
 @dataclass(slots=True)

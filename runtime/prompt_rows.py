@@ -7,7 +7,8 @@ from torch import Tensor
 from runtime.batch import Batch
 from runtime.model.decoder import Decoder
 from runtime.sampler.logprobs import token_logprobs
-from runtime.types import ScheduledSequence, TokenLogprobs
+from runtime.step import ScheduledSequence
+from runtime.types import TokenLogprobs
 
 LOGITS_AT_ONCE = 2**23
 """Logits that exist at a time at most, one row at least: those of a whole long prompt would fill the memory."""

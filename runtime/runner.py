@@ -21,7 +21,7 @@ from runtime.model.pages import KVPages
 from runtime.prompt_rows import hidden_sums, prompt_logprobs
 from runtime.reach import Reach
 from runtime.sampler.sampler import sample_tokens
-from runtime.types import SampledToken, ScheduledSequence, StepOutput, StepPlan
+from runtime.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.verification import verify_by_match
 
 RowSampler = Callable[[Sequence[ScheduledSequence], Tensor], dict[str, list[SampledToken]]]
@@ -29,7 +29,7 @@ RowSampler = Callable[[Sequence[ScheduledSequence], Tensor], dict[str, list[Samp
 
 
 class ModelRunner:
-    """Implements `runtime.types.Runner`. Calls must come one at a time, from any one thread.
+    """Implements `runtime.step.Runner`. Calls must come one at a time, from any one thread.
 
     Args:
         memory: sizes of the pool and of the longest sequence, as `plan_memory` decides them.
@@ -94,7 +94,7 @@ class ModelRunner:
 
     def _attention(self, batch: Batch) -> Attention:
         reach, model = self.reach, self.decoder.config
-        if reach.sinks:
+        if reach.window is not None and reach.sinks:
             return StreamingAttention(self.pages, batch, reach.sinks, reach.window, self.decoder.rotary)
         windows = model.windows if reach.window is None else (reach.window,) * model.num_layers
         return PagedAttention(self.pages, batch, windows)

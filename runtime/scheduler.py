@@ -1,7 +1,7 @@
 """What the next step computes. No phases: each sequence closes the gap between its computed and known tokens. No torch.
 
 One token budget per step is spent in this order: sequences one token behind (decodes), sequences in the middle of their
-prompt, then waiting ones. Two orders make it fair and live:
+prompt, waiting ones, then guesses. Two orders make it fair and live:
 
 * `running` and `waiting` are sorted by `Sequence.order`: first come, first served, where a unit of priority is worth
   `PRIORITY_PLACES` places. Nobody overtakes the head of `waiting`.
@@ -11,7 +11,7 @@ prompt, then waiting ones. Two orders make it fair and live:
   only what it can hold at once. Its later spans take the place of what went back. While others hold that too, there may
   be no room; it is made as for decodes.
 * Guesses of what a decode will say (`Sequence.draft_token_ids`) get only tokens and blocks that nobody else may need in
-  this step, and those blocks go back after it. So speculation preempts nobody and delays no running sequence.
+  this step, and those blocks go back after it. So speculation preempts nobody and delays nobody.
 
 So the first running sequence computes at least one token in every step. Without priorities and forks all running
 sequences are before all waiting ones, and a sequence ends after at most the sum of `prompt + max_tokens` over itself
@@ -31,7 +31,8 @@ from runtime.block_table import plan_table
 from runtime.blocks import BlockPool, extend_hashes, root_hash
 from runtime.config import RuntimeConfig
 from runtime.reach import ALL, RELEASED, Reach, held_blocks
-from runtime.types import BlockCopy, BlockRestore, Request, ScheduledSequence, Sequence, Status, StepPlan
+from runtime.step import BlockCopy, BlockRestore, ScheduledSequence, StepPlan
+from runtime.types import Request, Sequence, Status
 
 PRIORITY_PLACES = 64
 """A request is overtaken by at most so many later ones per unit of priority that they are ahead: nobody starves."""
@@ -50,10 +51,9 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class _Step:
-    """A plan in the making. `budget` is what is left of its tokens, `drafts` how many of them may be guesses."""
+    """A plan in the making. `budget` is what is left of its tokens."""
 
     budget: int
-    drafts: int
     entries: list[ScheduledSequence] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     restores: list[BlockRestore] = field(default_factory=list)
@@ -104,24 +104,24 @@ class Scheduler:
             RequestError: the prompt is empty, or prompt and output exceed the context or the whole block pool.
         """
         if num_prompt_tokens < 1:
-            raise RequestError("the prompt has no tokens", "send at least one token")
+            raise RequestError("the prompt has no tokens", "Send at least one token")
         context = self.max_model_len
         room = context - num_prompt_tokens
         if room < min(max_tokens, 1):
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens and the context ends at {context}",
-                f"shorten the prompt to at most {context - min(max_tokens, 1)} tokens",
+                f"Shorten the prompt to at most {context - min(max_tokens, 1)} tokens",
             )
         both = f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
         if max_tokens > room:
             raise RequestError(
-                f"{both} exceed the context of {context}", f"lower max_tokens to at most {room}, or shorten the prompt"
+                f"{both} exceed the context of {context}", f"Lower max_tokens to at most {room}, or shorten the prompt"
             )
         needed = self._max_blocks(num_prompt_tokens + max_tokens)
         if needed > self.pool.num_blocks:
             raise RequestError(
                 f"{both} need {needed} KV blocks of {self.pool.block_size} and the pool has {self.pool.num_blocks}",
-                "lower max_tokens, shorten the prompt, or start the engine with more KV memory",
+                "Lower max_tokens, shorten the prompt, or start the engine with more KV memory",
             )
 
     def add(self, request: Request) -> Sequence:
@@ -162,11 +162,11 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans one step and takes the blocks it needs. After it `complete` or `fail`."""
-        budget = self.config.max_num_batched_tokens
-        step = _Step(budget, drafts=max(0, budget - len(self.running)))
+        step = _Step(self.config.max_num_batched_tokens)
         self._schedule_decodes(step)
         self._schedule_prefills(step)
         self._admit(step)
+        self._schedule_drafts(step)
         self.stats.num_copies += len(step.copies)
         if not step.entries:
             return StepPlan(())
@@ -175,8 +175,12 @@ class Scheduler:
     def decodes(self) -> list[Sequence]:
         """Sequences in the middle of their output that the next step continues: those that guesses are good for.
 
-        Not those at the end of their prompt: forks are made there, and they share what is computed of the parent.
+        Not those at the end of their prompt: forks are made there, and they share what is computed of the parent. And
+        none when running sequences need the whole budget: no guess would be granted.
         """
+        chunk, budget = self.config.prefill_chunk, self.config.max_num_batched_tokens
+        if sum(min(s.num_tokens - s.num_computed_tokens, chunk) for s in self.running) >= budget:
+            return []
         return [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1 and s.num_output_tokens]
 
     def complete(self, plan: StepPlan, num_accepted: Mapping[str, int] | None = None) -> None:
@@ -281,9 +285,7 @@ class Scheduler:
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 self._extend_table(sequence)
             elif self._make_writable(sequence, step):
-                if sequence.draft_token_ids:
-                    self._fit_draft(sequence, step)
-                step.add(sequence, 1 + len(sequence.draft_token_ids))
+                step.add(sequence, 1)
 
     def _schedule_prefills(self, step: _Step) -> None:
         for sequence in self.running:
@@ -299,6 +301,15 @@ class Scheduler:
             sequence.status = Status.RUNNING
             insort(self.running, sequence, key=_order)
             step.add(sequence, self._chunk(sequence, step))
+
+    def _schedule_drafts(self, step: _Step) -> None:
+        # Last, so that they get only what nobody else needs.
+        for entry in step.entries:
+            if entry.sequence.draft_token_ids:
+                self._fit_draft(entry.sequence, step.budget)
+                num_drafts = len(entry.sequence.draft_token_ids)
+                entry.num_tokens += num_drafts
+                step.budget -= num_drafts
 
     def _chunk(self, sequence: Sequence, step: _Step) -> int:
         rest = sequence.num_tokens - sequence.num_computed_tokens
@@ -351,15 +362,14 @@ class Scheduler:
         """Blocks that a sequence of so many tokens holds at the same time at most."""
         return self.reach.blocks_for(num_tokens, self.config.max_span_tokens, self.pool.block_size)
 
-    def _fit_draft(self, sequence: Sequence, step: _Step) -> None:
+    def _fit_draft(self, sequence: Sequence, budget: int) -> None:
         """Cuts the draft to what may be drafted, and takes the blocks it needs."""
         # What is accepted is followed by one more token, and `max_tokens` bounds both.
-        room = min(step.drafts, sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1)
+        room = min(budget, sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1)
         # A free block stays for every running sequence, so that no draft makes a later decode preempt.
         num_spare = max(0, self.pool.num_free - len(self.running))
         slots = (len(sequence.block_ids) + num_spare) * self.pool.block_size - sequence.num_tokens
         del sequence.draft_token_ids[max(0, min(room, slots)) :]
-        step.drafts -= len(sequence.draft_token_ids)
         missing = self.pool.blocks_for(sequence.num_tokens + len(sequence.draft_token_ids)) - len(sequence.block_ids)
         sequence.block_ids += self.pool.allocate(max(0, missing))
 

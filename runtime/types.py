@@ -1,4 +1,4 @@
-"""The nouns of the engine. No torch: scheduler and blocks are tested with a fake runner in microseconds."""
+"""The nouns of the engine: requests, their sequences, and what is said of them. No torch."""
 
 from __future__ import annotations
 
@@ -7,111 +7,27 @@ from enum import StrEnum
 from typing import Protocol
 
 from compress.checkpoint.errors import RequestError
-from runtime.reach import Reach
+from runtime.sampling_params import SamplingParams
 
-MAX_SEED = 2**63 - 1
-MAX_TOP_K = 2**31 - 1
-MAX_ANSWERS = 128
 MAX_PRIORITY = 100
 
 
 class Status(StrEnum):
+    """Where a sequence is: in the queue, among those that are computed, or at its end."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class FinishReason(StrEnum):
+    """Why an answer ended: by itself or at a stop string, at a limit of length or time, at a wish, or by a failure."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"
-
-
-class GrammarKind(StrEnum):
-    JSON_OBJECT = "json_object"
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    LARK = "lark"
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What an answer must look like. `text` is the schema (as JSON), the regular expression or the Lark grammar."""
-
-    kind: GrammarKind
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
-
-    Attributes:
-        max_tokens: tokens to generate at most; 0 only computes the prompt, and the answer ends with `length`.
-        seed: keys the noise together with the position; None lets the engine choose one and report it.
-        stop: strings that end the text; they are not part of it.
-        stop_token_ids: ids that end the sequence beside the model's own end tokens.
-        ignore_eos: keep going through the model's end tokens.
-        logprobs: number of alternatives reported per token, of the unmodified distribution; None reports nothing.
-        n: answers to one prompt, each with noise of its own; the first is the same as with `n=1`.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
-        presence_penalty: subtracted from the logit of every token that is in the output.
-        frequency_penalty: subtracted as many times as the token is in the output.
-        logit_bias: pairs of token id and what is added to its logit.
-        prompt_logprobs: as `logprobs`, for the prompt's tokens; they come with the first delta.
-        grammar: what the answer must look like.
-        skip_special_tokens: leave tokens that are no text, such as those that announce tool calls, out of the text.
-
-    Raises:
-        RequestError: a value outside of its range, by name.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    n: int = 1
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
-    skip_special_tokens: bool = True
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the tokens so far change the distribution of the next one."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("max_tokens", self.max_tokens >= 0, "0 or more"),
-            ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
-            ("top_k", 0 <= self.top_k <= MAX_TOP_K, f"0 (off) to {MAX_TOP_K}"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}"),
-            ("stop", all(self.stop), "non-empty strings"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
-            ("n", 1 <= self.n <= MAX_ANSWERS, f"between 1 and {MAX_ANSWERS}"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= 2, "above 0 and at most 2"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "between -100 and 100 each"),
-            ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "between 0 and 20"),
-        )
-        for name, fits, rule in checks:
-            if not fits:
-                raise RequestError(f"{name}={getattr(self, name)!r} is not allowed", f"{name} must be {rule}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,95 +172,6 @@ class Sequence:
         return (request.options.embed or request.sampling.prompt_logprobs is not None) and self.num_output_tokens == 0
 
 
-@dataclass(slots=True)  # one per token, as deltas
-class ScheduledSequence:
-    """Compute tokens `[start, start + num_tokens)` of `sequence`, its draft included. When the span reaches the end of
-    the known tokens, the runner also samples what follows them: one token, and one more per accepted draft token."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens of the span that are guesses."""
-        return max(0, self.start + self.num_tokens - self.sequence.num_tokens)
-
-    @property
-    def samples(self) -> bool:
-        return self.start + self.num_tokens >= self.sequence.num_tokens and not self.sequence.request.is_prompt_only
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy the first `num_tokens` slots of a block's pages to another block, before the forward pass."""
-
-    source: int
-    target: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockOffload:
-    """Save a block's pages in a slot of host memory."""
-
-    block: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRestore:
-    """Fill a block's pages from a slot of host memory."""
-
-    slot: int
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """Everything the runner sees of one step: which spans to compute, and which blocks move before that.
-
-    Blocks move in this order: offloads, copies (all read before any is written), restores. Blocks are handed out while
-    the plan is made, so a block may be read for its last owner and written for its next one in the same plan; reading
-    comes first. What is offloaded or copied was computed in an earlier step, and only copies and restores write blocks.
-    Copies read no restored block. A slot that is saved to and restored from in one plan holds what was just saved:
-    offloads are before restores, no slot is saved to twice, and one that a restore reads is not given to another hash.
-    """
-
-    entries: tuple[ScheduledSequence, ...]
-    copies: tuple[BlockCopy, ...] = ()
-    offloads: tuple[BlockOffload, ...] = ()
-    restores: tuple[BlockRestore, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.entries)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """A token drawn for one sequence. `error` is set instead when the row was not finite; the token id is then -1."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step computed, by sequence id.
-
-    Attributes:
-        tokens: for each entry of the plan that samples. A list, because verified drafts yield several.
-        prompt_logprobs: of the tokens that follow the span's ones inside the prompt, for sequences that ask for them.
-        hidden_sums: sum of the span's final hidden states `[hidden_size]`, for sequences that embed.
-    """
-
-    tokens: dict[str, list[SampledToken]]
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    hidden_sums: dict[str, list[float]] = field(default_factory=dict)
-
-
 @dataclass(slots=True)  # one per token, and frozen ones take three times as long to make
 class Delta:
     """What one step added to one answer. Deltas of a request and an index, joined, are a whole answer.
@@ -373,41 +200,3 @@ class Delta:
     index: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     embedding: list[float] | None = None
-
-
-class Runner(Protocol):
-    """The part below the torch line, as the engine sees it."""
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks there are; the plan uses ids 0 to num_blocks - 1."""
-        ...
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Slots of host memory for evicted blocks; the plan uses ids 0 to num_host_blocks - 1."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt + output in tokens."""
-        ...
-
-    @property
-    def reach(self) -> Reach:
-        """What tokens look at: keys and values beyond it are not needed."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids of prompts lie below this."""
-        ...
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence unless it ignores them."""
-        ...
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Runs one forward pass over the plan's spans and samples where a span reaches its sequence's end."""
-        ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from runtime.types import SampledToken, ScheduledSequence
+from runtime.step import SampledToken, ScheduledSequence
 
 
 def verify_by_match(

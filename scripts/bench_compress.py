@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarking.entry import leave_with
 from benchmarking.memory import in_own_process, peak_device_bytes, peak_host_bytes
 from benchmarking.tables import Row, describe, print_table, write_json
 from rich.console import Console
 
-from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.scheme import Scheme
 from compress.recipe import METHODS, CalibrationOptions, QuantizeStage, group_size_from
 
@@ -178,7 +177,4 @@ def _run(options: argparse.Namespace, work: Path, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ToolkitError as error:
-        sys.exit(f"error: {error}")
+    leave_with(main)

@@ -13,22 +13,21 @@ import argparse
 import itertools
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarking.entry import leave_with
 from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, markdown_table, print_table
+from benchmarking.tables import Row, describe, print_with_markdown
 from benchmarking.workload import Job, mixed_jobs
 from rich.console import Console
 
 from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.llm import load_engine
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 DECODING = 8
 """Sequences that decode while long prompts arrive."""
@@ -140,13 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = f"Wait between tokens of {DECODING} sequences while prompts of {options.long} tokens arrive"
     tables[title] = chunking_rows(options.model, prompts, long_prompt, options.rounds)
     for title, table in tables.items():
-        print_table(title, table, console)
-        console.print(markdown_table(table), markup=False)
+        print_with_markdown(title, table, console)
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ToolkitError as error:
-        sys.exit(f"error: {error}")
+    leave_with(main)

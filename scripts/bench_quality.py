@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarking.compression import compress
+from benchmarking.entry import leave_with
 from benchmarking.machine import environment, weights_sha256
 from benchmarking.tables import Row, describe, markdown_table, print_table, write_json
 from benchmarking.verdicts import METHODS, Trial, Verdict, judge, table_rows
@@ -32,7 +32,6 @@ from calibration.parts import parse_parts
 from calibration.sources import load_texts
 from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.scheme import Scheme
 from compress.evaluate.overlap import overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, score_positions
@@ -177,7 +176,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ToolkitError as error:
-        sys.exit(f"error: {error}")
+    leave_with(main)

@@ -19,15 +19,16 @@ from compress.checkpoint.demo import demo_model_path
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.reach import ALL
+from runtime.sampling_params import SamplingParams
+from runtime.step import SampledToken, StepOutput, StepPlan
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import SampledToken, SamplingParams, StepOutput, StepPlan
 
 PROMPT_TOKENS = 128
 NEW_TOKENS = 512
 
 
 class InstantRunner:
-    """Implements `runtime.types.Runner`: every step says the same token at once, and notes when it was asked."""
+    """Implements `runtime.step.Runner`: every step says the same token at once, and notes when it was asked."""
 
     max_model_len = 4096
     vocab_size = 8192

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarking.contenders import CONTENDERS, Settings, Timed
+from benchmarking.entry import leave_with
 from benchmarking.memory import in_own_process
-from benchmarking.tables import Row, describe, markdown_table, print_table, write_json
+from benchmarking.tables import Row, describe, print_with_markdown, write_json
 from benchmarking.workload import Job, mixed_jobs
 from rich.console import Console
-
-from compress.checkpoint.errors import ToolkitError
 
 
 def prepare(work: Path, shape: str) -> tuple[Path, Path]:
@@ -112,15 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rounds.append(timed)
             title = f"{options.shape}, round {number}: in and out {options.shortest} to {options.longest} tokens"
             table = rows(timed, timed[-1])
-            print_table(f"{title}; x and equal are against the last row", table, console)
-            console.print(markdown_table(table), markup=False)
+            print_with_markdown(f"{title}; x and equal are against the last row", table, console)
     if options.json:
         write_json(options.json, {"facts": facts, "rounds": [[asdict(run) for run in timed] for timed in rounds]})
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ToolkitError as error:
-        sys.exit(f"error: {error}")
+    leave_with(main)

@@ -13,24 +13,24 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchmarking.entry import leave_with
 from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, markdown_table, print_table
+from benchmarking.tables import Row, describe, print_with_markdown
 from benchmarking.workload import mixed_jobs
 from rich.console import Console
 
 from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.llm import load_engine
+from runtime.sampling_params import SamplingParams
 from runtime.speculative.speculator import Speculator
-from runtime.types import SamplingParams, StepPlan
+from runtime.step import StepPlan
 
 DRAFTERS = ("demo", "ngram", "self:2bit", "self:3bit", "self:skip=1", "self:skip")
 TEMPERATURES = (0.0, 0.8)
@@ -133,13 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prompts = [job.prompt for job in jobs]
             rows = measure(options.model, config, options.drafters, prompts, sampling, options.rounds)
             title = f"Batch {batch}, {'greedy' if not temperature else f'T = {temperature}'}"
-            print_table(title, rows, console)
-            console.print(markdown_table(rows), markup=False)
+            print_with_markdown(title, rows, console)
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ToolkitError as error:
-        sys.exit(f"error: {error}")
+    leave_with(main)

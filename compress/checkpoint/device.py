@@ -18,5 +18,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ToolkitError(f"device {name!r} is not supported", "Use --device auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ToolkitError(f"device {name} asked for, but torch sees {torch.cuda.device_count()}", "Use --device cpu")
+        raise ToolkitError(
+            f"device {name} asked for, but torch sees {torch.cuda.device_count()} of them", "Use --device cpu"
+        )
     return device

@@ -23,7 +23,7 @@ class Sparsity:
 
     def __post_init__(self) -> None:
         if not (self.of in (4, 8) and 1 <= self.kept < self.of):
-            raise SchemeError(f"sparsity pattern {self} is not supported", "Use 2:4 or 4:8")
+            raise SchemeError(f"sparsity pattern {self} is not supported", "Use 2:4, 4:8 or another N:4 or N:8")
 
     @classmethod
     def parse(cls, text: str) -> Sparsity:

@@ -133,7 +133,7 @@ def check_folder(path: str | Path) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CheckpointError(f"{folder} is a file, not a model folder", f"Name the folder: {folder.parent}")
+        raise CheckpointError(f"{folder} is a file, not a model folder", f"Name its folder, {folder.absolute().parent}")
     looks_like_hub_name = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
     download = (
         f", or fetch the model first: hf download {path} --local-dir {folder.name}" if looks_like_hub_name else ""
@@ -177,6 +177,9 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def _no_weights(folder: Path) -> CheckpointError:
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if not pickles and any(folder.glob("*.gguf")):
+        remedy = "GGUF files are not read: name a folder with the model's safetensors files"
+        return CheckpointError(f"{folder} holds no safetensors weights", remedy)
     if not pickles:
         return CheckpointError(f"{folder} holds no safetensors weights", "Name a folder that holds model.safetensors")
     source, target = str(folder), f"{folder}-safetensors"

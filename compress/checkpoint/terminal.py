@@ -25,8 +25,8 @@ REMEDIES = {
 def run_cli(app: typer.Typer) -> None:
     """Runs a Typer application and leaves the process; it never returns.
 
-    A ToolkitError, a full disk or a denied permission becomes one line `error: <problem>. <remedy>` on stderr and
-    status 1, Ctrl-C becomes status 130, and wrong options keep Typer's own message and status 2.
+    A ToolkitError, a full disk or a path that the system refuses becomes one line `error: <problem>. <remedy>` on
+    stderr and status 1, Ctrl-C becomes status 130, and wrong options keep Typer's own message and status 2.
     """
     let_threads_sleep()
     try:
@@ -34,9 +34,10 @@ def run_cli(app: typer.Typer) -> None:
     except ToolkitError as error:
         _refuse(error)
     except OSError as error:
-        if error.errno not in REMEDIES:
+        if error.errno not in REMEDIES and error.filename is None:
             raise
-        _refuse(ToolkitError(f"{error.strerror}: {error.filename or 'while writing'}", REMEDIES[error.errno]))
+        remedy = REMEDIES.get(error.errno or 0, "Name another path")
+        _refuse(ToolkitError(f"{error.strerror}: {error.filename or 'while writing'}", remedy))
     except (KeyboardInterrupt, SystemExit) as stop:
         if _came_from_ctrl_c(stop):
             sys.exit(INTERRUPTED)

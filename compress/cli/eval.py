@@ -13,6 +13,9 @@ from compress.checkpoint.errors import ToolkitError
 from compress.cli.options import DEFAULT_OUT, AsJson, Device
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from compress.evaluate.session import EvaluationReport
 
 
@@ -69,7 +72,7 @@ def evaluate(
         _print_table(report)
 
 
-def _default_model(console) -> Path:
+def _default_model(console: Console) -> Path:
     if DEFAULT_OUT.is_dir():
         console.print(f"No model named: measuring {DEFAULT_OUT}/", highlight=False, soft_wrap=True)
         return DEFAULT_OUT
@@ -79,7 +82,7 @@ def _default_model(console) -> Path:
     return demo_model_path()
 
 
-def _progress(console):
+def _progress(console: Console) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -10,7 +10,7 @@ import typer
 
 def export(
     path: Annotated[Path, typer.Argument(help="A packed checkpoint folder.")],
-    format: Annotated[str, typer.Option(help="compressed-tensors, gptq, awq, or dense (for everyone else).")],
+    format: Annotated[str, typer.Option(help="compressed-tensors, compress-runtime, gptq, awq, or dense.")],
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
 ) -> None:
     """Write a packed checkpoint in another format, losslessly, or say why that format cannot hold it."""

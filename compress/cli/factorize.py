@@ -6,38 +6,17 @@ from typing import Annotated
 
 import typer
 
+from compress.checkpoint.option_groups import with_groups
 from compress.checkpoint.scheme import Scheme
-from compress.cli.job import carry_out, make_request
-from compress.cli.options import (
-    DEFAULT_OUT,
-    AsJson,
-    CalibrationText,
-    Device,
-    DryRun,
-    Dtype,
-    Ignore,
-    Length,
-    Model,
-    Out,
-    Resume,
-    Samples,
-    Seed,
-    TrustRemoteCode,
-)
-from compress.recipe import (
-    DEFAULT_LENGTH,
-    DEFAULT_SAMPLES,
-    PER_CHANNEL,
-    CalibrationOptions,
-    FactorizeStage,
-    QuantizeStage,
-    Recipe,
-    Stage,
-    group_size_from,
-)
+from compress.cli.job import carry_out
+from compress.cli.option_groups import JobOptions, TextOptions
+from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
+from compress.recipe import PER_CHANNEL, FactorizeStage, QuantizeStage, Stage, group_size_from
 
 
+@with_groups
 def factorize(
+    *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
     method: Annotated[
@@ -52,16 +31,8 @@ def factorize(
         int, typer.Option(help="Columns of a factor that share a scale, with --bits; -1 is one scale per row.")
     ] = PER_CHANNEL,
     ignore: Ignore = None,
-    calibration: CalibrationText = "bundled",
-    samples: Samples = DEFAULT_SAMPLES,
-    length: Length = DEFAULT_LENGTH,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    resume: Resume = True,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    trust_remote_code: TrustRemoteCode = False,
+    text: TextOptions,
+    job: JobOptions,
 ) -> None:
     """Make two smaller matrices of each linear layer, and quantize them if asked to.
 
@@ -74,8 +45,4 @@ def factorize(
         rounding = "gptq" if stages[0].needs_calibration else "rtn"
         stages.append(QuantizeStage(rounding, Scheme(bits, group_size_from(group_size)), ignore=left_out))
         name += f"-int{bits}"
-    recipe = Recipe(tuple(stages), CalibrationOptions(calibration, samples, length), seed, name=name)
-    request = make_request(
-        model, recipe, out=out, device=device, dtype=dtype, resume=resume, trust_remote_code=trust_remote_code
-    )
-    carry_out(request, dry_run=dry_run, as_json=as_json)
+    carry_out(model, text.recipe(tuple(stages), name), out, job)

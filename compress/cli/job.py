@@ -1,4 +1,4 @@
-"""What `compress quantize` and `compress run` share: from a request to a finished checkpoint, or to the plan of one."""
+"""What `compress quantize`, `prune` and `run` share: from a recipe to a finished checkpoint, or to the plan of one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from compress.checkpoint.demo import DEMO_NAME, DEMO_SOURCE, demo_model_path
+from compress.cli.option_groups import JobOptions
 from compress.recipe import Recipe
 
 if TYPE_CHECKING:
     from compress.pipeline.prepare import Prepared, RunRequest
+    from compress.pipeline.run import RunResult
 
 
-def make_request(
-    model: Path | None,
-    recipe: Recipe,
-    *,
-    out: Path,
-    device: str,
-    dtype: str,
-    resume: bool,
-    trust_remote_code: bool,
-) -> RunRequest:
+def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> RunRequest:
     """Fills in the demo model where none is named, and says so."""
     from compress.pipeline.prepare import RunRequest
 
@@ -38,15 +31,19 @@ def make_request(
         source,
         recipe,
         out.expanduser(),
-        device=device,
-        dtype=dtype,
-        restart=not resume,
-        trust_remote_code=trust_remote_code,
+        device=job.device,
+        dtype=job.dtype,
+        restart=not job.resume,
+        trust_remote_code=job.trust_remote_code,
     )
 
 
-def carry_out(request: RunRequest, *, dry_run: bool, as_json: bool) -> None:
+def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> None:
     """Plans, and unless only the plan was asked for, runs. Prints results on standard output, progress on the other.
+
+    Args:
+        model: folder of a dense model; None for the demo model.
+        out: folder to write.
 
     Raises:
         ToolkitError: see `compress.pipeline.prepare.prepare` and `compress.pipeline.run`.
@@ -55,22 +52,22 @@ def carry_out(request: RunRequest, *, dry_run: bool, as_json: bool) -> None:
     from compress.cli.show import print_plan, print_result
     from compress.pipeline.prepare import prepare
 
-    prepared = prepare(request, dry_run)
-    if dry_run:
-        if as_json:
+    prepared = prepare(make_request(model, recipe, out, job), job.dry_run)
+    if job.dry_run:
+        if job.as_json:
             typer.echo(json.dumps(prepared.to_dict(), indent=2))
         else:
             print_plan(prepared)
         return
     _announce(prepared)
-    result = _run(prepared, as_json)
-    if as_json:
+    result = _run(prepared, job.as_json)
+    if job.as_json:
         typer.echo(json.dumps(result.report, indent=2))
     else:
         print_result(prepared, result)
 
 
-def _run(prepared: Prepared, quiet: bool):
+def _run(prepared: Prepared, quiet: bool) -> RunResult:
     from compress.checkpoint.disk import partial_folder
     from compress.pipeline.run import run
 

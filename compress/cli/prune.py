@@ -6,44 +6,27 @@ from typing import Annotated
 
 import typer
 
+from compress.checkpoint.option_groups import with_groups
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.cli.job import carry_out, make_request
-from compress.cli.options import (
-    DEFAULT_OUT,
-    AsJson,
-    CalibrationText,
-    Device,
-    DryRun,
-    Dtype,
-    Ignore,
-    Length,
-    Model,
-    Out,
-    Resume,
-    Samples,
-    Seed,
-    TrustRemoteCode,
-)
-from compress.recipe import (
-    DEFAULT_LENGTH,
-    DEFAULT_SAMPLES,
-    CalibrationOptions,
-    PruneStage,
-    QuantizeStage,
-    Recipe,
-    Stage,
-    group_size_from,
-)
+from compress.cli.job import carry_out
+from compress.cli.option_groups import JobOptions, TextOptions
+from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
+from compress.recipe import PruneStage, QuantizeStage, Stage, group_size_from
 
 
+@with_groups
 def prune(
+    *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
     method: Annotated[
         str, typer.Option(help="sparsegpt, wanda, ria, or magnitude (needs no calibration).")
     ] = "sparsegpt",
     pattern: Annotated[
-        str, typer.Option(metavar="N:M|none", help="2:4 or 4:8, stored without the zeros; none prunes anywhere.")
+        str,
+        typer.Option(
+            metavar="N:M|none", help="2:4, 4:8 or another N:4 or N:8, zeros not stored; none prunes anywhere."
+        ),
     ] = "2:4",
     sparsity: Annotated[float, typer.Option(help="Share of the weights that go, with --pattern none.")] = 0.5,
     bits: Annotated[
@@ -51,16 +34,8 @@ def prune(
     ] = None,
     group_size: Annotated[int, typer.Option(help="Input columns that share a scale, with --bits.")] = 128,
     ignore: Ignore = None,
-    calibration: CalibrationText = "bundled",
-    samples: Samples = DEFAULT_SAMPLES,
-    length: Length = DEFAULT_LENGTH,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    resume: Resume = True,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    trust_remote_code: TrustRemoteCode = False,
+    text: TextOptions,
+    job: JobOptions,
 ) -> None:
     """Prune a model's linear layers, and quantize what is left if asked to.
 
@@ -73,8 +48,4 @@ def prune(
     if bits is not None:
         stages.append(QuantizeStage("gptq", Scheme(bits, group_size_from(group_size)), ignore=left_out))
         name += f"-int{bits}"
-    recipe = Recipe(tuple(stages), CalibrationOptions(calibration, samples, length), seed, name=name)
-    request = make_request(
-        model, recipe, out=out, device=device, dtype=dtype, resume=resume, trust_remote_code=trust_remote_code
-    )
-    carry_out(request, dry_run=dry_run, as_json=as_json)
+    carry_out(model, text.recipe(tuple(stages), name), out, job)

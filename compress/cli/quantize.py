@@ -6,55 +6,36 @@ from typing import Annotated
 
 import typer
 
+from compress.checkpoint.option_groups import with_groups
 from compress.checkpoint.scheme import Scheme
-from compress.cli.job import carry_out, make_request
-from compress.cli.options import (
-    DEFAULT_OUT,
-    AsJson,
-    CalibrationText,
-    Device,
-    DryRun,
-    Dtype,
-    Ignore,
-    Length,
-    Model,
-    Out,
-    Resume,
-    Samples,
-    Seed,
-    TrustRemoteCode,
-)
-from compress.recipe import (
-    DEFAULT_LENGTH,
-    DEFAULT_SAMPLES,
-    CalibrationOptions,
-    QuantizeStage,
-    Recipe,
-    default_scheme,
-    group_size_from,
-)
+from compress.cli.job import carry_out
+from compress.cli.option_groups import JobOptions, TextOptions
+from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
+from compress.recipe import QuantizeStage, default_scheme, group_size_from
 
 
+@with_groups
 def quantize(
+    *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
     method: Annotated[str, typer.Option(help="awq, gptq, smoothquant (W8A8), or rtn (needs no calibration).")] = "awq",
     bits: Annotated[
-        int | None, typer.Option(help="Bits of a weight, 2 to 8.  [default: 4; smoothquant: 8]", show_default=False)
+        int | None, typer.Option(help="Bits of a weight, 2 to 8. Default: 4; smoothquant: 8.", show_default=False)
     ] = None,
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row.  "
-            "[default: 128; smoothquant: -1]",
+            help="Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row. "
+            "Default: 128; smoothquant: -1.",
             show_default=False,
         ),
     ] = None,
     activation_bits: Annotated[
         int | None,
         typer.Option(
-            help="8: inputs of the layers are rounded to 8 bits, token by token (W8A8).  "
-            "[default: 16-bit inputs; smoothquant: 8]",
+            help="8: inputs of the layers are rounded to 8 bits, token by token (W8A8). "
+            "Default: 16-bit inputs; smoothquant: 8.",
             show_default=False,
         ),
     ] = None,
@@ -65,16 +46,8 @@ def quantize(
         bool, typer.Option("--symmetric/--asymmetric", help="Fixed or stored zero points. Symmetric loads everywhere.")
     ] = True,
     ignore: Ignore = None,
-    calibration: CalibrationText = "bundled",
-    samples: Samples = DEFAULT_SAMPLES,
-    length: Length = DEFAULT_LENGTH,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    resume: Resume = True,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    trust_remote_code: TrustRemoteCode = False,
+    text: TextOptions,
+    job: JobOptions,
 ) -> None:
     """Quantize a model's linear layers to 2 to 8 bits.
 
@@ -83,11 +56,7 @@ def quantize(
     """
     scheme = make_scheme(method, bits, group_size, symmetric, activation_bits)
     stage = QuantizeStage(method, scheme, ignore=tuple(ignore or ()), alpha=alpha)
-    recipe = Recipe((stage,), CalibrationOptions(calibration, samples, length), seed, name=f"int{scheme.bits}-{method}")
-    request = make_request(
-        model, recipe, out=out, device=device, dtype=dtype, resume=resume, trust_remote_code=trust_remote_code
-    )
-    carry_out(request, dry_run=dry_run, as_json=as_json)
+    carry_out(model, text.recipe((stage,), f"int{scheme.bits}-{method}"), out, job)
 
 
 def make_scheme(

@@ -6,20 +6,19 @@ from typing import Annotated
 
 import typer
 
-from compress.cli.job import carry_out, make_request
-from compress.cli.options import DEFAULT_OUT, AsJson, Device, DryRun, Dtype, Model, Out, Resume, TrustRemoteCode
+from compress.checkpoint.option_groups import with_groups
+from compress.cli.job import carry_out
+from compress.cli.option_groups import JobOptions
+from compress.cli.options import DEFAULT_OUT, Model, Out
 
 
+@with_groups
 def run(
+    *,
     recipe: Annotated[str, typer.Argument(help="A YAML file, or a bundled recipe: int4-awq, int4-gptq, int8-rtn, ...")],
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    resume: Resume = True,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    trust_remote_code: TrustRemoteCode = False,
+    job: JobOptions,
 ) -> None:
     """Run a recipe on a model.
 
@@ -27,13 +26,4 @@ def run(
     """
     from compress.recipe_file import load_recipe
 
-    request = make_request(
-        model,
-        load_recipe(recipe),
-        out=out,
-        device=device,
-        dtype=dtype,
-        resume=resume,
-        trust_remote_code=trust_remote_code,
-    )
-    carry_out(request, dry_run=dry_run, as_json=as_json)
+    carry_out(model, load_recipe(recipe), out, job)

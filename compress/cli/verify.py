@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compress.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from compress.checkpoint.structure import StructureReport
 
 
 def verify(
@@ -36,7 +39,7 @@ def verify(
         raise CheckpointError(f"{path} has {len(problems)} problems", "Write or download it again")
 
 
-def _print(structure, compared: bool) -> None:
+def _print(structure: StructureReport, compared: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 

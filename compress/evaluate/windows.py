@@ -48,6 +48,8 @@ def cut_windows(source: TextSource, tokenizer: Any, *, length: int, max_tokens: 
     """
     if length < 2:
         raise DataError(f"windows of {length} tokens predict nothing", "Use --length 2 or more")
+    if max_tokens is not None and max_tokens < 1:
+        raise DataError(f"--tokens {max_tokens} leaves nothing to predict", "Use --tokens 16384, or leave it out")
     bos = _beginning(tokenizer)
     step = length - len(bos)
     ids = _joined_ids(source, tokenizer)

@@ -131,8 +131,8 @@ def check_groups(assignments: Mapping[str, Assignment], linears: Shapes) -> None
         return
     listed = "; ".join(f"{kind} ({len(names)} layers, {columns} inputs)" for (kind, columns), names in bad.items())
     size = next(_group_size(assignments[names[0]]) for names in bad.values())
-    columns = [linears[name][1] for name in assignments]
-    fitting = [each for each in GROUP_SIZES if not any(count % each for count in columns)]
+    widths = [linears[name][1] for name in assignments]
+    fitting = [each for each in GROUP_SIZES if not any(width % each for width in widths)]
     remedy = f"--group-size {fitting[-1]}" if fitting else "--group-size -1 (per channel)"
     if sum(map(len, bad.values())) < len(assignments):
         leaves = dict.fromkeys(kind.rpartition(".")[2] for kind, _ in bad)

@@ -24,7 +24,7 @@ from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
 from compress.methods.sparsegpt import prune_sparsegpt
 from compress.pipeline.block_job import LinearRecord
 from compress.pipeline.low_rank_work import UNREACHED, WHOLE, FactorRounding, Ranked
-from compress.plan import Assignment
+from compress.plan import Assignment, Pruning
 
 CLIP_ROWS = 512
 # Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
@@ -92,12 +92,12 @@ class LinearWork:
         weight, kept = self.weight, None
         pruning = self.assignment.pruning
         if pruning is not None and pruning.method == "sparsegpt" and self.statistics is not None:
-            found = self._sparsegpt(factors)
+            found = self._sparsegpt(pruning, factors)
             if isinstance(found, IntegerWeight):
                 return self._finish(found)
             weight, kept = found, found != 0
         elif pruning is not None:
-            kept = self._mask()
+            kept = self._mask(pruning)
             weight = weight.masked_fill(~kept, 0.0)
         scheme = self._scheme
         if scheme is None or self.assignment.method is None:
@@ -121,15 +121,15 @@ class LinearWork:
         rounding = FactorRounding(self.assignment.method, self._scheme, self.model_dtype, self.statistics, factor)
         return rounding.apply(*ranked.decomposition.truncated(rank))
 
-    def _sparsegpt(self, factors: SharedFactors) -> IntegerWeight | Tensor:
-        pruning, factor = self.assignment.pruning, factors.get(SPARSEGPT_OPTIONS)
+    def _sparsegpt(self, pruning: Pruning, factors: SharedFactors) -> IntegerWeight | Tensor:
+        factor = factors.get(SPARSEGPT_OPTIONS)
         # GPTQ after SparseGPT is one loop, which makes up for both at once.
         joint = self.assignment.quantized if self.assignment.method == "gptq" else None
         self._note(factor)
         return prune_sparsegpt(self.weight, factor, pruning.pattern, pruning.share, joint, self.model_dtype)
 
-    def _mask(self) -> Tensor:
-        pruning, method = self.assignment.pruning, self.assignment.pruning.method
+    def _mask(self, pruning: Pruning) -> Tensor:
+        method = pruning.method
         if method != "magnitude" and self.statistics is None:
             method = "magnitude"
             self.details["recovery"] = f"pruned by magnitude: {UNREACHED}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.formats import native
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
 from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
@@ -24,7 +25,7 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
 
     Raises:
         RecipeError: a pattern that matches nothing, or nothing left to quantize.
-        SchemeError: a group size that does not divide, naming every such layer.
+        SchemeError: a group size that does not divide, naming every such layer; or what no file can hold.
         CheckpointError: weights the model needs are not in the checkpoint.
     """
     _check_present(skeleton, files)
@@ -32,6 +33,7 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
     assignments, reasons = assign(recipe.stages, linears, _always_dense(skeleton))
     check_groups(assignments, linears)
     check_patterns(assignments, linears)
+    _check_stored(assignments, linears)
     rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
     edges, notes = usable_edges(skeleton, assignments)
     notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
@@ -97,6 +99,13 @@ def _linear_shapes(skeleton: Skeleton) -> dict[str, tuple[int, int]]:
 def _always_dense(skeleton: Skeleton) -> list[str]:
     """Modules outside of the blocks that a user may name in --ignore although they stay dense anyway."""
     return [name for name in (skeleton.architecture.head, skeleton.architecture.embedding) if name]
+
+
+def _check_stored(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
+    """Raises SchemeError for a scheme that could not be written in the end."""
+    for name, assignment in assignments.items():
+        if assignment.scheme is not None:
+            native.check(assignment.scheme, linears[name])
 
 
 def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:

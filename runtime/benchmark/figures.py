@@ -57,6 +57,7 @@ class Objective:
     seconds: float
 
     def is_met(self, record: Record) -> bool:
+        """Whether one complete request was quick enough; `itl` bounds its longest gap."""
         match self.metric:
             case "ttft":
                 return record.ttft <= self.seconds

@@ -29,6 +29,7 @@ class Scale:
     is_log: bool = False
 
     def place(self, value: float) -> float:
+        """The pixel of a value."""
         low, high = self.low, self.high
         if self.is_log:
             value, low, high = math.log(max(value, self.low)), math.log(low), math.log(high)
@@ -121,6 +122,7 @@ def number(value: float) -> str:
 
 
 def line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
+    """A straight line between two points in pixels."""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}"/>'
 
 

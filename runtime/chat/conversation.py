@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 Message = dict[str, str]
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from compress.checkpoint.errors import RequestError, ToolkitError
 from runtime.chat.conversation import Conversation
 from runtime.engine import Engine
+from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Delta, FinishReason, SamplingParams
+from runtime.types import Delta, FinishReason
 
 
 @dataclass

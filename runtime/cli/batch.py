@@ -12,31 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.checkpoint.errors import DataError, ToolkitError
-from runtime.cli.options import (
-    ContextOption,
-    Device,
-    DeviceOption,
-    DraftMode,
-    DraftModeOption,
-    DraftTokensOption,
-    Dtype,
-    DtypeOption,
-    Kernels,
-    KernelsOption,
-    MemoryOption,
-    SeedOption,
-    SpeculateOption,
-    check_targets,
-    resolve_model,
-)
+from compress.checkpoint.option_groups import with_groups
+from runtime.cli.option_groups import ComputeOptions, DraftOptions, runtime_config
+from runtime.cli.options import ContextOption, MemoryOption, SeedOption, SequencesOption, check_targets, resolve_model
 from runtime.cli.served_model import load_served_model, name_of
-from runtime.config import RuntimeConfig
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from runtime.batch_file.results import ResultFile
     from runtime.batch_file.run import Batch, Progress
+    from runtime.config import RuntimeConfig
 
 MAX_PROBLEMS_SHOWN = 20
 WAITING = 16
@@ -45,7 +31,9 @@ PATIENCE = 1e9
 """Seconds: nobody waits for one answer of a batch, so none is too late."""
 
 
+@with_groups
 def batch(
+    *,
     source: Annotated[Path, typer.Argument(metavar="IN", help="Requests in OpenAI's batch format, one JSON a line.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where answers are added, as they come.")],
     model: Annotated[
@@ -56,16 +44,12 @@ def batch(
     errors: Annotated[
         Path | None, typer.Option("--errors", help="File for answers with another status than 200; default: OUT.")
     ] = None,
-    max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")] = 64,
-    device: DeviceOption = Device.AUTO,
-    dtype: DtypeOption = Dtype.AUTO,
-    kernels: KernelsOption = Kernels.AUTO,
+    max_sequences: SequencesOption = 64,
+    compute: ComputeOptions,
     seed: SeedOption = None,
     max_model_len: ContextOption = None,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
-    speculate: SpeculateOption = "",
-    draft_tokens: DraftTokensOption = 4,
-    draft_mode: DraftModeOption = DraftMode.MATCH,
+    drafts: DraftOptions,
 ) -> None:
     """Answer a file of requests without a server.
 
@@ -81,16 +65,12 @@ def batch(
     served_name = name or name_of(path)
     custom_ids = check(source, served_name)
     check_targets(out, errors)
-    config = RuntimeConfig(
-        device=device.value,
-        dtype=dtype.value,
-        kernels=kernels.value,
+    config = runtime_config(
+        compute,
+        drafts,
         kv_memory_bytes=kv_memory,
         max_model_len=max_model_len,
         max_num_sequences=max_sequences,
-        speculate=speculate,
-        num_draft_tokens=draft_tokens,
-        draft_mode=draft_mode.value,
         seed=seed or 0,
     )
     with result_files(out, errors) as files:

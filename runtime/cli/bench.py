@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from compress.checkpoint.errors import ToolkitError
+from compress.checkpoint.option_groups import with_groups
 from runtime.cli.options import ModelArgument, check_targets, resolve_model
+from runtime.cli.workload_options import WorkloadOptions
 
 if TYPE_CHECKING:
     from runtime.benchmark.report import Run
-    from runtime.benchmark.workload import Lengths
 
 DEFAULT_CONCURRENCY = 8
 
 
+@with_groups
 def bench(
+    *,
     model: ModelArgument = None,
     url: Annotated[
         str | None, typer.Option("--url", help="A running server; without it one is started for the time.")
@@ -37,22 +40,7 @@ def bench(
     rate: Annotated[
         float | None, typer.Option("--rate", "-r", min=1e-3, help="Open loop: Poisson arrivals, so many a second.")
     ] = None,
-    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="Requests to measure.")] = 64,
-    input_lengths: Annotated[
-        str, typer.Option("--input", help="Own prompt tokens of a request: 128, or 32:256 for uniform.")
-    ] = "32:256",
-    output_lengths: Annotated[str, typer.Option("--output", help="Tokens of an answer, exactly: 64, or 32:256.")] = (
-        "32:256"
-    ),
-    shared_prefix: Annotated[
-        int, typer.Option("--shared-prefix", min=0, help="Tokens in front of every prompt, the same for all.")
-    ] = 0,
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", help='JSON lines {"prompt": ...} or {"messages": [...]} instead of the manual.'),
-    ] = None,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of lengths, texts and arrivals.")] = 0,
+    requests: WorkloadOptions,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Requests before the measured ones.")] = 4,
     slo: Annotated[
         str | None, typer.Option("--slo", help="Objectives for goodput: ttft=500ms,itl=50ms,tpot=40ms,e2e=10s.")
@@ -71,25 +59,18 @@ def bench(
     """
     from runtime.benchmark.figures import parse_objectives
     from runtime.benchmark.run import Load, Plan, run
-    from runtime.benchmark.workload import Workload, read_prompts
+    from runtime.benchmark.workload import read_prompts
 
     if rate is not None and concurrency is not None:
         raise ToolkitError("--rate and --concurrency exclude each other", "Give one: open or closed loop")
     objectives = parse_objectives(slo) if slo else ()
-    workload = Workload(
-        parse_lengths("--input", input_lengths),
-        parse_lengths("--output", output_lengths),
-        requests,
-        shared_prefix,
-        temperature,
-        seed,
-    )
+    workload = requests.workload()
     path = resolve_model(model)[0] if url is None or model is not None else None
     plan = Plan(
         command=shlex.join(["runtime", *sys.argv[1:]]),
         workload=workload,
         load=Load(concurrency or DEFAULT_CONCURRENCY, rate),
-        prompts=read_prompts(prompts) if prompts else None,
+        prompts=read_prompts(requests.prompts) if requests.prompts else None,
         tokenizer_path=path,
         num_warm_up=warmup,
         objectives=objectives,
@@ -101,14 +82,12 @@ def bench(
     write(result, json_file, plot)
 
 
-def parse_lengths(option: str, text: str) -> Lengths:
-    """Raises typer.BadParameter for what is no range of token counts."""
-    from runtime.benchmark.workload import Lengths
-
+def split_options(text: str) -> list[str]:
+    """Raises typer.BadParameter for quotes that are left open."""
     try:
-        return Lengths.parse(text)
+        return shlex.split(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{option} {text!r}: write tokens as 128, or as 32:256 for uniform") from error
+        raise typer.BadParameter(f"--serve {text!r}: {error}") from error
 
 
 @contextmanager
@@ -121,7 +100,7 @@ def server(url: str | None, path: Path | None, serve_options: str) -> Iterator[s
             raise ToolkitError("--serve is for an own server, and --url names a running one", "Give one of them")
         yield url or ""
         return
-    options = shlex.split(serve_options)
+    options = split_options(serve_options)
     print("starting", shlex.join(["runtime", "serve", str(path), *options]), file=sys.stderr, flush=True)
     with own_server(path, options) as own:
         yield own

@@ -6,58 +6,38 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compress.checkpoint.errors import RequestError, ToolkitError
-from runtime.cli.options import (
-    ContextOption,
-    Device,
-    DeviceOption,
-    DraftMode,
-    DraftModeOption,
-    DraftTokensOption,
-    Dtype,
-    DtypeOption,
-    Kernels,
-    KernelsOption,
-    ModelArgument,
-    SeedOption,
-    SinksOption,
-    SpeculateOption,
-    WindowOption,
-    resolve_model,
-)
-from runtime.config import RuntimeConfig
-from runtime.types import SamplingParams
+from compress.checkpoint.option_groups import with_groups
+from runtime.cli.option_groups import ComputeOptions, ContextOptions, DraftOptions, TruncationOptions, runtime_config
+from runtime.cli.options import ModelArgument, SeedOption, resolve_model
+from runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from runtime.chat.session import Session
+    from runtime.config import RuntimeConfig
     from runtime.text.tokenizer import Tokenizer
 
 PROMPT = "> "
 
 
+@with_groups
 def chat(
+    *,
     model: ModelArgument = None,
     system: Annotated[str, typer.Option("--system", help="System message.")] = "",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens of one answer at most.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens of this joint probability.")] = 1,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Keep this many tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this times the best.")] = 0,
+    truncation: TruncationOptions,
     seed: SeedOption = None,
-    device: DeviceOption = Device.AUTO,
-    dtype: DtypeOption = Dtype.AUTO,
-    kernels: KernelsOption = Kernels.AUTO,
-    max_model_len: ContextOption = None,
-    attention_sinks: SinksOption = 0,
-    attention_window: WindowOption = None,
-    speculate: SpeculateOption = "",
-    draft_tokens: DraftTokensOption = 4,
-    draft_mode: DraftModeOption = DraftMode.MATCH,
+    compute: ComputeOptions,
+    context: ContextOptions,
+    drafts: DraftOptions,
 ) -> None:
     """Talk with a model in the terminal.
 
@@ -65,18 +45,8 @@ def chat(
     everything else to standard error; without a terminal the turns are the lines of standard input.
     """
     path, name = resolve_model(model)
-    sampling = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed)
-    config = RuntimeConfig(
-        device.value,
-        dtype.value,
-        kernels.value,
-        max_model_len=max_model_len,
-        attention_sinks=attention_sinks,
-        attention_window=attention_window,
-        speculate=speculate,
-        num_draft_tokens=draft_tokens,
-        draft_mode=draft_mode.value,
-    )
+    sampling = SamplingParams(max_tokens, temperature, seed=seed, **asdict(truncation))
+    config = runtime_config(compute, context, drafts)
     tokenizer = open_tokenizer(path)  # refuses a model without a template before the slow part
     tell(f"model: {name}")
     talk(load(path, tokenizer, config, sampling, system))

@@ -5,39 +5,35 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compress.checkpoint.errors import RequestError, ToolkitError
-from runtime.cli.options import (
-    ContextOption,
-    Device,
-    DeviceOption,
-    DraftMode,
-    DraftModeOption,
-    DraftTokensOption,
-    Dtype,
-    DtypeOption,
-    Kernels,
-    KernelsOption,
-    ModelArgument,
-    SeedOption,
-    SinksOption,
-    SpeculateOption,
-    WindowOption,
-    resolve_model,
+from compress.checkpoint.option_groups import with_groups
+from runtime.cli.option_groups import (
+    ComputeOptions,
+    ContextOptions,
+    DraftOptions,
+    PenaltyOptions,
+    TruncationOptions,
+    runtime_config,
 )
+from runtime.cli.options import ModelArgument, SeedOption, resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from runtime.engine import Engine
-    from runtime.types import Delta, Grammar, SamplingParams
+    from runtime.sampling_params import Grammar, SamplingParams
+    from runtime.types import Delta
 
 
+@with_groups
 def generate(
+    *,
     model: ModelArgument = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Text to continue; without it standard input is read.")
@@ -45,18 +41,8 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a user's message of a chat.")] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens of this joint probability.")] = 1,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Keep this many tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this times the best.")] = 0,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Divides the logits of tokens in prompt or text; 1 is off.")
-    ] = 1,
-    presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Lowers the logits of tokens that are in the text.")
-    ] = 0,
-    frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="Lowers them as many times as they are in the text.")
-    ] = 0,
+    truncation: TruncationOptions,
+    penalties: PenaltyOptions,
     seed: SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
     json_schema: Annotated[
@@ -66,63 +52,41 @@ def generate(
         str | None, typer.Option("--regex", help="The text must be matched by this regular expression, all of it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
-    device: DeviceOption = Device.AUTO,
-    dtype: DtypeOption = Dtype.AUTO,
-    kernels: KernelsOption = Kernels.AUTO,
-    max_model_len: ContextOption = None,
-    attention_sinks: SinksOption = 0,
-    attention_window: WindowOption = None,
-    speculate: SpeculateOption = "",
-    draft_tokens: DraftTokensOption = 4,
-    draft_mode: DraftModeOption = DraftMode.MATCH,
+    compute: ComputeOptions,
+    context: ContextOptions,
+    drafts: DraftOptions,
 ) -> None:
     """Continue a prompt with a packed or dense checkpoint.
 
     Text goes to standard output, everything else to standard error.
     """
-    from runtime.types import SamplingParams
+    from runtime.sampling_params import SamplingParams
 
     path, name = resolve_model(model)
     grammar = choose_grammar(json_schema, regex)
     sampling = SamplingParams(
         max_tokens,
         temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        tuple(stop or ()),
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
+        **asdict(truncation),
+        **asdict(penalties),
+        seed=seed,
+        stop=tuple(stop or ()),
         grammar=grammar,
     )
     text = read_prompt() if prompt is None else prompt
     if not text:
         raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")
     print(f"model: {name}", file=sys.stderr)
-    from runtime.config import RuntimeConfig
-    from runtime.llm import load_engine
+    from runtime.llm import load_engine  # imports torch
 
-    config = RuntimeConfig(
-        device.value,
-        dtype.value,
-        kernels.value,
-        max_model_len=max_model_len,
-        attention_sinks=attention_sinks,
-        attention_window=attention_window,
-        speculate=speculate,
-        num_draft_tokens=draft_tokens,
-        draft_mode=draft_mode.value,
-    )
-    engine, tokenizer = load_engine(path, config)
+    engine, tokenizer = load_engine(path, runtime_config(compute, context, drafts))
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     write(steps(engine, token_ids, sampling), as_json, path.name)
 
 
 def choose_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
     """What the text must look like. Raises RequestError when both are given, or the file cannot be read."""
-    from runtime.types import Grammar, GrammarKind
+    from runtime.sampling_params import Grammar, GrammarKind
 
     if json_schema is not None and regex is not None:
         raise RequestError("--json-schema and --regex exclude each other", "Give one of them")

@@ -18,12 +18,16 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mi
 
 
 class Device(StrEnum):
+    """Where to compute."""
+
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class Dtype(StrEnum):
+    """Of activations and KV cache."""
+
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -32,11 +36,15 @@ class Dtype(StrEnum):
 
 
 class Kernels(StrEnum):
+    """How quantized weights are multiplied."""
+
     AUTO = "auto"
     REFERENCE = "reference"
 
 
 class DraftMode(StrEnum):
+    """How guesses are verified."""
+
     MATCH = "match"
     REJECT = "reject"
 
@@ -64,6 +72,9 @@ KernelsOption = Annotated[
     Kernels, typer.Option("--kernels", help="auto: the fastest that fit; reference: plain torch, the oracle.")
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Makes sampling reproducible.")]
+TopPOption = Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens of this joint probability.")]
+TopKOption = Annotated[int, typer.Option("--top-k", min=0, help="Keep this many tokens; 0 keeps all.")]
+MinPOption = Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this times the best.")]
 ContextOption = Annotated[
     int | None,
     typer.Option("--max-model-len", min=2, help="Longest prompt plus output in tokens; default: the model's context."),
@@ -80,6 +91,7 @@ HostMemoryOption = Annotated[
         help="Host memory for prefixes that the KV cache has no room for, e.g. 4GiB; 0 is off.",
     ),
 ]
+SequencesOption = Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")]
 SpeculateOption = Annotated[
     str,
     typer.Option(
@@ -129,7 +141,8 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
     if model is None:
         return demo_model_path(), f"{DEMO_NAME} (no model was named and there is no folder '{PACKED}')"
     if not model.is_dir():
-        remedy = "Name a folder with config.json and safetensors files, or none to use the bundled demo model"
+        first = "Make it with compress quantize, name" if model == PACKED else "Name"
+        remedy = f"{first} a folder with config.json and safetensors files, or none to use the bundled demo model"
         raise CheckpointError(f"there is no folder {model}", remedy)
     return model, str(model)
 
@@ -137,5 +150,7 @@ def resolve_model(model: Path | None) -> tuple[Path, str]:
 def check_targets(*files: Path | None) -> None:
     """Refuses, before anything runs, files that could not be written in the end."""
     for file in files:
+        if file is not None and file.is_dir():
+            raise ToolkitError(f"{file} is a folder", "Name a file in it")
         if file is not None and not file.absolute().parent.is_dir():
             raise ToolkitError(f"there is no folder {file.parent} for {file.name}", "Make it, or name another file")

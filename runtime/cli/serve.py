@@ -8,36 +8,26 @@ import shlex
 import signal
 import socket
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.checkpoint.option_groups import with_groups
+from runtime.cli.limit_options import LimitOptions
 from runtime.cli.listen import listen, url_of
+from runtime.cli.option_groups import ComputeOptions, ContextOptions, DraftOptions, runtime_config
 from runtime.cli.options import (
-    ContextOption,
-    Device,
-    DeviceOption,
-    DraftMode,
-    DraftModeOption,
-    DraftTokensOption,
-    Dtype,
-    DtypeOption,
     HostMemoryOption,
-    Kernels,
-    KernelsOption,
     MemoryOption,
     ModelArgument,
     SeedOption,
-    SinksOption,
-    SpeculateOption,
-    WindowOption,
-    parse_size,
+    SequencesOption,
     resolve_model,
 )
 from runtime.cli.served_model import ServedModel, load_served_model, name_of
-from runtime.config import RuntimeConfig
 from runtime.server.limits import Limits
 
 if TYPE_CHECKING:
@@ -46,40 +36,22 @@ if TYPE_CHECKING:
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
+@with_groups
 def serve(
+    *,
     model: ModelArgument = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[str | None, typer.Option("--api-key", help="Key that clients must send.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Model name for clients; default: the folder's.")] = None,
-    device: DeviceOption = Device.AUTO,
-    dtype: DtypeOption = Dtype.AUTO,
-    kernels: KernelsOption = Kernels.AUTO,
+    compute: ComputeOptions,
     seed: SeedOption = None,
-    max_model_len: ContextOption = None,
-    attention_sinks: SinksOption = 0,
-    attention_window: WindowOption = None,
-    speculate: SpeculateOption = "",
-    draft_tokens: DraftTokensOption = 4,
-    draft_mode: DraftModeOption = DraftMode.MATCH,
+    context: ContextOptions,
+    drafts: DraftOptions,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
     host_kv_memory: HostMemoryOption = "0",  # type: ignore[assignment]
-    max_sequences: Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")] = 64,
-    max_requests: Annotated[
-        int, typer.Option("--max-requests", min=1, help="Running and waiting at most; more get status 429.")
-    ] = 256,
-    max_body: Annotated[
-        int, typer.Option("--max-body", parser=parse_size, metavar="SIZE", help="Longest request body.")
-    ] = "4MiB",  # type: ignore[assignment]
-    queue_timeout: Annotated[
-        float, typer.Option("--queue-timeout", min=0.1, help="Seconds until the first token; later is status 503.")
-    ] = 600,
-    request_timeout: Annotated[
-        float, typer.Option("--request-timeout", min=0.1, help="Seconds until the last token; later is status 504.")
-    ] = 3600,
-    client_timeout: Annotated[
-        float, typer.Option("--client-timeout", min=0.1, help="Seconds for clients to send a request or read on.")
-    ] = 30,
+    max_sequences: SequencesOption = 64,
+    limits: LimitOptions,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,42 +72,28 @@ def serve(
     path, where = resolve_model(model)
     listener = listen(host, port)  # before the model loads, so that a taken port costs no time
     print(f"model     {where}", flush=True)
-    config = RuntimeConfig(
-        device=device.value,
-        dtype=dtype.value,
-        kernels=kernels.value,
+    config = runtime_config(
+        compute,
+        context,
+        drafts,
         kv_memory_bytes=kv_memory,
         host_memory_bytes=host_kv_memory,
-        max_model_len=max_model_len,
-        attention_sinks=attention_sinks,
-        attention_window=attention_window,
-        speculate=speculate,
-        num_draft_tokens=draft_tokens,
-        draft_mode=draft_mode.value,
         max_num_sequences=max_sequences,
         seed=seed or 0,
     )
     describe_weights(path)
-    limits = partial(
-        Limits,
-        max_requests=max_requests,
-        max_body_bytes=max_body,
-        queue_seconds=queue_timeout,
-        request_seconds=request_timeout,
-        client_seconds=client_timeout,
-    )
     served = load_served_model(
         path,
         name or name_of(path),
         config,
-        limits,
+        partial(Limits, **asdict(limits)),
         api_key=api_key,
         allowed_hosts=names_of_server(host, allowed_host or []),
     )
     describe_engine(served)
     announce(url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, api_key=api_key)
     warn_of_open_door(host, api_key)
-    run(served.app, listener, drain_seconds, client_timeout)
+    run(served.app, listener, drain_seconds, limits.client_seconds)
 
 
 def names_of_server(host: str, allowed: list[str]) -> list[str]:

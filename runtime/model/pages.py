@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime.model.config import DecoderConfig
-from runtime.types import BlockCopy, BlockOffload, BlockRestore
+from runtime.step import BlockCopy, BlockOffload, BlockRestore
 
 
 class KVPages:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from runtime.draws import Draw
 
+MIN_REPETITION_PENALTY = 1e-10
+"""Lower ones are as good as this, and what is divided by it stays finite."""
+
 
 def adjust_logits(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Logits `[R, V]` as the requests want them; minus infinity where a mask forbids a token. Same dtype.
@@ -68,7 +71,7 @@ def _penalize(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=scores.dtype, device=scores.device).index_select(0, row_of)
 
-    repetition = column(p.repetition_penalty for p in params)
+    repetition = column(max(p.repetition_penalty, MIN_REPETITION_PENALTY) for p in params)
     values = scores.view(-1).index_select(0, seen)
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= counts * column(p.frequency_penalty for p in params)

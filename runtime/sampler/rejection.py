@@ -21,7 +21,7 @@ from runtime.draws import Draw, build_draws
 from runtime.sampler.logprobs import token_logprobs
 from runtime.sampler.noise import gumbel_noise
 from runtime.sampler.sampler import probabilities, sample_tokens
-from runtime.types import SampledToken, ScheduledSequence
+from runtime.step import SampledToken, ScheduledSequence
 
 ACCEPTANCE_NOISE = 0x2545F4914F6CDD1D
 """Changes a seed into the one whose noise decides about acceptance."""

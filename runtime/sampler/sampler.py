@@ -12,8 +12,11 @@ from runtime.sampler.adjust import adjust_logits
 from runtime.sampler.logprobs import token_logprobs
 from runtime.sampler.noise import gumbel_noise
 from runtime.sampler.truncation import candidates
-from runtime.types import SampledToken, TokenLogprobs
+from runtime.step import SampledToken
+from runtime.types import TokenLogprobs
 
+MIN_TEMPERATURE = 1e-20
+"""Lower ones are as good as this: logits over it are further apart than noise reaches, and still finite."""
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOTHING_ALLOWED = "the grammar allows no token here"
 
@@ -76,7 +79,7 @@ def _scores(logits: Tensor, draws: Sequence[Draw], *, truncated: bool) -> tuple[
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=logits.dtype, device=logits.device)
 
-    scores = logits / column([p.temperature for p in params]).unsqueeze(-1)
+    scores = logits / column([max(p.temperature, MIN_TEMPERATURE) for p in params]).unsqueeze(-1)
     if truncated:
         top_p, min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
         return candidates(scores, _integers([p.top_k for p in params], logits), top_p, min_p)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -15,11 +16,14 @@ from runtime.server.embeddings import embeddings_router
 from runtime.server.errors import add_error_handlers
 from runtime.server.generation import Engine
 from runtime.server.guard import ApiKeyGuard, BodyLimit, SiteGuard
-from runtime.server.misc import misc_router
+from runtime.server.health import health_router
+from runtime.server.models import models_router
 from runtime.server.page import page_router
 from runtime.server.request_id import RequestId
 from runtime.server.service import Limits, Service, Tokenizer
 from runtime.server.tokenization import tokenization_router
+
+ROUTERS = (completions_router, chat_router, embeddings_router, tokenization_router, models_router, health_router)
 
 
 def create_app(
@@ -45,25 +49,17 @@ def create_app(
             pages of the server itself alone.
     """
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.start()
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(engine.stop)
-
     service = Service(engine, tokenizer, model_name, limits, render_metrics)
     app = DescribedApi(
         model_name=model_name,
         needs_key=bool(api_key),
         title=f"runtime: {model_name}",
-        lifespan=lifespan,
+        lifespan=partial(running, engine),
         docs_url=None,
         redoc_url=None,
     )
     add_error_handlers(app)
-    for router in (completions_router, chat_router, embeddings_router, tokenization_router, misc_router):
+    for router in ROUTERS:
         app.include_router(router(service))
     app.include_router(page_router())
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)
@@ -72,3 +68,13 @@ def create_app(
     app.add_middleware(SiteGuard, hosts=allowed_hosts)
     app.add_middleware(RequestId)
     return app
+
+
+@asynccontextmanager
+async def running(engine: Engine, _: FastAPI) -> AsyncIterator[None]:
+    """The engine's thread runs as long as the application."""
+    engine.start()
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(engine.stop)

@@ -15,6 +15,7 @@ from runtime.server.tool_calls import ToolShape, call_sampling, encode_conversat
 
 
 def chat_router(service: Service) -> APIRouter:
+    """The route that answers a conversation."""
     router = APIRouter()
     tokenizer = service.tokenizer
 

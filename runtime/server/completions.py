@@ -67,6 +67,7 @@ class CompletionShape:
         return self.choice(index, text + output.text, joined, output.finish_reason)
 
     def prompt_logprobs(self, index: int, found: Delta | Output) -> dict[str, Any] | None:
+        """Those of an echoed prompt; the engine says them with the first answer only, and all answers repeat them."""
         if not self.with_logprobs or not self.echoed:
             return None
         prompt = self.echoed[index]
@@ -88,6 +89,7 @@ class CompletionShape:
 
 
 def completions_router(service: Service) -> APIRouter:
+    """The route that continues prompts."""
     router = APIRouter()
     tokenizer = service.tokenizer
 

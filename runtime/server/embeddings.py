@@ -13,12 +13,13 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
+from runtime.sampling_params import SamplingParams
 from runtime.server.generation import Job
 from runtime.server.protocol import Prompt, check_prompt, separate_prompts
 from runtime.server.service import Service
 from runtime.server.streaming import respond_at_once
 from runtime.server.strict import Strict
-from runtime.types import Delta, RequestOptions, SamplingParams
+from runtime.types import Delta, RequestOptions
 
 logger = logging.getLogger("runtime.server")
 
@@ -41,6 +42,7 @@ class EmbeddingRequest(Strict):
 
 
 def embeddings_router(service: Service) -> APIRouter:
+    """The route: prompts in, mean hidden states out."""
     router = APIRouter()
 
     @router.post("/v1/embeddings")
@@ -53,29 +55,33 @@ def embeddings_router(service: Service) -> APIRouter:
         request_id = f"embd-{request.state.request_id}"
         logger.info("request %s: user %r, inputs of %s tokens", request_id, body.user, [len(p) for p in prompts])
         jobs = [Job(f"{request_id}-{i}", prompt, NOTHING_SAMPLED, EMBED) for i, prompt in enumerate(prompts)]
-        return await respond_at_once(request, embed(jobs, body.encoding_format))
-
-    async def embed(jobs: list[Job], encoding: str | None) -> dict[str, Any]:
-        found: list[Delta] = []
-        at_once = min(INPUTS_AT_ONCE, service.limits.max_requests)
-        for first in range(0, len(jobs), at_once):
-            found += await run_all(jobs[first : first + at_once])
-        num_tokens = sum(delta.num_prompt_tokens for delta in found)
-        return {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": write_numbers(delta.embedding or [], encoding)}
-                for index, delta in enumerate(found)
-            ],
-            "model": service.model_name,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
-
-    async def run_all(jobs: list[Job]) -> list[Delta]:
-        async with aclosing(service.generations.run(jobs)) as deltas:
-            return [delta for _, delta in sorted([pair async for pair in deltas], key=lambda pair: pair[0])]
+        return await respond_at_once(request, embed(service, jobs, body.encoding_format))
 
     return router
+
+
+async def embed(service: Service, jobs: list[Job], encoding: str | None) -> dict[str, Any]:
+    """OpenAI's answer to inputs in this order, a few of which are computed at once. Raises ApiError."""
+    found: list[Delta] = []
+    at_once = min(INPUTS_AT_ONCE, service.limits.max_requests)
+    for first in range(0, len(jobs), at_once):
+        found += await run_all(service, jobs[first : first + at_once])
+    num_tokens = sum(delta.num_prompt_tokens for delta in found)
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": write_numbers(delta.embedding or [], encoding)}
+            for index, delta in enumerate(found)
+        ],
+        "model": service.model_name,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+async def run_all(service: Service, jobs: list[Job]) -> list[Delta]:
+    """The only delta of each job, in order."""
+    async with aclosing(service.generations.run(jobs)) as deltas:
+        return [delta for _, delta in sorted([pair async for pair in deltas], key=lambda pair: pair[0])]
 
 
 def write_numbers(numbers: list[float], encoding: str | None) -> list[float] | str:

@@ -54,6 +54,7 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JsonResponse:
+    """An answer that is an error, in the form of OpenAI's API."""
     return JsonResponse(error_body(status, message, param, code), status, headers)
 
 

@@ -11,9 +11,10 @@ from typing import Protocol
 
 from runtime.answer import GRAMMAR_TOO_COMPLEX
 from runtime.engine_thread import Health
+from runtime.sampling_params import SamplingParams
 from runtime.server.errors import ApiError
 from runtime.server.limits import Limits
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 logger = logging.getLogger("runtime.server")
 
@@ -98,6 +99,7 @@ class Generations:
 
 
 def check_delta(delta: Delta) -> None:
+    """Raises ApiError for the end of a request that is no answer: 400 or 500 for a failure, 503 for an abort."""
     if delta.finish_reason is FinishReason.ERROR:
         if delta.error == GRAMMAR_TOO_COMPLEX:
             raise ApiError(400, f"Generation stopped: {delta.error}. Simplify the grammar.", code="refused")
@@ -132,6 +134,7 @@ async def in_time(
 
 
 def out_of_time(limits: Limits, is_first: bool) -> ApiError:
+    """Status 503 for a request that waits for its first token, 504 for one that was under way."""
     if is_first:
         message = f"No token after {limits.queue_seconds:g} s: the server is overloaded. Try again later."
         return ApiError(503, message, code="queue_timeout", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})

@@ -58,6 +58,7 @@ class SiteGuard:
             await self.app(scope, receive, send)
 
     def objection(self, headers: Headers) -> str:
+        """Why a request is refused, with a remedy; empty when it is not."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.hosts and parts(f"//{host}").hostname not in self.hosts:
             return f"This server is not called {host!r}. Start it with --allowed-host NAME to permit a name."
@@ -95,6 +96,7 @@ class BodyLimit:
         await self.app(scope, self.counting(receive), send)
 
     def counting(self, receive: Receive) -> Receive:
+        """`receive` that raises ApiError: 413 once the body is too long, 408 when it is late."""
         num_bytes = 0
         deadline: float | None = asyncio.get_running_loop().time() + self.seconds
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from runtime.sampling_params import MAX_ANSWERS, MAX_SEED, MAX_TOP_K, Grammar
 from runtime.server.messages import Message
 from runtime.server.steering import TOKEN_IDS, SteeringFields, TokenId
 from runtime.server.strict import Strict
 from runtime.server.structured import ResponseFormat, StructuredFields
 from runtime.server.tool_fields import ToolFields
-from runtime.types import MAX_ANSWERS, MAX_SEED, MAX_TOP_K, Grammar
 
 MAX_STOP_STRINGS = 16
 
@@ -23,6 +23,7 @@ Prompt = str | Annotated[list[str], Field(min_length=1)] | TokenList | Annotated
 
 
 def is_token_list(value: Any) -> bool:
+    """Whether a field holds one prompt of token ids."""
     return isinstance(value, list) and bool(value) and all(type(item) is int and item in TOKEN_IDS for item in value)
 
 
@@ -42,6 +43,7 @@ def separate_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 
 def check_stop(value: Any) -> Any:
+    """Nothing, a text, or a few texts, none of them empty. Raises ValueError."""
     texts = [value] if isinstance(value, str) else value
     if texts is None:
         return None

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runtime.sampling_params import SamplingParams
 from runtime.server.errors import ApiError
 from runtime.server.generation import Engine, Generations, Job
 from runtime.server.limits import Limits
 from runtime.server.logprobs import TokenBytes
 from runtime.server.protocol import GenerationRequest
 from runtime.server.streaming import Answer, Shape, respond
-from runtime.types import RequestOptions, SamplingParams
+from runtime.types import RequestOptions
 
 logger = logging.getLogger("runtime.server")
 
@@ -60,6 +61,7 @@ class Service:
         self.generations = Generations(engine, limits)
 
     def check_model(self, name: str) -> None:
+        """Raises ApiError with status 404 for another name than that of the served model."""
         if name != self.model_name:
             raise ApiError(
                 404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
@@ -98,6 +100,7 @@ class Service:
         )
 
     def check_fits(self, body: GenerationRequest, num_prompt_tokens: int, rest: int) -> None:
+        """Raises ApiError with status 400 when prompt and output exceed the context, whose `rest` tokens are free."""
         context = self.limits.max_model_len
         if num_prompt_tokens == 0:
             raise ApiError(400, "The prompt is empty: it has no tokens.", "prompt", "empty_prompt")

@@ -59,6 +59,7 @@ class Usage:
             self.cached += last.num_cached_tokens
 
     def as_json(self) -> dict[str, Any]:
+        """The `usage` object of OpenAI's API."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,

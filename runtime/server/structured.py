@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
+from runtime.sampling_params import Grammar, GrammarKind
 from runtime.server.strict import Strict, contradiction
-from runtime.types import Grammar, GrammarKind
 
 Schema = dict[str, Any] | str
 Choices = Annotated[list[str], Field(min_length=1, max_length=1000)]
@@ -96,6 +96,7 @@ def grammars(
 
 
 def schema_grammar(schema: Schema) -> Grammar:
+    """JSON that a schema allows."""
     return Grammar(GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema))
 
 

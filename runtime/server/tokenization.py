@@ -48,20 +48,15 @@ class DetokenizeRequest(Strict):
 
 
 def tokenization_router(service: Service) -> APIRouter:
+    """Routes that need no engine."""
     router = APIRouter()
     tokenizer = service.tokenizer
-
-    def encode(body: TokenizeRequest) -> list[int]:
-        if body.prompt is not None:
-            return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        conversation = {"model": service.model_name, "messages": body.messages}
-        return encode_conversation(tokenizer, ChatRequest.model_validate(conversation))
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text, or of a conversation up to where the answer begins."""
         service.check_model(service.model_name if body.model is None else body.model)
-        tokens = await asyncio.to_thread(encode, body)
+        tokens = await asyncio.to_thread(encode, service, body)
         answer: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),
@@ -81,13 +76,25 @@ def tokenization_router(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Text of token ids."""
         service.check_model(service.model_name if body.model is None else body.model)
-        size = tokenizer.vocab_size
-        for index, token_id in enumerate(body.tokens):
-            if token_id >= size:
-                message = f"tokens[{index}]: token id {token_id} is outside of the vocabulary. Ids go to {size - 1}."
-                raise ApiError(400, message, f"tokens[{index}]", "refused")
+        check_ids(body.tokens, tokenizer.vocab_size)
         skip = bool(body.skip_special_tokens)
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=skip)
         return JsonResponse({"prompt": text})
 
     return router
+
+
+def encode(service: Service, body: TokenizeRequest) -> list[int]:
+    """Token ids of what a body has. Takes a while for long texts."""
+    if body.prompt is not None:
+        return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    conversation = {"model": service.model_name, "messages": body.messages}
+    return encode_conversation(service.tokenizer, ChatRequest.model_validate(conversation))
+
+
+def check_ids(token_ids: list[int], vocab_size: int) -> None:
+    """Raises ApiError with status 400 for ids that are not in the vocabulary."""
+    for index, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            message = f"tokens[{index}]: token id {token_id} is outside of the vocabulary. Ids go to {vocab_size - 1}."
+            raise ApiError(400, message, f"tokens[{index}]", "refused")

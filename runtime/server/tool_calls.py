@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
+from runtime.sampling_params import SamplingParams
 from runtime.server.chat_shape import ChatShape
 from runtime.server.protocol import ChatRequest
 from runtime.server.service import Tokenizer
@@ -14,7 +15,7 @@ from runtime.server.tool_fields import Function
 from runtime.text.tool_format import ToolFormat, describe_tools, find_format, mentions_tools
 from runtime.text.tool_grammar import allowed_calls, forced_calls
 from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
-from runtime.types import Delta, FinishReason, SamplingParams
+from runtime.types import Delta, FinishReason
 
 
 def encode_conversation(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:

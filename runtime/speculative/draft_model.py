@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from runtime.config import RuntimeConfig
 from runtime.speculative.base import Wish
-from runtime.types import Runner, SampledToken, ScheduledSequence, Sequence, StepPlan
+from runtime.step import Runner, SampledToken, ScheduledSequence, StepPlan
+from runtime.types import Sequence
 
 OTHER_NOISE = 0x5DEECE66D1234567
 """Changes a seed into one whose noise has nothing to do with it."""

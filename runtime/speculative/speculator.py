@@ -8,7 +8,8 @@ from collections.abc import Sequence as ListOf
 
 from runtime.speculative.base import Drafter
 from runtime.speculative.controller import Gate, Window
-from runtime.types import Sequence, StepPlan
+from runtime.step import StepPlan
+from runtime.types import Sequence
 
 
 class Speculator:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from runtime.sampling_params import Grammar
 from runtime.text.grammar_source import compile_grammar
 from runtime.text.token_constraint import TokenConstraint
-from runtime.types import Grammar
 
 CACHE_SIZE = 128
 """Distinct grammars that stay compiled."""

@@ -9,9 +9,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from compress.checkpoint.errors import RequestError
+from runtime.sampling_params import Grammar, GrammarKind
 from runtime.text.deep_stack import call_on_deep_stack
 from runtime.text.token_constraint import TokenConstraint, is_empty
-from runtime.types import Grammar, GrammarKind
 
 NAMES = {
     GrammarKind.JSON_OBJECT: "JSON grammar",
@@ -48,7 +48,7 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
     """
     if len(grammar.text) > MAX_CHARACTERS:
         problem = f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters"
-        raise RequestError(problem, f"at most {MAX_CHARACTERS} are allowed; shorten it")
+        raise RequestError(problem, f"Shorten it to at most {MAX_CHARACTERS}")
     try:
         source = LLMatcher.grammar_from_lark(f"{_lark(grammar)}\n{NO_FORCING}")
     except (ValueError, RecursionError) as error:
@@ -87,4 +87,4 @@ def _refusal(grammar: Grammar, reason: str) -> RequestError:
     lines = [line.strip() for line in reason.splitlines() if not EXCERPT.match(line)]
     text = "; ".join(lines)
     short = (text if grammar.kind is GrammarKind.LARK else POSITION.sub("", text))[:300] or "it is not valid"
-    return RequestError(f"the {NAMES[grammar.kind]} cannot be followed: {short}", "change or simplify it")
+    return RequestError(f"the {NAMES[grammar.kind]} cannot be followed: {short}", "Change or simplify it")

@@ -80,7 +80,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             problem = f"the text has half a surrogate pair at character {error.start}"
-            raise RequestError(problem, "send valid Unicode") from error
+            raise RequestError(problem, "Send valid Unicode") from error
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -107,7 +107,7 @@ class Tokenizer:
             RequestError: the model has no chat template, or it refuses the messages.
         """
         if self.chat_template is None:
-            raise RequestError("this model has no chat template", "use completions with a plain prompt")
+            raise RequestError("this model has no chat template", "Use completions with a plain prompt")
         if self._chat is None:
             self._chat = ChatTemplate(self.chat_template, self.special_tokens)
         return self._chat.render(messages, **variables)
@@ -133,7 +133,10 @@ def _open_backend(folder: Path) -> tokenizers.Tokenizer:
 
 def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     """For folders with a sentencepiece model only. Slow to import, hence only here."""
-    remedy = "copy tokenizer.json and tokenizer_config.json of the source model into the folder"
+    if not (folder / "config.json").is_file():
+        problem = f"there is no config.json in {folder}, so it is no model"
+        raise CheckpointError(problem, "Name a folder with config.json, safetensors files and tokenizer.json")
+    remedy = "Copy tokenizer.json and tokenizer_config.json of the source model into the folder"
     if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "spiece.model")):
         raise CheckpointError(f"{folder} has no tokenizer.json", remedy)
     from transformers import AutoTokenizer

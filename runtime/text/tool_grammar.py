@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runtime.sampling_params import Grammar, GrammarKind
 from runtime.text.grammar_source import JSON_OPTIONS
 from runtime.text.tool_format import ToolFormat
-from runtime.types import Grammar, GrammarKind
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY = r"(.|\n)*"

@@ -47,7 +47,7 @@ def engine(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
     """This runtime, offline, with its defaults but for the number of sequences."""
     from runtime.config import RuntimeConfig
     from runtime.llm import LLM
-    from runtime.types import SamplingParams
+    from runtime.sampling_params import SamplingParams
 
     llm = LLM(model, RuntimeConfig(dtype=settings.dtype, max_num_sequences=settings.batch, prefix_caching=False))
 

@@ -29,6 +29,12 @@ def markdown_table(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
+def print_with_markdown(title: str, rows: Sequence[Row], console: Console) -> None:
+    """Rows as a table to read, and below it as one to paste."""
+    print_table(title, rows, console)
+    console.print(markdown_table(rows), markup=False)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

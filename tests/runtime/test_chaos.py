@@ -8,7 +8,8 @@ from fake_runner import FakeRunner, expected_tokens
 from runtime.chaos import Chaos
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
-from runtime.types import FinishReason, SamplingParams
+from runtime.sampling_params import SamplingParams
+from runtime.types import FinishReason
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 10])

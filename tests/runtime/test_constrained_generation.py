@@ -13,7 +13,8 @@ from compress.checkpoint.demo import demo_model_path, draft_model_path
 from compress.checkpoint.errors import RequestError
 from runtime.config import RuntimeConfig
 from runtime.llm import LLM, Completion
-from runtime.types import FinishReason, Grammar, GrammarKind, SamplingParams
+from runtime.sampling_params import Grammar, GrammarKind, SamplingParams
+from runtime.types import FinishReason
 
 PERSON = {
     "type": "object",

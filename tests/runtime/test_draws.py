@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from runtime.draws import build_draws
-from runtime.types import Request, SamplingParams, ScheduledSequence, Sequence
+from runtime.sampling_params import SamplingParams
+from runtime.step import ScheduledSequence
+from runtime.types import Request, Sequence
 
 
 class Ascending:

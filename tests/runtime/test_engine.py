@@ -9,8 +9,9 @@ from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import RequestError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
+from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 
 def make_engine(runner: FakeRunner | None = None, tokenizer: Tokenizer | None = None, **options: object) -> Engine:
@@ -245,6 +246,21 @@ def test_text_held_for_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) 
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
+def test_text_held_back_comes_out_when_time_is_over(tokenizer: Tokenizer) -> None:
+    now, script = 0.0, tokenizer.encode("one two three")
+    config = RuntimeConfig(block_size=4, max_num_sequences=1)
+    engine = Engine(scripted(tokenizer, script), tokenizer, config, clock=lambda: now)
+    sampling = SamplingParams(max_tokens=len(script), stop=("two three four",))
+    engine.add_request([5], sampling, "a", RequestOptions(time_limit=1))
+    engine.add_request(tokenizer.encode("😀")[:1], sampling, "b", RequestOptions(time_limit=1))
+    deltas = [delta for _ in script[1:] for delta in engine.step()]
+    assert text(deltas).strip() == "one"
+    now = 2.0
+    *_, first, second = [*deltas, *engine.step()]
+    assert (first.text.strip(), first.finish_reason) == ("two", FinishReason.TIMEOUT)
+    assert (second.text, second.finish_reason) == ("", FinishReason.TIMEOUT), "half of its prompt is not its own"
+
+
 def test_end_tokens_have_no_text_and_half_characters_are_flushed(tokenizer: Tokenizer) -> None:
     smile = tokenizer.encode("😀")
     assert len(smile) > 1
@@ -274,6 +290,11 @@ def test_impossible_requests_are_refused_before_they_are_queued() -> None:
     assert not engine.has_work
 
 
+def test_stop_token_ids_below_zero_are_refused() -> None:
+    with pytest.raises(RequestError, match="stop_token_ids must be 0 or more each"):
+        SamplingParams(stop_token_ids=(5, -1))
+
+
 def test_an_id_is_used_once_at_a_time() -> None:
     engine = make_engine()
     engine.add_request([1], SamplingParams(max_tokens=1), "a")
@@ -281,6 +302,16 @@ def test_an_id_is_used_once_at_a_time() -> None:
         engine.add_request([1], SamplingParams(max_tokens=1), "a")
     run(engine)
     engine.add_request([1], SamplingParams(max_tokens=1), "a")
+
+
+def test_ids_of_answers_that_have_not_begun_are_in_use_too() -> None:
+    engine, prompt = make_engine(), [1, 2, 3]
+    engine.add_request(prompt, SamplingParams(max_tokens=4, n=3, seed=0), "a")
+    with pytest.raises(RequestError, match="'a/1' is in use"):
+        engine.add_request(prompt, SamplingParams(max_tokens=4, seed=0), "a/1")
+    engine.add_request(prompt, SamplingParams(max_tokens=4, seed=0), "a/b")
+    ends = [(d.request_id, d.index) for deltas in run(engine).values() for d in deltas if d.finish_reason]
+    assert sorted(ends) == [("a", 0), ("a", 1), ("a", 2), ("a/b", 0)]
 
 
 def test_a_row_that_is_not_finite_fails_alone_and_poisons_nobody() -> None:

@@ -7,7 +7,9 @@ from fake_runner import VOCAB_SIZE, FakeRunner, expected_tokens
 
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
-from runtime.types import Delta, FinishReason, SamplingParams, StepOutput, StepPlan
+from runtime.sampling_params import SamplingParams
+from runtime.step import StepOutput, StepPlan
+from runtime.types import Delta, FinishReason
 
 BLOCK_SIZE = 4
 

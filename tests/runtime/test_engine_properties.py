@@ -25,9 +25,10 @@ from runtime.chaos import Chaos
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, derive_seed
 from runtime.reach import ALL, Reach
+from runtime.sampling_params import SamplingParams
 from runtime.scheduler import PRIORITY_PLACES
 from runtime.speculative.speculator import Speculator
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 MAX_MODEL_LEN = 30
 END_TOKENS = frozenset({0, 1})

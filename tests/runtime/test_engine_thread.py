@@ -13,7 +13,9 @@ from compress.checkpoint.errors import RequestError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.engine_thread import EngineThread
-from runtime.types import Delta, FinishReason, SamplingParams, StepOutput, StepPlan
+from runtime.sampling_params import SamplingParams
+from runtime.step import StepOutput, StepPlan
+from runtime.types import Delta, FinishReason
 
 
 class GatedRunner(FakeRunner):
@@ -143,6 +145,23 @@ def test_refusals_reach_the_caller(thread: EngineThread, runner: GatedRunner) ->
         assert (await anext(first)).finish_reason is None, "the second must not have ended the first"
         await first.aclose()
         await until_idle(thread)
+
+    asyncio.run(main())
+
+
+def test_who_leaves_before_being_refused_ends_nobody_else(thread: EngineThread, runner: GatedRunner) -> None:
+    async def main() -> None:
+        first = thread.generate([1], SamplingParams(max_tokens=900), "same")
+        await anext(first)
+        runner.gate.clear()
+        await asyncio.sleep(0.02)  # now it is in a step
+        refused = asyncio.ensure_future(anext(thread.generate([1], SamplingParams(max_tokens=1), "same")))
+        await asyncio.sleep(0.02)
+        refused.cancel()
+        await asyncio.gather(refused, return_exceptions=True)
+        runner.gate.set()
+        async with asyncio.timeout(10):
+            assert sum([len(delta.token_ids) async for delta in first]) > 800
 
     asyncio.run(main())
 
@@ -293,6 +312,23 @@ def test_a_broken_engine_tells_everybody_and_health(thread: EngineThread, monkey
     asyncio.run(main())
     assert not thread.check().healthy
     assert "KeyError" in thread.check().reason
+
+
+def test_a_library_that_panics_breaks_the_engine_loudly(thread: EngineThread, runner: GatedRunner) -> None:
+    """What Rust libraries raise then is no `Exception`."""
+
+    class PanicError(BaseException):
+        pass
+
+    runner.failure = PanicError("unreachable")
+    thread.stall_seconds = 60.0
+
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            assert "PanicError: unreachable" in (await collect(thread, [1]))[-1].error
+
+    asyncio.run(main())
+    assert "PanicError" in thread.check().reason
 
 
 def test_a_thread_that_was_never_started_says_so() -> None:

@@ -11,7 +11,7 @@ from compress.checkpoint.errors import RequestError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, derive_seed
 from runtime.reach import Reach, held_blocks
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 
 def make_engine(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.host_tier import HostTier
-from runtime.types import BlockOffload
+from runtime.step import BlockOffload
 
 
 def saved(tier: HostTier, *names: bytes) -> HostTier:

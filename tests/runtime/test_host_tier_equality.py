@@ -13,7 +13,7 @@ from runtime.engine import Engine
 from runtime.model.decoder import Decoder
 from runtime.model.load import load_model
 from runtime.runner import build_runner
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 PROMPTS = [[(7 * i + k % 3) % 112 for i in range(6 + 5 * k)] for k in range(6)]
 SAMPLINGS = [SamplingParams(max_tokens=40, temperature=k % 2, seed=k, n=1 + k % 2, ignore_eos=True) for k in range(6)]

@@ -17,7 +17,8 @@ from runtime.engine import Engine
 from runtime.llm import LLM, Completion
 from runtime.model.load import load_model
 from runtime.runner import build_runner
-from runtime.types import FinishReason, SamplingParams
+from runtime.sampling_params import SamplingParams
+from runtime.types import FinishReason
 
 PROMPTS = (
     "The history of the city begins",
@@ -174,6 +175,6 @@ def test_one_bad_prompt_refuses_the_call_before_anything_runs() -> None:
     llm = LLM(demo_model_path(), config())
     with pytest.raises(RequestError, match="exceed the context of 512"):
         llm.generate(["fine", "too long"], [GREEDY, SamplingParams(max_tokens=512)])
-    with pytest.raises(RequestError, match="pass a list"):
+    with pytest.raises(RequestError, match="Pass a list"):
         llm.generate("one string", GREEDY)
     assert not llm.engine.has_work

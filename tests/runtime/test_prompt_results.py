@@ -16,7 +16,8 @@ from runtime.engine import Engine
 from runtime.llm import LLM
 from runtime.model.load import load_model
 from runtime.runner import build_runner
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.sampling_params import SamplingParams
+from runtime.types import Delta, FinishReason, RequestOptions
 
 VOCAB = 112
 EMBED = RequestOptions(embed=True)

@@ -10,7 +10,9 @@ from fake_runner import FakeRunner, expected_tokens
 from runtime.chaos import Chaos
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams, StepOutput, StepPlan, TokenLogprobs
+from runtime.sampling_params import SamplingParams
+from runtime.step import StepOutput, StepPlan
+from runtime.types import Delta, FinishReason, RequestOptions, TokenLogprobs
 
 MAX_MODEL_LEN = 40
 

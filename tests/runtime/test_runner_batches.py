@@ -5,7 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.batch import build_batch, group_entries
-from runtime.types import Request, SamplingParams, ScheduledSequence, Sequence
+from runtime.sampling_params import SamplingParams
+from runtime.step import ScheduledSequence
+from runtime.types import Request, Sequence
 
 BLOCK = 4
 CPU = torch.device("cpu")

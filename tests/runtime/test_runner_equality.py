@@ -12,7 +12,9 @@ from compress.checkpoint.demo import demo_model_path
 from runtime.config import RuntimeConfig
 from runtime.model.load import load_model
 from runtime.runner import ModelRunner, build_runner
-from runtime.types import BlockCopy, Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from runtime.sampling_params import SamplingParams
+from runtime.step import BlockCopy, ScheduledSequence, StepPlan
+from runtime.types import Request, Sequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 

@@ -14,7 +14,7 @@ from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.model.load import load_model
 from runtime.runner import build_runner
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 
 def serve(decoder, requests, arrivals=None, **options) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ from tiny_models import SIZES
 
 from runtime.model.config import parse_config
 from runtime.model.pages import KVPages
-from runtime.types import BlockCopy, BlockOffload, BlockRestore
+from runtime.step import BlockCopy, BlockOffload, BlockRestore
 
 CONFIG = parse_config({"model_type": "llama", **SIZES})
 CPU = torch.device("cpu")

@@ -18,10 +18,10 @@ from runtime.model.load import load_model
 from runtime.model.rope import Rotary
 from runtime.reach import Reach, held_blocks
 from runtime.runner import build_runner
+from runtime.sampling_params import SamplingParams
 from runtime.speculative.draft_model import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
 from runtime.speculative.speculator import Speculator
-from runtime.types import SamplingParams
 
 SINKS, WINDOW, BLOCK = 3, 20, 4
 ROPE = {"rope_theta": 500.0, "factor": 4.0}

@@ -14,7 +14,7 @@ from runtime.engine import Engine
 from runtime.model.load import load_model
 from runtime.reach import ALL, Reach, held_blocks
 from runtime.runner import build_runner
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 WINDOW = 16
 BLOCK = 4

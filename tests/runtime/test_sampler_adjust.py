@@ -13,7 +13,7 @@ from runtime.draws import Draw
 from runtime.sampler.adjust import adjust_logits
 from runtime.sampler.sampler import sample_tokens
 from runtime.sampler.truncation import candidates
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 VOCAB = 19
 PROMPT = (1, 2, 2, 3, 9)
@@ -70,6 +70,15 @@ def test_repetition_penalty_equals_transformers():
     history = torch.tensor([[*PROMPT, *OUTPUT]])
     expected = RepetitionPenaltyLogitsProcessor(1.3)(history, row.clone())
     assert torch.equal(adjust_logits(row, [draw(repetition_penalty=1.3)]), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
+def test_a_repetition_penalty_too_small_for_the_dtype_keeps_to_the_order_and_the_mask(temperature):
+    row = logits()
+    row[0, 9], row[0, 4], row[0, 2] = 1.0, 3.0, 2.0
+    allowed = draw(mask=pack_mask([0, 2, 4, 9], VOCAB), temperature=temperature, repetition_penalty=1e-300)
+    assert not adjust_logits(row, [allowed]).isnan().any()
+    assert [token.token_id for token in sample_tokens(row, [allowed])] == [4]
 
 
 def test_rows_that_ask_for_nothing_stay_as_they_are():

@@ -5,8 +5,8 @@ import torch
 from exact_sampling import chi_square, exact_distribution
 
 from runtime.draws import Draw
-from runtime.sampler.sampler import draw_tokens, sample_tokens
-from runtime.types import SamplingParams
+from runtime.sampler.sampler import draw_tokens, probabilities, sample_tokens
+from runtime.sampling_params import SamplingParams
 
 VOCAB = 20
 
@@ -81,6 +81,18 @@ def test_seeds_and_positions_make_a_difference():
 def test_greedy_takes_the_first_of_equal_logits():
     row = torch.tensor([[1.0, 5.0, 2.0, 5.0]])
     assert sample_tokens(row, [draw(temperature=0, seed=9)])[0].token_id == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_temperatures_too_small_for_the_dtype_are_as_good_as_greedy(temperature, options, dtype):
+    rows = logits(4, vocab=200).to(dtype)
+    rows[0, 3] = 0.0
+    draws = [draw(position=position, temperature=temperature, **options) for position in range(4)]
+    assert [token.token_id for token in sample_tokens(rows, draws)] == rows.argmax(-1).tolist()
+    assert torch.equal(probabilities(rows, draws).argmax(-1), rows.argmax(-1))
+    assert probabilities(rows, draws).amax(-1).tolist() == [1.0] * 4
 
 
 def test_logprobs_are_of_the_raw_distribution():

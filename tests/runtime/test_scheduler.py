@@ -7,8 +7,10 @@ import pytest
 from compress.checkpoint.errors import RequestError
 from runtime.blocks import BlockPool
 from runtime.config import RuntimeConfig
+from runtime.sampling_params import SamplingParams
 from runtime.scheduler import PRIORITY_PLACES, Scheduler
-from runtime.types import Request, RequestOptions, SamplingParams, Sequence, Status, StepPlan
+from runtime.step import StepPlan
+from runtime.types import Request, RequestOptions, Sequence, Status
 
 
 def make_scheduler(num_blocks: int = 100, max_model_len: int = 1000, **options: object) -> Scheduler:

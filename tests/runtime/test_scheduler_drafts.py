@@ -6,8 +6,10 @@ import pytest
 
 from runtime.blocks import BlockPool
 from runtime.config import RuntimeConfig
+from runtime.sampling_params import SamplingParams
 from runtime.scheduler import Scheduler
-from runtime.types import Request, SamplingParams, Sequence, Status, StepPlan
+from runtime.step import StepPlan
+from runtime.types import Request, Sequence, Status
 
 BLOCK = 4
 
@@ -52,18 +54,34 @@ def test_guesses_are_planned_behind_the_known_tokens() -> None:
     assert len(sequence.block_ids) == 2, "blocks of refused guesses went back"
 
 
-def test_everybody_gets_a_token_before_anybody_gets_guesses() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=8)
+def test_guesses_delay_no_prompt() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=12)
     sequences = [add_decoding(scheduler, "x" * n) for n in (1, 2, 3)]
-    prompt = scheduler.add(Request("prompt", tuple(range(20)), SamplingParams(), seed=0))
-    finish_step(scheduler, scheduler.schedule(), {})
-    assert prompt.status is Status.RUNNING
+    prompt = scheduler.add(Request("prompt", tuple(range(18)), SamplingParams(), seed=0))
+    for _ in range(2):
+        for sequence in sequences:
+            sequence.draft_token_ids = [1, 2, 3]
+        plan = scheduler.schedule()
+        assert granted(plan) == {"prompt": 0, "x": 1, "xx": 0, "xxx": 0}
+        assert {entry.num_tokens for entry in plan.entries if entry.sequence is prompt} == {8}, "a whole chunk"
+        finish_step(scheduler, plan, {})
     for sequence in sequences:
         sequence.draft_token_ids = [1, 2, 3]
     plan = scheduler.schedule()
-    assert granted(plan) == {"x": 3, "xx": 1, "xxx": 0, "prompt": 0}
-    assert plan.num_tokens == 8
-    assert prompt in [entry.sequence for entry in plan.entries]
+    assert granted(plan) == {"x": 3, "xx": 3, "xxx": 1, "prompt": 0}
+    assert plan.num_tokens == 12
+
+
+def test_nobody_is_guessed_for_while_prompts_need_the_whole_budget() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=9)
+    sequence = add_decoding(scheduler, "a")
+    scheduler.add(Request("prompt", tuple(range(18)), SamplingParams(), seed=0))
+    wanted = []
+    for _ in range(3):
+        wanted.append(scheduler.decodes())
+        finish_step(scheduler, scheduler.schedule(), {})
+    # A prompt that waits may have no room yet; one that runs takes 8, 8 and 2 tokens.
+    assert wanted == [[sequence], [], [sequence]]
 
 
 @pytest.mark.parametrize(("max_tokens", "drafts"), [(2, 0), (3, 1), (4, 2), (5, 3)])

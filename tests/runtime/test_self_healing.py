@@ -12,7 +12,7 @@ from runtime.blocks import BlockPool
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.engine_thread import CHECK_SECONDS, EngineThread
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 
 def leak(pool: BlockPool) -> None:

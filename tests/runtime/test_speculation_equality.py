@@ -14,10 +14,10 @@ from runtime.engine import Engine
 from runtime.llm import LLM, Completion
 from runtime.model.load import load_model
 from runtime.runner import build_runner
+from runtime.sampling_params import Grammar, GrammarKind, SamplingParams
 from runtime.speculative.build import build_speculator
 from runtime.speculative.draft_model import ModelDrafter
 from runtime.speculative.speculator import Speculator
-from runtime.types import Grammar, GrammarKind, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)

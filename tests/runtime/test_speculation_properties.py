@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from fake_runner import FakeDrafter, FakeRunner, expected_tokens
+from fake_runner import VOCAB_SIZE, FakeDrafter, FakeRunner, expected_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, derive_seed
 from runtime.reach import ALL, Reach
+from runtime.sampling_params import SamplingParams
 from runtime.speculative.speculator import Speculator
-from runtime.types import FinishReason, SamplingParams
+from runtime.types import FinishReason, Sequence
 
 MAX_MODEL_LEN = 64
 END_TOKENS = frozenset({0, 1})
@@ -30,6 +33,15 @@ def make_engine(
     runner = FakeRunner(num_blocks, config.block_size, MAX_MODEL_LEN, END_TOKENS, reach=reach)
     speculator = Speculator(FakeDrafter(num_guesses, accuracy, reach=reach), num_guesses) if num_guesses else None
     return Engine(runner, None, config, speculator=speculator, clock=lambda: 0.0), runner
+
+
+class WrongDrafter(FakeDrafter):
+    """Never right."""
+
+    def propose(self, wishes: list[tuple[Sequence, int]]) -> None:
+        super().propose(wishes)
+        for sequence, _ in wishes:
+            sequence.draft_token_ids = [(token + 1) % VOCAB_SIZE for token in sequence.draft_token_ids]
 
 
 @settings(max_examples=250, deadline=None)
@@ -122,6 +134,34 @@ def test_drafts_preempt_nobody(num_blocks: int) -> None:
             engine.step()
         preemptions[num_guesses] = engine.scheduler.stats.num_preemptions
     assert preemptions[0] == preemptions[6]
+
+
+@pytest.mark.parametrize("window", [None, 3, 12])
+def test_wrong_guesses_delay_nobody(window: int | None) -> None:
+    """Not one step more, and not one preemption: prompts get their tokens and blocks before guesses do."""
+    reach = ALL if window is None else Reach(window=window)
+    chance = random.Random(window)
+    for _ in range(40):
+        options = {
+            "block_size": chance.choice([1, 2, 4]),
+            "max_num_batched_tokens": chance.choice([8, 16, 32]),
+            "prefill_chunk": chance.choice([2, 4, 8]),
+        }
+        num_blocks = 40 * chance.choice([1, 2, 3]) // options["block_size"]
+        requests = [([5] * chance.randint(1, 20), chance.randint(4, 20)) for _ in range(6)]
+        cost = {}
+        for num_guesses in (0, 6):
+            engine, runner = make_engine(num_blocks, num_guesses, 1.0, reach, prefix_caching=False, **options)
+            if num_guesses:
+                engine.speculator = Speculator(WrongDrafter(num_guesses, 1.0, reach=reach), num_guesses)
+            for seed, (prompt, max_tokens) in enumerate(requests):
+                engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True))
+                engine.step()
+            while engine.has_work:
+                engine.step()
+            cost[num_guesses] = (len(runner.plans), engine.scheduler.stats.num_preemptions)
+        # With a window, blocks out of reach go back a little earlier behind a guess.
+        assert cost[6] == cost[0] if window is None else cost[6] <= cost[0]
 
 
 def test_a_drafter_that_raises_costs_speed_and_no_request() -> None:

@@ -13,8 +13,8 @@ from runtime.engine import Engine
 from runtime.model.load import load_model
 from runtime.model.scoring import score
 from runtime.runner import build_runner
+from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import SamplingParams
 
 
 def stream_logits(decoder, tokens: list[int], sinks: int, window: int) -> Tensor:

@@ -93,7 +93,10 @@ def test_no_template_is_refused_with_the_way_out(folder: Path) -> None:
 
 
 def test_missing_or_broken_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*copy"):
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        Tokenizer.open(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*Copy"):
         Tokenizer.open(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):

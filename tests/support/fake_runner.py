@@ -11,7 +11,8 @@ from collections.abc import Sequence as TokenIds
 from hashlib import blake2b
 
 from runtime.reach import ALL, RELEASED, Reach
-from runtime.types import SampledToken, ScheduledSequence, Sequence, StepOutput, StepPlan, TokenLogprobs
+from runtime.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
+from runtime.types import Sequence, TokenLogprobs
 
 VOCAB_SIZE = 50
 Slot = tuple[int, int]
@@ -47,7 +48,7 @@ def expected_tokens(
 
 
 class FakeRunner:
-    """Implements `runtime.types.Runner`.
+    """Implements `runtime.step.Runner`.
 
     Attributes:
         broken_ids: requests whose logits are not finite.

@@ -109,6 +109,12 @@ def test_pickle_is_refused_with_the_command(tmp_path):
         TensorFiles.open(tmp_path)
 
 
+def test_gguf_is_named(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"holds no safetensors weights\. GGUF files are not read"):
+        TensorFiles.open(tmp_path)
+
+
 def test_pickle_remedy_works(dense_folder, tmp_path):
     """The command in the message is real: it parses, and what it writes opens."""
     folder = tmp_path / "it's old"

@@ -26,6 +26,8 @@ def exit_status(monkeypatch, *arguments: str) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
         if outcome == "denied":
             raise PermissionError(errno.EACCES, "Permission denied", "/out")
+        if outcome == "folder":
+            raise IsADirectoryError(errno.EISDIR, "Is a directory", "/out")
         if outcome == "three":
             raise typer.Exit(3)
 
@@ -44,9 +46,11 @@ def test_refusal_is_one_line(monkeypatch, capsys):
 def test_system_failures_are_one_line(monkeypatch, capsys):
     assert exit_status(monkeypatch, "full") == 1
     assert exit_status(monkeypatch, "denied") == 1
-    full, denied = capsys.readouterr().err.splitlines()
+    assert exit_status(monkeypatch, "folder") == 1
+    full, denied, folder = capsys.readouterr().err.splitlines()
     assert full == "error: No space left on device: while writing. Free space, or write to another disk."
     assert denied == "error: Permission denied: /out. Change its permissions, or name another path."
+    assert folder == "error: Is a directory: /out. Name another path."
 
 
 def test_interrupt_is_130(monkeypatch):

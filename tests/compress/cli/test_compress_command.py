@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ("quantize", "prune", "factorize", "eval", "run", "verify", "export")
+COMMANDS = ("quantize", "prune", "factorize", "eval", "run", "verify", "export", "report", "compare")
 QUICK = ("--samples", "4", "--length", "48", "--group-size", "64")
 
 
@@ -73,6 +73,7 @@ def test_option_names_are_the_agreed_ones(compress) -> None:
     agreed = "out method bits group-size symmetric asymmetric ignore calibration samples length device seed resume"
     for name in f"{agreed} restart dry-run json dtype trust-remote-code".split():
         assert f"--{name}" in text
+    assert "Default: 4; smoothquant: 8." in " ".join(text.replace("│", " ").split())
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(compress, tiny_model, tmp_path) -> None:
@@ -144,6 +145,8 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
         (["quantize", "--ignore", "lm_haed"], "matches no linear layer. Nearest: lm_head"),
         (["quantize", "--calibration", "none.txt"], "none.txt does not exist"),
         (["quantize", "--samples", "0"], "samples=0"),
+        (["quantize", "--seed", "-1"], "seed=-1 is outside 0 to 2^63 - 1"),
+        (["quantize", "--method", "smoothquant", "--bits", "4", "--dry-run"], "w4a8 channel sym cannot be stored"),
         (["run", "int4-awk"], "Did you mean 'int4-awq'"),
         (["verify", "nowhere"], "nowhere does not exist"),
         (["export", "nowhere", "--format", "gptq", "--out", "x"], "nowhere does not exist"),

@@ -63,3 +63,5 @@ def test_too_short_a_text_is_refused_with_a_length_that_works(adds_bos: bool):
 def test_a_window_that_predicts_nothing_is_refused():
     with pytest.raises(DataError, match="predict nothing"):
         cut_windows(source_of("abc"), Letters(adds_bos=False), length=1)
+    with pytest.raises(DataError, match="--tokens 0 leaves nothing to predict"):
+        cut_windows(source_of("abc"), Letters(adds_bos=False), length=2, max_tokens=0)

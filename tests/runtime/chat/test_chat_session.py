@@ -14,7 +14,7 @@ from runtime.chat.conversation import Conversation
 from runtime.chat.session import Session
 from runtime.config import RuntimeConfig
 from runtime.llm import LLM, load_engine
-from runtime.types import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 CONFIG = RuntimeConfig(device="cpu", dtype="float64", kernels="reference", num_blocks=64)

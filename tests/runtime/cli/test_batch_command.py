@@ -140,6 +140,7 @@ def test_wrong_files_are_refused_before_loading(tmp_path: Path) -> None:
         (["in.jsonl", "in.jsonl"], "in.jsonl:1 is not a result of a batch"),
         (["in.jsonl", "out.jsonl", "--name", "gpt"], "model 'demo' is not the loaded one, 'gpt'"),
         (["in.jsonl", "no/folder/out.jsonl"], "no/folder"),
+        (["in.jsonl", "."], ". is a folder"),
     ],
 )
 def test_refusals(arguments: list[str], words: str, tmp_path: Path) -> None:

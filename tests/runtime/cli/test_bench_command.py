@@ -91,6 +91,8 @@ def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) 
         (["--url", "nonsense"], 1, "is no URL"),
         (["--url", "http://127.0.0.1:1", "--serve", "--max-sequences 1"], 1, "Give one of them"),
         (["--json", "no/such/folder/x.json"], 1, "there is no folder no/such/folder"),
+        (["--json", "."], 1, ". is a folder"),
+        (["--serve", "--name 'x"], 2, "No closing quotation"),
         (["--serve", "--max-len 5"], 1, "the server did not start: No such option"),
     ],
 )

@@ -3,55 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from runtime_command import runtime, serving
 
 from compress.checkpoint.demo import demo_model_path
 
-ROOT = Path(__file__).parents[3]
-COMMAND = [sys.executable, "-m", "runtime.cli"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 NOISE = 3.0  # how much slower than promised a busy machine may be
-
-
-def runtime(*arguments: str, cwd: Path | None = None, stdin: str | None = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], cwd=cwd, env=ENVIRONMENT, input=stdin, capture_output=True, text=True, timeout=120
-    )
-
-
-@contextmanager
-def serving(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """A server on a free port: the process, its URL and what it printed."""
-    process = subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0", *arguments],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        printed = ""
-        while "\ntry " not in printed:
-            line = process.stdout.readline()
-            assert line, process.stderr.read()
-            printed += line
-        yield process, re.search(r"serving .* at (http://\S+)", printed)[1], printed
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("command", ["", "serve", "generate", "chat", "batch", "bench", "memory"])
@@ -82,6 +46,8 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
     ("arguments", "status", "words"),
     [
         (["serve", "nowhere"], 1, "there is no folder nowhere"),
+        (["serve", "packed/"], 1, "Make it with compress quantize, name a folder"),
+        (["generate", ".", "--prompt", "x"], 1, "there is no config.json in .,"),
         (["generate", "nowhere", "--prompt", "x"], 1, "there is no folder nowhere"),
         (["serve", "--host", "192.0.2.1"], 1, "no address of this machine"),
         (["serve", "--port", "70000"], 1, "--port 70000 is no port"),

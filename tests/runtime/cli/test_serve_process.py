@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
+from runtime_command import serving
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 1500, "stream": True, "ignore_eos": True}
-
-
-@contextmanager
-def serving(*options: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a session, and so a process group, of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "runtime.cli", "serve", "--port", str(port), "--drain-seconds", "60", *options],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed = ""
-        while "\ntry " not in printed:
-            line = process.stdout.readline()
-            assert line, process.stderr.read()
-            printed += line
-        yield process, re.search(r"serving .* at (http://\S+)", printed)[1]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def living_members(group: int) -> list[str]:
@@ -57,8 +28,8 @@ def living_members(group: int) -> list[str]:
     return found
 
 
-def test_sigkill_leaves_no_process_and_frees_the_port() -> None:
-    with serving() as (process, url):
+def test_sigkill_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
+    with serving("--drain-seconds", "60", cwd=tmp_path) as (process, url, _):
         assert [line for line in living_members(process.pid) if "serve" in line]
         with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=30) as response:
             lines = response.iter_lines()
@@ -76,7 +47,7 @@ def test_sigkill_leaves_no_process_and_frees_the_port() -> None:
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
         port = httpx.URL(url).port
-    with serving(port=port) as (_, again):
+    with serving(cwd=tmp_path, port=port) as (_, again, _):
         assert again == url
         assert httpx.get(f"{again}/health").status_code == 200
 
@@ -93,9 +64,9 @@ def closed_after(address: tuple[str, int], *parts: bytes) -> float:
         return time.monotonic() - start
 
 
-def test_clients_that_dawdle_and_foreign_names_are_refused() -> None:
+def test_clients_that_dawdle_and_foreign_names_are_refused(tmp_path: Path) -> None:
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with serving("--client-timeout", "1") as (_, url):
+    with serving("--client-timeout", "1", cwd=tmp_path) as (_, url, _):
         address = (httpx.URL(url).host, httpx.URL(url).port)
         for parts in ([], [whole[:20]], [whole + whole[:20]], [whole, whole[:-2]]):
             assert 0.5 < closed_after(address, *parts) < 8  # uvicorn gives 5 s between two requests
@@ -105,8 +76,8 @@ def test_clients_that_dawdle_and_foreign_names_are_refused() -> None:
             assert client.get("/health", headers={"Origin": "http://evil.example"}).status_code == 403
 
 
-def test_sigterm_refuses_new_connections_and_lets_streams_end() -> None:
-    with serving() as (process, url):
+def test_sigterm_refuses_new_connections_and_lets_streams_end(tmp_path: Path) -> None:
+    with serving("--drain-seconds", "60", cwd=tmp_path) as (process, url, _):
         with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)

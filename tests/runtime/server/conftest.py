@@ -17,9 +17,10 @@ from fastapi import FastAPI
 
 from runtime.engine_thread import Health
 from runtime.metrics import Metrics
+from runtime.sampling_params import SamplingParams
 from runtime.server.app import create_app
 from runtime.server.service import Limits
-from runtime.types import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from runtime.types import Delta, FinishReason, RequestOptions, TokenLogprobs
 
 
 class ByteTokenizer:

@@ -19,8 +19,8 @@ from runtime.engine import Engine
 from runtime.engine_thread import EngineThread
 from runtime.server.app import create_app
 from runtime.server.service import Limits
+from runtime.step import StepOutput, StepPlan
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import StepOutput, StepPlan
 
 STALL_SECONDS = 0.5
 MARGIN = 2.0  # of a busy machine

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.config import RuntimeConfig
+from runtime.sampling_params import SamplingParams
 from runtime.speculative.draft_model import ModelDrafter
-from runtime.types import Request, SamplingParams, Sequence
+from runtime.types import Request, Sequence
 
 BLOCK = 4
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.sampling_params import SamplingParams
 from runtime.speculative.ngram import LENGTHS, NgramDrafter
-from runtime.types import Request, SamplingParams, Sequence
+from runtime.types import Request, Sequence
 
 
 def new_sequence(tokens: list[int]) -> Sequence:

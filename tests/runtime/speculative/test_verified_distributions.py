@@ -11,8 +11,10 @@ from runtime.draws import Draw
 from runtime.runner import sample_and_match
 from runtime.sampler.rejection import Proposals, ProposalSampler, RejectionSampler
 from runtime.sampler.sampler import probabilities
+from runtime.sampling_params import SamplingParams
 from runtime.speculative.draft_model import OTHER_NOISE
-from runtime.types import Request, SampledToken, SamplingParams, ScheduledSequence, Sequence
+from runtime.step import SampledToken, ScheduledSequence
+from runtime.types import Request, Sequence
 
 VOCAB = 7
 NUM_GUESSES = 3

@@ -15,11 +15,11 @@ from tokenizers import decoders, models
 
 from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import RequestError
+from runtime.sampling_params import Grammar, GrammarKind
 from runtime.text import grammar as module
 from runtime.text.grammar import GrammarCompiler
 from runtime.text.token_constraint import TokenConstraint
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Grammar, GrammarKind
 
 PADDED_VOCAB = 8203  # more than the tokenizer's 8192, and no multiple of eight
 END = 0

@@ -1,9 +1,6 @@
-"""Models, health and metrics."""
+"""`/health` and `/metrics`: for those who watch the server."""
 
 from __future__ import annotations
-
-import time
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
@@ -12,28 +9,9 @@ from runtime.server.errors import JsonResponse
 from runtime.server.service import Service
 
 
-def misc_router(service: Service) -> APIRouter:
+def health_router(service: Service) -> APIRouter:
+    """Routes that say how the engine is."""
     router = APIRouter()
-    created = int(time.time())
-
-    def model() -> dict[str, Any]:
-        return {
-            "id": service.model_name,
-            "object": "model",
-            "created": created,
-            "owned_by": "local",
-            "max_model_len": service.limits.max_model_len,
-        }
-
-    @router.get("/v1/models")
-    async def list_models() -> Response:
-        """The one model that is served."""
-        return JsonResponse({"object": "list", "data": [model()]})
-
-    @router.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> Response:
-        service.check_model(name)
-        return JsonResponse(model())
 
     @router.get("/health", responses={503: {"description": "Unhealthy", "content": {"application/json": {}}}})
     async def health() -> Response:

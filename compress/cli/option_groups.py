@@ -1,0 +1,45 @@
+"""Options that make a calibration and a job, grouped as the commands take them. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.cli.options import (
+    AsJson,
+    CalibrationText,
+    Device,
+    DryRun,
+    Dtype,
+    Length,
+    Resume,
+    Samples,
+    Seed,
+    TrustRemoteCode,
+)
+from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """Text to calibrate on."""
+
+    calibration: CalibrationText = "bundled"
+    samples: Samples = DEFAULT_SAMPLES
+    length: Length = DEFAULT_LENGTH
+    seed: Seed = 0
+
+    def recipe(self, stages: tuple[Stage, ...], name: str) -> Recipe:
+        """Stages that calibrate on this text. Raises RecipeError."""
+        return Recipe(stages, CalibrationOptions(self.calibration, self.samples, self.length), self.seed, name=name)
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """How a recipe is carried out."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    resume: Resume = True
+    dry_run: DryRun = False
+    as_json: AsJson = False
+    trust_remote_code: TrustRemoteCode = False

@@ -1,0 +1,137 @@
+"""One step: what the scheduler plans, what the runner makes of it, and what a runner is. No torch: engine and scheduler
+are tested with a fake runner in microseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from runtime.reach import Reach
+from runtime.types import Sequence, TokenLogprobs
+
+
+@dataclass(slots=True)  # one per token, as deltas
+class ScheduledSequence:
+    """Compute tokens `[start, start + num_tokens)` of `sequence`, its draft included. When the span reaches the end of
+    the known tokens, the runner also samples what follows them: one token, and one more per accepted draft token."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens of the span that are guesses."""
+        return max(0, self.start + self.num_tokens - self.sequence.num_tokens)
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.num_tokens >= self.sequence.num_tokens and not self.sequence.request.is_prompt_only
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first `num_tokens` slots of a block's pages to another block, before the forward pass."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOffload:
+    """Save a block's pages in a slot of host memory."""
+
+    block: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRestore:
+    """Fill a block's pages from a slot of host memory."""
+
+    slot: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything the runner sees of one step: which spans to compute, and which blocks move before that.
+
+    Blocks move in this order: offloads, copies (all read before any is written), restores. Blocks are handed out while
+    the plan is made, so a block may be read for its last owner and written for its next one in the same plan; reading
+    comes first. What is offloaded or copied was computed in an earlier step, and only copies and restores write blocks.
+    Copies read no restored block. A slot that is saved to and restored from in one plan holds what was just saved:
+    offloads are before restores, no slot is saved to twice, and one that a restore reads is not given to another hash.
+    """
+
+    entries: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    offloads: tuple[BlockOffload, ...] = ()
+    restores: tuple[BlockRestore, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token drawn for one sequence. `error` is set instead when the row was not finite; the token id is then -1."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step computed, by sequence id.
+
+    Attributes:
+        tokens: for each entry of the plan that samples. A list, because verified drafts yield several.
+        prompt_logprobs: of the tokens that follow the span's ones inside the prompt, for sequences that ask for them.
+        hidden_sums: sum of the span's final hidden states `[hidden_size]`, for sequences that embed.
+    """
+
+    tokens: dict[str, list[SampledToken]]
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    hidden_sums: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """The part below the torch line, as the engine sees it."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks there are; the plan uses ids 0 to num_blocks - 1."""
+        ...
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Slots of host memory for evicted blocks; the plan uses ids 0 to num_host_blocks - 1."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output in tokens."""
+        ...
+
+    @property
+    def reach(self) -> Reach:
+        """What tokens look at: keys and values beyond it are not needed."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of prompts lie below this."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence unless it ignores them."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Runs one forward pass over the plan's spans and samples where a span reaches its sequence's end."""
+        ...
