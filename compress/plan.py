@@ -28,6 +28,18 @@ class Pruning:
 
 
 @dataclass(frozen=True, slots=True)
+class Factoring:
+    """How a linear becomes two factors. `by_block`: the planned rank may change, see `compress.ranks.share_out`."""
+
+    method: str
+    keep: float
+    by_block: bool
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.keep:.0%}"
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """What one linear gets.
 
@@ -36,16 +48,19 @@ class Assignment:
         scheme: how the weight is stored; None is dense, zeros and all.
         alpha: SmoothQuant's exponent where the user fixed it.
         pruning: what is pruned before.
+        factoring: how the factors are made whose rank `scheme` has.
     """
 
     method: str | None
     scheme: Scheme | None
     alpha: float | None = None
     pruning: Pruning | None = None
+    factoring: Factoring | None = None
 
     @property
     def needs_hessian(self) -> bool:
-        return self.method == "gptq" or (self.pruning is not None and self.pruning.method == "sparsegpt")
+        work = {self.method, self.pruning and self.pruning.method, self.factoring and self.factoring.method}
+        return bool(work & {"gptq", "sparsegpt", "svd-llm"})
 
     @property
     def quantized(self) -> Scheme | None:
@@ -54,7 +69,10 @@ class Assignment:
 
     def __str__(self) -> str:
         work = [str(self.pruning)] if self.pruning else []
-        return " + ".join([*work, f"{self.method} {self.scheme}"] if self.method else work)
+        if self.factoring and self.scheme:
+            work.append(f"{self.factoring} {'about ' if self.factoring.by_block else ''}rank {self.scheme.rank}")
+        stored = self.scheme.factor if self.factoring and self.scheme else self.scheme
+        return " + ".join([*work, f"{self.method} {stored}"] if self.method else work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +157,7 @@ class Plan:
     def bits_per_weight(self) -> float:
         """Stored bits per weight of the changed linears: codes, places, scales and zero points."""
         parameters = sum(row.parameters for row in self.changed)
-        extra = SHAPE_TENSOR_BYTES * sum(not scheme.is_float for scheme in self.schemes.values())
+        extra = sum(map(shape_bytes, self.schemes.values()))
         return 8 * (sum(row.bytes_after for row in self.changed) - extra) / parameters
 
     @property
@@ -159,6 +177,13 @@ class Plan:
         }
 
 
+def shape_bytes(scheme: Scheme) -> int:
+    """Of the shapes that stand beside a packed weight: one for each matrix of integers."""
+    if scheme.is_float:
+        return 0
+    return SHAPE_TENSOR_BYTES * (1 if scheme.rank is None else 2)
+
+
 def by_kind(rows: Iterable[PlanRow]) -> dict[tuple[str, tuple[int, ...], Assignment | None, str], list[PlanRow]]:
     """Rows that differ in nothing but their indices, together."""
     kinds: dict[tuple[str, tuple[int, ...], Assignment | None, str], list[PlanRow]] = {}
@@ -175,6 +200,7 @@ def _summary(kind: tuple[str, tuple[int, ...], Assignment | None, str], rows: li
         "count": len(rows),
         "method": assignment.method if assignment else None,
         "pruning": str(assignment.pruning) if assignment and assignment.pruning else None,
+        "factoring": str(assignment.factoring) if assignment and assignment.factoring else None,
         "scheme": str(assignment.scheme) if assignment and assignment.scheme else "dense",
         "reason": reason,
         "bytes_before": sum(row.bytes_before for row in rows),

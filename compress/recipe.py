@@ -11,6 +11,8 @@ from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme, Sparsity
 
 PRUNING_METHODS = ("sparsegpt", "wanda", "ria", "magnitude")
+FACTORIZING_METHODS = ("svd-llm", "asvd", "svd")
+ALLOCATIONS = ("block", "uniform")
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
 SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
 PER_CHANNEL = -1
@@ -83,7 +85,41 @@ class PruneStage:
         return self.method != "magnitude"
 
 
-Stage = QuantizeStage | PruneStage
+@dataclass(frozen=True, slots=True)
+class FactorizeStage:
+    """Makes two smaller matrices of each linear, its product of low rank. A later quantize stage rounds both.
+
+    Attributes:
+        method: svd-llm (whitened by the inputs), asvd (inputs scaled by their magnitudes), or svd (no calibration).
+        keep: share of the weights that stay: a rank of `keep * O * I / (O + I)`, rounded down to a multiple of 8.
+        allocation: block shares the ranks out among the linears of a block for the least loss; uniform gives each
+            linear its own share.
+        targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
+        ignore: patterns of modules that stay as they are.
+    """
+
+    method: str = "svd-llm"
+    keep: float = 0.8
+    allocation: str = "block"
+    targets: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in FACTORIZING_METHODS:
+            remedy = nearest(self.method, FACTORIZING_METHODS, "Methods")
+            raise RecipeError(f"factorizing method {self.method!r} does not exist", remedy)
+        if self.allocation not in ALLOCATIONS:
+            remedy = nearest(self.allocation, ALLOCATIONS, "Allocations")
+            raise RecipeError(f"allocation {self.allocation!r} does not exist", remedy)
+        if not 0 < self.keep < 1:
+            raise RecipeError(f"keep={self.keep} is not between 0 and 1", "Use --keep 0.8 to keep 80 % of the weights")
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method != "svd"
+
+
+Stage = QuantizeStage | PruneStage | FactorizeStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +150,7 @@ class CalibrationOptions:
         return parse_parts(self.source) if isinstance(self.source, str) else check_parts(self.source)
 
 
-STAGE_NAMES = {QuantizeStage: "quantize", PruneStage: "prune"}
+STAGE_NAMES = {QuantizeStage: "quantize", PruneStage: "prune", FactorizeStage: "factorize"}
 """How a recipe file spells each kind of stage."""
 
 

@@ -12,6 +12,7 @@ from compress.checkpoint.errors import DataError, RecipeError, SchemeError
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.recipe import (
     CalibrationOptions,
+    FactorizeStage,
     PruneStage,
     QuantizeStage,
     Recipe,
@@ -102,7 +103,7 @@ class _Reader:
             return float(self._scalar(node, int, what))
 
     def _stage(self, node: yaml.Node) -> Stage:
-        kinds = {"quantize": self._quantize, "prune": self._prune}
+        kinds = {"quantize": self._quantize, "prune": self._prune, "factorize": self._factorize}
         stage = self._mapping(node, tuple(kinds), "stage")
         if len(stage) != 1:
             raise self._refusal(node, "a stage names one kind of work", "Write `- quantize: {method: awq}`")
@@ -122,6 +123,11 @@ class _Reader:
         if "pattern" in values:
             options["pattern"] = self._pattern(values["pattern"])
         return self._build(body, PruneStage, **options)
+
+    def _factorize(self, body: yaml.Node) -> FactorizeStage:
+        values = self._mapping(body, ("method", "keep", "allocation", "targets", "ignore"), "factorize")
+        options = self._options(values, {"method": str, "keep": float, "allocation": str})
+        return self._build(body, FactorizeStage, **options)
 
     def _pattern(self, node: yaml.Node) -> Sparsity:
         """`2:4`. YAML 1.1 reads that as a number to the base of 60, so the text counts, quoted or not."""

@@ -21,7 +21,7 @@ def tool_version() -> str:
         return "unknown"
 
 
-def provenance(prepared: Prepared) -> dict[str, Any]:
+def provenance(prepared: Prepared, progress: Progress) -> dict[str, Any]:
     """`compression_config`: where a checkpoint came from. Equal runs give equal values."""
     request = prepared.request
     return {
@@ -34,8 +34,16 @@ def provenance(prepared: Prepared) -> dict[str, Any]:
             row.tensor.removesuffix(".weight"): row.reason
             for row in prepared.plan.rows
             if row.reason and len(row.shape) > 1
-        },
+        }
+        | _kept_whole(prepared, progress),
     }
+
+
+def _kept_whole(prepared: Prepared, progress: Progress) -> dict[str, str]:
+    """Layers whose block decided that they stay whole and dense, with the reason."""
+    blocks = (progress.facts(index) for index in range(prepared.skeleton.num_blocks))
+    linears = (linear for facts in blocks for linear in facts["linears"] if linear["module"] not in facts["schemes"])
+    return {linear["module"]: linear["kept_whole"] for linear in linears if linear["kept_whole"]}
 
 
 def full_report(
@@ -54,7 +62,7 @@ def full_report(
     recovered = [each for block in facts for each in block["linears"] if each["recovery"]]
     return {
         "format_version": 1,
-        **provenance(prepared),
+        **provenance(prepared, progress),
         "environment": environment(prepared),
         "plan": prepared.to_dict(),
         "recovered": recovered,

@@ -13,7 +13,7 @@ from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.formats import dense, native
 from compress.checkpoint.formats.table import find_format
 from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.pruned import PackedWeight
+from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.writer import MAX_SHARD_BYTES, PieceStore, assemble
@@ -70,6 +70,8 @@ def _target_schemes(packed: PackedCheckpoint, format: str) -> dict[str, Scheme]:
     stores zero points even when every one is the midpoint, where elsewhere such codes are symmetric."""
     if format in (dense.NAME, native.NAME):
         return packed.schemes
+    if factorized := [module for module, scheme in packed.schemes.items() if scheme.rank]:
+        raise SchemeError(f"{format} has no weights of low rank, e.g. {factorized[0]}", "Use --format dense")
     if pruned := [module for module, scheme in packed.schemes.items() if scheme.is_float]:
         raise SchemeError(f"{format} has no 16-bit sparse weights, e.g. {pruned[0]}", "Use --format dense")
     schemes = {module: replace(scheme, sparsity=None) for module, scheme in packed.schemes.items()}

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import SchemeError
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme, Sparsity
 
 
@@ -45,7 +44,3 @@ class PrunedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight `[O, I]`."""
         return self.values.to(dtype)
-
-
-PackedWeight = IntegerWeight | PrunedWeight
-"""What one packed module holds. Both know their `scheme` and `shape` and can `dequantize`."""

@@ -23,7 +23,9 @@ from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.formats import dense
 from compress.checkpoint.formats.table import Format, find_format
 from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.pruned import PackedWeight, PrunedWeight
+from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.packed import PackedWeight
+from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
 
@@ -93,8 +95,9 @@ class PackedCheckpoint:
         """How a module is quantized; None when it is dense."""
         return self.schemes.get(module)
 
-    def weight(self, module: str) -> IntegerWeight | Tensor:
-        """The weight `[O, I]` of a linear module: codes when quantized, else the numbers, zeros in place.
+    def weight(self, module: str) -> IntegerWeight | LowRankWeight | Tensor:
+        """The weight `[O, I]` of a linear module: codes when quantized, two factors when it is of low rank, else the
+        numbers, zeros in place.
 
         Raises:
             CheckpointError: tensors missing or contradicting the config.

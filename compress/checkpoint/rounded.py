@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scales import encode, search_scales
@@ -27,7 +29,7 @@ class RoundedCheckpoint(PackedCheckpoint):
     def packed_weight(self, module: str) -> IntegerWeight:
         """Rounds the module's stored weight. Raises CheckpointError as the source does, NumericsError for NaN."""
         stored = self.source.weight(module)
-        dense = stored.dequantize() if isinstance(stored, IntegerWeight) else stored
+        dense = stored if isinstance(stored, Tensor) else stored.dequantize()
         return encode(dense, search_scales(dense, self.schemes[module]), self.schemes[module])
 
     def shape(self, module: str) -> tuple[int, int]:

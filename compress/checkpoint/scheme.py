@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from compress.checkpoint.errors import SchemeError
 
@@ -51,6 +53,8 @@ class Scheme:
         activation_bits: 8 for dynamic per-token int8 inputs (W8A8), None for 16-bit inputs.
         sparsity: only some of the codes are stored; with it `bits` may be 16, which means values in the model's own
             dtype, without scales.
+        rank: the weight is the product of two factors `[O, rank]` and `[rank, I]`, each stored so; with it `bits` may
+            be 16, which means factors in the model's own dtype.
     """
 
     bits: int = 4
@@ -58,10 +62,13 @@ class Scheme:
     symmetric: bool = True
     activation_bits: int | None = None
     sparsity: Sparsity | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.sparsity is not None:
             self._check_sparse(self.sparsity)
+        if self.rank is not None:
+            self._check_rank(self.rank)
         if self.is_float:
             return
         if not MIN_BITS <= self.bits <= MAX_BITS:
@@ -79,10 +86,32 @@ class Scheme:
         if self.activation_bits:
             raise SchemeError(f"{sparsity} sparsity with 8-bit activations is not supported", "Use 16-bit activations")
 
+    def _check_rank(self, rank: int) -> None:
+        if rank < 1:
+            raise SchemeError(f"a rank of {rank} leaves nothing", "Keep more of the weights")
+        if self.sparsity is not None or self.activation_bits is not None:
+            raise SchemeError(
+                "factors of low rank are neither sparse nor multiplied with 8-bit activations",
+                "Leave the pattern and activation_bits out where layers are factorized",
+            )
+        if self.is_float and self.group_size is not None:
+            raise SchemeError("16-bit values have no groups", "Leave the group size out")
+
     @property
     def is_float(self) -> bool:
-        """Values in the model's own dtype, without scales: pruned, but not quantized."""
-        return self.bits == FLOAT_BITS and self.sparsity is not None
+        """Values in the model's own dtype, without scales: pruned or factorized, but not quantized."""
+        return self.bits == FLOAT_BITS and (self.sparsity is not None or self.rank is not None)
+
+    @property
+    def factor(self) -> Scheme | None:
+        """Of each factor of a weight of low rank; None when factors are plain numbers."""
+        return None if self.is_float else replace(self, rank=None)
+
+    def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
+        """What a weight `[O, I]` is multiplied as, in order: itself, or the right factor and then the left one."""
+        if self.rank is None:
+            return [(self, out_features, in_features)]
+        return [(self.factor, self.rank, in_features), (self.factor, out_features, self.rank)]
 
     @property
     def max_code(self) -> int:
@@ -107,7 +136,16 @@ class Scheme:
         return in_features // self.group_size
 
     def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
-        """Bits of a packed `[O, I]` weight: codes and their places, scales and (asymmetric) packed zero points."""
+        """Bits of a packed `[O, I]` weight: codes and their places, scales and (asymmetric) packed zero points.
+
+        `scale_bits` are those of the model's dtype, in which factors that are not quantized are stored too.
+        """
+        if self.rank is not None:
+            factors = self.matrices(out_features, in_features)
+            return sum(
+                rows * columns * scale_bits if factor is None else factor.stored_bits(rows, columns, scale_bits)
+                for factor, rows, columns in factors
+            )
         stored, place = in_features, 0
         if self.sparsity is not None:
             stored, place = in_features // self.sparsity.of * self.sparsity.kept, self.sparsity.index_bits
@@ -118,7 +156,17 @@ class Scheme:
     def __str__(self) -> str:
         group = "channel" if self.group_size is None else f"g{self.group_size}"
         activation = f"a{self.activation_bits}" if self.activation_bits else "a16"
+        structure = f" {self.sparsity}" if self.sparsity else f" rank {self.rank}" if self.rank else ""
         if self.is_float:
-            return f"w{self.bits}a16 {self.sparsity}"
-        sparsity = f" {self.sparsity}" if self.sparsity else ""
-        return f"w{self.bits}{activation} {group} {'sym' if self.symmetric else 'asym'}{sparsity}"
+            return f"w{self.bits}a16{structure}"
+        return f"w{self.bits}{activation} {group} {'sym' if self.symmetric else 'asym'}{structure}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as config.json and reports hold them."""
+        return asdict(self) | {"sparsity": str(self.sparsity) if self.sparsity else None}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Scheme:
+        """The inverse of `to_dict`. Raises SchemeError, or TypeError for fields that do not exist."""
+        sparsity = fields.get("sparsity")
+        return cls(**{**fields, "sparsity": Sparsity.parse(sparsity) if sparsity else None})

@@ -15,7 +15,9 @@ from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.expected import expected_shape, is_tabled, missing_parameters
 from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.pruned import PackedWeight, PrunedWeight
+from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.packed import PackedWeight
+from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors_file import tensor_bytes
 from compress.checkpoint.source import TensorFiles
@@ -68,9 +70,11 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
 
 def digest(weight: PackedWeight | Tensor) -> str:
     """SHA-256 of codes, scales and zero points, equal for the same integers whatever format stores them; or of the
-    dtype, shape and bytes of what is not quantized."""
+    dtype, shape and bytes of what is not quantized; or of both factors."""
     if isinstance(weight, PrunedWeight):
         return digest(weight.values)
+    if isinstance(weight, LowRankWeight):
+        return hashlib.sha256(" ".join(map(digest, weight.factors)).encode()).hexdigest()
     if isinstance(weight, Tensor):
         kind, parts = f"{weight.dtype} {tuple(weight.shape)}", [weight]
     else:
@@ -152,12 +156,33 @@ def _weight_problems(packed: PackedCheckpoint, module: str, weight: PackedWeight
     expected = expected_shape(module, packed.config)
     if expected and expected != weight.shape:
         yield f"{module} is {weight.shape}, but config.json says {expected}"
-    if isinstance(weight, PrunedWeight):
-        if not bool(torch.isfinite(weight.values.to(torch.float32)).all()):
-            yield f"{module} holds NaN or infinity"
-    else:
-        yield from _integer_problems(module, weight)
+    if isinstance(weight, LowRankWeight):
+        yield from _low_rank_problems(packed, module, weight)
+        return
+    yield from _number_problems(module, weight.values if isinstance(weight, PrunedWeight) else weight)
     yield from _sparsity_problems(module, weight)
+
+
+def _low_rank_problems(packed: PackedCheckpoint, module: str, weight: LowRankWeight) -> Iterator[str]:
+    for side, factor in zip(("left", "right"), weight.factors, strict=True):
+        yield from _number_problems(f"{module}.{side}", factor)
+    stored, promised = 8 * packed.weight_bytes(module), weight.scheme.stored_bits(*weight.shape, _model_bits(packed))
+    if stored != promised:
+        yield f"{module} takes {stored} bits, but {weight.scheme} of {weight.shape} means {promised}"
+    rows, columns = weight.shape
+    if weight.scheme.rank is not None and weight.scheme.rank * (rows + columns) >= rows * columns:
+        yield f"{module} has more weights in its factors than in their product {weight.shape}"
+
+
+def _model_bits(packed: PackedCheckpoint) -> int:
+    return 8 * packed.dtype.itemsize
+
+
+def _number_problems(name: str, weight: IntegerWeight | Tensor) -> Iterator[str]:
+    if not isinstance(weight, Tensor):
+        yield from _integer_problems(name, weight)
+    elif not bool(torch.isfinite(weight.to(torch.float32)).all()):
+        yield f"{name} holds NaN or infinity"
 
 
 def _sparsity_problems(module: str, weight: PackedWeight) -> Iterator[str]:

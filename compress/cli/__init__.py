@@ -8,6 +8,7 @@ from compress.checkpoint.terminal import run_cli
 from compress.cli.compare import compare
 from compress.cli.eval import evaluate
 from compress.cli.export import export
+from compress.cli.factorize import factorize
 from compress.cli.prune import prune
 from compress.cli.quantize import quantize
 from compress.cli.report import report
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(quantize)
 app.command()(prune)
+app.command()(factorize)
 app.command("eval")(evaluate)
 app.command()(run)
 app.command()(verify)

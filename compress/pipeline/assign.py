@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from compress.checkpoint.errors import RecipeError, SchemeError
 from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
-from compress.plan import Assignment, Pruning
-from compress.recipe import PruneStage, Stage
+from compress.plan import Assignment, Factoring, Pruning
+from compress.ranks import rank_step, uniform_rank
+from compress.recipe import SMOOTHING_METHODS, FactorizeStage, PruneStage, Stage
 from compress.targets import matches, select, without_indices
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -46,6 +47,7 @@ def assign(
             assignments.pop(name, None)
             if changed != UNCHANGED:
                 assignments[name] = changed
+    assignments = _with_ranks(assignments, linears, reasons)
     if not assignments:
         raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
     return assignments, reasons
@@ -56,14 +58,58 @@ UNCHANGED = Assignment(None, None)
 
 def _apply(stage: Stage, before: Assignment, ignored: bool) -> Assignment:
     """What a linear gets after one more stage; a stage that ignores it takes its own part back."""
-    pruning, method, scheme, alpha = before.pruning, before.method, before.quantized, before.alpha
-    if isinstance(stage, PruneStage):
+    pruning, factoring = before.pruning, before.factoring
+    method, scheme, alpha = before.method, before.quantized, before.alpha
+    if isinstance(stage, FactorizeStage):
+        factoring = None if ignored else Factoring(stage.method, stage.keep, stage.allocation == "block")
+    elif isinstance(stage, PruneStage):
         pruning = None if ignored else Pruning(stage.method, stage.pattern, stage.sparsity)
     elif ignored:
         method, scheme, alpha = None, None, None
     else:
         method, scheme, alpha = stage.method, stage.scheme, stage.alpha
-    return Assignment(method, _stored(scheme, pruning), alpha, pruning)
+    return Assignment(method, _stored(scheme, pruning), alpha, pruning, factoring)
+
+
+def _with_ranks(
+    assignments: Mapping[str, Assignment], linears: Shapes, reasons: dict[str, str]
+) -> dict[str, Assignment]:
+    """Gives factorized linears the rank that keeps their share of weights; adds why some are not factorized.
+
+    Raises:
+        RecipeError: a factorized linear is also pruned, or smoothed.
+        SchemeError: groups too large for the rank.
+    """
+    ranked: dict[str, Assignment] = {}
+    for name, assignment in assignments.items():
+        changed = _with_rank(name, assignment, linears[name]) if assignment.factoring else assignment
+        if assignment.factoring and not changed.factoring:
+            rows, columns = linears[name]
+            reasons[name] = f"kept whole: two factors of {rows} x {columns} would be no smaller"
+        if changed != UNCHANGED:
+            ranked[name] = changed
+    return ranked
+
+
+def _with_rank(name: str, assignment: Assignment, shape: tuple[int, int]) -> Assignment:
+    scheme, factoring = assignment.quantized, assignment.factoring
+    if factoring is None:
+        return assignment
+    if assignment.pruning:
+        raise RecipeError(f"{name} is pruned and factorized", "Give the stages other targets: factors are not sparse")
+    if assignment.method in SMOOTHING_METHODS:
+        problem = f"{assignment.method} smooths the inputs of {name}, which is factorized"
+        raise RecipeError(problem, "Quantize factors by rtn or gptq")
+    rank, free = (uniform_rank(*shape, factoring.keep, step) for step in (rank_step(scheme), rank_step(None)))
+    if free and not 0 < rank <= free:
+        raise SchemeError(
+            f"ranks of {name} are multiples of {rank_step(scheme)} as {scheme}, more than the {free} that are kept",
+            "Use --group-size -1 (per channel), or groups of 32",
+        )
+    if not rank:
+        return replace(assignment, factoring=None)
+    stored = Scheme(FLOAT_BITS, None, rank=rank) if scheme is None else replace(scheme, rank=rank)
+    return replace(assignment, scheme=stored, factoring=factoring)
 
 
 def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.architectures.architecture import SmoothingEdge
-from compress.checkpoint.pruned import PackedWeight
+from compress.checkpoint.packed import PackedWeight
 from compress.pipeline.capture import BlockInputs
 from compress.plan import Assignment
 
@@ -22,6 +22,8 @@ class LinearRecord:
     Attributes:
         input_outlier: its largest input over the median of its channels' largest, before smoothing; None when nothing
             was observed.
+        rank: of its factors; None when it has none.
+        kept_whole: why it has none although it was to be factorized; empty otherwise.
     """
 
     module: str
@@ -34,6 +36,9 @@ class LinearRecord:
     pruning: str = ""
     zeros: float = 0.0
     input_outlier: float | None = None
+    factoring: str = ""
+    rank: int | None = None
+    kept_whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,10 @@ def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, Assignment]) -> 
 
 
 def _scheme_of(assignments: Mapping[str, Assignment], module: str) -> Scheme | None:
+    """Without ranks: siblings of other shapes have others, and engines that fuse them read no factors anyway."""
     assignment = assignments.get(module)
+    if assignment and assignment.factoring and assignment.scheme:
+        return assignment.scheme.factor
     return assignment.scheme if assignment else None
 
 
@@ -80,6 +83,17 @@ def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
         notes.append(
             "zeros of an N:M pattern are left out, which only this runtime reads; others read `compress export "
             "--format dense`, or --format compressed-tensors where the weights are integers"
+        )
+    factoring = {each.factoring for each in assignments.values() if each.factoring}
+    if factoring:
+        notes.append(
+            "weights of low rank are stored as two factors, which only this runtime reads; others read `compress "
+            "export --format dense`, which is as large as the source"
+        )
+    if any(each.by_block for each in factoring):
+        notes.append(
+            "ranks are shared out inside each block when it is reached: those of the plan are the uniform ones, and a "
+            "layer whose factors would be no smaller than itself is kept whole"
         )
     if any(each.pruning and not each.pruning.pattern for each in assignments.values()):
         notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")

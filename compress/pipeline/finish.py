@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from compress.checkpoint.disk import sync_folder
 from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.formats import dense
 from compress.checkpoint.formats.table import format_for
+from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.structure import StructureReport
 from compress.checkpoint.verify import verify_against, verify_structure
 from compress.checkpoint.writer import assemble
@@ -36,10 +37,10 @@ def save_rest(prepared: Prepared, progress: Progress) -> None:
 
 def assemble_checkpoint(prepared: Prepared, progress: Progress, provenance: dict[str, Any]) -> Path:
     """Builds the checkpoint inside the partial folder. Raises CheckpointError when the disk is full."""
-    schemes = prepared.plan.schemes
+    schemes = chosen_schemes(prepared, progress)
     # Pruned weights whose zeros are stored need no format at all.
     codec = format_for(schemes.values()) if schemes else dense
-    quantization = codec.quantization_config(schemes, _dense_linears(prepared))
+    quantization = codec.quantization_config(schemes, _dense_linears(prepared, schemes))
     config = packed_config(prepared.config, quantization, schemes, provenance)
     keys = [block_key(index) for index in range(prepared.skeleton.num_blocks)]
     shutil.rmtree(progress.finished, ignore_errors=True)
@@ -81,9 +82,15 @@ def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
     sync_folder(out.parent)
 
 
-def _dense_linears(prepared: Prepared) -> list[str]:
+def chosen_schemes(prepared: Prepared, progress: Progress) -> dict[str, Scheme]:
+    """How every packed linear is stored: as planned, but for ranks, which some blocks decide when they are reached."""
+    blocks = (progress.facts(index) for index in range(prepared.skeleton.num_blocks))
+    return {module: Scheme.from_dict(fields) for facts in blocks for module, fields in facts["schemes"].items()}
+
+
+def _dense_linears(prepared: Prepared, schemes: Mapping[str, Scheme]) -> list[str]:
     """Every linear that stays dense, by full name: loaders that target the class `Linear` must know."""
-    skeleton, schemes = prepared.skeleton, prepared.plan.schemes
+    skeleton = prepared.skeleton
     inside = {
         f"{skeleton.block_name(index)}.{name}"
         for index, block in enumerate(skeleton.blocks)

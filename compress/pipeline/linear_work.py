@@ -1,4 +1,4 @@
-"""One linear on its way to its stored form: pruned, quantized, or both, by what is known of its inputs."""
+"""One linear on its way to its stored form: pruned or factorized, quantized, by what is known of its inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.pruned import PackedWeight, PrunedWeight
+from compress.checkpoint.low_rank import Factor, LowRankWeight
+from compress.checkpoint.packed import PackedWeight
+from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.scales import GroupScales
 from compress.checkpoint.scheme import Scheme
 from compress.methods.awq import quantize_awq, search_clip
@@ -21,10 +23,10 @@ from compress.methods.rtn import quantize_rtn
 from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
 from compress.methods.sparsegpt import prune_sparsegpt
 from compress.pipeline.block_job import LinearRecord
+from compress.pipeline.low_rank_work import UNREACHED, WHOLE, FactorRounding, Ranked
 from compress.plan import Assignment, Pruning
 
 CLIP_ROWS = 512
-UNREACHED = "no calibration token reached this layer"
 # Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
 _UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
 
@@ -57,6 +59,7 @@ class LinearWork:
         model_dtype: dtype in which scales and unquantized values are stored.
         statistics: of its inputs before smoothing; None when nothing is known.
         scale: `[I]`, what smoothing multiplied its columns by; None when nothing was folded.
+        ranked: its decomposition, when it is to be factorized.
     """
 
     module: str
@@ -65,6 +68,7 @@ class LinearWork:
     model_dtype: torch.dtype
     statistics: InputStatistics | None = None
     scale: Tensor | None = None
+    ranked: Ranked | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,11 +80,15 @@ class LinearWork:
         return squares if self.scale is None else squares / self.scale.square()
 
     def apply(self, factors: SharedFactors) -> tuple[Stored, LinearRecord]:
-        """Prunes, quantizes, and says what that did.
+        """Prunes or factorizes, quantizes, and says what that did.
 
         Raises:
             SchemeError, NumericsError: from the methods.
         """
+        if self.ranked is not None and self.ranked.rank is not None:
+            return self._finish(self._factorize(self.ranked, self.ranked.rank, factors))
+        if self.ranked is not None:
+            self.details["kept_whole"] = WHOLE
         weight, kept = self.weight, None
         pruning = self.assignment.pruning
         if pruning is not None and pruning.method == "sparsegpt" and self.statistics is not None:
@@ -91,10 +99,27 @@ class LinearWork:
         elif pruning is not None:
             kept = self._mask(pruning)
             weight = weight.masked_fill(~kept, 0.0)
-        scheme = self.assignment.quantized
-        if scheme is None:
+        scheme = self._scheme
+        if scheme is None or self.assignment.method is None:
             return self._finish(self._unquantized(weight))
         return self._finish(self._quantize(weight, kept, scheme, factors))
+
+    @property
+    def _scheme(self) -> Scheme | None:
+        """How the weight is stored, or both its factors are; None when that is as numbers."""
+        scheme = self.assignment.scheme
+        return scheme.factor if scheme and self.assignment.factoring else scheme
+
+    def _factorize(self, ranked: Ranked, rank: int, factors: SharedFactors) -> LowRankWeight:
+        rounds = self.assignment.method == "gptq" and self.statistics is not None
+        factor = factors.get(GptqOptions()) if rounds else None
+        self.details |= {
+            "recovery": "; ".join(filter(None, (ranked.whitening.recovery, factor.recovery if factor else ""))),
+            "damping": ranked.whitening.damping,
+            "rank": rank,
+        }
+        rounding = FactorRounding(self.assignment.method, self._scheme, self.model_dtype, self.statistics, factor)
+        return rounding.apply(*ranked.decomposition.truncated(rank))
 
     def _sparsegpt(self, pruning: Pruning, factors: SharedFactors) -> IntegerWeight | Tensor:
         factor = factors.get(SPARSEGPT_OPTIONS)
@@ -132,7 +157,7 @@ class LinearWork:
 
     def _unquantized(self, weight: Tensor) -> Stored:
         values = weight.to(self.model_dtype)
-        scheme = self.assignment.scheme
+        scheme = self._scheme
         return values if scheme is None else PrunedWeight(values, scheme)
 
     def _clip(self, weight: Tensor, scheme: Scheme) -> GroupScales | None:
@@ -154,6 +179,7 @@ class LinearWork:
             self.module,
             self.assignment.method or "none",
             _relative_error(self.weight, values, self.importance),
+            factoring=str(self.assignment.factoring or ""),
             pruning=str(self.assignment.pruning or ""),
             zeros=float((values == 0).float().mean()) if self.assignment.pruning else 0.0,
             input_outlier=_outlier(self.statistics),
@@ -184,8 +210,17 @@ def _outlier(statistics: InputStatistics | None) -> float | None:
 
 
 def _on_host(stored: Stored) -> Stored:
+    if isinstance(stored, LowRankWeight):
+        left, right = map(_factor_on_host, stored.factors)
+        return LowRankWeight(left, right, stored.scheme)
     if isinstance(stored, Tensor):
         return stored.cpu()
     if isinstance(stored, PrunedWeight):
         return PrunedWeight(stored.values.cpu(), stored.scheme)
     return IntegerWeight(stored.codes.cpu(), stored.scale.cpu(), stored.zero.cpu(), stored.scheme)
+
+
+def _factor_on_host(factor: Factor) -> Factor:
+    if isinstance(factor, Tensor):
+        return factor.cpu()
+    return IntegerWeight(factor.codes.cpu(), factor.scale.cpu(), factor.zero.cpu(), factor.scheme)

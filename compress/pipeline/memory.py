@@ -94,13 +94,17 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
     linears = list(skeleton.linears(skeleton.blocks[0]).values())
     widest = max(linear.in_features for linear in linears)
     largest = max(linear.weight.numel() for linear in linears)
+    factors = 0
+    if any(each.factoring for each in plan.assignments.values()):
+        # Factors of all of a block's linears, and one decomposition in float64.
+        factors = _FLOAT32 * block + 2 * _FLOAT32 * (4 * largest + 3 * widest**2)
     if not samples:
-        return _PROCESS_BYTES + 6 * _FLOAT32 * largest
+        return _PROCESS_BYTES + 6 * _FLOAT32 * largest + factors
     states = 2 * samples * length * hidden * item_bytes
     embedding = getattr(config, "vocab_size", 0) * hidden * item_bytes
     uses_hessian = any(each.needs_hessian for each in plan.assignments.values())
     inputs = {linear.in_features for linear in linears}
     hessians = _FLOAT32 * (sum(width**2 for width in inputs) + 4 * widest**2) if uses_hessian else 0
     activations = micro_batch * length * item_bytes * sum(linear.out_features for linear in linears)
-    working = block * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * largest + hessians + activations
+    working = block * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * largest + hessians + activations + factors
     return _PROCESS_BYTES + states + max(embedding, working)

@@ -13,7 +13,7 @@ from compress.checkpoint.source import TensorFiles
 from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
 from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import SHAPE_TENSOR_BYTES, Assignment, Plan, PlanRow
+from compress.plan import Assignment, Factoring, Plan, PlanRow, shape_bytes
 from compress.recipe import Recipe
 
 
@@ -56,17 +56,21 @@ class _Rows:
         module = name.removesuffix(".weight")
         assignment = self.assignments.get(module) if name.endswith(".weight") else None
         if assignment is not None and assignment.scheme is not None:
-            return PlanRow(name, shape, assignment, "", before, self._packed_bytes(assignment.scheme, shape))
+            after = self._packed_bytes(assignment.scheme, assignment.factoring, shape)
+            return PlanRow(name, shape, assignment, "", before, after)
         if assignment is not None:
             return PlanRow(name, shape, assignment, "pruned without a pattern: zeros are stored", before, before)
         if module == self.skeleton.architecture.head and self.skeleton.ties_head:
             return PlanRow(name, shape, None, "tied to the token embedding: not stored twice", before, 0)
         return PlanRow(name, shape, None, self._reason(name, module, shape), before, before)
 
-    def _packed_bytes(self, scheme: Scheme, shape: tuple[int, ...]) -> int:
+    def _packed_bytes(self, scheme: Scheme, factoring: Factoring | None, shape: tuple[int, ...]) -> int:
+        """Exact, but for ranks that a block shares out: it spends all of its weights, of which this is the share."""
         scale_bits = {"float64": 64, "float32": 32}.get(self.scale_dtype, 16)
-        stored = math.ceil(scheme.stored_bits(shape[0], shape[1], scale_bits) / 8)
-        return stored if scheme.is_float else stored + SHAPE_TENSOR_BYTES
+        bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits)
+        if factoring and factoring.by_block and scheme.rank:
+            bits *= factoring.keep * math.prod(shape) / (scheme.rank * sum(shape))
+        return math.ceil(bits / 8) + shape_bytes(scheme)
 
     def _reason(self, name: str, module: str, shape: tuple[int, ...]) -> str:
         architecture = self.skeleton.architecture

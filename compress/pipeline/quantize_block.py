@@ -13,6 +13,7 @@ from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, Edg
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, run_all
 from compress.pipeline.linear_work import CLIP_ROWS, LinearWork, SharedFactors, values_of
+from compress.pipeline.low_rank_work import decompose_block
 from compress.pipeline.observe import Need, Observed, observe
 from compress.pipeline.smoothing import (
     ModuleTrace,
@@ -30,14 +31,17 @@ _PARTS = {"statistics": (0.0, 0.3), "smoothing": (0.3, 0.6), "rounding": (0.6, 0
 
 @torch.no_grad()
 def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
-    """Rounds a block's linears to nearest, or prunes them by magnitude, from tensor to tensor: no forward pass.
+    """Rounds a block's linears to nearest, prunes them by magnitude or factorizes them by plain SVD, from tensor to
+    tensor: no forward pass.
 
     Raises:
         SchemeError, NumericsError: from the method, naming the linear.
     """
     outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
+    ranked = decompose_block(block.weights, job.assignments, {})
     for name, assignment in job.assignments.items():
-        work = LinearWork(f"{block.name}.{name}", block.weights.pop(name), assignment, job.scale_dtype)
+        weight, decomposed = block.weights.pop(name), ranked.pop(name, None)
+        work = LinearWork(f"{block.name}.{name}", weight, assignment, job.scale_dtype, ranked=decomposed)
         outcome.keep(*work.apply(SharedFactors(None)))
     return outcome
 
@@ -115,6 +119,7 @@ def _round(
     block: LoadedBlock, job: BlockJob, observed: Observed, folded: dict[str, Tensor], outcome: BlockOutcome
 ) -> None:
     """Works on each linear, siblings together, and puts what came out into the block."""
+    ranked = decompose_block(block.weights, job.assignments, observed.statistics)
     unreached = tuple((name,) for name in job.assignments if name not in observed.statistics)
     for group in observed.groups + unreached:
         statistics = observed.statistics.get(group[0])
@@ -127,6 +132,7 @@ def _round(
                 job.scale_dtype,
                 statistics,
                 folded.get(name),
+                ranked.pop(name, None),
             )
             stored, record = work.apply(factors)
             block.set_weight(name, values_of(stored))

@@ -51,7 +51,7 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
             _begin(prepared, progress, quiet)
             _run_blocks(prepared, progress, quiet)
             save_rest(prepared, progress)
-            folder = assemble_checkpoint(prepared, progress, provenance(prepared))
+            folder = assemble_checkpoint(prepared, progress, provenance(prepared, progress))
             structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
             quality = check_quality(folder, prepared)
         seconds = time.monotonic() - started
@@ -142,6 +142,7 @@ def _save(prepared: Prepared, progress: Progress, index: int, outcome: BlockOutc
     facts = outcome.facts() | {
         "block": prepared.skeleton.block_name(index),
         "micro_batch": micro_batch,
+        "schemes": {module: weight.scheme.to_dict() for module, weight in outcome.weights.items()},
         "digests": {name: digest(weight) for name, weight in (outcome.weights | outcome.pruned).items()},
         "environment": environment(prepared),
     }

@@ -57,8 +57,8 @@ def read_report(path: Path) -> RunReport:
 
 
 def _kind(fields: Fields) -> PlannedKind:
-    method, pruning, scheme = (fields.text(key, "") for key in ("method", "pruning", "scheme"))
-    work = [pruning] if pruning else []
+    method, pruning, factoring, scheme = (fields.text(key, "") for key in ("method", "pruning", "factoring", "scheme"))
+    work = [each for each in (pruning, factoring) if each]
     return PlannedKind(
         tensor=fields.text("tensor").removesuffix(".weight"),
         shape=fields.shape("shape"),

@@ -62,10 +62,14 @@ class Weights:
     def _products(self, schemes: Mapping[str, Scheme | None]) -> list[tuple[Scheme | None, int, int]]:
         """Scheme, rows and columns of each product: neighbours over the same input, of one scheme, are one."""
         linears = [(_place(module), schemes[module], shape) for module, shape in self._shapes().items()]
-        products = []
+        products: list[tuple[Scheme | None, int, int]] = []
         for (_, scheme), group in groupby(linears, key=lambda linear: linear[:2]):
             shapes = [shape for _, _, shape in group]
-            products.append((scheme, sum(rows for rows, _ in shapes), shapes[0][1]))
+            if scheme is not None and scheme.rank is not None:
+                # Factors are not fused: each layer has a right one of its own.
+                products += [matrix for shape in shapes for matrix in scheme.matrices(*shape)]
+            else:
+                products.append((scheme, sum(rows for rows, _ in shapes), shapes[0][1]))
         return products
 
     def _fused(self, scheme: Scheme | None, rows: int, columns: int, excluded: Mapping[str, str]) -> int:

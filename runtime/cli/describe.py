@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,8 @@ def describe_scheme(path: Path) -> str:
     from compress.checkpoint.reader import PackedCheckpoint
 
     checkpoint = PackedCheckpoint.open(path)
-    counts = Counter(str(scheme) for scheme in checkpoint.schemes.values())
+    # Ranks may differ from layer to layer; what is alike in the rest is one kind.
+    counts = Counter(re.sub(r" rank \d+", " low rank", str(scheme)) for scheme in checkpoint.schemes.values())
     schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
     return f"{checkpoint.format}, {schemes}" if schemes else f"dense {str(checkpoint.dtype).removeprefix('torch.')}"
 

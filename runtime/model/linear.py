@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.low_rank import LowRankWeight
 from runtime.kernels.base import Linear
+
+Weight = IntegerWeight | LowRankWeight | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,13 @@ class SideBySide:
         return torch.cat([part(x) for part in self.parts], -1)
 
 
-def fuse_weights(weights: Sequence[IntegerWeight | Tensor]) -> IntegerWeight | Tensor | None:
-    """Weights over the same input as one weight along the output features; None when their schemes or dtypes differ."""
+def fuse_weights(weights: Sequence[Weight]) -> Weight | None:
+    """Weights over the same input as one weight along the output features; None when their schemes or dtypes differ, or
+    when one is of low rank: each has a right factor of its own."""
     if len(weights) == 1:
         return weights[0]
+    if any(isinstance(weight, LowRankWeight) for weight in weights):
+        return None
     dense = [weight for weight in weights if isinstance(weight, Tensor)]
     packed = [weight for weight in weights if isinstance(weight, IntegerWeight)]
     kinds = {weight.dtype for weight in dense} | {(weight.scheme, weight.scale.dtype) for weight in packed}

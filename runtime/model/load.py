@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.device import resolve_device
-from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Linear, Target
 from runtime.kernels.dense import dense_linear
+from runtime.kernels.low_rank import LowRank
 from runtime.kernels.registry import Choice, choose_kernel
 from runtime.memory import available_bytes, format_bytes
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Layer
-from runtime.model.linear import SideBySide, fuse_biases, fuse_weights
+from runtime.model.linear import SideBySide, Weight, fuse_biases, fuse_weights
 from runtime.model.rope import Rotary
 from runtime.model.target import resolve_dtype
 from runtime.model.tensors import EMBEDDING, HEAD, NORM, check_tensors, head_is_embedding
@@ -108,7 +109,7 @@ class _Loader:
 
     def _embedding(self) -> Tensor:
         weight = self.checkpoint.weight(EMBEDDING)
-        if isinstance(weight, IntegerWeight):
+        if not isinstance(weight, Tensor):
             return weight.dequantize(self.target.dtype).to(self.target.device)
         return weight.to(self.target.device, self.target.dtype)
 
@@ -129,7 +130,10 @@ class _Loader:
     def _bias(self, module: str) -> Tensor | None:
         return self._vector(f"{module}.bias") if f"{module}.bias" in self.checkpoint.files else None
 
-    def _prepare(self, weight: IntegerWeight | Tensor, name: str, bias: Tensor | None = None) -> Linear:
+    def _prepare(self, weight: Weight, name: str, bias: Tensor | None = None) -> Linear:
+        if isinstance(weight, LowRankWeight):
+            right = self._prepare(weight.right, f"{name}, right factor")
+            return LowRank(right, self._prepare(weight.left, f"{name}, left factor", bias))
         if isinstance(weight, Tensor):
             self.used[f"{name}: dense {str(self.target.dtype).removeprefix('torch.')}"] += 1
             return dense_linear(weight, bias, self.target, reference=self.kernels == "reference")
@@ -148,9 +152,9 @@ def exclude_kernels(checkpoint: PackedCheckpoint, target: Target, kernels: str, 
     """
     elements = 0
     for module in checkpoint.modules:
-        rows, columns = checkpoint.shape(module)
-        if choose_kernel(checkpoint.schemes[module], columns, target, kernels).kernel.name == "dequantized":
-            elements += rows * columns
+        for scheme, rows, columns in checkpoint.schemes[module].matrices(*checkpoint.shape(module)):
+            if scheme and choose_kernel(scheme, columns, target, kernels).kernel.name == "dequantized":
+                elements += rows * columns
     needed, limit = elements * target.dtype.itemsize, free // 2
     if needed > limit and kernels == "auto":
         return {"dequantized": f"would need {format_bytes(needed)} of {format_bytes(limit)} allowed"}

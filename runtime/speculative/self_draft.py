@@ -55,11 +55,15 @@ def round_layers(target: Decoder, path: str | Path, bits: int, kernels: str = "a
 
 
 def _scheme(source: PackedCheckpoint, module: str, bits: int) -> Scheme:
-    stored = source.scheme(module)
-    if stored is not None and stored.bits <= bits:
+    stored, (rows, columns) = source.scheme(module), source.shape(module)
+    if stored is not None and _taken(stored, rows, columns) <= bits:
         raise ToolkitError(
-            f"{module} has {stored.bits} bits already, so {bits} bits make no faster draft",
+            f"{module} has {_taken(stored, rows, columns):g} bits already, so {bits} bits make no faster draft",
             "Use --speculate self:skip, ngram, or fewer bits",
         )
-    columns = source.shape(module)[1]
     return Scheme(bits, next((size for size in GROUP_SIZES if columns % size == 0), None), symmetric=False)
+
+
+def _taken(stored: Scheme, rows: int, columns: int) -> float:
+    """Bits of a weight. Factors of low rank are multiplied out for a draft, so what counts is what both take."""
+    return stored.bits if stored.rank is None else stored.stored_bits(rows, columns) / (rows * columns)

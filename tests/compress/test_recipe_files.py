@@ -9,7 +9,7 @@ import pytest
 from calibration.parts import Part
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
 
 BUNDLED = {
@@ -17,6 +17,8 @@ BUNDLED = {
     "int4-gptq": ("gptq", Scheme(4, 128)),
     "int4-rtn": ("rtn", Scheme(4, 128)),
     "int8-rtn": ("rtn", Scheme(8, None)),
+    "lowrank-int4": ("svd-llm", Scheme(4, 32)),
+    "lowrank-int8": ("svd-llm", Scheme(8, None)),
     "sparse24": ("sparsegpt", None),
     "sparse24-int4": ("sparsegpt", Scheme(4, 128)),
     "w8a8-smoothquant": ("smoothquant", Scheme(8, None, activation_bits=8)),
@@ -34,6 +36,11 @@ def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
     )
     assert recipe.name == name
     assert recipe.needs_calibration == (BUNDLED[name][0] != "rtn")
+
+
+def test_low_rank_in_a_recipe() -> None:
+    text = "stages:\n  - factorize: {method: asvd, keep: 0.6, allocation: uniform, targets: ['*.mlp.*']}\n"
+    assert parse_recipe(text, "r.yaml").stages == (FactorizeStage("asvd", 0.6, "uniform", ("*.mlp.*",)),)
 
 
 def test_every_bundled_recipe_is_tested() -> None:
@@ -73,6 +80,8 @@ def test_a_whole_recipe(tmp_path) -> None:
         ("stages:\n  - quantize: {bits: 4,\n      bits: 3}\n", "r.yaml:3: key 'bits' stands twice"),
         ("stages:\n  - quantize: {method: gtpq}\n", "method 'gtpq' does not exist. Did you mean 'gptq'?"),
         ("stages:\n  - prune: {pattern: 2-4}\n", "r.yaml:2: '2-4' is no sparsity pattern"),
+        ("stages:\n  - factorize: {keep: 1.5}\n", "r.yaml:2: keep=1.5 is not between 0 and 1"),
+        ("stages:\n  - factorize: {rank: 8}\n", "r.yaml:2: unknown key 'rank' in factorize"),
         ("stages:\n  - prune: {sparsity: 2.0}\n", "r.yaml:2: sparsity=2.0 is not between 0 and 1"),
         ("stages: {}\n", "r.yaml:1: stages must be a list"),
         ("stages: []\n", "the recipe has no stages"),

@@ -19,7 +19,7 @@ from compress.checkpoint.formats.tensors import (
     optional,
     owners,
     refuse_activation_order,
-    refuse_sparsity,
+    refuse_structure,
 )
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
@@ -41,7 +41,7 @@ WRITER_VERSION = "0.17.0"
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
-    refuse_sparsity(NAME, scheme)
+    refuse_structure(NAME, scheme)
     scheme.num_groups(shape[1])
     if scheme.activation_bits and (scheme.bits, scheme.group_size, scheme.symmetric) != (8, None, True):
         raise SchemeError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.formats.tensors import Get
 from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.pruned import PackedWeight
+from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.scheme import Scheme
 
 NAME = "dense"

@@ -1,32 +1,36 @@
-"""What compressed-tensors cannot say: N:M sparse weights, whose zeros are not stored. Defined in
-`docs/checkpoint-format.md`; other engines refuse it by its name, and read `compress export --format dense`.
+"""What compressed-tensors cannot say: N:M sparse weights, whose zeros are not stored, and weights of low rank, stored
+as two factors. Defined in `docs/checkpoint-format.md`; other engines refuse it by its name, and read `compress export
+--format dense`.
 
-Modules without sparsity are stored exactly as `compressed_tensors` does.
+Other modules are stored exactly as `compressed_tensors` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.formats import compressed_tensors, factors
 from compress.checkpoint.formats.tensors import Get, cast_exactly, owners
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
-from compress.checkpoint.pruned import PackedWeight, PrunedWeight
+from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.scheme import Scheme, Sparsity
 
 NAME = "compress-runtime"
-SUFFIXES: tuple[str, ...] = (*compressed_tensors.SUFFIXES, ".weight_values", ".weight_indices")
+SUFFIXES: tuple[str, ...] = (*compressed_tensors.SUFFIXES, ".weight_values", ".weight_indices", *factors.SUFFIXES)
 
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
+    if scheme.rank is not None:
+        return factors.check(scheme, shape)
     if scheme.sparsity is None:
         return compressed_tensors.check(scheme, shape)
     if shape[1] % scheme.sparsity.of:
@@ -44,6 +48,8 @@ def encode(module: str, weight: PackedWeight, dtype: torch.dtype) -> dict[str, T
     Raises:
         SchemeError: more values differ from zero than the pattern keeps, or the scheme cannot be stored.
     """
+    if isinstance(weight, LowRankWeight):
+        return factors.encode(module, weight, dtype)
     scheme, sparsity = weight.scheme, weight.scheme.sparsity
     check(scheme, weight.shape)
     if isinstance(weight, PrunedWeight):
@@ -71,6 +77,8 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
     Raises:
         CheckpointError: tensors contradict each other.
     """
+    if scheme.rank is not None:
+        return factors.decode(module, get, scheme)
     if scheme.sparsity is None:
         return compressed_tensors.decode(module, get, scheme, config)
     rows, columns = shape(module, get, scheme)
@@ -88,6 +96,8 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
 
 def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
     """`(O, I)` of a stored layer, without decoding it."""
+    if scheme.rank is not None:
+        return factors.shape(module, get, scheme)
     if scheme.sparsity is None or not scheme.is_float:
         return compressed_tensors.shape(module, get, scheme)
     rows, kept = get(f"{module}.weight_values").shape
@@ -95,9 +105,9 @@ def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
 
 
 def modules(names: Iterable[str]) -> list[str]:
-    """Quantized or sparse modules among tensor names."""
+    """Quantized, sparse or factorized modules among tensor names."""
     listed = list(names)
-    return sorted({*owners(listed, ".weight_scale"), *owners(listed, ".weight_indices")})
+    return factors.modules(listed, {*owners(listed, ".weight_scale"), *owners(listed, ".weight_indices")})
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
@@ -109,14 +119,14 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
     grouped: dict[Scheme, list[str]] = {}
     for module in sorted(schemes):
         grouped.setdefault(schemes[module], []).append(module)
-    groups = [{"scheme": _scheme_dict(scheme), "modules": members} for scheme, members in grouped.items()]
+    groups = [{"scheme": scheme.to_dict(), "modules": members} for scheme, members in grouped.items()]
     return {"format": NAME, "groups": groups, "ignore": sorted(ignored)}
 
 
 def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
     """Scheme of every module. Raises CheckpointError for a stored module that no group lists."""
     listed = {
-        module: _parse_scheme(group["scheme"]) for group in config.get("groups", ()) for module in group["modules"]
+        module: Scheme.from_dict(group["scheme"]) for group in config.get("groups", ()) for module in group["modules"]
     }
     found = list(modules)
     if missing := [module for module in found if module not in listed]:
@@ -161,12 +171,3 @@ def _read_places(module: str, get: Get, sparsity: Sparsity, rows: int, columns: 
         raise CheckpointError(f"{module}.weight_indices has places that do not rise within their group")
     starts = torch.arange(0, columns, sparsity.of).view(1, -1, 1)
     return (inside + starts).view(rows, count)
-
-
-def _scheme_dict(scheme: Scheme) -> dict[str, Any]:
-    return asdict(scheme) | {"sparsity": str(scheme.sparsity) if scheme.sparsity else None}
-
-
-def _parse_scheme(fields: Mapping[str, Any]) -> Scheme:
-    sparsity = fields.get("sparsity")
-    return Scheme(**{**fields, "sparsity": Sparsity.parse(sparsity) if sparsity else None})

@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.formats import awq, compressed_tensors, dense, gptq, native
 from compress.checkpoint.formats.tensors import Get
-from compress.checkpoint.pruned import PackedWeight
+from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.scheme import Scheme
 
 
@@ -50,4 +50,4 @@ def find_format(name: str) -> Format:
 
 def format_for(schemes: Iterable[Scheme]) -> Format:
     """The format that a new checkpoint gets: what most engines load, unless it cannot say something."""
-    return native if any(scheme.sparsity for scheme in schemes) else compressed_tensors
+    return native if any(scheme.sparsity or scheme.rank for scheme in schemes) else compressed_tensors

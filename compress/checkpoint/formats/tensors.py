@@ -41,8 +41,10 @@ def cast_exactly(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return stored
 
 
-def refuse_sparsity(name: str, scheme: Scheme) -> None:
-    """Raises SchemeError for a scheme that leaves zeros out, which a format of other tools cannot."""
+def refuse_structure(name: str, scheme: Scheme) -> None:
+    """Raises SchemeError for a scheme that leaves zeros out or has factors, which a format of other tools cannot."""
+    if scheme.rank is not None:
+        raise SchemeError(f"{name} cannot hold the two factors of {scheme}", "Use --format dense")
     if scheme.sparsity is not None:
         raise SchemeError(f"{name} cannot leave out the zeros of {scheme}", "Use --format dense")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ("quantize", "prune", "eval", "run", "verify", "export", "report", "compare")
+COMMANDS = ("quantize", "prune", "factorize", "eval", "run", "verify", "export", "report", "compare")
 QUICK = ("--samples", "4", "--length", "48", "--group-size", "64")
 
 
@@ -105,6 +105,17 @@ def test_quantize_then_verify_then_export(compress, tiny_model, tmp_path) -> Non
     assert "codes compared with the report" in verified
     compress("export", "packed", "--format", "gptq", "--out", "exported")
     assert json.loads((tmp_path / "exported/config.json").read_text())["quantization_config"]["quant_method"] == "gptq"
+
+
+def test_factorize_plans_packs_and_verifies(compress, tiny_model, tmp_path) -> None:
+    arguments = ("factorize", tiny_model("llama"), "--keep", 0.6, "--bits", 8, "--samples", 4, "--length", 48)
+    plan = compress(*arguments, "--dry-run").stdout
+    assert "svd-llm 60% about rank" in plan
+    assert "w8a16" in plan
+    assert not (tmp_path / "packed").exists()
+    compress(*arguments)
+    assert "compress-runtime" in compress("verify", "packed").stdout
+    compress("report", "packed")
 
 
 def test_no_model_means_the_demo_model_and_says_so(compress, tmp_path) -> None:

@@ -1,0 +1,10 @@
+"""What one packed module can hold."""
+
+from __future__ import annotations
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.pruned import PrunedWeight
+
+PackedWeight = IntegerWeight | PrunedWeight | LowRankWeight
+"""All know their `scheme` and `shape` and can `dequantize`."""

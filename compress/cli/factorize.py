@@ -1,0 +1,48 @@
+"""`compress factorize`: linear layers as products of low rank, in one command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from compress.checkpoint.option_groups import with_groups
+from compress.checkpoint.scheme import Scheme
+from compress.cli.job import carry_out
+from compress.cli.option_groups import JobOptions, TextOptions
+from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
+from compress.recipe import PER_CHANNEL, FactorizeStage, QuantizeStage, Stage, group_size_from
+
+
+@with_groups
+def factorize(
+    *,
+    model: Model = None,
+    out: Out = DEFAULT_OUT,
+    method: Annotated[
+        str, typer.Option(help="svd-llm (whitened), asvd (scaled inputs), or svd (needs no calibration).")
+    ] = "svd-llm",
+    keep: Annotated[float, typer.Option(help="Share of the weights that stay.")] = 0.8,
+    allocation: Annotated[
+        str, typer.Option(help="block shares ranks out among the layers of a block; uniform gives each its own.")
+    ] = "block",
+    bits: Annotated[int | None, typer.Option(help="Round both factors to 2 to 8 bits.")] = None,
+    group_size: Annotated[
+        int, typer.Option(help="Columns of a factor that share a scale, with --bits; -1 is one scale per row.")
+    ] = PER_CHANNEL,
+    ignore: Ignore = None,
+    text: TextOptions,
+    job: JobOptions,
+) -> None:
+    """Make two smaller matrices of each linear layer, and quantize them if asked to.
+
+    Both are stored and multiplied one after the other. Layers that would not become smaller are kept whole.
+    """
+    left_out = tuple(ignore or ())
+    stages: list[Stage] = [FactorizeStage(method, keep, allocation, ignore=left_out)]
+    name = f"{method}-{keep:g}"
+    if bits is not None:
+        rounding = "gptq" if stages[0].needs_calibration else "rtn"
+        stages.append(QuantizeStage(rounding, Scheme(bits, group_size_from(group_size)), ignore=left_out))
+        name += f"-int{bits}"
+    carry_out(model, text.recipe(tuple(stages), name), out, job)

@@ -1,0 +1,113 @@
+"""How many ranks each linear keeps. Free of torch: planning and the blocks' work both ask here.
+
+Two factors `[O, r]` and `[r, I]` hold `r * (O + I)` weights instead of `O * I`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from compress.checkpoint.scheme import Scheme
+
+ALIGNMENT = 8
+"""Ranks are multiples of it: rows of factors then fill whole words and the tiles of matrix units."""
+WORD_BITS = 32
+
+
+def rank_step(scheme: Scheme | None) -> int:
+    """Ranks of which a scheme of the factors takes multiples: whole groups and whole words; None is plain numbers."""
+    if scheme is None:
+        return ALIGNMENT
+    return math.lcm(ALIGNMENT, scheme.group_size or 1, WORD_BITS // math.gcd(scheme.bits, WORD_BITS))
+
+
+def largest_rank(rows: int, columns: int, step: int) -> int:
+    """The largest multiple of `step` whose factors are smaller than the weight; 0 when there is none."""
+    return (rows * columns - 1) // (rows + columns) // step * step
+
+
+def uniform_rank(rows: int, columns: int, keep: float, step: int) -> int:
+    """The largest multiple of `step` whose factors hold at most a share `keep` of the weights, but at least one `step`;
+    0 when even that would not be smaller than the weight."""
+    wanted = int(keep * rows * columns / (rows + columns)) // step * step
+    return min(max(wanted, step), largest_rank(rows, columns, step))
+
+
+@dataclass(frozen=True, slots=True)
+class RankedLinear:
+    """A linear that competes for ranks.
+
+    Attributes:
+        rows, columns: of its weight.
+        step: its rank is a multiple of it.
+        energies: what each rank keeps of the output, falling: squared singular values.
+    """
+
+    rows: int
+    columns: int
+    step: int
+    energies: Sequence[float]
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class _Portion:
+    """Something to buy: energy for weights. Bought, the linear's rank is `rank`; None keeps it whole."""
+
+    name: str
+    rank: int | None
+    energy: float
+    cost: int
+
+    @property
+    def value(self) -> float:
+        return self.energy / self.cost
+
+
+def share_out(linears: Mapping[str, RankedLinear], keep: float) -> dict[str, int | None]:
+    """Ranks that lose the least energy while all the linears together hold at most a share `keep` of their weights.
+
+    Singular values fall, so buying the portion with the most energy per weight next is best (water-filling). A linear
+    whose factors would not be smaller than itself is kept whole: None. Every other one gets at least one step, for
+    which the budget is exceeded if it must be.
+    """
+    left = keep * sum(linear.weights for linear in linears.values())
+    ranks: dict[str, int | None] = {}
+    offers: list[_Portion] = []
+    for name, linear in linears.items():
+        first, *others = _portions(name, linear)
+        ranks[name] = first.rank
+        left -= first.cost
+        offers += others
+    closed: set[str] = set()
+    # A stable sort keeps the portions of one linear in their order, for their values fall.
+    for portion in sorted(offers, key=lambda offer: -offer.value):
+        if portion.name in closed:
+            continue
+        if portion.cost > left:
+            closed.add(portion.name)
+            continue
+        left -= portion.cost
+        ranks[portion.name] = portion.rank
+    return ranks
+
+
+def _portions(name: str, linear: RankedLinear) -> list[_Portion]:
+    """One for each step of the rank and one for the rest of the weight, their values falling but for the first."""
+    portions: list[_Portion] = []
+    most = largest_rank(linear.rows, linear.columns, linear.step)
+    for rank in range(linear.step, most + 1, linear.step):
+        energy = sum(linear.energies[rank - linear.step : rank])
+        portions.append(_Portion(name, rank, energy, linear.step * (linear.rows + linear.columns)))
+    spent = sum(portion.cost for portion in portions)
+    portions.append(_Portion(name, None, sum(linear.energies[most:]), linear.weights - spent))
+    # Being whole can be a bargain after the last rank. Together with ranks before it, it is one that has to be earned.
+    while len(portions) > 2 and portions[-1].value > portions[-2].value:
+        last, before = portions.pop(), portions.pop()
+        portions.append(_Portion(name, None, last.energy + before.energy, last.cost + before.cost))
+    return portions

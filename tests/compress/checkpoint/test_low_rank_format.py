@@ -1,0 +1,132 @@
+"""Factors on disk: they come back bit for bit, in the bits that were promised, or are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.formats import compressed_tensors, gptq, native
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.scales import encode, search_scales
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.verify import digest
+
+M = "model.layers.0.mlp.down_proj"
+
+
+def stored(tensors: dict[str, Tensor]):
+    def get(name: str) -> Tensor:
+        if name not in tensors:
+            raise CheckpointError(f"no {name}")
+        return tensors[name]
+
+    return get
+
+
+def make(scheme: Scheme, rows: int = 48, columns: int = 96) -> LowRankWeight:
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(rows, scheme.rank, generator=generator).bfloat16()
+    right = torch.randn(scheme.rank, columns, generator=generator).bfloat16()
+    if scheme.factor is None:
+        return LowRankWeight(left, right, scheme)
+    parts = [encode(each.float(), search_scales(each.float(), scheme.factor), scheme.factor) for each in (left, right)]
+    return LowRankWeight(*parts, scheme)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme(16, None, rank=24),
+        Scheme(8, None, rank=24),
+        Scheme(4, 8, rank=16),
+        Scheme(4, None, False, rank=8),
+        Scheme(3, 32, rank=32),
+    ],
+    ids=str,
+)
+def test_factors_come_back_in_the_bits_promised(scheme) -> None:
+    weight = make(scheme)
+    tensors = native.encode(M, weight, torch.bfloat16)
+    assert {name.split(".")[-2] for name in tensors} == {"left", "right"}
+    again = native.decode(M, stored(tensors), scheme)
+    assert digest(again) == digest(weight)
+    assert native.shape(M, stored(tensors), scheme) == weight.shape == (48, 96)
+    assert native.modules([*tensors, "model.norm.weight"]) == [M]
+    nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("weight_shape"))
+    assert 8 * nbytes == scheme.stored_bits(48, 96)
+
+
+def test_worked_example() -> None:
+    """The one of docs/checkpoint-format.md."""
+    scheme = Scheme(4, None, rank=2)
+    zero = torch.full((2, 1), 8, dtype=torch.uint8)
+    left = IntegerWeight(
+        torch.tensor([[9, 8], [7, 10]], dtype=torch.uint8), torch.tensor([[1.0], [0.5]]).bfloat16(), zero, scheme.factor
+    )
+    right = IntegerWeight(
+        torch.tensor([[9, 10, 11], [4, 8, 12]], dtype=torch.uint8),
+        torch.tensor([[2.0], [0.25]]).bfloat16(),
+        zero,
+        scheme.factor,
+    )
+    weight = LowRankWeight(left, right, scheme)
+    tensors = native.encode(M, weight, torch.bfloat16)
+    assert tensors[f"{M}.left.weight_packed"].tolist() == [[0x89], [0xA7]]
+    assert tensors[f"{M}.right.weight_packed"].tolist() == [[0xBA9], [0xC84]]
+    assert tensors[f"{M}.left.weight_shape"].tolist() == [2, 2]
+    assert tensors[f"{M}.right.weight_shape"].tolist() == [2, 3]
+    assert left.dequantize().tolist() == [[1, 0], [-0.5, 1]]
+    assert right.dequantize().tolist() == [[2, 4, 6], [-1, 0, 1]]
+    assert weight.dequantize().tolist() == [[2, 4, 6], [-2, -2, -2]]
+
+
+def test_bits_of_a_factorized_weight() -> None:
+    assert Scheme(16, None, rank=64).stored_bits(256, 256) == 16 * 64 * 512
+    assert Scheme(8, None, rank=64).stored_bits(256, 768) == 8 * 64 * (256 + 768) + 16 * (256 + 64)
+    assert Scheme(4, 32, rank=64).stored_bits(256, 768) == (4 + 0.5) * 64 * (256 + 768)
+
+
+def test_config_says_every_rank() -> None:
+    schemes = {"a": Scheme(16, None, rank=8), "b": Scheme(4, 32, rank=32), "c": Scheme(), "d": Scheme(16, None, rank=9)}
+    assert native.schemes(native.quantization_config(schemes, []), schemes) == schemes
+
+
+def test_factors_that_contradict_each_other_are_refused() -> None:
+    scheme = Scheme(16, None, rank=4)
+    with pytest.raises(SchemeError, match="not of rank 4"):
+        LowRankWeight(torch.ones(6, 4), torch.ones(3, 8), scheme)
+    with pytest.raises(SchemeError, match="not a scheme of low rank"):
+        LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Scheme())
+    with pytest.raises(SchemeError, match="not stored as"):
+        LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Scheme(8, None, rank=4))
+    tensors = native.encode(M, LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), scheme), torch.bfloat16)
+    with pytest.raises(SchemeError, match="not of rank 5"):
+        native.decode(M, stored(tensors), Scheme(16, None, rank=5))
+    with pytest.raises(SchemeError, match="has no rank of 40"):
+        native.check(Scheme(16, None, rank=40), (32, 64))
+    with pytest.raises(SchemeError, match="does not divide"):
+        native.check(Scheme(4, 32, rank=24), (64, 64))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"bits": 16, "group_size": None, "rank": 0}, "a rank of 0"),
+        ({"bits": 16, "group_size": 32, "rank": 8}, "16-bit values have no groups"),
+        ({"bits": 4, "rank": 8, "sparsity": Sparsity(2, 4)}, "neither sparse"),
+        ({"bits": 8, "group_size": None, "activation_bits": 8, "rank": 8}, "8-bit activations"),
+        ({"bits": 9, "rank": 8}, "bits=9 is outside"),
+    ],
+)
+def test_schemes_that_cannot_be(options, problem) -> None:
+    with pytest.raises(SchemeError, match=problem):
+        Scheme(**options)
+
+
+@pytest.mark.parametrize("codec", [compressed_tensors, gptq])
+def test_other_formats_refuse_factors(codec) -> None:
+    with pytest.raises(SchemeError, match="cannot hold the two factors"):
+        codec.check(Scheme(4, 32, rank=32), (64, 64))
