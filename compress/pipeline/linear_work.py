@@ -36,16 +36,25 @@ Stored = PackedWeight | Tensor
 
 @dataclass
 class SharedFactors:
-    """Factorized Hessians of linears that share their input, each made when first asked for."""
+    """Factorized Hessians of linears that share their input, each made when first asked for.
+
+    Attributes:
+        statistics: of the input before smoothing; None when nothing is known.
+        scale: `[I]`, what smoothing divided the input by; None when nothing was folded.
+    """
 
     statistics: InputStatistics | None
+    scale: Tensor | None = None
     factors: dict[GptqOptions, HessianFactor] = field(default_factory=dict)
 
     def get(self, options: GptqOptions) -> HessianFactor:
         if self.statistics is None:
             raise ValueError("a Hessian was asked for, and nothing was observed")
         if options not in self.factors:
-            self.factors[options] = factorize(self.statistics.hessian, options)
+            hessian = self.statistics.hessian
+            if self.scale is not None:
+                hessian = hessian / self.scale / self.scale.unsqueeze(-1)
+            self.factors[options] = factorize(hessian, options)
         return self.factors[options]
 
 

@@ -123,7 +123,8 @@ def _round(
     unreached = tuple((name,) for name in job.assignments if name not in observed.statistics)
     for group in observed.groups + unreached:
         statistics = observed.statistics.get(group[0])
-        factors = SharedFactors(statistics)
+        # Smoothing divides an input once, for all that read it.
+        factors = SharedFactors(statistics, folded.get(group[0]))
         for name in group:
             work = LinearWork(
                 f"{block.name}.{name}",

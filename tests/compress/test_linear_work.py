@@ -1,0 +1,34 @@
+"""What a linear's work knows of its inputs is what they are after smoothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from calibration.statistics import InputStatistics
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.pipeline.linear_work import LinearWork, SharedFactors, values_of
+from compress.plan import Assignment, Pruning
+
+
+@pytest.mark.parametrize("method", [None, "awq"])
+def test_sparsegpt_sees_smoothed_inputs(method: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 64, generator=generator)
+    inputs = torch.randn(512, 64, generator=generator) + torch.randn(512, 1, generator=generator)
+    statistics = InputStatistics(64, sample_rows=512)
+    statistics.update(inputs)
+    # Uneven, so that the inputs before smoothing say something quite different.
+    scale = torch.logspace(-0.5, 0.5, 64)[torch.randperm(64, generator=generator)]
+    pattern = Sparsity(2, 4)
+    scheme = Scheme(16, None, sparsity=pattern) if method is None else Scheme(8, 32, sparsity=pattern)
+    assignment = Assignment(method, scheme, pruning=Pruning("sparsegpt", pattern, 0.5))
+
+    def error(scale: torch.Tensor | None) -> float:
+        folded = weight if scale is None else weight * scale
+        work = LinearWork("q", folded, assignment, torch.float32, statistics, scale)
+        stored, _ = work.apply(SharedFactors(statistics, scale))
+        found = values_of(stored) if scale is None else values_of(stored) / scale
+        return float((inputs @ (found - weight).T).square().mean())
+
+    assert error(scale) < 1.3 * error(None)
