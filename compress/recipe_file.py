@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING, Any
 from calibration.parts import Part
 from compress.checkpoint.errors import DataError, RecipeError, SchemeError
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.recipe import (
-    CalibrationOptions,
-    FactorizeStage,
-    PruneStage,
-    QuantizeStage,
-    Recipe,
-    Stage,
-    default_scheme,
-    group_size_from,
-    nearest,
-)
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage, default_scheme, group_size_from
+from compress.stages.table import Stage
+from compress.stages.words import nearest
 
 if TYPE_CHECKING:
     import yaml

@@ -27,7 +27,8 @@ from benchmarking.tables import Row, describe, print_table, write_json
 from rich.console import Console
 
 from compress.checkpoint.scheme import Scheme
-from compress.recipe import METHODS, CalibrationOptions, QuantizeStage, group_size_from
+from compress.recipe import CalibrationOptions
+from compress.stages.quantize import METHODS, QuantizeStage, group_size_from
 
 DENSE_PASS = "dense forward"
 

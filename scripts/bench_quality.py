@@ -38,7 +38,8 @@ from compress.evaluate.perplexity import Evaluation, score_positions
 from compress.evaluate.scorers import BACKENDS, Scorer, open_scorer
 from compress.evaluate.seen import SeenText
 from compress.evaluate.windows import Windows, cut_windows
-from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, QuantizeStage
+from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions
+from compress.stages.quantize import QuantizeStage
 
 SETTINGS = ("w4g64", "w4g128", "w3g64", "w2g64")
 

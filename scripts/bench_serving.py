@@ -31,7 +31,8 @@ def prepare(work: Path, shape: str) -> tuple[Path, Path]:
 
     from compress.checkpoint.demo import demo_model_path
     from compress.checkpoint.scheme import Scheme
-    from compress.recipe import CalibrationOptions, QuantizeStage
+    from compress.recipe import CalibrationOptions
+    from compress.stages.quantize import QuantizeStage
 
     dense = demo_model_path()
     if shape != "demo":

@@ -11,7 +11,9 @@ from compress.checkpoint.scheme import Scheme
 from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
-from compress.recipe import PER_CHANNEL, FactorizeStage, QuantizeStage, Stage, group_size_from
+from compress.stages.factorize import FactorizeStage
+from compress.stages.quantize import PER_CHANNEL, QuantizeStage, group_size_from
+from compress.stages.table import Stage
 
 
 @with_groups

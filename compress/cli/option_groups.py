@@ -16,7 +16,8 @@ from compress.cli.options import (
     Seed,
     TrustRemoteCode,
 )
-from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage
+from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe
+from compress.stages.table import Stage
 
 
 @dataclass(frozen=True, slots=True)

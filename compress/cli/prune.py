@@ -11,7 +11,9 @@ from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
-from compress.recipe import PruneStage, QuantizeStage, Stage, group_size_from
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage, group_size_from
+from compress.stages.table import Stage
 
 
 @with_groups

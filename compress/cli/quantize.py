@@ -11,7 +11,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
-from compress.recipe import QuantizeStage, default_scheme, group_size_from
+from compress.stages.quantize import QuantizeStage, default_scheme, group_size_from
 
 
 @with_groups

@@ -9,7 +9,10 @@ from compress.checkpoint.errors import RecipeError, SchemeError
 from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
 from compress.plan import Assignment, Factoring, Pruning
 from compress.ranks import rank_step, uniform_rank
-from compress.recipe import SMOOTHING_METHODS, FactorizeStage, PruneStage, Stage
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import SMOOTHING_METHODS
+from compress.stages.table import Stage
 from compress.targets import matches, select, without_indices
 
 Shapes = Mapping[str, tuple[int, int]]

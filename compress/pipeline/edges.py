@@ -8,7 +8,7 @@ from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.scheme import Scheme
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Assignment
-from compress.recipe import SMOOTHING_METHODS
+from compress.stages.quantize import SMOOTHING_METHODS
 
 
 def usable_edges(

@@ -15,7 +15,8 @@ from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.pipeline import calibration_text
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 
 
 def request(model: Path, out: Path, source: str, seed: int = 0, size: tuple[int, int] = (4, 32)) -> RunRequest:

@@ -24,7 +24,11 @@ from compress.pipeline.low_rank_work import decompose_block
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.plan import Assignment, Factoring
-from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.table import Stage
 from runtime.capacity.weights import Weights
 from runtime.kernels.base import Target
 from runtime.model.config import parse_config

@@ -19,7 +19,8 @@ from compress.evaluate.scorers import RuntimeScorer
 from compress.evaluate.windows import Windows, cut_windows
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 
 TOKENS = 16384
 

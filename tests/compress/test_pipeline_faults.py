@@ -15,7 +15,8 @@ from compress.checkpoint.scheme import Scheme
 from compress.pipeline.memory import is_out_of_memory, with_smaller_batches
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 
 
 def make_request(model: Path, out: Path, method: str = "gptq", **options) -> RunRequest:

@@ -14,7 +14,8 @@ from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 
 SMALL = CalibrationOptions(samples=6, length=48)
 

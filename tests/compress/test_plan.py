@@ -14,7 +14,8 @@ from compress.checkpoint.scheme import Scheme
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.skeleton import check_supported
 from compress.plan import Plan
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 
 SMALL = CalibrationOptions(samples=2, length=32)
 

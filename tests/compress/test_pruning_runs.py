@@ -21,7 +21,10 @@ from compress.evaluate.windows import cut_windows
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.table import Stage
 
 TWO_OF_FOUR = Sparsity(2, 4)
 SMALL = CalibrationOptions(samples=6, length=48)

@@ -9,8 +9,11 @@ import pytest
 from calibration.parts import Part
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
 
 BUNDLED = {
     "int4-awq": ("awq", Scheme(4, 128)),

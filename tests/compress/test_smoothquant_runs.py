@@ -20,7 +20,8 @@ from compress.evaluate.scorers import RuntimeScorer
 from compress.evaluate.windows import cut_windows
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 
 W8A8 = Scheme(8, None, activation_bits=8)
 SMALL = CalibrationOptions(samples=16, length=256)

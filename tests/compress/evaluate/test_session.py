@@ -14,7 +14,8 @@ from compress.checkpoint.scheme import Scheme
 from compress.evaluate.session import EvaluationRequest, quick_check, recorded_source, run_evaluation
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.quantize import QuantizeStage
 
 BOTH = ("runtime", "transformers")
 

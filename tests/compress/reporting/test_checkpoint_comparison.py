@@ -15,11 +15,12 @@ from compress.checkpoint.scheme import Scheme
 from compress.cli import main
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import QuantizeStage, Recipe
+from compress.recipe import Recipe
 from compress.reporting.compare_page import compare_page
 from compress.reporting.comparison import compare, judged_by
 from compress.reporting.read import read_report
 from compress.reporting.run_report import RunReport
+from compress.stages.quantize import QuantizeStage
 
 
 @pytest.fixture(scope="module")

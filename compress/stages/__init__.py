@@ -1,0 +1,1 @@
+"""What a recipe can do to a model: one kind of stage per file, as data."""

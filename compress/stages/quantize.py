@@ -1,0 +1,55 @@
+"""The stage that rounds weights to integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from compress.checkpoint.errors import RecipeError
+from compress.checkpoint.scheme import Scheme
+from compress.stages.words import nearest
+
+METHODS = ("rtn", "awq", "gptq", "smoothquant")
+SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
+PER_CHANNEL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeStage:
+    """Integer quantization of the linears in the transformer blocks.
+
+    Attributes:
+        method: rtn (no calibration), awq, gptq or smoothquant.
+        scheme: bits, group size and symmetry.
+        targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
+        ignore: patterns of modules that stay dense.
+        alpha: SmoothQuant's exponent, 0 to 1, for every layer; None searches one for each.
+    """
+
+    method: str = "awq"
+    scheme: Scheme = field(default_factory=Scheme)
+    targets: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise RecipeError(f"method {self.method!r} does not exist", nearest(self.method, METHODS, "Methods"))
+        if self.method == "smoothquant" and self.scheme.activation_bits is None:
+            problem = f"smoothquant makes room for 8-bit activations, and {self.scheme} has none"
+            raise RecipeError(problem, "Set activation_bits: 8, or use awq for 16-bit activations")
+        if self.alpha is not None and (self.method != "smoothquant" or not 0 <= self.alpha <= 1):
+            raise RecipeError(f"alpha={self.alpha} with {self.method} means nothing", "Give smoothquant one of 0 to 1")
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method != "rtn"
+
+
+def default_scheme(method: str) -> Scheme:
+    """What a method is for, where the user does not say."""
+    return Scheme(8, None, activation_bits=8) if method == "smoothquant" else Scheme()
+
+
+def group_size_from(value: int) -> int | None:
+    """The scheme's group size from what a user writes: -1 means one group per output channel."""
+    return None if value == PER_CHANNEL else value
