@@ -64,9 +64,9 @@ def measure_method(setup: Setup, method: str) -> Measured:
 
     out = setup.model.parent / f"packed-{method}"
     stage = QuantizeStage(method, setup.scheme)
-    made = compress(setup.model, out, stage, setup.calibration, device=setup.device, dtype=setup.dtype)
+    made = compress(setup.model, out, [stage], setup.calibration, device=setup.device, dtype=setup.dtype)
     shutil.rmtree(out)
-    peaks = peak_host_bytes(), peak_device_bytes()
+    peaks = made.peak_bytes, peak_device_bytes()
     return Measured(method, made.seconds, made.cpu_seconds, *peaks, made.dtype, made.bits_per_weight, made.total_bytes)
 
 

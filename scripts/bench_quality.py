@@ -1,9 +1,11 @@
-"""Quality of RTN, AWQ and GPTQ on a trained model: KL to the dense model and perplexity, over calibration seeds.
+"""Quality of every method on a trained model: KL to the dense model and perplexity, over calibration seeds.
 
-Calibration and evaluation texts do not overlap; all is scored in float32 by the runtime's model. It ends with the
-verdicts GPTQ < RTN and AWQ <= RTN, and exits with status 1 when one of them does not hold. Examples:
+Calibration and evaluation texts do not overlap; all is scored in float32 by the runtime's model. It ends with verdicts
+on the promised orders (GPTQ < RTN, SparseGPT <= Wanda <= magnitude, ...), and exits with status 1 when one of them does
+not hold. Settings and their methods are listed in `benchmarking/entries.py`. Examples:
 
     python scripts/bench_quality.py
+    python scripts/bench_quality.py --settings w3g64 w2g64 --methods rtn gptq
     python scripts/bench_quality.py --data wikitext2_test.txt --seeds 3 --tokens 65536 --markdown quality.md
 """
 
@@ -18,11 +20,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarking.compression import compress
+from benchmarking.compression import Compressed, compress
+from benchmarking.entries import NO_CALIBRATION, SETTINGS, methods_of, stages_of
 from benchmarking.entry import leave_with
 from benchmarking.machine import environment, weights_sha256
+from benchmarking.memory import in_own_process
 from benchmarking.tables import Row, describe, markdown_table, print_table, write_json
-from benchmarking.verdicts import METHODS, Trial, Verdict, judge, table_rows
+from benchmarking.verdicts import Trial, Verdict, judge, table_rows
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,16 +36,12 @@ from calibration.parts import parse_parts
 from calibration.sources import load_texts
 from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.scheme import Scheme
 from compress.evaluate.overlap import overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, score_positions
 from compress.evaluate.scorers import BACKENDS, Scorer, open_scorer
 from compress.evaluate.seen import SeenText
 from compress.evaluate.windows import Windows, cut_windows
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions
-from compress.stages.quantize import QuantizeStage
-
-SETTINGS = ("w4g64", "w4g128", "w3g64", "w2g64")
 
 
 class RememberedScorer:
@@ -59,12 +59,6 @@ class RememberedScorer:
         return load_file(file)["logits"]
 
 
-def parse_scheme(setting: str) -> Scheme:
-    """The scheme that `w4g64` means."""
-    bits, _, group_size = setting.removeprefix("w").partition("g")
-    return Scheme(int(bits), int(group_size))
-
-
 def run_trials(options: argparse.Namespace, console: Console, work: Path) -> Iterator[Trial]:
     """Compresses and scores, setting by setting."""
     tokenizer = load_tokenizer(options.model)
@@ -80,8 +74,10 @@ def run_trials(options: argparse.Namespace, console: Console, work: Path) -> Ite
             console.print(f"warning: {warning}", style="bold red")
     dense = RememberedScorer(open_scorer(options.model, options.backend, device=options.device, dtype="float32"), work)
     for setting in options.settings:
-        for method in options.methods:
-            for seed in range(1 if method == "rtn" else options.seeds):
+        for method in methods_of(setting):
+            if options.methods and method not in options.methods:
+                continue
+            for seed in range(1 if method in NO_CALIBRATION else options.seeds):
                 yield from _try(options, setting, method, seed, texts, dense, work / "packed")
 
 
@@ -94,9 +90,7 @@ def _try(
     dense: Scorer,
     out: Path,
 ) -> Iterator[Trial]:
-    calibration = CalibrationOptions(options.calibration, options.samples, options.length)
-    stage = QuantizeStage(method, parse_scheme(setting))
-    made = compress(options.model, out, stage, calibration, seed, device=options.device, dtype="float32")
+    made = in_own_process(_compress, options, setting, method, seed, out)
     packed = open_scorer(out, options.backend, device=options.device, dtype="float32")
     for windows in texts:
         positions = score_positions(packed, windows, dense)
@@ -110,15 +104,22 @@ def _try(
             made.seconds,
             made.bits_per_weight,
             made.total_bytes,
+            made.peak_bytes,
         )
     shutil.rmtree(out)
+
+
+def _compress(options: argparse.Namespace, setting: str, method: str, seed: int, out: Path) -> Compressed:
+    calibration = CalibrationOptions(options.calibration, options.samples, options.length)
+    stages = stages_of(setting, method)
+    return compress(options.model, out, stages, calibration, seed, device=options.device, dtype="float32")
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=demo_model_path(), help="dense model; default: the demo model")
-    parser.add_argument("--settings", nargs="+", default=SETTINGS, help="e.g. w4g64 w3g64")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, help="e.g. w4g64 2:4 rank0.8 recipes")
+    parser.add_argument("--methods", nargs="+", default=(), help="only these; default: all of each setting")
     parser.add_argument("--seeds", type=int, default=3, help="calibration seeds of the calibrated methods")
     parser.add_argument("--calibration", default="bundled", help="calibration text")
     parser.add_argument("--samples", type=int, default=DEFAULT_SAMPLES, help="calibration sequences")

@@ -39,7 +39,7 @@ def prepare(work: Path, shape: str) -> tuple[Path, Path]:
         dense = work / "dense"
         write_model(dense, SHAPES[shape])
     stage = QuantizeStage("rtn", Scheme(4, 128))
-    return dense, compress(dense, work / "packed", stage, CalibrationOptions()).out
+    return dense, compress(dense, work / "packed", [stage], CalibrationOptions()).out
 
 
 def rows(timed: Sequence[Timed], reference: Timed) -> list[Row]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarking.memory import peak_host_bytes
 from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
+from compress.stages.table import Stage
 
 
 class Stopwatch:
@@ -31,6 +33,7 @@ class Compressed:
         dtype: in which the calibration ran.
         bits_per_weight: stored bits per quantized weight: codes, scales, zero points.
         total_bytes: size of the weight files.
+        peak_bytes: the most memory this process ever held.
     """
 
     out: Path
@@ -40,10 +43,11 @@ class Compressed:
     dtype: str
     bits_per_weight: float
     total_bytes: int
+    peak_bytes: int
 
 
 def compress(
-    model: Path, out: Path, stage: QuantizeStage, calibration: CalibrationOptions, seed: int = 0, **where: str
+    model: Path, out: Path, stages: Sequence[Stage], calibration: CalibrationOptions, seed: int = 0, **where: str
 ) -> Compressed:
     """Runs the pipeline that `compress quantize` runs, without its closing measurement of quality.
 
@@ -53,13 +57,12 @@ def compress(
     from compress.pipeline.prepare import RunRequest, prepare
     from compress.pipeline.run import run
 
-    request = RunRequest(model, str(model), Recipe((stage,), calibration, seed), out, measure=False, **where)
+    request = RunRequest(model, str(model), Recipe(tuple(stages), calibration, seed), out, measure=False, **where)
     prepare(request)  # imports what the model needs, which is no part of the work
     started = Stopwatch()
     prepared = prepare(request)
     structure = run(prepared, quiet=True).structure
     seconds, cpu_seconds = started.read()
     dtype = str(prepared.dtype).removeprefix("torch.")
-    return Compressed(
-        out, seconds, cpu_seconds, prepared.micro_batch, dtype, structure.bits_per_weight, structure.total_bytes
-    )
+    sizes = structure.bits_per_weight, structure.total_bytes, peak_host_bytes()
+    return Compressed(out, seconds, cpu_seconds, prepared.micro_batch, dtype, *sizes)

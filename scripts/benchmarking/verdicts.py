@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarking.entries import Order, orders_of
 from benchmarking.tables import Row
 from compress.evaluate.perplexity import Evaluation
-
-METHODS = ("rtn", "awq", "gptq")
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,7 @@ class Trial:
 
     Attributes:
         losses: `[windows]`, mean loss of each window, in nats per token.
+        peak_bytes: the most memory the compressing process held.
     """
 
     setting: str
@@ -33,28 +33,30 @@ class Trial:
     seconds: float
     bits_per_weight: float
     total_bytes: int
+    peak_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("setting", "method", "seed", "text", "seconds", "bits_per_weight", "total_bytes")
+        names = ("setting", "method", "seed", "text", "seconds", "bits_per_weight", "total_bytes", "peak_bytes")
         return {name: getattr(self, name) for name in names} | self.figures.to_dict()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a method beats round-to-nearest at one setting on one text.
+    """Whether a promised order holds at one setting on one text.
 
     Attributes:
-        kl_ratio: its KL, mean over seeds, over that of RTN.
-        seeds_better, seeds: in how many calibration seeds its KL is below RTN's.
-        loss_change: its mean loss minus RTN's, in nats per token, on the same windows; negative is better.
+        order: what is promised, `better < worse` or `better <= worse`.
+        kl_ratio: KL of the better method, mean over seeds, over that of the worse.
+        seeds_better, seeds: in how many calibration seeds its KL is below the other's mean.
+        loss_change: its mean loss minus the other's, in nats per token, on the same windows; negative is better.
         loss_error: standard error of `loss_change` over windows.
-        holds: whether the promised order holds in KL and in perplexity. GPTQ must be better in both; AWQ must not be
-            worse. `tie` marks a broken order of perplexity that is within two standard errors.
+        holds: whether the order holds in KL and in perplexity. `tie` marks a broken order of perplexity that is within
+            two standard errors.
     """
 
     setting: str
     text: str
-    method: str
+    order: str
     kl_ratio: float
     seeds_better: int
     seeds: int
@@ -69,38 +71,40 @@ class Verdict:
         return "tie" if self.kl_ratio <= 1 and 0 < self.loss_change <= 2 * self.loss_error else "BROKEN"
 
     def __str__(self) -> str:
-        order = "<" if self.method == "gptq" else "<="
         return (
-            f"{self.word:6} {self.setting} on {self.text}: {self.method} {order} rtn, "
+            f"{self.word:6} {self.setting} on {self.text}: {self.order}, "
             f"KL {100 * (self.kl_ratio - 1):+.1f} % ({self.seeds_better}/{self.seeds} seeds), "
             f"perplexity {100 * self.loss_change:+.2f} +- {100 * self.loss_error:.2f} %"
         )
 
 
 def judge(trials: Sequence[Trial]) -> list[Verdict]:
-    """A verdict for every setting, text and calibrated method that was tried beside RTN."""
-    keys = dict.fromkeys((trial.setting, trial.text) for trial in trials)
-    verdicts = []
-    for setting, text in keys:
-        by_method = {
-            method: [t for t in trials if (t.setting, t.text, t.method) == (setting, text, method)]
-            for method in METHODS
-        }
-        if by_method["rtn"]:
-            verdicts += [
-                _compare(by_method["rtn"][0], by_method[method]) for method in ("awq", "gptq") if by_method[method]
-            ]
-    return verdicts
+    """A verdict for every setting, text and promised order whose methods were both tried."""
+    tried: dict[tuple[str, str, str], list[Trial]] = {}
+    for trial in trials:
+        tried.setdefault((trial.setting, trial.text, trial.method), []).append(trial)
+    places = dict.fromkeys((trial.setting, trial.text) for trial in trials)
+    return [
+        _compare(order, tried[*place, order.better], tried[*place, order.worse])
+        for place in places
+        for order in orders_of(place[0])
+        if (*place, order.better) in tried and (*place, order.worse) in tried
+    ]
 
 
-def _compare(rtn: Trial, trials: list[Trial]) -> Verdict:
-    method = trials[0].method
-    ratio = statistics.mean(trial.figures.kl_mean for trial in trials) / rtn.figures.kl_mean
-    better = sum(trial.figures.kl_mean < rtn.figures.kl_mean for trial in trials)
-    change = torch.stack([trial.losses for trial in trials]).mean(0) - rtn.losses
+def _compare(order: Order, better: Sequence[Trial], worse: Sequence[Trial]) -> Verdict:
+    other = statistics.mean(trial.figures.kl_mean for trial in worse)
+    ratio = statistics.mean(trial.figures.kl_mean for trial in better) / other
+    wins = sum(trial.figures.kl_mean < other for trial in better)
+    change = _mean_losses(better) - _mean_losses(worse)
     mean, error = change.mean().item(), _standard_error(change)
-    holds = ratio < 1 and mean < 0 if method == "gptq" else ratio <= 1 and mean <= 0
-    return Verdict(rtn.setting, rtn.text, method, ratio, better, len(trials), mean, error, holds)
+    holds = ratio < 1 and mean < 0 if order.strict else ratio <= 1 and mean <= 0
+    first = better[0]
+    return Verdict(first.setting, first.text, str(order), ratio, wins, len(better), mean, error, holds)
+
+
+def _mean_losses(trials: Sequence[Trial]) -> Tensor:
+    return torch.stack([trial.losses for trial in trials]).mean(0)
 
 
 def _standard_error(values: Tensor) -> float:
@@ -135,6 +139,7 @@ def _row(trials: Sequence[Trial]) -> Row:
         "bits/weight": f"{first.bits_per_weight:.3f}",
         "MB": f"{first.total_bytes / 1e6:.2f}",
         "seconds": f"{statistics.mean(trial.seconds for trial in trials):.1f}",
+        "peak MB": f"{max(trial.peak_bytes for trial in trials) / 1e6:,.0f}",
     }
 
 

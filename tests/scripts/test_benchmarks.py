@@ -41,9 +41,9 @@ def test_quality_writes_trials_table_and_verdicts(quality, tmp_path: Path, capsy
     model, table, figures = tmp_path / "model", tmp_path / "table.md", tmp_path / "figures.json"
     write_model(model, SHAPES["tiny"])
     small = ["--samples", "2", "--length", "128", "--tokens", "512", "--seeds", "2"]
-    status = quality.main(
-        ["--model", str(model), "--settings", "w2g64", *small, "--json", str(figures), "--markdown", str(table)]
-    )
+    tried = ["--settings", "w2g64", "--methods", "rtn", "awq", "gptq"]
+    written = ["--json", str(figures), "--markdown", str(table)]
+    status = quality.main(["--model", str(model), *tried, *small, *written])
     content = json.loads(figures.read_text())
     assert [(trial["method"], trial["seed"]) for trial in content["trials"]] == [
         ("rtn", 0),
@@ -61,9 +61,19 @@ def test_quality_writes_trials_table_and_verdicts(quality, tmp_path: Path, capsy
     assert "w2g64 on pydoc: gptq < rtn" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("setting", ["w3g64", "w8a8", "2:4", "50%", "2:4+w4g64", "rank0.8", "recipes"])
+def test_every_setting_has_methods_stages_and_orders_among_them(setting: str):
+    from benchmarking import entries
+
+    methods = entries.methods_of(setting)
+    assert methods
+    assert all(entries.stages_of(setting, method) for method in methods)
+    assert all({order.better, order.worse} <= set(methods) for order in entries.orders_of(setting))
+
+
 def make_trial(verdicts: ModuleType, method: str, kl: float, losses: list[float], seed: int = 0):
     figures = Evaluation(20.0, 100, 19.0, kl, 1.0, 0.01, 0.9)
-    return verdicts.Trial("w4g64", method, seed, "text", figures, torch.tensor(losses), 1.0, 4.25, 100)
+    return verdicts.Trial("w4g64", method, seed, "text", figures, torch.tensor(losses), 1.0, 4.25, 100, 100)
 
 
 @pytest.mark.parametrize(
