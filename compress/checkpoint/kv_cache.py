@@ -1,0 +1,133 @@
+"""How keys and values are kept while serving. Free of torch; the arithmetic is in `kv_numerics`.
+
+A checkpoint records its default as `compression_config.kv_cache` in config.json, and serving may choose another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from compress.checkpoint.config import compression_block
+from compress.checkpoint.errors import SchemeError
+
+KV_CACHE_KEY = "kv_cache"
+AUTO = "auto"
+"""Wish for the checkpoint's default; without one, for the model's dtype."""
+EXACT = "16bit"
+"""Numbers of the model's dtype, whatever that is: nothing is quantized."""
+KV_FORMATS = (EXACT, "fp8", "int8", "k8v4", "int4")
+_SPLIT = {"k8v4": ("int8", "int4")}
+"""Formats of keys and of values where they differ."""
+CODE_BITS = {"fp8": 8, "int8": 8, "int4": 4}
+METADATA_BITS = {"fp8": 16, "int8": 32, "int4": 32}
+"""Of one token and head: float16 scale, and for integers a float16 offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheScheme:
+    """The form of keys and values in the cache. Each token and key-value head is quantized once, when it is written.
+
+    Attributes:
+        format: `16bit`, `fp8`, `int8`, `k8v4` (keys int8, values int4) or `int4`.
+        rotate: keys, and queries with them, are turned by a Hadamard matrix after RoPE. It changes no score and spreads
+            outlier channels of keys.
+        sinks: first tokens of a sequence that stay exact.
+        recent: last tokens that every token sees exactly, itself included; those before it are read quantized.
+    """
+
+    format: str = EXACT
+    rotate: bool = False
+    sinks: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.format not in KV_FORMATS:
+            raise SchemeError(f"KV cache format {self.format!r} is unknown", "Use " + ", ".join(KV_FORMATS))
+        if not isinstance(self.rotate, bool):
+            raise SchemeError(f"kv_cache.rotate={self.rotate!r} is neither true nor false", "Use true or false")
+        for name in ("sinks", "recent"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise SchemeError(f"kv_cache.{name}={count!r} is no number of tokens", "Use 0 or more")
+        if self.format == EXACT and (self.rotate or self.sinks or self.recent):
+            raise SchemeError(
+                "a 16-bit KV cache is exact already: rotation, sinks and a recent window change nothing",
+                "Leave them out, or choose a format with fewer bits",
+            )
+
+    @classmethod
+    def named(cls, format: str, rotate: bool | None = None, sinks: int = 0, recent: int = 0) -> KVCacheScheme:
+        """A format as one asks for it by name. `rotate=None` rotates where keys have 4 bits.
+
+        Raises:
+            SchemeError: an unknown format or a number of tokens below zero.
+        """
+        return cls(format, format == "int4" if rotate is None else rotate, sinks, recent)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.format == EXACT
+
+    @property
+    def key_format(self) -> str:
+        """`fp8`, `int8` or `int4`; `16bit` when exact."""
+        return _SPLIT.get(self.format, (self.format, self.format))[0]
+
+    @property
+    def value_format(self) -> str:
+        return _SPLIT.get(self.format, (self.format, self.format))[1]
+
+    def head_bytes(self, head_dim: int, itemsize: int) -> int:
+        """Bytes of the key and the value of one token and head, scales and offsets included, exact copies not.
+
+        Args:
+            itemsize: bytes of an element where nothing is quantized.
+        """
+        return _bytes(self.key_format, head_dim, itemsize) + _bytes(self.value_format, head_dim, itemsize)
+
+    def bits_per_number(self, head_dim: int, itemsize: int = 2) -> float:
+        """Bits of one number of a key or value, metadata included."""
+        return self.head_bytes(head_dim, itemsize) * 8 / (2 * head_dim)
+
+    def __str__(self) -> str:
+        extras = [" rotated"] if self.rotate else []
+        extras += [f", {self.sinks} exact sinks"] if self.sinks else []
+        extras += [f", last {self.recent} exact"] if self.recent else []
+        return self.format + "".join(extras)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as config.json holds them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, block: Mapping[str, Any]) -> KVCacheScheme:
+        """The inverse of `to_dict`; what is left out has its default.
+
+        Raises:
+            SchemeError: not an object, an unknown field, or a value that makes no sense.
+        """
+        if not isinstance(block, Mapping):
+            raise SchemeError(f"kv_cache is {block!r} and not an object", 'Write {"format": "int8"} and the like')
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in block if name not in known]
+        if unknown:
+            raise SchemeError(f"kv_cache has the unknown field {unknown[0]!r}", "Fields are " + ", ".join(known))
+        return cls(**block)
+
+
+def stored_kv_cache(config: Mapping[str, Any]) -> KVCacheScheme | None:
+    """The default that a checkpoint's config.json records, or None.
+
+    Raises:
+        SchemeError: the record cannot be understood.
+    """
+    block = compression_block(config).get(KV_CACHE_KEY)
+    return None if block is None else KVCacheScheme.from_dict(block)
+
+
+def _bytes(format: str, head_dim: int, itemsize: int) -> int:
+    if format == EXACT:
+        return head_dim * itemsize
+    return (-(-head_dim * CODE_BITS[format] // 8)) + METADATA_BITS[format] // 8
