@@ -17,7 +17,7 @@ from runtime.config import RuntimeConfig
 from runtime.draws import build_draws
 from runtime.memory import MemoryPlan, available_bytes, format_bytes, plan_memory
 from runtime.model.decoder import Attention, Decoder
-from runtime.model.pages import KVPages
+from runtime.model.pages import ExactPages, KVPages
 from runtime.prompt_rows import hidden_sums, prompt_logprobs
 from runtime.reach import Reach
 from runtime.sampler.sampler import sample_tokens
@@ -42,7 +42,7 @@ class ModelRunner:
         self.decoder = decoder
         self.memory = memory
         self.sample: RowSampler = sample_and_match
-        self.pages = KVPages(
+        self.pages: KVPages = ExactPages(
             decoder.config, memory.num_blocks, memory.block_size, decoder.dtype, decoder.device, memory.num_host_blocks
         )
 
@@ -78,13 +78,13 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepOutput:
         """Moves blocks, computes the plan's spans in one forward pass, samples where a span ends its sequence and
         verifies the drafts there."""
-        self.pages.offload(plan.offloads)
-        self.pages.copy(plan.copies)
-        self.pages.restore(plan.restores)
+        self.pages.memory.offload(plan.offloads)
+        self.pages.memory.copy(plan.copies)
+        self.pages.memory.restore(plan.restores)
         if not plan.entries:
             return StepOutput({})
         batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.reach)
-        self.pages.clear(batch.fresh_blocks)
+        self.pages.memory.clear(batch.fresh_blocks)
         hidden = self.decoder.forward(batch.token_ids, batch.positions, self._attention(batch))
         return StepOutput(
             self._sample(hidden, batch) if batch.sampling else {},

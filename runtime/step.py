@@ -31,7 +31,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the first `num_tokens` slots of a block's pages to another block, before the forward pass."""
+    """Copy a block's pages to another block, before the forward pass; the first `num_tokens` slots are needed."""
 
     source: int
     target: int

@@ -22,12 +22,11 @@ class PagedAttention:
 
     def __init__(self, pages: KVPages, batch: Batch, windows: tuple[int | None, ...]) -> None:
         self.pages, self.batch, self.windows = pages, batch, windows
-        self.masks = {
-            window: [_mask(group, window, pages.data.dtype) for group in batch.groups] for window in set(windows)
-        }
+        self.masks = {window: [_mask(group, window, pages.dtype) for group in batch.groups] for window in set(windows)}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.pages.write(layer, self.batch.slots, key, value)
+        query = self.pages.turn(query)
         masks = self.masks[self.windows[layer]]
         groups = zip(self.batch.groups, masks, strict=True)
         parts = [self._attend(layer, group, query[group.rows], mask) for group, mask in groups]

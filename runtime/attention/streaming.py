@@ -29,7 +29,7 @@ class StreamingAttention:
         self.pages, self.batch, self.sinks, self.rotary = pages, batch, sinks, rotary
         last = sinks + window - 1
         self.cos, self.sin = rotary.by((last - batch.positions).clamp(max=0))
-        dtype = torch.promote_types(pages.data.dtype, torch.float32)
+        dtype = torch.promote_types(pages.dtype, torch.float32)
         self.masks = [
             visibility_mask(group.positions, group.num_keys, window, dtype, sinks).view(
                 group.num_sequences, 1, 1, -1, group.num_keys
@@ -39,7 +39,8 @@ class StreamingAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.pages.write(layer, self.batch.slots, key, value)
-        moved = self.rotary.rotate(query, self.cos, self.sin)
+        moved = self.pages.turn(self.rotary.rotate(query, self.cos, self.sin))
+        query = self.pages.turn(query)
         return torch.cat(
             [
                 self._attend(layer, group, query[group.rows], moved[group.rows], mask)

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from poisoned_memory import poison
 
 from compress.checkpoint.demo import demo_model_path
 from runtime.config import RuntimeConfig
@@ -63,7 +64,7 @@ def build_engine(decoder: Decoder, tokenizer: Tokenizer, **options: Any) -> Engi
     config = RuntimeConfig(dtype="float64", block_size=4, max_model_len=72, **options)
     runner = build_runner(decoder, config)
     # What was never written must never be read.
-    runner.pages.data.fill_(float("nan"))
+    poison(runner.pages.memory)
     speculator = build_speculator(demo_model_path(), decoder, runner, config)
     if speculator is not None:
         speculator.gate = None  # it would switch speculation off where it does not pay

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from poisoned_memory import poison
 from tiny_models import save_tiny_model
 
 from runtime.chaos import Chaos
@@ -67,8 +68,7 @@ def test_tokens_of_few_blocks_are_those_of_many(
     chaos = None if chaos_seed is None else Chaos(chaos_seed, preempt=0.05, evict=0.1)
     engine = make_engine(decoder, chaos, host_memory_bytes=host_blocks * block_bytes, **SCARCE, **options)
     assert engine.runner.num_host_blocks == host_blocks
-    engine.runner.pages.data.fill_(float("nan"))
-    engine.runner.pages.host.fill_(float("nan"))
+    poison(engine.runner.pages.memory)
     assert answers(engine) == wanted
     assert engine.scheduler.stats.num_preemptions > 0
     assert (engine.scheduler.pool.tier.num_restores > 0) == (host_blocks > 0)

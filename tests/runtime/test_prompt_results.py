@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
 
 from compress.checkpoint.demo import demo_model_path
@@ -68,7 +69,7 @@ class CountingHead:
 def serve(decoder, **options) -> Served:
     config = RuntimeConfig(**({"block_size": 4, "num_blocks": 200} | options))
     runner = build_runner(decoder, config)
-    runner.pages.data.fill_(float("nan"))
+    poison(runner.pages.memory)
     return Served(Engine(runner, None, config))
 
 

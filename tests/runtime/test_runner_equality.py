@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from poisoned_memory import poison
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.checkpoint.demo import demo_model_path
@@ -42,11 +43,6 @@ def make_runner(decoder, **options) -> ModelRunner:
     return build_runner(LogitsRecorder(decoder), RuntimeConfig(**({"num_blocks": 64, "block_size": 4} | options)))
 
 
-def poison(runner: ModelRunner) -> None:
-    """What nobody wrote must not be read, not even to be multiplied by zero."""
-    runner.pages.data.fill_(float("nan"))
-
-
 MODELS = {
     "llama": {},
     "mistral": {"sliding_window": 6},
@@ -64,7 +60,7 @@ def test_any_cut_and_any_mixture_gives_the_logits_of_the_whole_text(family, seed
     texts = {name: [chance.randrange(112) for _ in range(chance.randint(3, 40))] for name in "ABCDE"}
     expected = {name: reference_logits(reference, torch.tensor([text]))[0] for name, text in texts.items()}
     runner = make_runner(decoder)
-    poison(runner)
+    poison(runner.pages.memory)
     blocks = chance.sample(range(64), 64)
     sequences = {name: new_sequence(name, [], [blocks.pop() for _ in range(10)]) for name in texts}
     while any(sequence.num_tokens < len(texts[name]) for name, sequence in sequences.items()):
@@ -135,9 +131,9 @@ def test_seeded_tokens_do_not_depend_on_the_batch(tiny):
 def test_copied_blocks_continue_a_shared_prefix(tiny):
     prompt = list(range(10, 21))
     runner = make_runner(tiny)
-    poison(runner)
+    poison(runner.pages.memory)
     expected = generate(runner, new_sequence("a", prompt, [0, 1, 2, 3, 4]), 8)
-    poison_free = runner.pages.data[:, :, :3].clone()
+    poison_free = runner.pages.memory.tensors["keys"][:, :3].clone()
     fork = new_sequence("b", prompt, [0, 1, 9, 10, 11])
     plan = StepPlan((ScheduledSequence(fork, 10, 1),), copies=(BlockCopy(source=2, target=9, num_tokens=2),))
     fork.token_ids.append(runner.execute(plan).tokens["b"][0].token_id)
@@ -145,7 +141,7 @@ def test_copied_blocks_continue_a_shared_prefix(tiny):
         step = StepPlan((ScheduledSequence(fork, fork.num_tokens - 1, 1),))
         fork.token_ids.append(runner.execute(step).tokens["b"][0].token_id)
     assert fork.output_token_ids == expected
-    assert torch.equal(runner.pages.data[:, :, :3], poison_free)
+    assert torch.equal(runner.pages.memory.tensors["keys"][:, :3], poison_free)
 
 
 def test_a_sequence_that_is_not_finite_fails_alone(tiny):
@@ -155,7 +151,8 @@ def test_a_sequence_that_is_not_finite_fails_alone(tiny):
     expected = runner.execute(StepPlan((ScheduledSequence(good, 0, 3),))).tokens["good"]
     bad = new_sequence("bad", [4, 5, 6, 7, 8], [2, 3])
     runner.execute(StepPlan((ScheduledSequence(bad, 0, 5),)))
-    runner.pages.data[:, :, 2] = float("nan")
+    for pages in runner.pages.memory.tensors.values():
+        pages[:, 2] = float("nan")
     bad.token_ids.append(9)
     good.token_ids.append(expected[0].token_id)
     fresh = make_runner(tiny)
@@ -170,9 +167,9 @@ def test_a_sequence_that_is_not_finite_fails_alone(tiny):
 
 def test_a_plan_without_entries_only_copies(tiny):
     runner = make_runner(tiny)
-    runner.pages.data[:, :, 0] = 3.0
+    runner.pages.memory.tensors["values"][:, 0] = 3.0
     assert runner.execute(StepPlan((), copies=(BlockCopy(0, 5, 4),))).tokens == {}
-    assert (runner.pages.data[:, :, 5] == 3).all()
+    assert (runner.pages.memory.tensors["values"][:, 5] == 3).all()
 
 
 def test_spans_that_do_not_reach_the_end_give_no_token(tiny):

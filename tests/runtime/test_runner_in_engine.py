@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
 
 from compress.checkpoint.demo import demo_model_path
@@ -21,7 +22,7 @@ def serve(decoder, requests, arrivals=None, **options) -> dict[str, list[int]]:
     """Tokens by request id. `arrivals`: the step before which each request comes in."""
     config = RuntimeConfig(**({"block_size": 4, "num_blocks": 200} | options))
     runner = build_runner(decoder, config)
-    runner.pages.data.fill_(float("nan"))
+    poison(runner.pages.memory)
     engine = Engine(runner, None, config)
     waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     tokens: dict[str, list[int]] = {name: [] for name, _, _ in requests}

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from naive_streams import NaiveStream, naive_logits
+from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
 
 from compress.checkpoint.errors import ToolkitError
@@ -73,7 +74,7 @@ def make_engine(decoder, **options) -> Engine:
     streams = {"attention_sinks": SINKS, "attention_window": WINDOW, "block_size": BLOCK, "num_blocks": 100}
     config = RuntimeConfig(**(streams | options))
     runner = build_runner(decoder, config)
-    runner.pages.data.fill_(float("nan"))
+    poison(runner.pages.memory)
     return Engine(runner, None, config)
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from poisoned_memory import poison
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.checkpoint.errors import ToolkitError
@@ -45,7 +46,7 @@ def serve(decoder, **options) -> tuple[list[list[int]], int, Engine]:
     """Tokens of each prompt, and the most blocks that one sequence held after a step."""
     config = RuntimeConfig(**({"block_size": BLOCK, "num_blocks": 200} | options))
     runner = build_runner(decoder, config)
-    runner.pages.data.fill_(float("nan"))
+    poison(runner.pages.memory)
     engine = Engine(runner, None, config)
     greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     tokens = {engine.add_request(prompt, greedy): [] for prompt in prompts()}

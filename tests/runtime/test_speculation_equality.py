@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from poisoned_memory import poison
 from tiny_models import save_tiny_model
 
 from compress.checkpoint.demo import demo_model_path
@@ -60,7 +61,7 @@ def serve(target, speculate, folder=None, stranger=None, **options) -> tuple[Tok
         speculator = Speculator(ModelDrafter(draft, config), config.num_draft_tokens)
     if speculator is not None:
         speculator.gate = None
-    runner.pages.data.fill_(float("nan"))
+    poison(runner.pages.memory)
     engine = Engine(runner, None, config, speculator=speculator)
     tokens: Tokens = {}
     for number, (prompt, sampling) in enumerate(REQUESTS):

@@ -37,7 +37,7 @@ def check_against_engine(path: Path, config: RuntimeConfig) -> Report:
     assert report.capacity.weight_bytes == runner.decoder.nbytes
     assert isinstance(report.plan, MemoryPlan)
     assert report.plan == runner.memory
-    assert report.capacity.token_bytes * runner.num_blocks * runner.block_size == runner.pages.data.nbytes
+    assert report.capacity.token_bytes * runner.num_blocks * runner.block_size == runner.pages.memory.nbytes
     return report
 
 
