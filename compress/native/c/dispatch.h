@@ -1,0 +1,30 @@
+/* Which instruction set a kernel runs with. Every kernel takes the wanted one as an argument (INSTRUCTION_SET_BEST in
+ * production, a certain one in tests), turns it into an index with `resolve_instruction_set`, and looks its function up
+ * in a table of NUM_INSTRUCTION_SETS entries. Functions are compiled for their set by attribute, so one library serves
+ * every machine of an architecture. */
+#ifndef NATIVE_DISPATCH_H
+#define NATIVE_DISPATCH_H
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { SCALAR, AVX2, AVX512, NUM_INSTRUCTION_SETS, INSTRUCTION_SET_BEST = -1 };
+
+#if defined(__x86_64__)
+#define ON_X86 1
+/* AVX2 with FMA and 16-bit floats; AVX-512 with byte and bfloat16 dot products (Zen 4, Sapphire Rapids and later). */
+#define FOR_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,fma,f16c")))
+#else
+#define ON_X86 0
+#endif
+
+/* The fastest set of this machine. */
+EXPORT int native_best_instruction_set(void);
+
+/* The index to use for a wanted set, or -1 when this machine does not have it. */
+int resolve_instruction_set(int wanted);
+
+/* Of the sources this library was compiled from. */
+EXPORT const char *native_digest(void);
+
+#endif
