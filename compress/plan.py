@@ -9,6 +9,7 @@ from typing import Any
 
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.layerwise import OutlierShares
 from compress.targets import without_indices
 
 SHAPE_TENSOR_BYTES = 16
@@ -17,14 +18,19 @@ SHAPE_TENSOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """Which weights of a linear become zero: N:M by `pattern`, or a `share` of all."""
+    """Which weights of a linear become zero: N:M by `pattern`, or a `share` of all.
+
+    With `layerwise` both are means, from which a first pass over the model sets those of each block.
+    """
 
     method: str
     pattern: Sparsity | None
     share: float
+    layerwise: OutlierShares | None = None
 
     def __str__(self) -> str:
-        return f"{self.method} {self.pattern or f'{self.share:.0%}'}"
+        amount = str(self.pattern) if self.pattern else f"{round(100 * self.share, 1):g}%"
+        return f"{self.method} {amount}{f' ({self.layerwise})' if self.layerwise else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,11 @@ class Assignment:
     def needs_hessian(self) -> bool:
         work = {self.method, self.pruning and self.pruning.method, self.factoring and self.factoring.method}
         return bool(work & {"gptq", "sparsegpt", "svd-llm"})
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether the whole model has to be looked at before it is known what this linear gets."""
+        return bool(self.pruning and self.pruning.layerwise)
 
     @property
     def quantized(self) -> Scheme | None:

@@ -113,8 +113,11 @@ class _Reader:
         return self._build(body, QuantizeStage, scheme=scheme, **options)
 
     def _prune(self, body: yaml.Node) -> PruneStage:
-        values = self._mapping(body, ("method", "pattern", "sparsity", "targets", "ignore"), "prune")
-        options = self._options(values, {"method": str, "sparsity": float})
+        keys = ("method", "pattern", "sparsity", "layerwise", "outlier_factor", "spread", "targets", "ignore")
+        values = self._mapping(body, keys, "prune")
+        options = self._options(values, {"method": str, "sparsity": float, "layerwise": str, "spread": float})
+        if "outlier_factor" in values:
+            options["outlier_factor"] = self._number(values["outlier_factor"], "outlier_factor")
         if "pattern" in values:
             options["pattern"] = self._pattern(values["pattern"])
         return self._build(body, PruneStage, **options)

@@ -11,7 +11,7 @@ from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
-from compress.stages.prune import PruneStage
+from compress.stages.prune import DEFAULT_SPREAD, PruneStage
 from compress.stages.quantize import QuantizeStage, group_size_from
 from compress.stages.table import Stage
 
@@ -31,6 +31,15 @@ def prune(
         ),
     ] = "2:4",
     sparsity: Annotated[float, typer.Option(help="Share of the weights that go, with --pattern none.")] = 0.5,
+    layerwise: Annotated[
+        str, typer.Option(help="uniform prunes all blocks alike; owl prunes those with outliers less, others more.")
+    ] = "uniform",
+    spread: Annotated[
+        float, typer.Option(help="Most that a block's sparsity differs from the mean, with --layerwise owl.")
+    ] = DEFAULT_SPREAD,
+    outlier_factor: Annotated[
+        float, typer.Option(help="Scores above this many times their mean are outliers, with --layerwise owl.")
+    ] = 5.0,
     bits: Annotated[
         int | None, typer.Option(help="Round what is left to 2 to 8 bits, by GPTQ together with the pruning.")
     ] = None,
@@ -45,8 +54,8 @@ def prune(
     """
     left_out = tuple(ignore or ())
     chosen = None if pattern == "none" else Sparsity.parse(pattern)
-    stages: list[Stage] = [PruneStage(method, chosen, sparsity, ignore=left_out)]
-    name = f"{method}-{pattern}"
+    stages: list[Stage] = [PruneStage(method, chosen, sparsity, layerwise, outlier_factor, spread, ignore=left_out)]
+    name = f"{method}-{pattern}" if layerwise == "uniform" else f"{method}-{pattern}-{layerwise}"
     if bits is not None:
         stages.append(QuantizeStage("gptq", Scheme(bits, group_size_from(group_size)), ignore=left_out))
         name += f"-int{bits}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from compress.checkpoint.errors import RecipeError, SchemeError
 from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
+from compress.layerwise import OutlierShares
 from compress.plan import Assignment, Factoring, Pruning
 from compress.ranks import rank_step, uniform_rank
 from compress.stages.factorize import FactorizeStage
@@ -66,12 +67,17 @@ def _apply(stage: Stage, before: Assignment, ignored: bool) -> Assignment:
     if isinstance(stage, FactorizeStage):
         factoring = None if ignored else Factoring(stage.method, stage.keep, stage.allocation == "block")
     elif isinstance(stage, PruneStage):
-        pruning = None if ignored else Pruning(stage.method, stage.pattern, stage.sparsity)
+        pruning = None if ignored else _pruning(stage)
     elif ignored:
         method, scheme, alpha = None, None, None
     else:
         method, scheme, alpha = stage.method, stage.scheme, stage.alpha
     return Assignment(method, _stored(scheme, pruning), alpha, pruning, factoring)
+
+
+def _pruning(stage: PruneStage) -> Pruning:
+    layerwise = OutlierShares(stage.outlier_factor, stage.spread) if stage.layerwise == "owl" else None
+    return Pruning(stage.method, stage.pattern, stage.share, layerwise)
 
 
 def _with_ranks(

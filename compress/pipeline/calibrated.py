@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
 import torch
 from torch import Tensor
 
-from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration
-from compress.pipeline.blocks import load_block, release
+from compress.pipeline.block_job import BlockJob, Calibration
+from compress.pipeline.blocks import LoadedBlock, load_block, release
 from compress.pipeline.capture import BlockInputs, capture_inputs
 from compress.pipeline.memory import with_smaller_batches
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.progress import RunDisplay
-from compress.pipeline.quantize_block import quantize_block
 from compress.pipeline.resume import Progress
 
 # Searches run over this share of the calibration tokens, and at least this many: they cost dozens of passes over them.
 _SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 16, 2048
 
 
-class CalibratedRunner:
+class PassedOn(Protocol):
+    """What work on a block gives: at least `hidden [N, L, H]`, the inputs of the next block."""
+
+    hidden: Tensor | None
+
+
+Outcome = TypeVar("Outcome", bound=PassedOn)
+BlockWork = Callable[[LoadedBlock, BlockJob, Calibration, torch.device, Callable[[str, float], None]], Outcome]
+
+
+class CalibratedRunner(Generic[Outcome]):
     """Carries the calibration from block to block.
+
+    Args:
+        work: what is done to a block; its outcome holds the inputs of the next.
+        progress: where those of block `done` are.
 
     Attributes:
         micro_batch: sequences that run at once; halved when memory runs out, and recorded with every block so that a
             resumed run computes just as an uninterrupted one.
     """
 
-    def __init__(self, prepared: Prepared, progress: Progress, done: int, display: RunDisplay) -> None:
+    def __init__(
+        self, prepared: Prepared, work: BlockWork[Outcome], progress: Progress, done: int, display: RunDisplay
+    ) -> None:
         self._prepared = prepared
+        self._work = work
         self._tokens = prepared.sequences.tokens
         self._display = display
         self._rows = _search_rows(self._tokens)
@@ -35,14 +54,14 @@ class CalibratedRunner:
         self._calibration: Calibration | None = None
         self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else prepared.micro_batch
 
-    def run(self, index: int) -> BlockOutcome:
-        """Quantizes block `index` and keeps its outputs as the inputs of the next."""
+    def run(self, index: int) -> Outcome:
+        """Works on block `index` and keeps its outputs as the inputs of the next."""
         outcome = with_smaller_batches(lambda size: self._attempt(index, size), self.micro_batch, self._retry)
         self._hidden = outcome.hidden
         self._calibration.advance(outcome.hidden)
         return outcome
 
-    def _attempt(self, index: int, micro_batch: int) -> BlockOutcome:
+    def _attempt(self, index: int, micro_batch: int) -> Outcome:
         prepared, job = self._prepared, block_job(self._prepared, index)
         module = prepared.skeleton.blocks[index]
         try:
@@ -53,7 +72,7 @@ class CalibratedRunner:
             block = load_block(
                 prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device, prepared.dtype
             )
-            return quantize_block(block, job, self._calibration, prepared.device, self._display.step)
+            return self._work(block, job, self._calibration, prepared.device, self._display.step)
         finally:
             release(module)
             prepared.files.release()

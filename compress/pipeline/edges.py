@@ -95,6 +95,12 @@ def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
             "ranks are shared out inside each block when it is reached: those of the plan are the uniform ones, and a "
             "layer whose factors would be no smaller than itself is kept whole"
         )
+    if layerwise := {each.pruning.layerwise for each in assignments.values() if each.pruning} - {None}:
+        shares = ", ".join(sorted(map(str, layerwise)))
+        notes.append(
+            f"a first pass over all blocks counts outliers and sets how much of each is pruned ({shares}): the plan "
+            "shows the mean"
+        )
     if any(each.pruning and not each.pruning.pattern for each in assignments.values()):
         notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")
     if any(not scheme.symmetric for scheme in schemes):

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.formats import native
-from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
 from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
 from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Assignment, Factoring, Plan, PlanRow, shape_bytes
+from compress.plan import Assignment, Plan, PlanRow, shape_bytes
 from compress.recipe import Recipe
 
 
@@ -56,21 +55,13 @@ class _Rows:
         module = name.removesuffix(".weight")
         assignment = self.assignments.get(module) if name.endswith(".weight") else None
         if assignment is not None and assignment.scheme is not None:
-            after = self._packed_bytes(assignment.scheme, assignment.factoring, shape)
+            after = packed_bytes(assignment, shape, self.scale_dtype)
             return PlanRow(name, shape, assignment, "", before, after)
         if assignment is not None:
             return PlanRow(name, shape, assignment, "pruned without a pattern: zeros are stored", before, before)
         if module == self.skeleton.architecture.head and self.skeleton.ties_head:
             return PlanRow(name, shape, None, "tied to the token embedding: not stored twice", before, 0)
         return PlanRow(name, shape, None, self._reason(name, module, shape), before, before)
-
-    def _packed_bytes(self, scheme: Scheme, factoring: Factoring | None, shape: tuple[int, ...]) -> int:
-        """Exact, but for ranks that a block shares out: it spends all of its weights, of which this is the share."""
-        scale_bits = {"float64": 64, "float32": 32}.get(self.scale_dtype, 16)
-        bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits)
-        if factoring and factoring.by_block and scheme.rank:
-            bits *= factoring.keep * math.prod(shape) / (scheme.rank * sum(shape))
-        return math.ceil(bits / 8) + shape_bytes(scheme)
 
     def _reason(self, name: str, module: str, shape: tuple[int, ...]) -> str:
         architecture = self.skeleton.architecture
@@ -86,6 +77,19 @@ class _Rows:
             return "no stage targets it"
         inside = name.startswith(f"{architecture.blocks}.")
         return "not a linear layer" if inside else "outside of the transformer blocks"
+
+
+def packed_bytes(assignment: Assignment, shape: tuple[int, ...], scale_dtype: str) -> int:
+    """Of a weight with a scheme. Exact, but for ranks that are shared out later: all of the budget is spent, of which
+    this is the weight's share."""
+    scheme, factoring = assignment.scheme, assignment.factoring
+    if scheme is None:
+        raise ValueError("a weight without a scheme is not packed")
+    scale_bits = {"float64": 64, "float32": 32}.get(scale_dtype, 16)
+    bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits)
+    if factoring and factoring.by_block and scheme.rank:
+        bits *= factoring.keep * math.prod(shape) / (scheme.rank * sum(shape))
+    return math.ceil(bits / 8) + shape_bytes(scheme)
 
 
 def _linear_shapes(skeleton: Skeleton) -> dict[str, tuple[int, int]]:

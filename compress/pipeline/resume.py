@@ -1,6 +1,7 @@
 """Progress on disk: what a killed run leaves in `<out>.partial/`, and when the next run may continue from it.
 
     progress.json            what the result depends on
+    pieces/survey-00003...   what a first pass found in each block, where a recipe needs one
     pieces/block-00003...    finished blocks, each whole or absent
     inputs/hidden-00004...   hidden states entering the first unfinished block
 
@@ -15,7 +16,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.writer import PieceStore
 
 REST = "rest"
+BLOCK, SURVEY = "block", "survey"
 _HIDDEN = "hidden"
 _LOCK = "lock"
 
@@ -37,10 +39,12 @@ class Progress:
     Attributes:
         folder: `<out>.partial`.
         identity: what the result depends on; runs with another identity must not continue this one.
+        phase: whose blocks are counted: the run's own, or those of the first pass before it.
     """
 
     folder: Path
     identity: dict[str, Any]
+    phase: str = BLOCK
 
     @classmethod
     def open(cls, out: Path, identity: Mapping[str, Any], restart: bool = False) -> Progress:
@@ -70,6 +74,11 @@ class Progress:
             stream.write(json.dumps(self.identity, indent=2).encode())
 
     @property
+    def survey(self) -> Progress:
+        """The same folder, for the pieces of the first pass."""
+        return replace(self, phase=SURVEY)
+
+    @property
     def pieces(self) -> PieceStore:
         return PieceStore(self.folder / "pieces")
 
@@ -80,24 +89,28 @@ class Progress:
 
     def num_finished(self, num_blocks: int) -> int:
         """Blocks done so far, counted from the first."""
-        return next((index for index in range(num_blocks) if not self.pieces.has(block_key(index))), num_blocks)
+        return next((index for index in range(num_blocks) if not self.pieces.has(self._key(index))), num_blocks)
+
+    def has_begun(self, num_blocks: int) -> bool:
+        """Whether any block is done, be it of the first pass."""
+        return bool(self.num_finished(num_blocks) or self.survey.num_finished(num_blocks))
 
     def facts(self, index: int) -> dict[str, Any]:
         """What was recorded with a finished block."""
-        return self.pieces.read_metadata(block_key(index))
+        return self.pieces.read_metadata(self._key(index))
 
     def save_block(
         self, index: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], hidden: Tensor | None
     ) -> None:
         """Records a finished block, and the inputs of the next one."""
         if hidden is not None:
-            self._inputs.write(_hidden_key(index + 1), {_HIDDEN: hidden})
-        self.pieces.write(block_key(index), tensors, facts)
-        (self._inputs.folder / f"{_hidden_key(index)}.safetensors").unlink(missing_ok=True)
+            self._inputs.write(self._hidden_key(index + 1), {_HIDDEN: hidden})
+        self.pieces.write(self._key(index), tensors, facts)
+        (self._inputs.folder / f"{self._hidden_key(index)}.safetensors").unlink(missing_ok=True)
 
     def load_hidden(self, index: int) -> Tensor:
         """Hidden states `[N, L, H]` that enter block `index`, as `save_block` of the block before stored them."""
-        return self._inputs.open(_hidden_key(index)).tensor(_HIDDEN).clone()
+        return self._inputs.open(self._hidden_key(index)).tensor(_HIDDEN).clone()
 
     def discard(self) -> None:
         """Removes everything but the lock."""
@@ -106,6 +119,12 @@ class Progress:
                 shutil.rmtree(child)
             elif child.name != _LOCK:
                 child.unlink()
+
+    def _key(self, index: int) -> str:
+        return f"{self.phase}-{index:05d}"
+
+    def _hidden_key(self, index: int) -> str:
+        return f"{'' if self.phase == BLOCK else f'{self.phase}-'}{_HIDDEN}-{index:05d}"
 
     @property
     def _record(self) -> Path:
@@ -141,11 +160,7 @@ def only_one_run(out: Path) -> Iterator[None]:
 
 
 def block_key(index: int) -> str:
-    return f"block-{index:05d}"
-
-
-def _hidden_key(index: int) -> str:
-    return f"hidden-{index:05d}"
+    return f"{BLOCK}-{index:05d}"
 
 
 def _refuse_other(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -23,8 +23,9 @@ from compress.pipeline.finish import assemble_checkpoint, check_checkpoint, chec
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.progress import RunDisplay
-from compress.pipeline.quantize_block import quantize_block_plainly
+from compress.pipeline.quantize_block import quantize_block, quantize_block_plainly
 from compress.pipeline.resume import Progress, only_one_run
+from compress.pipeline.settle import Settled, settle
 from compress.report import environment, full_report, provenance, tool_version
 
 
@@ -49,16 +50,35 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
         progress = Progress.open(prepared.request.out, _identity(prepared), prepared.request.restart)
         with _cleared_on_failure(progress, prepared):
             _begin(prepared, progress, quiet)
-            _run_blocks(prepared, progress, quiet)
-            save_rest(prepared, progress)
-            folder = assemble_checkpoint(prepared, progress, provenance(prepared, progress))
+            settled = settle(prepared, progress, quiet)
+            folder = _compress(settled.prepared, progress, quiet)
             structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
             quality = check_quality(folder, prepared)
         seconds = time.monotonic() - started
-        report = full_report(prepared, progress, structure, quality, seconds)
+        report = _report(prepared, settled, progress, structure, quality, seconds)
         put_in_place(folder, prepared.request.out, report)
         progress.discard()
     return RunResult(prepared.request.out, structure, quality, report)
+
+
+def _compress(prepared: Prepared, progress: Progress, quiet: bool) -> Path:
+    """From block to block to an assembled checkpoint; its folder."""
+    _run_blocks(prepared, progress, quiet)
+    save_rest(prepared, progress)
+    return assemble_checkpoint(prepared, progress, provenance(prepared, progress))
+
+
+def _report(
+    prepared: Prepared,
+    settled: Settled,
+    progress: Progress,
+    structure: StructureReport,
+    quality: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    """The report, with the plan as it was made: kinds of layers, not every layer on its own."""
+    report = full_report(settled.prepared, progress, structure, quality, seconds)
+    return report | {"plan": prepared.to_dict(), "layerwise": [each.to_dict() for each in settled.shares]}
 
 
 def _identity(prepared: Prepared) -> dict[str, Any]:
@@ -82,7 +102,7 @@ def _cleared_on_failure(progress: Progress, prepared: Prepared) -> Iterator[None
     try:
         yield
     except ToolkitError as error:
-        if isinstance(error, NumericsError) or not progress.num_finished(prepared.skeleton.num_blocks):
+        if isinstance(error, NumericsError) or not progress.has_begun(prepared.skeleton.num_blocks):
             progress.discard()
         raise
 
@@ -110,7 +130,7 @@ def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
             _note_other_machine(prepared, progress.facts(done - 1)["environment"], display)
         if done == total:
             return
-        runner = CalibratedRunner(prepared, progress, done, display) if prepared.sequences else None
+        runner = CalibratedRunner(prepared, quantize_block, progress, done, display) if prepared.sequences else None
         for index in range(done, total):
             outcome = runner.run(index) if runner else _run_plainly(prepared, index)
             _save(prepared, progress, index, outcome, runner.micro_batch if runner else 0)
@@ -135,7 +155,7 @@ def _run_plainly(prepared: Prepared, index: int) -> BlockOutcome:
 
 def _save(prepared: Prepared, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
     model_dtype = getattr(torch, prepared.plan.scale_dtype)
-    codec = format_for(prepared.plan.schemes.values())
+    codec = format_for(prepared.plan.schemes)
     tensors = outcome.dense | outcome.pruned
     for module, weight in outcome.weights.items():
         tensors |= codec.encode(module, weight, model_dtype)
