@@ -93,6 +93,12 @@ def is_tied(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     return not any(name.startswith(f"{HEAD}.") for name in names)
 
 
+def is_embedding(module: str) -> bool:
+    """Whether a matrix of this name is looked up row by row instead of multiplied with."""
+    leaf = module.rpartition(".")[2]
+    return leaf != "embed_out" and any(part in leaf for part in ("embed", "wte", "wpe"))
+
+
 def dtype_name(config: Mapping[str, Any]) -> str:
     """The model's dtype as its config spells it: `bfloat16`, `float16` or `float32` (also the fallback)."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from compress.checkpoint.config import compression_block, packed_config
+from compress.checkpoint.config import HEAD, compression_block, is_embedding, packed_config
 from compress.checkpoint.disk import check_out_folder, partial_folder
 from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.formats import dense, native
@@ -24,7 +24,8 @@ REPORT_FILE = "compression_report.json"
 def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
     """Writes the checkpoint at `path` to the new folder `out` as `compressed-tensors`, `gptq`, `awq` or `dense`.
 
-    Everything that is not a quantized weight is copied as it is; `dense` dequantizes to the model's dtype.
+    Everything that is not a quantized weight is copied as it is; `dense` dequantizes to the model's dtype, and so do
+    formats of other tools with a packed embedding, which no other engine looks up.
 
     Raises:
         CheckpointError: `path` cannot be read or is not packed, or `out` exists or does not fit on the disk.
@@ -38,9 +39,11 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
     schemes = _target_schemes(packed, format)
     for module, scheme in schemes.items():
         codec.check(scheme, packed.shape(module))
+    unpacked = [module for module in packed.modules if module not in schemes]
+    heads = {HEAD} if packed.tied and unpacked else set()
     config = packed_config(
         packed.config,
-        codec.quantization_config(schemes, packed.dense_linears()),
+        codec.quantization_config(schemes, {*packed.dense_linears(), *heads}),
         packed.modules,
         compression_block(packed.config) or None,
     )
@@ -48,33 +51,35 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
     store.discard()
     try:
         keys = _write_pieces(packed, format, schemes, store)
-        # The report lists digests of codes, which a dense checkpoint no longer has.
-        leave_out = {REPORT_FILE} if format == dense.NAME else frozenset[str]()
+        # The report lists digests of codes, which what was dequantized no longer has.
+        leave_out = {REPORT_FILE} if format == dense.NAME or unpacked else frozenset[str]()
         return assemble(store, keys, target, max_shard_bytes, config=config, source=packed.files, leave_out=leave_out)
     finally:
         store.discard()
 
 
 def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Scheme], store: PieceStore) -> list[str]:
-    codec = find_format(format)
-    for number, (module, scheme) in enumerate(schemes.items()):
-        weight = replace(packed.packed_weight(module), scheme=scheme)
+    for number, module in enumerate(packed.modules):
+        codec = find_format(format) if module in schemes else dense
+        weight = replace(packed.packed_weight(module), scheme=schemes.get(module, packed.schemes[module]))
         store.write(f"module-{number:05d}", codec.encode(module, weight, packed.dtype))
         packed.files.release()
     store.write("dense", {name: packed.tensor(name) for name in packed.dense_names()})
-    return [f"module-{number:05d}" for number in range(len(schemes))] + ["dense"]
+    return [f"module-{number:05d}" for number in range(len(packed.modules))] + ["dense"]
 
 
 def _target_schemes(packed: PackedCheckpoint, format: str) -> dict[str, Scheme]:
     """Schemes as the target says them: formats of other tools store the zeros of sparse integers as codes, and AWQ
-    stores zero points even when every one is the midpoint, where elsewhere such codes are symmetric."""
+    stores zero points even when every one is the midpoint, where elsewhere such codes are symmetric. They have none
+    for embeddings."""
     if format in (dense.NAME, native.NAME):
         return packed.schemes
     if factorized := [module for module, scheme in packed.schemes.items() if scheme.rank]:
         raise SchemeError(f"{format} has no weights of low rank, e.g. {factorized[0]}", "Use --format dense")
     if pruned := [module for module, scheme in packed.schemes.items() if scheme.is_float]:
         raise SchemeError(f"{format} has no 16-bit sparse weights, e.g. {pruned[0]}", "Use --format dense")
-    schemes = {module: replace(scheme, sparsity=None) for module, scheme in packed.schemes.items()}
+    linears = {module: scheme for module, scheme in packed.schemes.items() if not is_embedding(module)}
+    schemes = {module: replace(scheme, sparsity=None) for module, scheme in linears.items()}
     asymmetric = [module for module, scheme in schemes.items() if not scheme.symmetric]
     if asymmetric and all(_is_symmetric(packed.packed_weight(module)) for module in asymmetric):
         return {module: replace(scheme, symmetric=True) for module, scheme in schemes.items()}

@@ -10,6 +10,9 @@ from torch import Tensor
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
 
+_PANEL_ELEMENTS = 2**22
+"""Weights whose exact values are in memory at one time while a whole matrix is dequantized."""
+
 
 @dataclass(frozen=True, slots=True)
 class IntegerWeight:
@@ -46,6 +49,10 @@ class IntegerWeight:
         """The weight `[O, I]`. The product is exact in float32 and rounded once, so 16-bit results are the correctly
         rounded ones that other loaders also compute."""
         exact = torch.float64 if dtype == torch.float64 or self.scale.dtype == torch.float32 else torch.float32
-        rows, groups = self.scale.shape
-        offsets = self.codes.view(rows, groups, -1).to(exact) - self.zero.to(exact).unsqueeze(-1)
-        return (offsets * self.scale.to(exact).unsqueeze(-1)).view(rows, -1).to(dtype)
+        values = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        rows = max(1, _PANEL_ELEMENTS // max(1, self.shape[1]))
+        parts = zip(*(each.split(rows) for each in (self.codes, self.zero, self.scale, values)), strict=True)
+        for codes, zero, scale, out in parts:
+            offsets = codes.unflatten(1, (scale.shape[1], -1)).to(exact) - zero.to(exact).unsqueeze(-1)
+            out.copy_((offsets * scale.to(exact).unsqueeze(-1)).flatten(1))
+        return values

@@ -13,6 +13,7 @@ from compress.checkpoint.errors import SchemeError
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble `k` of an AWQ word holds output `8 j + AWQ_ORDER[k]`."""
+_PANEL_ELEMENTS = 2**22
 
 
 def num_words(count: int, bits: int) -> int:
@@ -38,6 +39,10 @@ def pack_bits(codes: Tensor, bits: int, dim: int) -> Tensor:
         return pack_bits(codes.T, bits, 1).T.contiguous()
     if codes.numel() and int(codes.max()) >> bits:
         raise SchemeError(f"code {int(codes.max())} does not fit in {bits} bits")
+    return torch.cat([_pack_rows(rows, bits) for rows in _panels(codes)])
+
+
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     rows, count = codes.shape
     octets = -(-count // 8)
     padded = torch.zeros(rows, octets * 8, dtype=torch.uint8, device=codes.device)
@@ -62,9 +67,13 @@ def unpack_bits(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
     """
     if dim == 0:
         return unpack_bits(words.T, bits, count, 1).T.contiguous()
-    rows = words.shape[0]
     if words.shape[1] != num_words(count, bits):
         raise SchemeError(f"{count} codes of {bits} bits need {num_words(count, bits)} words, not {words.shape[1]}")
+    return torch.cat([_unpack_rows(panel, bits, count) for panel in _panels(words)])
+
+
+def _unpack_rows(words: Tensor, bits: int, count: int) -> Tensor:
+    rows = words.shape[0]
     octets = -(-count // 8)
     packed = _resize_columns(words.contiguous().view(torch.uint8), octets * bits).view(rows, octets, bits)
     stream = torch.zeros(rows, octets, 8, dtype=torch.uint8, device=words.device)
@@ -85,6 +94,11 @@ def deinterleave_awq(codes: Tensor) -> Tensor:
     """The inverse of `interleave_awq`."""
     inverse = [AWQ_ORDER.index(position) for position in range(8)]
     return codes.view(*codes.shape[:-1], -1, 8)[..., inverse].reshape(codes.shape)
+
+
+def _panels(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Some rows at a time: both directions need several times their memory."""
+    return matrix.split(max(1, _PANEL_ELEMENTS // max(1, matrix.shape[1])))
 
 
 def _resize_columns(matrix: Tensor, columns: int) -> Tensor:

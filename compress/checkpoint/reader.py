@@ -15,6 +15,7 @@ from compress.checkpoint.config import (
     ModelConfig,
     dtype_name,
     format_name,
+    is_embedding,
     is_tied,
     quantization_block,
     read_config,
@@ -141,20 +142,16 @@ class PackedCheckpoint:
         return [name for name in self.files.names() if name not in packed]
 
     def dense_linears(self) -> list[str]:
-        """Modules with a matrix that is not quantized, embeddings left out; a head tied to the embedding is one."""
+        """Modules with a matrix that is not quantized, embeddings left out; a head tied to a dense embedding is one."""
         matrices = [
             name.removesuffix(".weight")
             for name in self.dense_names()
-            if name.endswith(".weight") and len(self.files.shape(name)) == 2 and not _is_embedding(name)
+            if name.endswith(".weight") and len(self.files.shape(name)) == 2
         ]
-        return sorted({*matrices, HEAD} - set(self.schemes))
+        heads = set() if self.tied and any(map(is_embedding, self.schemes)) else {HEAD}
+        return sorted({each for each in matrices if not is_embedding(each)} | heads - set(self.schemes))
 
     def weight_bytes(self, module: str) -> int:
         """Stored bytes of a quantized weight: codes, scales and zero points, without shapes and indices."""
         names = (name for name in self.packed_names(module) if not name.endswith((".weight_shape", "g_idx")))
         return sum(self.files.tensor_nbytes(name) for name in names)
-
-
-def _is_embedding(name: str) -> bool:
-    module = name.split(".")[-2]
-    return module != "embed_out" and any(part in module for part in ("embed", "wte", "wpe"))

@@ -39,7 +39,7 @@ def assemble_checkpoint(prepared: Prepared, progress: Progress, provenance: dict
     """Builds the checkpoint inside the partial folder. Raises CheckpointError when the disk is full."""
     schemes = chosen_schemes(prepared, progress)
     # Pruned weights whose zeros are stored need no format at all.
-    codec = format_for(schemes.values()) if schemes else dense
+    codec = format_for(schemes) if schemes else dense
     quantization = codec.quantization_config(schemes, _dense_linears(prepared, schemes))
     config = packed_config(prepared.config, quantization, schemes, provenance)
     keys = [block_key(index) for index in range(prepared.skeleton.num_blocks)]

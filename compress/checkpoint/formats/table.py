@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from compress.checkpoint.config import is_embedding
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.formats import awq, compressed_tensors, dense, gptq, native
 from compress.checkpoint.formats.tensors import Get
@@ -48,6 +49,11 @@ def find_format(name: str) -> Format:
     return FORMATS[name]
 
 
-def format_for(schemes: Iterable[Scheme]) -> Format:
-    """The format that a new checkpoint gets: what most engines load, unless it cannot say something."""
-    return native if any(scheme.sparsity or scheme.rank for scheme in schemes) else compressed_tensors
+def format_for(schemes: Mapping[str, Scheme]) -> Format:
+    """The format that a new checkpoint gets: what most engines load, unless it cannot say something.
+
+    Args:
+        schemes: by module; other engines read no packed embedding, whatever its scheme.
+    """
+    special = any(scheme.sparsity or scheme.rank or is_embedding(module) for module, scheme in schemes.items())
+    return native if special else compressed_tensors
