@@ -92,8 +92,12 @@ def capture_inputs(
     micro_batch: int,
     device: torch.device,
     dtype: torch.dtype,
+    embedding: Tensor | None = None,
 ) -> BlockInputs:
     """Runs the embedding over `tokens [N, L]` and records what every block is passed.
+
+    Args:
+        embedding: `[V, H]`, looked up in place of the stored one.
 
     Raises:
         CheckpointError: an embedding tensor is missing or misshapen.
@@ -103,6 +107,9 @@ def capture_inputs(
     recorders = _stand_in(skeleton)
     try:
         _fill_outside(skeleton, trunk, files, device, dtype)
+        if embedding is not None:
+            looked_up = skeleton.model.get_submodule(skeleton.architecture.embedding).get_parameter("weight")
+            looked_up.data = embedding.to(device, dtype)
         hidden, calls = [], []
         for batch in tokens.split(micro_batch):
             recorded = _record(trunk, recorders, batch.to(device))
@@ -115,21 +122,28 @@ def capture_inputs(
     return BlockInputs(torch.cat(hidden), calls, micro_batch)
 
 
-class _Recorder(nn.Module):
-    """Stands where a block stood: keeps what it is passed, and looks like the block to whoever asks."""
+class StandIn(nn.Module):
+    """Stands where a block stood, and looks like the block to whoever asks."""
 
-    def __init__(self, block: nn.Module, is_last: bool) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
-        self.is_last = is_last
-        self.hidden: Tensor | None = None
-        self.call: Call | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("block"), name)
+
+
+class _Recorder(StandIn):
+    """Keeps what it is passed."""
+
+    def __init__(self, block: nn.Module, is_last: bool) -> None:
+        super().__init__(block)
+        self.is_last = is_last
+        self.hidden: Tensor | None = None
+        self.call: Call | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         kwargs = dict(kwargs)
