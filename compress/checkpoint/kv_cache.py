@@ -117,6 +117,9 @@ class KVCacheScheme:
         return cls(**block)
 
 
+UNCOMPRESSED = KVCacheScheme()
+
+
 def stored_kv_cache(config: Mapping[str, Any]) -> KVCacheScheme | None:
     """The default that a checkpoint's config.json records, or None.
 

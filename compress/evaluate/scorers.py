@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.reader import PackedCheckpoint
 
 BACKENDS = ("runtime", "transformers")
@@ -24,17 +25,30 @@ class Scorer(Protocol):
 
 
 class RuntimeScorer:
-    """The decoder that `runtime serve` runs, with the kernels it runs them with."""
+    """The decoder that `runtime serve` runs, with the kernels it runs them with.
 
-    def __init__(self, path: Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto") -> None:
+    Attributes:
+        kv_cache: keys and values are read as such a cache gives them back. May be set between calls.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kernels: str = "auto",
+        kv_cache: KVCacheScheme = UNCOMPRESSED,
+    ) -> None:
         from runtime.model.load import load_model
 
         self._decoder = load_model(path, device=device, dtype=dtype, kernels=kernels)
+        self.kv_cache = kv_cache
 
     def logits(self, tokens: Tensor) -> Tensor:
         from runtime.model.scoring import score
 
-        return score(self._decoder, tokens)
+        return score(self._decoder, tokens, self.kv_cache)
 
 
 class TransformersScorer:

@@ -34,8 +34,7 @@ class KVPages(Protocol):
         ...
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Key and value `[n * block_size, kv_heads, D]` of blocks `[n]`, in their order; keys are turned as `turn` turns
-        queries. Both are copies."""
+        """Key and value `[n * block_size, kv_heads, D]` of blocks `[n]`, in their order, as copies."""
         ...
 
     def turn(self, query: Tensor) -> Tensor:
