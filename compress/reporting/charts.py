@@ -114,6 +114,25 @@ def bits_chart(report: RunReport, headers: Headers) -> str:
     return figure("Bits of each layer", subtitle, cells("Bits of each layer", rows, 16))
 
 
+def share_chart(report: RunReport) -> str:
+    """How much of each block was pruned; nothing where all blocks were pruned alike."""
+    if not report.shares:
+        return ""
+    numbers = {block.name: index for index, block in enumerate(report.blocks)}
+    marks = [
+        Mark(
+            numbers.get(each.block, 0),
+            each.share,
+            f"{each.block}: {f'{each.pattern}, ' if each.pattern else ''}{percent(each.share)} pruned, "
+            f"{percent(each.outlier_ratio)} outliers",
+        )
+        for each in report.shares
+    ]
+    up = Axis.spanning([mark.y for mark in marks], BOTTOM, TOP, may_log=False)
+    drawing = lines("Pruned share over depth", [Series("block", tuple(marks))], len(report.blocks), up)
+    return figure("Pruned share of blocks", "share of the weights that went; blocks with outliers are spared", drawing)
+
+
 def smoothing_charts(report: RunReport) -> list[str]:
     """What smoothing gained, and the exponent it chose; empty where nothing was smoothed."""
     gains = _smoothed_series(report, lambda edge: edge.gain, percent)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.export import REPORT_FILE
+from compress.checkpoint.scheme import Sparsity
+from compress.layerwise import BlockShare
 from compress.reporting.fields import Fields
 from compress.reporting.run_report import (
     Block,
@@ -50,6 +52,7 @@ def read_report(path: Path) -> RunReport:
         bytes_before=plan.count("bytes_before"),
         notes=tuple(plan.texts("notes")),
         blocks=tuple(map(_block, fields.children("blocks"))),
+        shares=tuple(map(_share, fields.children("layerwise"))) if "layerwise" in fields else (),
         verification=_verification(fields),
         quality=None if "not_measured" in quality else _quality(quality),
         not_measured=quality.text("not_measured", ""),
@@ -88,6 +91,11 @@ def _linear(fields: Fields, block: str) -> Linear:
         recovery=fields.text("recovery", ""),
         input_outlier=fields.optional_number("input_outlier"),
     )
+
+
+def _share(fields: Fields) -> BlockShare:
+    pattern = Sparsity.parse(fields.text("pattern")) if "pattern" in fields else None
+    return BlockShare(fields.text("block"), fields.number("outlier_ratio"), fields.number("share"), pattern)
 
 
 def _smoothed(fields: Fields, block: str) -> Smoothed:

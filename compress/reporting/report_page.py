@@ -119,7 +119,8 @@ def _bits(report: RunReport, headers: Headers) -> str:
         f"Pruning made {percent(sum(zeros) / len(zeros))} of the weights of {len(zeros)} layers zero." if zeros else ""
     )
     drawn = charts.bits_chart(report, headers) or paragraph(_no_bits(headers))
-    return section("Bits", drawn, paragraph(pruned) if pruned else "", _plan_table(report))
+    beside = _grid([drawn, charts.share_chart(report)])
+    return section("Bits", beside, paragraph(pruned) if pruned else "", _plan_table(report))
 
 
 def _no_bits(headers: Headers) -> str:

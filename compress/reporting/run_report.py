@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.layerwise import BlockShare
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -111,6 +113,7 @@ class RunReport:
         folder: the checkpoint it lies in.
         name: the recipe's; its folder's where it has none.
         recipe, calibration, environment: as they stand in the file; calibration is empty for data-free methods.
+        shares: how much of each block was pruned, where a first pass decided it; in the order of the blocks.
         quality: None when it was not measured; `not_measured` says why.
     """
 
@@ -127,6 +130,7 @@ class RunReport:
     bytes_before: int
     notes: tuple[str, ...]
     blocks: tuple[Block, ...]
+    shares: tuple[BlockShare, ...]
     verification: Verification
     quality: Quality | None
     not_measured: str

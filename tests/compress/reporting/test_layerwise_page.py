@@ -1,0 +1,24 @@
+"""The page of a run that pruned its blocks by their outliers shows the shares."""
+
+from __future__ import annotations
+
+from compress.layerwise import BlockShare
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.recipe import CalibrationOptions, Recipe
+from compress.reporting.headers import read_headers
+from compress.reporting.read import read_report
+from compress.reporting.report_page import report_page
+from compress.stages.prune import PruneStage
+
+
+def test_shares_of_blocks_are_read_and_drawn(tiny_model, tmp_path) -> None:
+    stage = PruneStage("wanda", sparsity=0.6, layerwise="owl", outlier_factor=2.0)
+    recipe = Recipe((stage,), CalibrationOptions(samples=4, length=32))
+    result = run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, tmp_path / "out", measure=False)), True)
+    report = read_report(tmp_path / "out")
+    assert report.shares == tuple(BlockShare(**each) for each in result.report["layerwise"])
+    page = report_page(report, read_headers(report))
+    assert "Pruned share of blocks" in page
+    for each in report.shares:
+        assert f"{each.block}: {100 * each.share:.1f} % pruned" in page
