@@ -19,7 +19,9 @@ def quantize(
     *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    method: Annotated[str, typer.Option(help="awq, gptq, smoothquant (W8A8), or rtn (needs no calibration).")] = "awq",
+    method: Annotated[
+        str, typer.Option(help="awq, gptq, smoothquant (W8A8), or without calibration rtn or hqq.")
+    ] = "awq",
     bits: Annotated[
         int | None, typer.Option(help="Bits of a weight, 2 to 8. Default: 4; smoothquant: 8.", show_default=False)
     ] = None,

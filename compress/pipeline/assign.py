@@ -12,7 +12,7 @@ from compress.plan import Assignment, Factoring, Pruning
 from compress.ranks import rank_step, uniform_rank
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage
-from compress.stages.quantize import SMOOTHING_METHODS
+from compress.stages.quantize import FACTOR_METHODS
 from compress.stages.table import Stage
 from compress.targets import matches, select, without_indices
 
@@ -106,8 +106,8 @@ def _with_rank(name: str, assignment: Assignment, shape: tuple[int, int]) -> Ass
         return assignment
     if assignment.pruning:
         raise RecipeError(f"{name} is pruned and factorized", "Give the stages other targets: factors are not sparse")
-    if assignment.method in SMOOTHING_METHODS:
-        problem = f"{assignment.method} smooths the inputs of {name}, which is factorized"
+    if assignment.method is not None and assignment.method not in FACTOR_METHODS:
+        problem = f"{assignment.method} is not for factors, and {name} is factorized"
         raise RecipeError(problem, "Quantize factors by rtn or gptq")
     rank, free = (uniform_rank(*shape, factoring.keep, step) for step in (rank_step(scheme), rank_step(None)))
     if free and not 0 < rank <= free:

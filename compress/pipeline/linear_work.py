@@ -18,6 +18,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.methods.awq import quantize_awq, search_clip
 from compress.methods.gptq import quantize_gptq
 from compress.methods.hessian import GptqOptions, HessianFactor, factorize
+from compress.methods.hqq import quantize_hqq
 from compress.methods.pruning import PER_OUTPUT, keep_pattern, keep_share, scores
 from compress.methods.rtn import quantize_rtn
 from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
@@ -25,6 +26,7 @@ from compress.methods.sparsegpt import prune_sparsegpt
 from compress.pipeline.block_job import LinearRecord
 from compress.pipeline.low_rank_work import UNREACHED, WHOLE, FactorRounding, Ranked
 from compress.plan import Assignment, Pruning
+from compress.stages.quantize import DATA_FREE_METHODS
 
 CLIP_ROWS = 512
 # Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
@@ -149,7 +151,7 @@ class LinearWork:
 
     def _quantize(self, weight: Tensor, kept: Tensor | None, scheme: Scheme, factors: SharedFactors) -> IntegerWeight:
         method = self.assignment.method
-        if method != "rtn" and self.statistics is None:
+        if method not in DATA_FREE_METHODS and self.statistics is None:
             self.details["recovery"] = f"rtn: {UNREACHED}"
             method = "rtn"
         match method:
@@ -161,6 +163,8 @@ class LinearWork:
                 clip = self._clip(weight, scheme)
                 self.details["clipped"] = clip is not None
                 return quantize_awq(weight, scheme, self.importance, clip, self.model_dtype)
+            case "hqq":
+                return quantize_hqq(weight, scheme, self.model_dtype)
             case _:
                 return quantize_rtn(weight, scheme, self.importance, self.model_dtype)
 

@@ -8,7 +8,9 @@ from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme
 from compress.stages.words import nearest
 
-METHODS = ("rtn", "awq", "gptq", "smoothquant")
+METHODS = ("rtn", "hqq", "awq", "gptq", "smoothquant")
+DATA_FREE_METHODS = frozenset(("rtn", "hqq"))
+FACTOR_METHODS = frozenset(("rtn", "gptq"))
 SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
 PER_CHANNEL = -1
 
@@ -18,7 +20,7 @@ class QuantizeStage:
     """Integer quantization of the linears in the transformer blocks.
 
     Attributes:
-        method: rtn (no calibration), awq, gptq or smoothquant.
+        method: rtn or hqq (no calibration), awq, gptq or smoothquant.
         scheme: bits, group size and symmetry.
         targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
         ignore: patterns of modules that stay dense.
@@ -42,7 +44,7 @@ class QuantizeStage:
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method != "rtn"
+        return self.method not in DATA_FREE_METHODS
 
 
 def default_scheme(method: str) -> Scheme:

@@ -248,7 +248,7 @@ def test_stages_that_mean_nothing_are_refused(options, problem) -> None:
     ("stages", "error", "problem"),
     [
         ((PruneStage("magnitude", Sparsity(2, 4)), FactorizeStage("svd")), RecipeError, "is pruned and factorized"),
-        ((FactorizeStage("svd"), QuantizeStage("awq", Scheme(4, 8))), RecipeError, "awq smooths the inputs of"),
+        ((FactorizeStage("svd"), QuantizeStage("awq", Scheme(4, 8))), RecipeError, "awq is not for factors"),
         ((FactorizeStage("svd"), QuantizeStage("rtn", Scheme(4, 64))), SchemeError, "are multiples of 64"),
     ],
 )

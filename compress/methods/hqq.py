@@ -1,0 +1,108 @@
+"""HQQ: scales and zero points from the weights alone, by half-quadratic splitting of a norm that forgives outliers.
+
+Badri & Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models". The error `sum |w - q|^p` with p < 1
+is split into `|e|^p + beta/2 (w - q - e)^2`: e, what is not worth representing, has a closed form (generalized soft
+thresholding), and given e the zero point is a mean. Two things differ here. Zero points are stored as integers, and a
+mean of rounding errors seldom moves one by a whole step, so the scale is refitted too (for symmetric codes it is all
+there is). And errors are measured in steps of the grid, so that `beta` means the same for every group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.ranges import round_to_grid, storable
+from compress.checkpoint.scales import GroupScales, encode, search_scales
+from compress.checkpoint.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class HqqOptions:
+    """Attributes:
+    exponent: p of the norm, 0 < p <= 1.
+    beta: weight of the quadratic part at first: errors above `beta ** (-1 / (2 - p))` steps count as outliers.
+    growth: of beta, in each iteration.
+    iterations: at most so many.
+    """
+
+    exponent: float = 0.7
+    beta: float = 1.0
+    growth: float = 1.05
+    iterations: int = 20
+
+
+def quantize_hqq(
+    weight: Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    options: HqqOptions = HqqOptions(),
+) -> IntegerWeight:
+    """Quantizes `weight [O, I]` without calibration.
+
+    Iterations begin at round to nearest's scales, and each group keeps the best it has seen: in `norm_error` the result
+    is never worse than round to nearest's.
+
+    Raises:
+        SchemeError: the group size does not divide `I`.
+        NumericsError: NaN or infinity in the weight.
+    """
+    start = search_scales(weight, scheme, None, scale_dtype)
+    rows = weight.float().unflatten(1, (start.scale.shape[1], -1))
+    best = _Groups(rows, scheme, scale_dtype, options)
+    best.improve(start.scale.float().unsqueeze(-1), start.zero.float().unsqueeze(-1))
+    scales = GroupScales(best.scale.squeeze(-1).to(scale_dtype), best.zero.squeeze(-1).to(torch.uint8))
+    return encode(weight, scales, scheme)
+
+
+def norm_error(change: Tensor, exponent: float) -> Tensor:
+    """`sum |change|^p` over the last dimension `[..., g]`, kept as `[..., 1]`."""
+    return change.abs().pow(exponent).sum(-1, keepdim=True)
+
+
+class _Groups:
+    """Groups `[O, G, g]` with the best scale and zero point `[O, G, 1]` of each."""
+
+    def __init__(self, rows: Tensor, scheme: Scheme, scale_dtype: torch.dtype, options: HqqOptions) -> None:
+        self._rows, self._scheme, self._dtype, self._options = rows, scheme, scale_dtype, options
+        self.scale = self.zero = rows.new_zeros(*rows.shape[:2], 1)
+        self._error = torch.full_like(self.scale, torch.inf)
+
+    def improve(self, scale: Tensor, zero: Tensor) -> None:
+        beta = self._options.beta
+        for _ in range(self._options.iterations):
+            scale, zero = self._next(scale, zero, self._consider(scale, zero), beta)
+            beta *= self._options.growth
+        self._consider(scale, zero)
+
+    def _consider(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """The rounded groups, which are remembered where they are the best so far."""
+        rounded = round_to_grid(self._rows, scale, zero, self._scheme, torch.empty_like(self._rows))
+        error = norm_error(rounded - self._rows, self._options.exponent)
+        better = error < self._error
+        self._error = torch.where(better, error, self._error)
+        self.scale = torch.where(better, scale, self.scale)
+        self.zero = torch.where(better, zero, self.zero)
+        return rounded
+
+    def _next(self, scale: Tensor, zero: Tensor, rounded: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+        """The best zero point, then the best scale, for these codes once outliers are set aside."""
+        outliers = _shrink((self._rows - rounded) / scale, self._options.exponent, beta) * scale
+        wanted = self._rows - outliers
+        codes = rounded / scale + zero
+        if not self._scheme.symmetric:
+            zero = (codes - wanted / scale).mean(-1, keepdim=True).round_().clamp_(0, self._scheme.max_code)
+        offsets = codes - zero
+        fitted = (offsets * wanted).sum(-1, keepdim=True) / offsets.square().sum(-1, keepdim=True).clamp(min=1)
+        # A fit can vanish (a group of zeros); its scale would be stored as no scale at all.
+        return storable(torch.where(fitted == 0, scale, fitted), self._dtype), zero
+
+
+def _shrink(errors: Tensor, exponent: float, beta: float) -> Tensor:
+    """Generalized soft thresholding: the e that is least in `|e|^p + beta/2 (errors - e)^2`, to first order."""
+    magnitude = errors.abs()
+    excess = magnitude - magnitude.clamp(min=torch.finfo(magnitude.dtype).tiny).pow(exponent - 1) / beta
+    return errors.sign() * excess.clamp_(min=0)

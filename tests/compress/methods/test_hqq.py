@@ -1,0 +1,79 @@
+"""HQQ: never worse than round to nearest in its own norm, for every scheme, and forgiving of outliers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import NumericsError
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+from compress.methods.hqq import HqqOptions, norm_error, quantize_hqq
+from compress.methods.rtn import quantize_rtn
+
+SCHEMES = [Scheme(bits, group, symmetric) for bits in (2, 3, 4) for group in (64, None) for symmetric in (True, False)]
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    heavy = torch.randn(96, 256, generator=generator).pow(3)
+    return 0.02 * torch.randn(96, 256, generator=generator) + 0.001 * heavy
+
+
+def errors(weight: Tensor, packed: IntegerWeight, exponent: float = HqqOptions().exponent) -> Tensor:
+    """`[O, G, 1]`"""
+    change = packed.dequantize(torch.float32) - weight
+    return norm_error(change.unflatten(1, (packed.scale.shape[1], -1)), exponent)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_no_group_is_worse_than_round_to_nearest(scheme: Scheme, weight: Tensor) -> None:
+    before = weight.clone()
+    packed = quantize_hqq(weight, scheme)
+    fitted, nearest = errors(weight, packed), errors(weight, quantize_rtn(weight, scheme))
+    # Codes are chosen by a division here and by a product with the reciprocal in the search: half steps may differ.
+    assert bool((fitted <= nearest * (1 + 1e-4)).all())
+    assert float(fitted.sum()) < 0.999 * float(nearest.sum())
+    assert torch.equal(weight, before)
+    assert packed.scale.dtype == torch.bfloat16
+    assert int(packed.codes.max()) <= scheme.max_code
+    if scheme.symmetric:
+        assert bool((packed.zero == scheme.midpoint).all())
+
+
+def test_one_outlier_does_not_widen_the_grid() -> None:
+    weight = torch.linspace(-1, 1, 64).repeat(1, 1)
+    weight[0, 63] = 8.0
+    scheme = Scheme(3, 64, symmetric=False)
+    typical = (quantize_hqq(weight, scheme).dequantize() - weight).abs()[0, :63].mean()
+    nearest = (quantize_rtn(weight, scheme).dequantize() - weight).abs()[0, :63].mean()
+    assert float(typical) < 0.7 * float(nearest)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_of_zeros_stay_zero(symmetric: bool, weight: Tensor) -> None:
+    weight[:, :64] = 0
+    packed = quantize_hqq(weight, Scheme(3, 64, symmetric))
+    assert bool((packed.dequantize()[:, :64] == 0).all())
+    assert bool(torch.isfinite(packed.scale).all())
+
+
+def test_zeros_of_pruning_stay_zero(weight: Tensor) -> None:
+    weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5] = 0
+    for symmetric in (True, False):
+        packed = quantize_hqq(weight, Scheme(4, 64, symmetric))
+        assert bool((packed.dequantize()[weight == 0] == 0).all())
+
+
+def test_the_same_weight_gives_the_same_codes(weight: Tensor) -> None:
+    first, second = (quantize_hqq(weight, Scheme(4, 64, False)) for _ in range(2))
+    assert torch.equal(first.codes, second.codes)
+    assert torch.equal(first.scale, second.scale)
+
+
+def test_numbers_that_are_none_are_refused(weight: Tensor) -> None:
+    weight[3, 5] = torch.nan
+    with pytest.raises(NumericsError):
+        quantize_hqq(weight, Scheme(4, 64))
