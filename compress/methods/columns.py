@@ -13,6 +13,8 @@ from torch import Tensor
 from compress.checkpoint.scales import GroupScales
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.methods.pruning import keep_pattern, keep_share
+from compress.native.columns import LONGEST_STRETCH, ColumnGrid, ColumnPattern, NativeColumns
+from compress.native.library import BEST, library
 
 # Columns changed one by one before their errors are passed on with one matrix product. A multiple of every pattern.
 _LEAF_COLUMNS = 16
@@ -48,6 +50,9 @@ class Choice:
 class Columns:
     """The weight's columns in the order of the loop, each a contiguous row of a transposed copy `[I, O]`.
 
+    On a CPU the columns between two matrix products are changed by compiled code where there is any. It adds in another
+    order than torch does, so a few codes on the verge of two differ; its own do not depend on the machine.
+
     Attributes:
         targets: the column plus all feedback so far; without a grid, its new value in the end.
         errors: the original column, minus its new value once it has one.
@@ -63,16 +68,22 @@ class Columns:
         grid: Grid | None,
         kept: Tensor | None = None,
         choice: Choice | None = None,
+        *,
+        instruction_set: int | None = BEST,
     ) -> None:
+        """`instruction_set` is that of the compiled code; None keeps to torch."""
         self.errors = weight.float().T.contiguous()[order]
         self.targets = self.errors.clone()
         self.codes = torch.empty(self.errors.shape, dtype=torch.uint8, device=weight.device)
         self.kept = None if kept is None else kept.T.contiguous()[order]
         if choice is not None:
-            score = (self.errors * choice.spread.unsqueeze(-1)).square()
-            self.kept = keep_share(score, 0.0 if choice.pattern else choice.share, per_output=False)
+            self.kept = self._first_guess(choice)
         self._order, self._feedback, self._choice = order, feedback, choice
         self._grid = None if grid is None else _ColumnGrid(grid, weight.shape[1], order)
+        self._native: NativeColumns | None = None
+        if instruction_set is not None and weight.device.type == "cpu" and library() is not None:
+            self._native = self._compiled(instruction_set)
+        self._leaf_columns = self._longest_leaf()
 
     def run(self) -> None:
         """Changes every column."""
@@ -95,12 +106,38 @@ class Columns:
         if self._choice is not None and not self._choice.pattern and not chosen and stop - start <= _CHOICE_COLUMNS:
             self._choose_share(start, stop)
             chosen = True
-        if stop - start <= _LEAF_COLUMNS:
-            return self._change_leaf(start, stop)
-        middle = start + -(-(stop - start) // (2 * _LEAF_COLUMNS)) * _LEAF_COLUMNS
+        leaf = self._leaf_columns
+        if stop - start <= leaf:
+            return self._native.change(start, stop) if self._native else self._change_leaf(start, stop)
+        middle = start + -(-(stop - start) // (2 * leaf)) * leaf
         self._change(start, middle, chosen)
         self.targets[middle:stop].addmm_(self._feedback[start:middle, middle:stop].T, self.errors[start:middle])
         return self._change(middle, stop, chosen)
+
+    def _first_guess(self, choice: Choice) -> Tensor:
+        """What is kept before any column is changed: all where a pattern decides later."""
+        if choice.pattern:
+            return torch.ones_like(self.errors, dtype=torch.bool)
+        return keep_share((self.errors * choice.spread.unsqueeze(-1)).square(), choice.share, per_output=False)
+
+    def _compiled(self, instruction_set: int) -> NativeColumns:
+        pattern = self._choice.pattern if self._choice is not None else None
+        return NativeColumns(
+            self.targets,
+            self.errors,
+            self._feedback,
+            self.codes,
+            self.kept,
+            None if self._grid is None else self._grid.compiled,
+            None if pattern is None else ColumnPattern(pattern.kept, pattern.of, self._choice.spread.contiguous()),
+            instruction_set,
+        )
+
+    def _longest_leaf(self) -> int:
+        if self._native is None:
+            return _LEAF_COLUMNS
+        shares = self._choice is not None and not self._choice.pattern
+        return min(LONGEST_STRETCH, _CHOICE_COLUMNS) if shares else LONGEST_STRETCH
 
     def _change_leaf(self, start: int, stop: int) -> None:
         pattern = self._choice.pattern if self._choice is not None else None
@@ -147,7 +184,9 @@ class _ColumnGrid:
         self._scale = grid.scales.scale.float().T.contiguous()
         self._zero = grid.scales.zero.float().T.contiguous()
         self._max_code = grid.scheme.max_code
-        self._group = (order // (num_columns // grid.scales.scale.shape[1])).tolist()
+        group = order // (num_columns // grid.scales.scale.shape[1])
+        self.compiled = ColumnGrid(self._scale, self._zero, group, self._max_code)
+        self._group = group.tolist()
 
     def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
         """The nearest value on the grid `[O]`; writes its codes, the zero point for what is pruned."""
