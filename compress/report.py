@@ -58,7 +58,8 @@ def full_report(
     Args:
         seconds: wall time of this process's part; an earlier, killed part is not counted.
     """
-    facts = [progress.facts(index) for index in range(prepared.skeleton.num_blocks)]
+    num_blocks = prepared.skeleton.num_blocks
+    facts = progress.all_facts(num_blocks)
     recovered = [each for block in facts for each in block["linears"] if each["recovery"]]
     return {
         "format_version": 1,
@@ -66,7 +67,8 @@ def full_report(
         "environment": environment(prepared),
         "plan": prepared.to_dict(),
         "recovered": recovered,
-        "blocks": facts,
+        "blocks": facts[:num_blocks],
+        "ends": facts[num_blocks:],
         "structure": structure.as_dict() | {"path": str(prepared.request.out)},
         "bit_compared": sum(len(block["digests"]) for block in facts),
         "quality": quality,

@@ -100,7 +100,13 @@ class MappedFile:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the map (copied only where the file misaligns it). Treat it as read-only."""
+        """A view of the map (copied only where the file misaligns it). Treat it as read-only.
+
+        Raises:
+            CheckpointError: no such tensor.
+        """
+        if name not in self.entries:
+            raise CheckpointError(f"{self.path} has no tensor {name!r} among its {len(self.entries)} tensors")
         entry = self.entries[name]
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)

@@ -11,7 +11,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
-from compress.stages.quantize import QuantizeStage, default_scheme, group_size_from
+from compress.stages.quantize import QuantizeStage, default_scheme, end_stages, group_size_from
 
 
 @with_groups
@@ -47,6 +47,18 @@ def quantize(
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Fixed or stored zero points. Symmetric loads everywhere.")
     ] = True,
+    head_bits: Annotated[
+        int | None,
+        typer.Option(help="Bits of an output head that is not the embedding. Default: 16.", show_default=False),
+    ] = None,
+    embedding_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Bits of the token embedding, and of the head where that is the embedding. Default: 16, which every "
+            "engine loads; 8 costs next to nothing, for this runtime only.",
+            show_default=False,
+        ),
+    ] = None,
     ignore: Ignore = None,
     text: TextOptions,
     job: JobOptions,
@@ -58,7 +70,8 @@ def quantize(
     """
     scheme = make_scheme(method, bits, group_size, symmetric, activation_bits)
     stage = QuantizeStage(method, scheme, ignore=tuple(ignore or ()), alpha=alpha)
-    carry_out(model, text.recipe((stage,), f"int{scheme.bits}-{method}"), out, job)
+    stages = (stage, *end_stages(stage, head_bits, embedding_bits))
+    carry_out(model, text.recipe(stages, f"int{scheme.bits}-{method}"), out, job)
 
 
 def make_scheme(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from compress.checkpoint.errors import RecipeError, SchemeError
 from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
 from compress.layerwise import OutlierShares
+from compress.pipeline.outside import End
 from compress.plan import Assignment, Factoring, Pruning
 from compress.ranks import rank_step, uniform_rank
 from compress.stages.factorize import FactorizeStage
@@ -21,32 +22,29 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 def assign(
-    stages: Iterable[Stage], linears: Shapes, others: Sequence[str]
+    stages: Iterable[Stage], linears: Shapes, ends: Mapping[str, End]
 ) -> tuple[dict[str, Assignment], dict[str, str]]:
     """What each quantized linear gets, and why the ignored ones get nothing. A later stage wins.
 
     Args:
-        linears: the linears that may be quantized.
-        others: modules that always stay dense but may be named in `ignore`.
+        linears: those in the blocks, which a stage without targets takes.
+        ends: embedding and head, which only stages that name them take.
 
     Raises:
-        RecipeError: a pattern that matches nothing, a target that always stays dense, or nothing left to quantize.
+        RecipeError: a pattern that matches nothing, a target that the stage cannot change, or nothing left to quantize.
     """
     assignments: dict[str, Assignment] = {}
     reasons: dict[str, str] = {}
-    names = [*linears, *others]
+    names = [*linears, *ends]
     for stage in stages:
         chosen = select(stage.targets, names, "targets") if stage.targets else set(linears)
-        if untouchable := sorted(chosen - linears.keys()):
-            raise RecipeError(
-                f"targets include {untouchable[0]}, which always stays dense",
-                "Name linear layers inside the transformer blocks",
-            )
+        for name in sorted(chosen & ends.keys()):
+            ends[name].check(name, stage)
         ignored = select(stage.ignore, names, "--ignore") & chosen
         for name in ignored:
             pattern = next(each for each in stage.ignore if matches(each, name))
             reasons[name] = f"left out by --ignore {pattern}"
-        for name in [name for name in linears if name in chosen]:
+        for name in [name for name in names if name in chosen]:
             changed = _apply(stage, assignments.get(name, UNCHANGED), name in ignored)
             assignments.pop(name, None)
             if changed != UNCHANGED:

@@ -36,6 +36,7 @@ class CalibratedRunner(Generic[Outcome]):
     Args:
         work: what is done to a block; its outcome holds the inputs of the next.
         progress: where those of block `done` are.
+        embedding: gives what takes the place of the stored embedding `[V, H]`, if anything does.
 
     Attributes:
         micro_batch: sequences that run at once; halved when memory runs out, and recorded with every block so that a
@@ -43,9 +44,16 @@ class CalibratedRunner(Generic[Outcome]):
     """
 
     def __init__(
-        self, prepared: Prepared, work: BlockWork[Outcome], progress: Progress, done: int, display: RunDisplay
+        self,
+        prepared: Prepared,
+        work: BlockWork[Outcome],
+        progress: Progress,
+        done: int,
+        display: RunDisplay,
+        embedding: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
         self._prepared = prepared
+        self._embedding = embedding
         self._work = work
         self._tokens = prepared.sequences.tokens
         self._display = display
@@ -93,7 +101,10 @@ class CalibratedRunner(Generic[Outcome]):
 
     def _capture_tokens(self, tokens: Tensor, micro_batch: int) -> BlockInputs:
         prepared = self._prepared
-        return capture_inputs(prepared.skeleton, prepared.files, tokens, micro_batch, prepared.device, prepared.dtype)
+        embedding = self._embedding()
+        return capture_inputs(
+            prepared.skeleton, prepared.files, tokens, micro_batch, prepared.device, prepared.dtype, embedding
+        )
 
 
 def _search_rows(tokens: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from compress.architectures.architecture import SmoothingEdge
+from compress.checkpoint.config import is_embedding
 from compress.checkpoint.scheme import Scheme
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Assignment
@@ -83,6 +84,11 @@ def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
         notes.append(
             "zeros of an N:M pattern are left out, which only this runtime reads; others read `compress export "
             "--format dense`, or --format compressed-tensors where the weights are integers"
+        )
+    if any(is_embedding(module) for module in assignments):
+        notes.append(
+            "the packed embedding is looked up by this runtime only; others read `compress export --format "
+            "compressed-tensors`, where it is 16 bits again"
         )
     factoring = {each.factoring for each in assignments.values() if each.factoring}
     if factoring:

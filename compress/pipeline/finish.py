@@ -27,7 +27,8 @@ REPORT_FILE = "compression_report.json"
 def save_rest(prepared: Prepared, progress: Progress) -> None:
     """Writes everything outside of the blocks, bit for bit as it was. Raises NumericsError on NaN or infinity."""
     blocks = f"{prepared.skeleton.architecture.blocks}."
-    names = [row.tensor for row in prepared.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
+    outside = [row for row in prepared.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
+    names = [row.tensor for row in outside if row.assignment is None]
     tensors = {name: prepared.files.tensor(name) for name in names}
     for name, tensor in tensors.items():
         check_finite(name, tensor)
@@ -44,7 +45,8 @@ def assemble_checkpoint(prepared: Prepared, progress: Progress, provenance: dict
     config = packed_config(prepared.config, quantization, schemes, provenance)
     keys = [block_key(index) for index in range(prepared.skeleton.num_blocks)]
     shutil.rmtree(progress.finished, ignore_errors=True)
-    return assemble(progress.pieces, [*keys, REST], progress.finished, config=config, source=prepared.files)
+    keys += [*progress.ends(), REST]
+    return assemble(progress.pieces, keys, progress.finished, config=config, source=prepared.files)
 
 
 def check_checkpoint(prepared: Prepared, folder: Path, digests: dict[str, str]) -> StructureReport:
@@ -84,8 +86,8 @@ def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
 
 def chosen_schemes(prepared: Prepared, progress: Progress) -> dict[str, Scheme]:
     """How every packed linear is stored: as planned, but for ranks, which some blocks decide when they are reached."""
-    blocks = (progress.facts(index) for index in range(prepared.skeleton.num_blocks))
-    return {module: Scheme.from_dict(fields) for facts in blocks for module, fields in facts["schemes"].items()}
+    finished = progress.all_facts(prepared.skeleton.num_blocks)
+    return {module: Scheme.from_dict(fields) for facts in finished for module, fields in facts["schemes"].items()}
 
 
 def _dense_linears(prepared: Prepared, schemes: Mapping[str, Scheme]) -> list[str]:
@@ -103,7 +105,8 @@ def _dense_linears(prepared: Prepared, schemes: Mapping[str, Scheme]) -> list[st
         if row.tensor not in packed and len(row.shape) == 2 and row.tensor.endswith(".weight")
     }
     stored.discard(skeleton.architecture.embedding)
-    heads = {skeleton.architecture.head} if skeleton.architecture.head else set()
+    looked_up = skeleton.ties_head and skeleton.architecture.embedding in schemes
+    heads = {skeleton.architecture.head} if skeleton.architecture.head and not looked_up else set()
     return sorted((inside | stored | heads) - schemes.keys())
 
 
@@ -123,8 +126,9 @@ def compare_with_report(folder: Path) -> list[str] | None:
     if not path.is_file():
         return None
     try:
-        blocks = json.loads(path.read_text(encoding="utf-8"))["blocks"]
-        digests = {module: value for block in blocks for module, value in block["digests"].items()}
+        report = json.loads(path.read_text(encoding="utf-8"))
+        finished = [*report["blocks"], *report.get("ends", ())]
+        digests = {module: value for block in finished for module, value in block["digests"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a report of this toolkit: {error!r}", "Remove it to skip this") from error
     return verify_against(folder, digests)

@@ -16,6 +16,8 @@ Result = TypeVar("Result")
 
 _PROCESS_BYTES = 700 * 2**20
 _FLOAT32 = 4
+ELEMENTS_AT_ONCE = 2**24
+"""Weights of the embedding or the head that are float32 at one time: their rows are rounded independently."""
 # Tokens that run at once: enough for large matrix products, few enough to keep activations small.
 _TOKENS_CPU, _TOKENS_GPU = 4096, 16384
 
@@ -98,8 +100,11 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
     if any(each.factoring for each in plan.assignments.values()):
         # Factors of all of a block's linears, and one decomposition in float64.
         factors = _FLOAT32 * block + 2 * _FLOAT32 * (4 * largest + 3 * widest**2)
+    # Codes and packed codes of the embedding or the head; their numbers are taken a few rows at a time.
+    outside = [row.parameters for row in plan.packed if not row.tensor.startswith(f"{skeleton.architecture.blocks}.")]
+    ends = 2 * max(outside) + 8 * _FLOAT32 * ELEMENTS_AT_ONCE if outside else 0
     if not samples:
-        return _PROCESS_BYTES + 6 * _FLOAT32 * largest + factors
+        return _PROCESS_BYTES + max(6 * _FLOAT32 * largest + factors, ends)
     states = 2 * samples * length * hidden * item_bytes
     embedding = getattr(config, "vocab_size", 0) * hidden * item_bytes
     uses_hessian = any(each.needs_hessian for each in plan.assignments.values())
@@ -107,4 +112,4 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
     hessians = _FLOAT32 * (sum(width**2 for width in inputs) + 4 * widest**2) if uses_hessian else 0
     activations = micro_batch * length * item_bytes * sum(linear.out_features for linear in linears)
     working = block * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * largest + hessians + activations + factors
-    return _PROCESS_BYTES + states + max(embedding, working)
+    return _PROCESS_BYTES + states + max(embedding, working, ends)

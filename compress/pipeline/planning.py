@@ -11,6 +11,7 @@ from compress.checkpoint.formats import native
 from compress.checkpoint.source import TensorFiles
 from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
 from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
+from compress.pipeline.outside import find_ends
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Assignment, Plan, PlanRow, shape_bytes
 from compress.recipe import Recipe
@@ -28,11 +29,12 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
         CheckpointError: weights the model needs are not in the checkpoint.
     """
     _check_present(skeleton, files)
-    linears = _linear_shapes(skeleton)
-    assignments, reasons = assign(recipe.stages, linears, _always_dense(skeleton))
-    check_groups(assignments, linears)
-    check_patterns(assignments, linears)
-    _check_stored(assignments, linears)
+    linears, ends = _linear_shapes(skeleton), find_ends(skeleton, files)
+    assignments, reasons = assign(recipe.stages, linears, ends)
+    matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
+    check_groups(assignments, matrices)
+    check_patterns(assignments, matrices)
+    _check_stored(assignments, matrices)
     rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
     edges, notes = usable_edges(skeleton, assignments)
     notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
@@ -98,11 +100,6 @@ def _linear_shapes(skeleton: Skeleton) -> dict[str, tuple[int, int]]:
         for index, block in enumerate(skeleton.blocks)
         for name, linear in skeleton.linears(block).items()
     }
-
-
-def _always_dense(skeleton: Skeleton) -> list[str]:
-    """Modules outside of the blocks that a user may name in --ignore although they stay dense anyway."""
-    return [name for name in (skeleton.architecture.head, skeleton.architecture.embedding) if name]
 
 
 def _check_stored(assignments: Mapping[str, Assignment], linears: Shapes) -> None:

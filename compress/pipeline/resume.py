@@ -2,6 +2,7 @@
 
     progress.json            what the result depends on
     pieces/survey-00003...   what a first pass found in each block, where a recipe needs one
+    pieces/embedding, head   the matrices at both ends, where a recipe changes them
     pieces/block-00003...    finished blocks, each whole or absent
     inputs/hidden-00004...   hidden states entering the first unfinished block
 
@@ -26,7 +27,7 @@ from compress.checkpoint.disk import atomic_file, partial_folder
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.writer import PieceStore
 
-REST = "rest"
+EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 BLOCK, SURVEY = "block", "survey"
 _HIDDEN = "hidden"
 _LOCK = "lock"
@@ -98,6 +99,14 @@ class Progress:
     def facts(self, index: int) -> dict[str, Any]:
         """What was recorded with a finished block."""
         return self.pieces.read_metadata(self._key(index))
+
+    def ends(self) -> list[str]:
+        """Pieces of the embedding and the head, as far as they are made."""
+        return [key for key in (EMBEDDING, HEAD) if self.pieces.has(key)]
+
+    def all_facts(self, num_blocks: int) -> list[dict[str, Any]]:
+        """Of every block and of what was made of both ends, once all are finished."""
+        return [self.facts(index) for index in range(num_blocks)] + [*map(self.pieces.read_metadata, self.ends())]
 
     def save_block(
         self, index: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], hidden: Tensor | None

@@ -6,19 +6,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from compress.checkpoint.disk import check_space
 from compress.checkpoint.errors import NumericsError, ToolkitError
-from compress.checkpoint.formats.table import format_for
 from compress.checkpoint.structure import StructureReport
-from compress.checkpoint.verify import digest
 from compress.pipeline.block_job import BlockOutcome
 from compress.pipeline.blocks import check_finite, read_block
 from compress.pipeline.calibrated import CalibratedRunner, block_job
+from compress.pipeline.ends import head_needs_inputs, quantize_embedding, quantize_head, stored_embedding
 from compress.pipeline.finish import assemble_checkpoint, check_checkpoint, check_quality, put_in_place, save_rest
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import Prepared
@@ -26,6 +24,7 @@ from compress.pipeline.progress import RunDisplay
 from compress.pipeline.quantize_block import quantize_block, quantize_block_plainly
 from compress.pipeline.resume import Progress, only_one_run
 from compress.pipeline.settle import Settled, settle
+from compress.pipeline.stored import stored_form
 from compress.report import environment, full_report, provenance, tool_version
 
 
@@ -62,8 +61,10 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
 
 
 def _compress(prepared: Prepared, progress: Progress, quiet: bool) -> Path:
-    """From block to block to an assembled checkpoint; its folder."""
+    """From the embedding over the blocks to the head, and to an assembled checkpoint; its folder."""
+    quantize_embedding(prepared, progress)
     _run_blocks(prepared, progress, quiet)
+    quantize_head(prepared, progress)
     save_rest(prepared, progress)
     return assemble_checkpoint(prepared, progress, provenance(prepared, progress))
 
@@ -130,7 +131,7 @@ def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
             _note_other_machine(prepared, progress.facts(done - 1)["environment"], display)
         if done == total:
             return
-        runner = CalibratedRunner(prepared, quantize_block, progress, done, display) if prepared.sequences else None
+        runner = _runner(prepared, progress, done, display) if prepared.sequences else None
         for index in range(done, total):
             outcome = runner.run(index) if runner else _run_plainly(prepared, index)
             _save(prepared, progress, index, outcome, runner.micro_batch if runner else 0)
@@ -147,6 +148,12 @@ def _note_other_machine(prepared: Prepared, before: dict[str, Any], display: Run
         display.say(f"note: earlier blocks were made with {'; '.join(differing)}: last bits may differ")
 
 
+def _runner(prepared: Prepared, progress: Progress, done: int, display: RunDisplay) -> CalibratedRunner[BlockOutcome]:
+    """Calibrates on the embedding that will be looked up."""
+    embedding = partial(stored_embedding, prepared, progress)
+    return CalibratedRunner(prepared, quantize_block, progress, done, display, embedding)
+
+
 def _run_plainly(prepared: Prepared, index: int) -> BlockOutcome:
     job = block_job(prepared, index)
     block = read_block(prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device)
@@ -154,29 +161,21 @@ def _run_plainly(prepared: Prepared, index: int) -> BlockOutcome:
 
 
 def _save(prepared: Prepared, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
-    model_dtype = getattr(torch, prepared.plan.scale_dtype)
-    codec = format_for(prepared.plan.schemes)
-    tensors = outcome.dense | outcome.pruned
-    for module, weight in outcome.weights.items():
-        tensors |= codec.encode(module, weight, model_dtype)
-    facts = outcome.facts() | {
-        "block": prepared.skeleton.block_name(index),
-        "micro_batch": micro_batch,
-        "schemes": {module: weight.scheme.to_dict() for module, weight in outcome.weights.items()},
-        "digests": {name: digest(weight) for name, weight in (outcome.weights | outcome.pruned).items()},
-        "environment": environment(prepared),
-    }
-    is_last = index + 1 == prepared.skeleton.num_blocks
-    progress.save_block(index, tensors, facts, None if is_last else outcome.hidden)
+    tensors, facts = stored_form(prepared, outcome)
+    facts |= {"block": prepared.skeleton.block_name(index), "micro_batch": micro_batch}
+    wanted = index + 1 < prepared.skeleton.num_blocks or head_needs_inputs(prepared)
+    progress.save_block(index, tensors, facts, outcome.hidden if wanted else None)
     prepared.files.release()
 
 
 def _digests(prepared: Prepared, progress: Progress) -> dict[str, str]:
-    blocks = range(prepared.skeleton.num_blocks)
-    return {module: value for index in blocks for module, value in progress.facts(index)["digests"].items()}
+    finished = progress.all_facts(prepared.skeleton.num_blocks)
+    return {module: value for facts in finished for module, value in facts["digests"].items()}
 
 
 def _line(outcome: BlockOutcome) -> str:
+    if not outcome.linears:
+        return "left as it is"
     worst = max(outcome.linears, key=lambda record: record.relative_error)
     parts = [f"worst weight error {worst.relative_error:.2e} ({worst.module.rpartition('.')[2]})"]
     if outcome.relative_error is not None:

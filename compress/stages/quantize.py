@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from compress.checkpoint.errors import RecipeError
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.scheme import MAX_BITS, Scheme
 from compress.stages.words import nearest
 
 METHODS = ("rtn", "hqq", "awq", "gptq", "smoothquant")
@@ -50,6 +50,22 @@ class QuantizeStage:
 def default_scheme(method: str) -> Scheme:
     """What a method is for, where the user does not say."""
     return Scheme(8, None, activation_bits=8) if method == "smoothquant" else Scheme()
+
+
+def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int | None) -> tuple[QuantizeStage, ...]:
+    """Stages for the matrices outside of the blocks, where they get bits: the head is rounded by GPTQ when there is a
+    calibration anyway, the embedding to nearest. 8 bits have one scale per row, fewer have the groups of `stage`.
+
+    Args:
+        stage: what the linears in the blocks get.
+    """
+    head_method = "gptq" if stage.needs_calibration else "rtn"
+    wanted = (("lm_head", head_bits, head_method), ("embed_tokens", embedding_bits, "rtn"))
+    return tuple(
+        QuantizeStage(method, Scheme(bits, None if bits == MAX_BITS else stage.scheme.group_size), targets=(name,))
+        for name, bits, method in wanted
+        if bits is not None
+    )
 
 
 def group_size_from(value: int) -> int | None:

@@ -11,10 +11,10 @@ from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Target
 from runtime.kernels.dense import is_prepacked
 from runtime.kernels.registry import choose_kernel
-from runtime.kernels.sizes import dense_bytes, prepared_bytes
+from runtime.kernels.sizes import dense_bytes, embedding_bytes, prepared_bytes, reads_rows
 from runtime.model.config import DecoderConfig
 from runtime.model.load import exclude_kernels
-from runtime.model.tensors import HEAD, expected_linears, head_is_embedding
+from runtime.model.tensors import EMBEDDING, HEAD, expected_linears, head_is_embedding
 
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
@@ -52,7 +52,7 @@ class Weights:
         """
         excluded = exclude_kernels(self.checkpoint, self.target, self.kernels, self.free)
         chosen = {module: self.checkpoint.scheme(module) for module in self._shapes()} | dict(schemes or {})
-        return self._outside() + sum(
+        return self._outside(excluded) + sum(
             self._fused(scheme, rows, columns, excluded) for scheme, rows, columns in self._products(chosen)
         )
 
@@ -78,11 +78,20 @@ class Weights:
         kernel = choose_kernel(scheme, columns, self.target, self.kernels, excluded).kernel.name
         return prepared_bytes(kernel, scheme, rows, columns, self.target)
 
-    def _outside(self) -> int:
-        """The embedding, and the head's copy of it where products need another layout."""
-        embedding = dense_bytes(self.config.vocab_size, self.config.hidden_size, self.target)
-        has_copy = is_prepacked(self.target) and self.kernels != "reference"
-        return embedding * 2 if head_is_embedding(self.checkpoint) and has_copy else embedding
+    def _outside(self, excluded: Mapping[str, str]) -> int:
+        """The embedding, and the head where that is the embedding: one matrix, or two where products need another
+        layout than looking up."""
+        scheme, rows, columns = self.checkpoint.scheme(EMBEDDING), self.config.vocab_size, self.config.hidden_size
+        embedding = embedding_bytes(scheme, rows, columns, self.target)
+        if not head_is_embedding(self.checkpoint):
+            return embedding
+        head = self._fused(scheme, rows, columns, excluded)
+        if scheme is None:
+            shared = not is_prepacked(self.target) or self.kernels == "reference"
+        else:
+            kernel = choose_kernel(scheme, columns, self.target, self.kernels, excluded).kernel.name
+            shared = reads_rows(kernel, self.target)
+        return head if shared else embedding + head
 
 
 def _place(module: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,20 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x [M, I] -> x W^T + bias [M, O]`, in the dtype of `x`."""
+        ...
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A linear whose weight can also be read row by row: then a head that is the embedding too needs no second copy."""
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it really can, in the layout that it has here."""
+        ...
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows `[T, I]` of the weight, dequantized in `dtype`, for int64 `indices [T]`; a new tensor."""
         ...
 
 

@@ -13,12 +13,17 @@ from runtime.kernels.cpu import is_fast
 class DenseLinear:
     """`F.linear` with the weight as it is; a memory-mapped weight stays mapped."""
 
+    reads_rows = True
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
         self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.weight.index_select(0, indices).to(dtype)
 
 
 class PrepackedLinear:

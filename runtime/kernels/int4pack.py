@@ -56,6 +56,20 @@ class Int4PackLinear:
             y = y[:, : self.out_features]
         return y if self._bias is None else y + self._bias
 
+    @property
+    def reads_rows(self) -> bool:
+        return self._tile > 0
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """A row is half of the bytes of one column of its tile."""
+        half = self._tile // 2
+        places = indices % self._tile
+        octets = self._packed.view(-1, self.in_features, half)[indices // self._tile, :, places % half]
+        nibbles = torch.where(places.unsqueeze(-1) < half, octets & 15, octets >> 4)
+        zero = self._zero if isinstance(self._zero, int) else self._zero[:, 0, indices].T.unsqueeze(-1)
+        grouped = nibbles.to(torch.bfloat16).view(len(indices), -1, self.group_size)
+        return grouped.sub_(zero).mul_(self._scales[:, indices, 0].T.unsqueeze(-1)).flatten(1).to(dtype)
+
     def _multiply_by_panels(self, x: Tensor) -> Tensor:
         num_columns = self._scales.shape[1]
         starts = range(0, num_columns, PANEL_COLUMNS)

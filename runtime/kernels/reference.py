@@ -18,10 +18,13 @@ PANEL_ELEMENTS = 2**22
 class ReferenceLinear:
     """Keeps codes as bytes and dequantizes rows on every call."""
 
+    reads_rows = True
+
     def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
         codes, scale, zero = (t.to(target.device) for t in (weight.codes, weight.scale, weight.zero))
         rows = max(1, PANEL_ELEMENTS // codes.shape[1])
         parts = zip(codes.split(rows), scale.split(rows), zero.split(rows), strict=True)
+        self.weight = IntegerWeight(codes, scale, zero, weight.scheme)
         self.bias = bias
         self.panels = [IntegerWeight(*part, weight.scheme) for part in parts]
         self.nbytes = codes.nbytes + scale.nbytes + zero.nbytes
@@ -34,6 +37,11 @@ class ReferenceLinear:
         else:
             y = self._multiply(x)
         return y if self.bias is None else y + self.bias
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        weight = self.weight
+        codes, scale, zero = (each.index_select(0, indices) for each in (weight.codes, weight.scale, weight.zero))
+        return IntegerWeight(codes, scale, zero, weight.scheme).dequantize(dtype)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return torch.cat([functional.linear(x, panel.dequantize(x.dtype)) for panel in self.panels], -1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.packing import num_words
+from compress.checkpoint.scheme import MAX_BITS, Scheme
 from runtime.kernels.base import Target
-from runtime.kernels.int4pack import ROW_MULTIPLE, kernel_group_size
+from runtime.kernels.dense import is_prepacked
+from runtime.kernels.int4pack import ROW_MULTIPLE, kernel_group_size, tile_columns
 
 SCALE_BYTES = 2
 ZERO_BYTES = 1
@@ -22,6 +24,21 @@ def prepared_bytes(kernel: str, scheme: Scheme, rows: int, columns: int, target:
         KeyError: no such kernel.
     """
     return _SIZES[kernel](scheme, rows, columns, target)
+
+
+def embedding_bytes(scheme: Scheme | None, rows: int, columns: int, target: Target) -> int:
+    """Of an embedding `[rows, columns]` that is looked up and nothing else; dense without a scheme."""
+    if scheme is None:
+        return dense_bytes(rows, columns, target)
+    words = columns if scheme.bits == MAX_BITS else 4 * num_words(columns, scheme.bits)
+    return rows * (words + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES)))
+
+
+def reads_rows(kernel: str, target: Target) -> bool:
+    """Whether the linear that a kernel, by name, makes can be looked up too (`RowSource`)."""
+    if kernel == "int4pack":
+        return tile_columns() > 0
+    return kernel == "reference" or (kernel == "dequantized" and not is_prepacked(target))
 
 
 def _int4pack(scheme: Scheme, rows: int, columns: int, target: Target) -> int:

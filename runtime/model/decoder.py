@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.kernels.base import Linear
-from runtime.kernels.dense import DenseLinear
 from runtime.model.config import DecoderConfig
+from runtime.model.embedding import Embedding
 from runtime.model.rope import Rotary
 
 
@@ -45,7 +45,7 @@ class Decoder:
     """A decoder-only model. Holds no state between calls: keys and values belong to the attention object.
 
     Attributes:
-        embedding: `[V, H]`.
+        embedding: gives rows `[T, H]` of token ids `[T]`.
         head: output projection `[H] -> [V]`.
         description: what was loaded and which kernel serves what, one line per kind of linear.
     """
@@ -53,7 +53,7 @@ class Decoder:
     config: DecoderConfig
     dtype: torch.dtype
     device: torch.device
-    embedding: Tensor
+    embedding: Embedding
     layers: list[Layer]
     norm: Tensor
     head: Linear
@@ -63,9 +63,8 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Memory of all weights; a head that is the embedding itself counts once."""
-        shared = isinstance(self.head, DenseLinear) and self.head.weight.data_ptr() == self.embedding.data_ptr()
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return self.embedding.nbytes + (0 if shared else self.head.nbytes) + sum(linear.nbytes for linear in linears)
+        return self.embedding.nbytes + self.head.nbytes + sum(linear.nbytes for linear in linears)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states `[T, H]` before the final norm, of int64 `token_ids [T]` at int64 `positions [T]`.
@@ -73,7 +72,7 @@ class Decoder:
         Tokens of several sequences may stand in any order; `attention` knows which belong together.
         """
         cos, sin = self.rotary.at(positions)
-        hidden = self.embedding.index_select(0, token_ids)
+        hidden = self.embedding(token_ids)
         for index, layer in enumerate(self.layers):
             hidden += self._attend(index, layer, hidden, attention, cos, sin)
             hidden += self._feed_forward(layer, hidden)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.device import resolve_device
+from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
@@ -20,6 +21,7 @@ from runtime.kernels.registry import Choice, choose_kernel
 from runtime.memory import available_bytes, format_bytes
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Layer
+from runtime.model.embedding import Embedding, make_embedding
 from runtime.model.linear import SideBySide, Weight, fuse_biases, fuse_weights
 from runtime.model.rope import Rotary
 from runtime.model.target import resolve_dtype
@@ -70,17 +72,16 @@ class _Loader:
 
     def load(self) -> Decoder:
         config, target = self.config, self.target
-        embedding = self._embedding()
+        layers = self.layers()
+        embedding, head = self._ends()
         return Decoder(
             config=config,
             dtype=target.dtype,
             device=target.device,
             embedding=embedding,
-            layers=self.layers(),
+            layers=layers,
             norm=self._vector(f"{NORM}.weight"),
-            head=self._prepare(embedding, "head (the embedding)")
-            if head_is_embedding(self.checkpoint)
-            else self._linear(HEAD),
+            head=head,
             rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
             description=tuple(self.description()),
         )
@@ -107,11 +108,15 @@ class _Loader:
         query, key = self._vector(f"{attention}.q_norm.weight"), self._vector(f"{attention}.k_norm.weight")
         return torch.cat((query.expand(self.config.num_heads, -1), key.expand(self.config.num_kv_heads, -1)))
 
-    def _embedding(self) -> Tensor:
+    def _ends(self) -> tuple[Embedding, Linear]:
+        """Embedding and head, with one matrix for both where that is possible."""
         weight = self.checkpoint.weight(EMBEDDING)
-        if not isinstance(weight, Tensor):
-            return weight.dequantize(self.target.dtype).to(self.target.device)
-        return weight.to(self.target.device, self.target.dtype)
+        if isinstance(weight, LowRankWeight):
+            raise CheckpointError(f"{EMBEDDING} is stored as two factors", "Quantize embeddings, or leave them dense")
+        if not head_is_embedding(self.checkpoint):
+            return make_embedding(weight, self.target), self._linear(HEAD)
+        head = self._prepare(weight, "head (the embedding)")
+        return make_embedding(weight, self.target, head), head
 
     def _vector(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.target.device, self.target.dtype)
@@ -151,7 +156,8 @@ def exclude_kernels(checkpoint: PackedCheckpoint, target: Target, kernels: str, 
     Weights are dequantized at load only while their dense form takes at most half of the `free` bytes.
     """
     elements = 0
-    for module in checkpoint.modules:
+    looked_up = set() if head_is_embedding(checkpoint) else {EMBEDDING}
+    for module in sorted(set(checkpoint.modules) - looked_up):
         for scheme, rows, columns in checkpoint.schemes[module].matrices(*checkpoint.shape(module)):
             if scheme and choose_kernel(scheme, columns, target, kernels).kernel.name == "dequantized":
                 elements += rows * columns

@@ -72,11 +72,6 @@ def test_ignoring_everything_is_an_error(tiny_model) -> None:
         plan_for(tiny_model(), QuantizeStage("rtn", ignore=("model.layers",)))
 
 
-def test_the_head_cannot_be_a_target(tiny_model) -> None:
-    with pytest.raises(RecipeError, match="targets include lm_head, which always stays dense"):
-        plan_for(tiny_model(), QuantizeStage("rtn", targets=("lm_head",)))
-
-
 def test_smoothing_edges_need_all_their_targets(tiny_model) -> None:
     plan = plan_for(tiny_model(), QuantizeStage("awq", Scheme(4, 64), ignore=("up_proj",)))
     assert {edge.source for edge in plan.edges[0]} == {"input_layernorm", "self_attn.v_proj"}

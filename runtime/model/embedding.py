@@ -1,0 +1,91 @@
+"""The token embedding: rows are looked up, and only those are dequantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packing import pack_bits, unpack_bits
+from runtime.kernels.base import Linear, RowSource, Target
+
+
+class Embedding(Protocol):
+    """A matrix `[V, H]` of which rows are read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds; nothing where the output head holds it."""
+        ...
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Rows `[T, H]` of int64 `token_ids [T]`, a new tensor in the activation dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseEmbedding:
+    """Plain numbers; a memory-mapped weight stays mapped."""
+
+    weight: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.weight.index_select(0, token_ids)
+
+
+class PackedEmbedding:
+    """Codes as they are stored, so memory is what the scheme says."""
+
+    def __init__(self, weight: IntegerWeight, target: Target) -> None:
+        self.scheme, self.dtype = weight.scheme, target.dtype
+        self.hidden_size = weight.shape[1]
+        # A byte for a code is no packing at all, and faster to read.
+        codes = weight.codes if self.scheme.bits == 8 else pack_bits(weight.codes, self.scheme.bits, 1)
+        self.codes, self.scale = codes.to(target.device), weight.scale.to(target.device)
+        self.zero = None if self.scheme.symmetric else weight.zero.to(target.device)
+        self.nbytes = self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        codes, scale = self.codes.index_select(0, token_ids), self.scale.index_select(0, token_ids)
+        if self.scheme.bits != 8:
+            codes = unpack_bits(codes, self.scheme.bits, self.hidden_size, 1)
+        if self.zero is None:
+            zero = torch.full(scale.shape, self.scheme.midpoint, dtype=torch.uint8, device=scale.device)
+        else:
+            zero = self.zero.index_select(0, token_ids)
+        return IntegerWeight(codes, scale, zero, self.scheme).dequantize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedEmbedding:
+    """Rows of the output head, which holds the matrix for both."""
+
+    head: RowSource
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.head.rows(token_ids, self.dtype)
+
+
+def make_embedding(weight: IntegerWeight | Tensor, target: Target, head: Linear | None = None) -> Embedding:
+    """The embedding of a weight `[V, H]`.
+
+    Args:
+        head: the output head, when it multiplies by this same weight.
+    """
+    if isinstance(head, RowSource) and head.reads_rows:
+        return SharedEmbedding(head, target.dtype)
+    if isinstance(weight, Tensor):
+        return DenseEmbedding(weight.to(target.device, target.dtype))
+    return PackedEmbedding(weight, target)

@@ -1,0 +1,221 @@
+"""The matrices at both ends of a model, packed: planned, rounded, stored, exported and served, tied and not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.checkpoint.errors import RecipeError
+from compress.checkpoint.export import export_checkpoint
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.source import TensorFiles
+from compress.checkpoint.verify import verify_structure
+from compress.evaluate.scorers import open_scorer
+from compress.methods.rtn import quantize_rtn
+from compress.pipeline import ends
+from compress.pipeline.finish import compare_with_report
+from compress.pipeline.prepare import Prepared, RunRequest, prepare
+from compress.pipeline.run import RunResult, run
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.factorize import FactorizeStage
+from compress.stages.quantize import QuantizeStage, end_stages
+from compress.stages.table import Stage
+from runtime.capacity.weights import Weights
+from runtime.kernels.base import Target
+from runtime.model.config import parse_config
+from runtime.model.load import load_model
+
+SMALL = CalibrationOptions(samples=6, length=48)
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+INSIDE = QuantizeStage("rtn", Scheme(4, 64))
+
+
+def prepared(model: Path, out: Path, *stages: Stage) -> Prepared:
+    return prepare(RunRequest(model, str(model), Recipe(stages, SMALL), out, measure=False))
+
+
+def compress(model: Path, out: Path, *stages: Stage) -> RunResult:
+    return run(prepared(model, out, *stages), quiet=True)
+
+
+def at_ends(*, embedding: Scheme | None = None, head: Scheme | None = None, method: str = "rtn") -> list[Stage]:
+    stages: list[Stage] = [INSIDE]
+    if embedding:
+        stages.append(QuantizeStage("rtn", embedding, targets=("embed_tokens",)))
+    if head:
+        stages.append(QuantizeStage(method, head, targets=("lm_head",)))
+    return stages
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(10, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8, None), Scheme(4, 32), Scheme(6, 64, symmetric=False)])
+def test_a_tied_matrix_is_stored_once_and_serves_both(tiny_model, tmp_path, scheme) -> None:
+    source = tiny_model("llama", tie_word_embeddings=True)
+    plan = prepared(source, tmp_path / "packed", *at_ends(embedding=scheme)).plan
+    result = compress(source, tmp_path / "packed", *at_ends(embedding=scheme))
+    packed = PackedCheckpoint.open(tmp_path / "packed")
+    assert packed.format == "compress-runtime"
+    assert packed.schemes[EMBEDDING] == scheme
+    assert HEAD not in packed.schemes
+    assert packed.tied
+    assert "lm_head" not in packed.config["quantization_config"]["ignore"]
+    assert result.structure.bits_per_weight == pytest.approx(plan.bits_per_weight, rel=1e-12)
+    assert result.structure.bits_per_parameter == pytest.approx(plan.bits_per_parameter, rel=0.02)
+    assert verify_structure(tmp_path / "packed", TensorFiles.open(source)).ok
+    assert compare_with_report(tmp_path / "packed") == []
+    assert EMBEDDING in {each["linears"][0]["module"] for each in result.report["ends"]}
+    wanted = quantize_rtn(TensorFiles.open(source).tensor(f"{EMBEDDING}.weight").float(), scheme)
+    assert torch.equal(packed.packed_weight(EMBEDDING).codes, wanted.codes)
+    served = open_scorer(tmp_path / "packed", dtype="float64").logits(tokens())
+    crossed = open_scorer(tmp_path / "packed", "transformers", dtype="float64").logits(tokens())
+    torch.testing.assert_close(served, crossed, rtol=1e-4, atol=1e-4)  # transformers' norms are float32
+
+
+@pytest.mark.parametrize(("method", "bits"), [("rtn", 8), ("gptq", 4)])
+def test_a_head_of_its_own_is_a_linear_that_every_engine_reads(tiny_model, tmp_path, method, bits) -> None:
+    source = tiny_model("llama", tie_word_embeddings=False)
+    compress(source, tmp_path / "packed", *at_ends(head=Scheme(bits, None), method=method))
+    packed = PackedCheckpoint.open(tmp_path / "packed")
+    assert packed.format == "compressed-tensors"
+    assert packed.schemes[HEAD] == Scheme(bits, None)
+    assert packed.config["quantization_config"]["ignore"] == []
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    with torch.no_grad():
+        expected = loaded(tokens()).logits.float()
+    served = open_scorer(tmp_path / "packed", dtype="bfloat16").logits(tokens())
+    assert (served - expected).abs().mean() < 0.02 * expected.abs().mean()
+
+
+def test_gptq_makes_a_head_better_than_rounding_to_nearest(tiny_model, tmp_path) -> None:
+    source = tiny_model("llama", tie_word_embeddings=False)
+    dense = open_scorer(source, dtype="float32").logits(tokens())
+    error = {}
+    for method in ("rtn", "gptq"):
+        stages = [QuantizeStage(method, Scheme(3, 64), targets=("lm_head",))]
+        recipe = Recipe(tuple(stages), CalibrationOptions(samples=32, length=128))
+        run(prepare(RunRequest(source, str(source), recipe, tmp_path / method, measure=False)), quiet=True)
+        error[method] = (open_scorer(tmp_path / method, dtype="float32").logits(tokens()) - dense).square().mean()
+    assert error["gptq"] < error["rtn"]
+    stored = PackedCheckpoint.open(tmp_path / "gptq")
+    assert stored.modules == ["lm_head"]
+
+
+def test_blocks_are_calibrated_on_the_embedding_that_is_looked_up(tiny_model, tmp_path, monkeypatch) -> None:
+    source = tiny_model("llama", tie_word_embeddings=True)
+    coarse = QuantizeStage("rtn", Scheme(2, None), targets=("embed_tokens",))
+    stages = [QuantizeStage("gptq", Scheme(4, 64)), coarse]
+    compress(source, tmp_path / "aware", *stages)
+    monkeypatch.setattr("compress.pipeline.run.stored_embedding", lambda prepared, progress: None)
+    compress(source, tmp_path / "blind", *stages)
+    aware, blind = (PackedCheckpoint.open(tmp_path / name) for name in ("aware", "blind"))
+    first = "model.layers.0.self_attn.q_proj"
+    assert not torch.equal(aware.packed_weight(first).codes, blind.packed_weight(first).codes)
+
+
+def test_rows_are_rounded_some_at_a_time_without_a_difference(tiny_model, tmp_path, monkeypatch) -> None:
+    source = tiny_model("llama", tie_word_embeddings=False)
+    stages = at_ends(embedding=Scheme(8, None), head=Scheme(4, 64), method="gptq")
+    compress(source, tmp_path / "whole", *stages)
+    monkeypatch.setattr(ends, "ELEMENTS_AT_ONCE", 128 * 1000)
+    compress(source, tmp_path / "chunks", *stages)
+    names = ("whole", "chunks")
+    whole, chunks = ((tmp_path / name / "model.safetensors").read_bytes() for name in names)
+    assert whole == chunks
+
+
+def test_a_killed_run_keeps_the_embedding_and_makes_the_head_from_saved_inputs(
+    tiny_model, tmp_path, monkeypatch
+) -> None:
+    source = tiny_model("llama", tie_word_embeddings=False)
+    stages = at_ends(embedding=Scheme(8, None), head=Scheme(4, 64), method="gptq")
+    compress(source, tmp_path / "whole", *stages)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("compress.pipeline.run.quantize_head", killed)
+        with pytest.raises(KeyboardInterrupt):
+            compress(source, tmp_path / "resumed", *stages)
+    compress(source, tmp_path / "resumed", *stages)
+    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed"))
+    assert whole == resumed
+
+
+def test_exports_write_the_embedding_as_numbers(tiny_model, tmp_path) -> None:
+    source = tiny_model("llama", tie_word_embeddings=True)
+    compress(source, tmp_path / "packed", *at_ends(embedding=Scheme(8, None)))
+    logits = open_scorer(tmp_path / "packed", dtype="float32", backend="transformers").logits(tokens())
+    for name in ("compressed-tensors", "dense"):
+        exported = export_checkpoint(tmp_path / "packed", name, tmp_path / name)
+        assert verify_structure(exported).ok
+        assert f"{EMBEDDING}.weight" in TensorFiles.open(exported)
+        again = open_scorer(exported, dtype="float32", backend="transformers").logits(tokens())
+        torch.testing.assert_close(again, logits, rtol=0, atol=0.05)  # numbers are bfloat16 there
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "compressed-tensors")
+    with pytest.raises(ValueError, match="quant_method"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("scheme", [Scheme(8, None), Scheme(4, 64), None])
+def test_memory_is_what_was_foreseen_and_shared_where_the_kernel_can(tiny_model, tmp_path, tied, scheme) -> None:
+    source = tiny_model("llama", tie_word_embeddings=tied)
+    head = None if tied else scheme
+    compress(source, tmp_path / "packed", *at_ends(embedding=scheme, head=head))
+    checkpoint = PackedCheckpoint.open(tmp_path / "packed")
+    matrix = 8192 * 128
+    for dtype in (torch.bfloat16, torch.float32):
+        for kernels in ("auto", "reference"):
+            decoder = load_model(tmp_path / "packed", dtype=str(dtype).removeprefix("torch."), kernels=kernels)
+            target = Target(torch.device("cpu"), dtype)
+            foreseen = Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).prepared()
+            assert decoder.nbytes == foreseen
+            if scheme and tied and kernels == "reference":
+                assert decoder.embedding.nbytes == 0
+            if scheme and not tied:
+                assert decoder.embedding.nbytes < matrix * scheme.bits / 8 * 1.1
+
+
+def test_what_cannot_be_done_at_the_ends_is_said_before_anything_runs(tiny_model, tmp_path) -> None:
+    tied, own = (tiny_model("llama", tie_word_embeddings=each) for each in (True, False))
+    cases = [
+        (tied, QuantizeStage("rtn", Scheme(8, None), targets=("lm_head",)), "lm_head, which is the embedding"),
+        (own, QuantizeStage("awq", Scheme(4, 64), targets=("lm_head",)), "awq cannot change lm_head"),
+        (own, QuantizeStage("gptq", Scheme(4, 64), targets=("embed_tokens",)), "gptq cannot change model.embed_tokens"),
+        (own, FactorizeStage("svd", targets=("lm_head",)), "factorize cannot change lm_head"),
+        (own, QuantizeStage("rtn", Scheme(8, None, activation_bits=8), targets=("lm_head",)), "no 8-bit activations"),
+    ]
+    for source, stage, problem in cases:
+        with pytest.raises(RecipeError, match=problem):
+            prepared(source, tmp_path / "unwritten", INSIDE, stage)
+
+
+def test_the_plan_says_what_becomes_of_both_ends(tiny_model, tmp_path) -> None:
+    source = tiny_model("llama", tie_word_embeddings=False)
+    plan = prepared(source, tmp_path / "unwritten", *at_ends(embedding=Scheme(8, None))).plan
+    fates = {row.tensor: row for row in plan.rows}
+    assert str(fates[f"{EMBEDDING}.weight"].assignment) == "rtn w8a16 channel sym"
+    assert fates[f"{HEAD}.weight"].reason == "output head"
+    assert any("looked up by this runtime only" in note for note in plan.notes)
+    assert json.dumps(plan.to_dict())
+
+
+def test_options_become_stages_of_their_own() -> None:
+    calibrated = QuantizeStage("awq", Scheme(4, 64))
+    head, embedding = end_stages(calibrated, 4, 8)
+    assert (head.method, head.scheme, head.targets) == ("gptq", Scheme(4, 64), ("lm_head",))
+    assert (embedding.method, embedding.scheme, embedding.targets) == ("rtn", Scheme(8, None), ("embed_tokens",))
+    assert end_stages(QuantizeStage("rtn", Scheme(4, 64)), 4, None)[0].method == "rtn"
+    assert end_stages(calibrated, None, None) == ()
