@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -11,14 +12,22 @@ from calibration.parts import Part
 from compress.checkpoint.errors import DataError, RecipeError, SchemeError
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.recipe import CalibrationOptions, Recipe
+from compress.search.goal import Goal, parse_size
+from compress.search.menu import parse_menu
+from compress.search.request import SearchRequest
 from compress.stages.factorize import FactorizeStage
+from compress.stages.kv_cache import KVCacheStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage, default_scheme, group_size_from
 from compress.stages.table import Stage
+from compress.stages.tuning import Tuning
 from compress.stages.words import nearest
 
 if TYPE_CHECKING:
     import yaml
+
+
+_TUNING = {"steps": int, "lr": float, "batch": int}
 
 
 def bundled_recipes() -> dict[str, Path]:
@@ -28,7 +37,15 @@ def bundled_recipes() -> dict[str, Path]:
 
 
 def load_recipe(spec: str) -> Recipe:
-    """Reads a recipe file, or a bundled recipe by name.
+    """Reads a recipe with stages, by file or bundled name. Raises RecipeError as `load_work`, and for a search."""
+    work = load_work(spec)
+    if isinstance(work, SearchRequest):
+        raise RecipeError(f"recipe {spec} searches for its stages", f"Use compress run {spec}")
+    return work
+
+
+def load_work(spec: str) -> Recipe | SearchRequest:
+    """Reads a recipe file, or a bundled recipe by name: stages, or a search for them.
 
     Raises:
         RecipeError: no such recipe, not YAML, or a key or value that means nothing; says file, line and key.
@@ -36,11 +53,19 @@ def load_recipe(spec: str) -> Recipe:
     path = bundled_recipes().get(spec, Path(spec))
     if not path.is_file():
         raise RecipeError(f"recipe {spec} does not exist", nearest(spec, tuple(bundled_recipes()), "Bundled recipes"))
-    return parse_recipe(path.read_text(encoding="utf-8"), str(path))
+    return parse_work(path.read_text(encoding="utf-8"), str(path))
 
 
 def parse_recipe(text: str, origin: str) -> Recipe:
-    """A recipe from YAML text; `origin` is the file name that errors show."""
+    """A recipe with stages from YAML text; `origin` is the file name that errors show."""
+    work = parse_work(text, origin)
+    if isinstance(work, SearchRequest):
+        raise RecipeError(f"{origin} searches for its stages", "Give it `stages:` instead of `search:`")
+    return work
+
+
+def parse_work(text: str, origin: str) -> Recipe | SearchRequest:
+    """Stages, or a search for them, from YAML text."""
     import yaml
 
     try:
@@ -48,7 +73,7 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     except yaml.YAMLError as error:
         raise RecipeError(f"{origin} is not YAML: {' '.join(str(error).split())}", "Correct the file") from error
     if root is None:
-        raise RecipeError(f"{origin} is empty", "A recipe needs at least `stages:`")
+        raise RecipeError(f"{origin} is empty", "A recipe needs at least `stages:` or `search:`")
     return _Reader(origin).recipe(root)
 
 
@@ -58,8 +83,8 @@ class _Reader:
     def __init__(self, origin: str) -> None:
         self.origin = origin
 
-    def recipe(self, node: yaml.Node) -> Recipe:
-        values = self._mapping(node, ("name", "seed", "calibration", "stages"), "recipe")
+    def recipe(self, node: yaml.Node) -> Recipe | SearchRequest:
+        values = self._mapping(node, ("name", "seed", "calibration", "stages", "search"), "recipe")
         options: dict[str, Any] = {"name": Path(self.origin).stem}
         if "name" in values:
             options["name"] = self._scalar(values["name"], str, "name")
@@ -67,8 +92,28 @@ class _Reader:
             options["seed"] = self._scalar(values["seed"], int, "seed")
         if "calibration" in values:
             options["calibration"] = self._calibration(values["calibration"])
+        if "search" in values and "stages" in values:
+            raise self._refusal(values["search"], "a recipe has stages or searches for them", "Remove one of them")
+        if "search" in values:
+            return self._search(values["search"], options)
         stages = tuple(self._stage(item) for item in self._items(values.get("stages"), "stages"))
         return self._build(node, Recipe, stages=stages, **options)
+
+    def _search(self, body: yaml.Node, options: dict[str, Any]) -> SearchRequest:
+        keys = ("target_bpw", "target_size", "max_kl", "menu", "method", "measured", "tries", "ignore")
+        values = self._mapping(body, keys, "search")
+        target: dict[str, Any] = {}
+        for key, name in (("target_bpw", "bits_per_weight"), ("max_kl", "kl")):
+            if key in values:
+                target[name] = self._number(values[key], key)
+        if "target_size" in values:
+            size = str(values["target_size"].value)
+            target["size"] = self._meant(values["target_size"], lambda: parse_size(size))
+        if "menu" in values:
+            words = [self._scalar(item, str, "menu") for item in self._items(values["menu"], "menu")]
+            options["menu"] = self._meant(values["menu"], lambda: parse_menu(",".join(words)))
+        options |= self._options(values, {"method": str, "measured": int, "tries": int})
+        return self._build(body, SearchRequest, goal=self._build(body, Goal, **target), **options)
 
     def _calibration(self, node: yaml.Node) -> CalibrationOptions:
         values = self._mapping(node, ("source", "samples", "length"), "calibration")
@@ -98,7 +143,12 @@ class _Reader:
             return float(self._scalar(node, int, what))
 
     def _stage(self, node: yaml.Node) -> Stage:
-        kinds = {"quantize": self._quantize, "prune": self._prune, "factorize": self._factorize}
+        kinds = {
+            "quantize": self._quantize,
+            "prune": self._prune,
+            "factorize": self._factorize,
+            "kv_cache": self._kv_cache,
+        }
         stage = self._mapping(node, tuple(kinds), "stage")
         if len(stage) != 1:
             raise self._refusal(node, "a stage names one kind of work", "Write `- quantize: {method: awq}`")
@@ -106,9 +156,11 @@ class _Reader:
         return kinds[kind](body)
 
     def _quantize(self, body: yaml.Node) -> QuantizeStage:
-        keys = ("method", "bits", "group_size", "symmetric", "activation_bits", "alpha", "targets", "ignore")
+        keys = ("method", "bits", "group_size", "symmetric", "activation_bits", "alpha", *_TUNING, "targets", "ignore")
         values = self._mapping(body, keys, "quantize")
         options = self._options(values, {"method": str, "alpha": float})
+        if tuning := self._scalars(values, _TUNING):
+            options["tuning"] = self._build(body, Tuning, **tuning)
         scheme = self._scheme(body, values, default_scheme(options.get("method", "")))
         return self._build(body, QuantizeStage, scheme=scheme, **options)
 
@@ -127,19 +179,27 @@ class _Reader:
         options = self._options(values, {"method": str, "keep": float, "allocation": str})
         return self._build(body, FactorizeStage, **options)
 
+    def _kv_cache(self, body: yaml.Node) -> KVCacheStage:
+        types = {"format": str, "rotate": bool, "sinks": int, "recent": int, "data": str, "tokens": int, "length": int}
+        values = self._mapping(body, (*types, "max_kl"), "kv_cache")
+        options = self._options(values, types)
+        if "max_kl" in values:
+            options["max_kl"] = self._number(values["max_kl"], "max_kl")
+        return self._build(body, KVCacheStage, **options)
+
     def _pattern(self, node: yaml.Node) -> Sparsity:
         """`2:4`. YAML 1.1 reads that as a number to the base of 60, so the text counts, quoted or not."""
-        try:
-            return Sparsity.parse(str(node.value))
-        except SchemeError as error:
-            raise self._refusal(node, error.problem, error.remedy) from error
+        return self._meant(node, lambda: Sparsity.parse(str(node.value)))
 
     def _options(self, values: dict[str, yaml.Node], types: dict[str, type]) -> dict[str, Any]:
         """Scalars of these types, and the lists of patterns that every stage has."""
-        options: dict[str, Any] = {key: self._scalar(values[key], types[key], key) for key in types if key in values}
+        options = self._scalars(values, types)
         for key in {"targets", "ignore"} & values.keys():
             options[key] = tuple(self._scalar(item, str, key) for item in self._items(values[key], key))
         return options
+
+    def _scalars(self, values: dict[str, yaml.Node], types: dict[str, type]) -> dict[str, Any]:
+        return {key: self._scalar(values[key], types[key], key) for key in types if key in values}
 
     def _scheme(self, node: yaml.Node, values: dict[str, yaml.Node], default: Scheme) -> Scheme:
         options: dict[str, Any] = asdict(default)
@@ -182,8 +242,12 @@ class _Reader:
         return value
 
     def _build(self, node: yaml.Node, kind: type, **options: Any) -> Any:
+        return self._meant(node, lambda: kind(**options))
+
+    def _meant(self, node: yaml.Node, make: Callable[[], Any]) -> Any:
+        """What a node means; a refusal says where it stands."""
         try:
-            return kind(**options)
+            return make()
         except (RecipeError, SchemeError, DataError) as error:
             raise self._refusal(node, error.problem, error.remedy) from error
 

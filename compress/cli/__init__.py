@@ -13,6 +13,7 @@ from compress.cli.prune import prune
 from compress.cli.quantize import quantize
 from compress.cli.report import report
 from compress.cli.run import run
+from compress.cli.search import search
 from compress.cli.verify import verify
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(quantize)
 app.command()(prune)
 app.command()(factorize)
+app.command()(search)
 app.command("eval")(evaluate)
 app.command()(run)
 app.command()(verify)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from compress.cli.options import (
     AsJson,
@@ -31,7 +35,11 @@ class TextOptions:
 
     def recipe(self, stages: tuple[Stage, ...], name: str) -> Recipe:
         """Stages that calibrate on this text. Raises RecipeError."""
-        return Recipe(stages, CalibrationOptions(self.calibration, self.samples, self.length), self.seed, name=name)
+        return Recipe(stages, self.options, self.seed, name=name)
+
+    @property
+    def options(self) -> CalibrationOptions:
+        return CalibrationOptions(self.calibration, self.samples, self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +52,15 @@ class JobOptions:
     dry_run: DryRun = False
     as_json: AsJson = False
     trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True, slots=True)
+class SearchFiles:
+    """Where a search keeps what it finds."""
+
+    sensitivities: Annotated[
+        Path | None,
+        typer.Option(help="File of measured figures, read and added to. Default: OUT.sensitivities.json."),
+    ] = None
+    recipe: Annotated[Path | None, typer.Option("--recipe", help="Recipe to write. Default: OUT.yaml.")] = None
+    recipe_only: Annotated[bool, typer.Option("--recipe-only", help="Write the recipe, and compress nothing.")] = False

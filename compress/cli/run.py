@@ -8,8 +8,9 @@ import typer
 
 from compress.checkpoint.option_groups import with_groups
 from compress.cli.job import carry_out
-from compress.cli.option_groups import JobOptions
+from compress.cli.option_groups import JobOptions, SearchFiles
 from compress.cli.options import DEFAULT_OUT, Model, Out
+from compress.recipe import Recipe
 
 
 @with_groups
@@ -22,8 +23,14 @@ def run(
 ) -> None:
     """Run a recipe on a model.
 
-    A recipe is a YAML file with a list of stages, so different layers can get different methods and widths.
+    A recipe is a YAML file with a list of stages, so different layers can get different methods and widths; or with
+    a search for them, see `compress search`.
     """
-    from compress.recipe_file import load_recipe
+    from compress.cli.search_job import carry_out_search
+    from compress.recipe_file import load_work
 
-    carry_out(model, load_recipe(recipe), out, job)
+    work = load_work(recipe)
+    if isinstance(work, Recipe):
+        carry_out(model, work, out, job)
+    else:
+        carry_out_search(model, work, out, SearchFiles(), job)

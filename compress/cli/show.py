@@ -21,7 +21,7 @@ _PLAIN_WIDTH = 120
 
 def print_plan(prepared: Prepared) -> None:
     """What would happen to every tensor, grouped by kind, with totals and needs."""
-    console = _console()
+    console = wide_console()
     table = Table(title=f"Plan for {prepared.request.model}", title_justify="left")
     table.add_column("tensor", overflow="fold")
     table.add_column("shape", no_wrap=True)
@@ -35,12 +35,12 @@ def print_plan(prepared: Prepared) -> None:
             " x ".join(map(str, shape)),
             str(len(rows)),
             _becomes(assignment, reason),
-            _megabytes(sum(row.bytes_before for row in rows)),
-            _megabytes(sum(row.bytes_after for row in rows)),
+            megabytes(sum(row.bytes_before for row in rows)),
+            megabytes(sum(row.bytes_after for row in rows)),
         )
     plan = prepared.plan
     table.add_section()
-    table.add_row("total", "", "", "", _megabytes(plan.bytes_before), _megabytes(plan.bytes_after))
+    table.add_row("total", "", "", "", megabytes(plan.bytes_before), megabytes(plan.bytes_after))
     console.print(table)
     for line in _facts(prepared):
         console.print(line, highlight=False, markup=False)
@@ -66,12 +66,12 @@ def describe_run(prepared: Prepared) -> str:
 
 def print_result(prepared: Prepared, result: RunResult) -> None:
     """Sizes, verification, quality, and the next command to type."""
-    console = _console()
+    console = wide_console()
     structure, before = result.structure, prepared.plan.bytes_before
     table = Table(show_header=False)
     table.add_row(
         "size",
-        f"{_megabytes(before)} MB -> {_megabytes(structure.total_bytes)} MB "
+        f"{megabytes(before)} MB -> {megabytes(structure.total_bytes)} MB "
         f"({before / structure.total_bytes:.2f} times smaller)",
     )
     table.add_row(
@@ -102,8 +102,8 @@ def _facts(prepared: Prepared) -> list[str]:
     lines = [
         f"bits per weight: {plan.bits_per_weight:.3f} in the quantized layers, "
         f"{plan.bits_per_parameter:.3f} over the whole model",
-        f"peak memory: about {_gigabytes(prepared.peak_memory)} GB; "
-        f"disk while running: about {_gigabytes(prepared.disk)} GB beside {prepared.request.out}",
+        f"peak memory: about {gigabytes(prepared.peak_memory)} GB; "
+        f"disk while running: about {gigabytes(prepared.disk)} GB beside {prepared.request.out}",
     ]
     return [*lines, describe_run(prepared), *(f"note: {note}" for note in prepared.notes)]
 
@@ -126,15 +126,15 @@ def _next_commands(out: Path) -> list[str]:
     return [f"compress eval --ppl {folder}", f"runtime serve {folder}"]
 
 
-def _megabytes(count: int) -> str:
+def megabytes(count: int) -> str:
     return f"{count / 1e6:,.2f}"
 
 
-def _gigabytes(count: int) -> str:
+def gigabytes(count: int) -> str:
     return f"{count / 1e9:,.2f}"
 
 
-def _console() -> Console:
+def wide_console() -> Console:
     """A terminal keeps its width; a file or a pipe gets room for a table."""
     console = Console()
     return console if console.is_terminal else Console(width=_PLAIN_WIDTH)

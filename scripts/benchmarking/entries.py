@@ -11,7 +11,8 @@ from itertools import pairwise
 
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.recipe_file import bundled_recipes, load_recipe
+from compress.recipe import Recipe
+from compress.recipe_file import bundled_recipes, load_recipe, load_work
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import METHODS, QuantizeStage
@@ -38,7 +39,7 @@ class Order:
 def methods_of(setting: str) -> tuple[str, ...]:
     """What can be tried at a setting."""
     if setting == RECIPES:
-        return tuple(bundled_recipes())
+        return tuple(name for name in bundled_recipes() if isinstance(load_work(name), Recipe))
     if setting == "w8a8":
         return ("rtn", "smoothquant")
     if setting.startswith("w"):

@@ -1,0 +1,144 @@
+"""Sensitivities: the divergence that each unit alone causes in each scheme while all else is dense.
+
+Divergence is nearly quadratic in small changes of the weights, and the changes that rounding makes in different layers
+are nearly uncorrelated, so what single layers cause adds up to nearly what they cause together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibration.statistics import InputStatistics
+from compress.checkpoint.scheme import Scheme
+from compress.pipeline.blocks import LoadedBlock, read_block
+from compress.pipeline.capture import BlockInputs, capture_inputs, run_all
+from compress.pipeline.linear_work import LinearWork, SharedFactors, values_of
+from compress.pipeline.observe import Need, observe
+from compress.pipeline.progress import RunDisplay
+from compress.plan import Assignment
+from compress.report import tool_version
+from compress.search.menu import word
+from compress.search.resident import ResidentModel
+from compress.search.sensitivities import Sensitivities
+from compress.search.survey import Survey
+from compress.search.units import Unit
+
+Wanted = Mapping[Unit, Sequence[Scheme]]
+Found = Callable[[Unit, Scheme, float], None]
+
+
+def identity(survey: Survey) -> dict[str, Any]:
+    """What sensitivities depend on."""
+    prepared = survey.prepared
+    files = [file.path for file in prepared.files.files]
+    return {
+        "source": prepared.request.source,
+        "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        "texts": prepared.sequences.token_sha256 if prepared.sequences else None,
+        "measured": len(survey.measured),
+        "method": survey.request.method,
+        "device": prepared.device.type,
+        "dtype": str(prepared.dtype).removeprefix("torch."),
+        "tool": tool_version(),
+    }
+
+
+@torch.no_grad()
+def measure(survey: Survey, known: Sensitivities, display: RunDisplay) -> None:
+    """Measures what is not known yet, unit by unit in the order of the model.
+
+    Raises:
+        CheckpointError: the model does not fit in memory, or a tensor of it is missing or misshapen.
+        NumericsError: NaN or infinity on the way.
+    """
+    wanted = {unit: [each for each in menu if known.get(unit, each) is None] for unit, menu in survey.menus.items()}
+    wanted = {unit: schemes for unit, schemes in wanted.items() if schemes}
+    if not wanted:
+        return
+    survey.require_memory()
+    display.step("loading the model")
+    meter = _Meter.open(survey)
+
+    def found(unit: Unit, scheme: Scheme, divergence: float) -> None:
+        known.add(unit, scheme, divergence)
+        display.finish(f"{unit.name} {word(scheme)}: KL {divergence:.6f}")
+
+    for index in range(1 + max(unit.block for unit in wanted)):
+        inside = {unit: schemes for unit, schemes in wanted.items() if unit.block == index}
+        if inside:
+            display.step(f"statistics of block {index}")
+            meter.measure(index, inside, found)
+        meter.advance(index)
+
+
+@dataclass
+class _Meter:
+    """The dense model with both texts on their way through it.
+
+    Attributes:
+        calibration: what rounding is calibrated on.
+        model: holds what divergence is measured on.
+    """
+
+    survey: Survey
+    calibration: BlockInputs
+    model: ResidentModel
+
+    @classmethod
+    def open(cls, survey: Survey) -> _Meter:
+        prepared = survey.prepared
+        place = prepared.device, prepared.dtype
+        # One sequence at a time, and what it takes stays in the processor's cache; a GPU wants more to do.
+        small = 1 if prepared.device.type == "cpu" else prepared.micro_batch
+        calibration, measured = (
+            capture_inputs(prepared.skeleton, prepared.files, tokens, micro_batch, *place)
+            for tokens, micro_batch in ((survey.calibration, prepared.micro_batch), (survey.measured, small))
+        )
+        model = ResidentModel(prepared.skeleton, prepared.files, measured, survey.measured, *place)
+        return cls(survey, calibration, model)
+
+    def measure(self, index: int, wanted: Wanted, found: Found) -> None:
+        """All that is wanted of one block."""
+        prepared = self.survey.prepared
+        name = prepared.skeleton.block_name(index)
+        inside = {module.removeprefix(f"{name}.") for unit in wanted for module in unit.modules}
+        block = read_block(prepared.skeleton, prepared.files, index, inside, prepared.device)
+        block.module = self.model.blocks[index]
+        statistics = self._statistics(block, index) if self.survey.request.method != "rtn" else {}
+        for unit, schemes in wanted.items():
+            leaves = [module.removeprefix(f"{name}.") for module in unit.modules]
+            # Linears of one unit share their input.
+            seen = statistics.get(leaves[0])
+            factors = SharedFactors(seen)
+            for scheme in schemes:
+                for leaf in leaves:
+                    block.set_weight(leaf, self._rounded(block, leaf, scheme, seen, factors))
+                found(unit, scheme, self.model.divergence(index))
+            for leaf in leaves:
+                block.set_weight(leaf, block.weights[leaf])
+
+    def _rounded(
+        self, block: LoadedBlock, leaf: str, scheme: Scheme, seen: InputStatistics | None, factors: SharedFactors
+    ) -> Tensor:
+        scale_dtype = getattr(torch, self.survey.prepared.plan.scale_dtype)
+        assignment = Assignment(self.survey.request.method, scheme)
+        stored, _ = LinearWork(f"{block.name}.{leaf}", block.weights[leaf], assignment, scale_dtype, seen).apply(
+            factors
+        )
+        return values_of(stored).to(block.weights[leaf].device)
+
+    def _statistics(self, block: LoadedBlock, index: int) -> dict[str, InputStatistics]:
+        needs = {leaf: Need(hessian=True) for leaf in block.weights}
+        return observe(block, self.calibration, index, needs, self.survey.prepared.device).statistics
+
+    def advance(self, index: int) -> None:
+        """Moves both texts past a block."""
+        name = self.survey.prepared.skeleton.block_name(index)
+        device = self.survey.prepared.device
+        self.calibration.hidden = run_all(self.model.blocks[index], name, self.calibration, index, device)
+        self.model.advance(index)

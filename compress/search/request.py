@@ -1,0 +1,74 @@
+"""What a search is asked for, as data: `compress search` builds it from options, a recipe file from `search:`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from compress.checkpoint.errors import RecipeError
+from compress.checkpoint.scheme import Scheme
+from compress.recipe import CalibrationOptions, Recipe
+from compress.search.goal import Goal
+from compress.search.menu import DEFAULT_MENU, parse_menu, word
+from compress.search.units import Unit
+from compress.stages.quantize import SMOOTHING_METHODS, QuantizeStage
+from compress.stages.words import nearest
+
+METHODS = ("gptq", "rtn")
+DEFAULT_MEASURED = 8
+DEFAULT_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRequest:
+    """Everything that decides what a search finds besides the model.
+
+    Attributes:
+        goal: what it aims at.
+        menu: schemes that a layer may get.
+        method: how weights are rounded, both where sensitivities are measured and in the end.
+        measured: sequences of the calibration text that sensitivities are measured on; rounding does not see them.
+        tries: checkpoints that may be made before a target of KL is met as closely as it can be.
+        ignore: patterns of modules that stay dense.
+    """
+
+    goal: Goal
+    menu: tuple[Scheme, ...] = field(default_factory=lambda: parse_menu(DEFAULT_MENU))
+    method: str = "gptq"
+    measured: int = DEFAULT_MEASURED
+    tries: int = DEFAULT_TRIES
+    ignore: tuple[str, ...] = ()
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    seed: int = 0
+    name: str = "search"
+
+    def __post_init__(self) -> None:
+        if self.method in SMOOTHING_METHODS:
+            problem = f"{self.method} smooths several layers at once, so none has a sensitivity of its own"
+            raise RecipeError(problem, "Search with gptq or rtn")
+        if self.method not in METHODS:
+            raise RecipeError(f"method {self.method!r} cannot be searched with", nearest(self.method, METHODS, "Use"))
+        for name, value in (("measured", self.measured), ("tries", self.tries)):
+            if value < 1:
+                raise RecipeError(f"{name}={value} leaves nothing to go by", f"Use {name} 4 or more")
+
+    def probe(self) -> Recipe:
+        """A recipe that takes the same layers and texts: what a search is prepared with."""
+        text = CalibrationOptions(
+            self.calibration.source, self.calibration.samples + self.measured, self.calibration.length
+        )
+        return Recipe((QuantizeStage("gptq", Scheme(8, None), ignore=self.ignore),), text, self.seed, self.name)
+
+    def recipe(self, chosen: Mapping[Unit, Scheme]) -> Recipe:
+        """The recipe that gives every unit its scheme: one stage for each scheme, narrow ones first."""
+        targets: dict[Scheme, list[str]] = {}
+        for unit, scheme in chosen.items():
+            targets.setdefault(scheme, []).extend(unit.modules)
+        order = sorted(targets, key=lambda scheme: (scheme.bits, -(scheme.group_size or 1 << 30), word(scheme)))
+        stages = tuple(QuantizeStage(self.method, scheme, tuple(targets[scheme])) for scheme in order)
+        return Recipe(stages, self.calibration, self.seed, self.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for the report."""
+        return asdict(self) | {"menu": [word(scheme) for scheme in self.menu]}

@@ -1,0 +1,132 @@
+"""The whole dense model in memory, so that the effect of one changed layer on the model's output can be measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint.errors import NumericsError
+from compress.checkpoint.source import TensorFiles
+from compress.pipeline.blocks import fill, read_tensor
+from compress.pipeline.capture import BlockInputs, StandIn, run_all, run_block
+from compress.pipeline.skeleton import Skeleton
+
+
+class _Given(StandIn):
+    """Returns what it was given beforehand, whatever it is passed."""
+
+    output: Tensor | None = None
+
+    def forward(self, *_args: object, **_kwargs: object) -> Tensor | None:
+        return self.output
+
+
+class ResidentModel:
+    """A model whose blocks run on from stored hidden states, while its own forward does what comes after the blocks.
+
+    Args:
+        skeleton: gets real weights; its blocks are taken out and run here.
+        measured: the text that divergence is measured on, as it enters the first block.
+        tokens: int64 `[N, T]`, the same text.
+        device, dtype: where and in which dtype everything computes.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        files: TensorFiles,
+        measured: BlockInputs,
+        tokens: Tensor,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.blocks = list(skeleton.blocks)
+        self._skeleton, self._device = skeleton, device
+        self._inputs, self._tokens = measured, tokens.to(device)
+        for index, block in enumerate(self.blocks):
+            fill(block, skeleton.block_name(index), files, device, dtype)
+        _fill_rest(skeleton, files, device)
+        self._given = _take_blocks_out(skeleton)
+        self._reference = [_Reference.of(logits) for logits in self._logits(0)]
+
+    @torch.no_grad()
+    def divergence(self, block: int) -> float:
+        """Mean KL(dense || now) over all positions, in nats, as the blocks from `block` on are now.
+
+        Those before it must be as they were when `advance` passed them.
+
+        Raises:
+            NumericsError: the output is not finite.
+        """
+        batches = zip(self._logits(block), self._reference, strict=True)
+        total = sum(reference.divergence(logits) for logits, reference in batches)
+        if not math.isfinite(total):
+            name = self._skeleton.block_name(block)
+            problem = f"the model's output is not finite with a quantized layer in {name}"
+            raise NumericsError(problem, "Use --dtype float32")
+        return max(total / self._tokens.numel(), 0.0)
+
+    @torch.no_grad()
+    def advance(self, block: int) -> None:
+        """Moves the text past `block`: from here on blocks up to it do not run again."""
+        name = self._skeleton.block_name(block)
+        self._inputs.hidden = run_all(self.blocks[block], name, self._inputs, block, self._device)
+
+    @torch.no_grad()
+    def _logits(self, first: int) -> Iterator[Tensor]:
+        """Logits `[B, T, V]` in float32, micro-batch by micro-batch."""
+        states = self._inputs.hidden.split(self._inputs.micro_batch)
+        batches = zip(states, self._inputs.calls, self._tokens.split(self._inputs.micro_batch), strict=True)
+        for hidden, calls, tokens in batches:
+            hidden = hidden.to(self._device)
+            for module, call in zip(self.blocks[first:], calls[first:], strict=True):
+                hidden = run_block(module, hidden, call)
+            self._given.output = hidden.float()
+            yield self._skeleton.model(input_ids=tokens, use_cache=False).logits.float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What the dense model said of some positions: probabilities `[B, T, V]`, and the sum of their logarithms' means.
+
+    Kept as probabilities, a divergence is one product and one logarithm of a sum.
+    """
+
+    probabilities: Tensor
+    negative_entropy: float
+
+    @classmethod
+    def of(cls, logits: Tensor) -> _Reference:
+        probabilities = torch.softmax(logits, -1)
+        return cls(probabilities, -cls(probabilities, 0.0).divergence(logits))
+
+    def divergence(self, logits: Tensor) -> float:
+        """KL to a model with these logits `[B, T, V]`, in nats, summed over positions."""
+        cross = logits.logsumexp(-1) - torch.linalg.vecdot(self.probabilities, logits)
+        return self.negative_entropy + float(cross.sum(dtype=torch.float64))
+
+
+def _fill_rest(skeleton: Skeleton, files: TensorFiles, device: torch.device) -> None:
+    """Real weights for everything outside of the blocks, in float32: the last layers decide what is measured."""
+    model = skeleton.model
+    for name, parameter in list(model.named_parameters()):
+        if name in files and parameter.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            value = read_tensor(files, name, tuple(parameter.shape)).to(device, torch.float32)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    for module in model.modules():
+        for leaf, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, leaf, buffer.to(device))
+    if skeleton.ties_head:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def _take_blocks_out(skeleton: Skeleton) -> _Given:
+    """Puts stand-ins where the blocks were. Returns the last one, whose output goes on to the final norm."""
+    for index, block in enumerate(list(skeleton.blocks)):
+        skeleton.blocks[index] = _Given(block)
+    return skeleton.blocks[-1]

@@ -1,0 +1,210 @@
+"""What a search will measure, and what that takes: everything known before it begins."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import CheckpointError, DataError, RecipeError
+from compress.checkpoint.scheme import Scheme
+from compress.pipeline.prepare import Prepared, RunRequest, prepare
+from compress.plan import shape_bytes
+from compress.search.goal import Goal
+from compress.search.menu import word
+from compress.search.request import SearchRequest
+from compress.search.units import Unit, menu_for, units_of
+
+_FLOAT32 = 4
+# A tensor's entry in the header of a weight file beside its name, and how many entries a packed weight has at most.
+_ENTRY_BYTES, _ENTRIES = 128, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A search with everything resolved.
+
+    Attributes:
+        request: what is asked for.
+        run: the model, the folder to write and how to compute; its recipe means nothing.
+        prepared: a run of the same layers and texts, whose recipe is only a probe.
+        menus: the schemes that each unit may get.
+        calibration, measured: int64 `[N, L]`, what rounding and what divergence is measured on.
+        fixed_bytes: of the weight files, whatever is chosen; rounded up.
+    """
+
+    request: SearchRequest
+    run: RunRequest
+    prepared: Prepared
+    menus: dict[Unit, list[Scheme]]
+    calibration: Tensor
+    measured: Tensor
+    fixed_bytes: int
+
+    @property
+    def measurements(self) -> int:
+        return sum(map(len, self.menus.values()))
+
+    def cost(self, unit: Unit, scheme: Scheme) -> int:
+        """Bytes of a unit in the file."""
+        return unit.stored_bytes(scheme, self.prepared.plan.scale_dtype)
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of all units where each gets its smallest scheme."""
+        return sum(min(self.cost(unit, scheme) for scheme in menu) for unit, menu in self.menus.items())
+
+    @property
+    def largest(self) -> int:
+        return sum(max(self.cost(unit, scheme) for scheme in menu) for unit, menu in self.menus.items())
+
+    def bits_per_weight(self, cost: int) -> float:
+        """Of units that take `cost` bytes in all."""
+        return 8 * (cost - self._shape_bytes) / sum(unit.weights for unit in self.menus)
+
+    def budget(self, goal: Goal) -> int:
+        """Bytes that the units may take. Raises RecipeError for a size that nothing can reach; says what can be."""
+        if goal.size is not None:
+            budget = goal.size - self.fixed_bytes
+        elif goal.bits_per_weight is not None:
+            weights = sum(unit.weights for unit in self.menus)
+            budget = math.floor(goal.bits_per_weight * weights / 8) + self._shape_bytes
+        else:
+            raise ValueError("a goal of quality has no budget")
+        if budget < self.smallest:
+            raise RecipeError(
+                f"{goal} cannot be reached: the menu's smallest schemes take {self.bits_per_weight(self.smallest):.3f} "
+                f"bits per weight, {(self.smallest + self.fixed_bytes) / 1e6:,.2f} MB in all",
+                "Allow that much, or add a smaller scheme to --menu, e.g. w2g128",
+            )
+        return budget
+
+    @property
+    def operations(self) -> float:
+        """Floating point operations of all measurements: blocks from the changed one on, and the head."""
+        blocks = [sum(each.numel() for each in block.parameters()) for block in self.prepared.skeleton.blocks]
+        config = self.prepared.skeleton.model.config
+        head = config.vocab_size * config.hidden_size
+        passes = sum(len(menu) * (sum(blocks[unit.block :]) + head) for unit, menu in self.menus.items())
+        calibrating = 2 * sum(blocks) * self.calibration.numel()
+        return 2.0 * (passes * self.measured.numel() + calibrating)
+
+    def seconds(self) -> float:
+        """How long that takes at the speed at which the device multiplies now: an estimate from below."""
+        return self.operations / _speed(self.prepared.device, self.prepared.dtype)
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes at the worst moment: the model, what it said of the measured text, and one block's statistics."""
+        skeleton, item = self.prepared.skeleton, self.prepared.dtype.itemsize
+        blocks = sum(each.numel() for block in skeleton.blocks for each in block.parameters())
+        everything = sum(math.prod(row.shape) for row in self.prepared.plan.rows if row.bytes_after)
+        reference = 2 * _FLOAT32 * self.measured.numel() * skeleton.model.config.vocab_size
+        return self.prepared.peak_memory + blocks * item + (everything - blocks) * _FLOAT32 + reference
+
+    def require_memory(self) -> None:
+        """Raises CheckpointError where the model does not fit: better than a search that the system kills."""
+        from runtime.memory import available_bytes, format_bytes
+
+        available = available_bytes(self.prepared.device)
+        if self.peak_memory > available:
+            raise CheckpointError(
+                f"measuring holds the whole model, about {format_bytes(self.peak_memory)}, and "
+                f"{format_bytes(available)} are free on {self.prepared.device}",
+                "Use --dtype bfloat16 or fewer --measured sequences, or a machine with more memory",
+            )
+
+    @property
+    def _shape_bytes(self) -> int:
+        """Of the shapes beside the weights, which are no weights."""
+        return sum(shape_bytes(menu[0]) * len(unit.modules) for unit, menu in self.menus.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able: what `--dry-run --json` prints."""
+        return {
+            "model": str(self.prepared.request.model),
+            "out": str(self.prepared.request.out),
+            "search": self.request.to_dict(),
+            "units": [
+                {"modules": list(unit.modules), "bytes": {word(scheme): self.cost(unit, scheme) for scheme in menu}}
+                for unit, menu in self.menus.items()
+            ],
+            "measurements": self.measurements,
+            "measured_tokens": self.measured.numel(),
+            "operations": self.operations,
+            "seconds": self.seconds(),
+            "peak_memory_bytes": self.peak_memory,
+            "fixed_bytes": self.fixed_bytes,
+            "smallest_bytes": self.smallest + self.fixed_bytes,
+            "largest_bytes": self.largest + self.fixed_bytes,
+        }
+
+
+def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Survey:
+    """Opens and checks everything; reads no weights.
+
+    Args:
+        run: see `Survey`. Where its dtype is `auto`, sensitivities are measured in float32: those of wide schemes are
+            smaller than what half precision rounds away.
+
+    Raises:
+        ToolkitError: as `compress.pipeline.prepare.prepare`; a size that cannot be reached; too little text.
+    """
+    dtype = "float32" if run.dtype == "auto" else run.dtype
+    prepared = prepare(replace(run, recipe=search.probe(), dtype=dtype), dry_run)
+    skeleton = prepared.skeleton
+    blocks = [skeleton.block_name(index) for index in range(skeleton.num_blocks)]
+    searched = prepared.plan.assignments
+    shapes = {
+        f"{name}.{leaf}": (linear.out_features, linear.in_features)
+        for name, block in zip(blocks, skeleton.blocks, strict=True)
+        for leaf, linear in skeleton.linears(block).items()
+        if f"{name}.{leaf}" in searched
+    }
+    units = units_of(blocks, shapes, skeleton.architecture)
+    menus = {unit: menu_for(unit, search.menu) for unit in units}
+    calibration, measured = _split(prepared, search)
+    found = Survey(search, run, prepared, menus, calibration, measured, _fixed_bytes(prepared, units))
+    if search.goal.kl is None:
+        found.budget(search.goal)
+    return found
+
+
+def _split(prepared: Prepared, search: SearchRequest) -> tuple[Tensor, Tensor]:
+    """Sequences to calibrate on, and others to measure on. Where the text is short both get less."""
+    if prepared.sequences is None:
+        raise ValueError("the probe of a search is calibrated")
+    tokens = prepared.sequences.tokens
+    if len(tokens) < 2:
+        raise DataError(
+            f"{prepared.sequences.source} gives {len(tokens)} sequence, and a search needs some to calibrate on and "
+            "some to measure on",
+            "Give more text, or use a shorter --length",
+        )
+    wanted = search.calibration.samples + search.measured
+    measured = max(1, search.measured * len(tokens) // wanted)
+    return tokens[:-measured], tokens[-measured:]
+
+
+def _fixed_bytes(prepared: Prepared, units: Sequence[Unit]) -> int:
+    plan = prepared.plan
+    packed = sum(row.bytes_after for row in plan.changed)
+    names = [row.tensor for row in plan.rows if row.bytes_after]
+    header = sum(_ENTRY_BYTES + len(name) for name in names)
+    header += sum((_ENTRIES - 1) * (_ENTRY_BYTES + len(module)) for unit in units for module in unit.modules)
+    return plan.bytes_after - packed + header
+
+
+def _speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a matrix product."""
+    size = 1024 if device.type == "cpu" else 4096
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    float((matrix @ matrix)[0, 0])
+    started = time.monotonic()
+    float((matrix @ matrix)[0, 0])
+    return 2.0 * size**3 / (time.monotonic() - started)

@@ -1,0 +1,177 @@
+"""Searches from end to end on tiny random models: what is measured, chosen, written, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.checkpoint.errors import CheckpointError, RecipeError
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.recipe import CalibrationOptions
+from compress.recipe_file import load_recipe
+from compress.search.goal import Goal
+from compress.search.menu import parse_menu, word
+from compress.search.request import SearchRequest
+from compress.search.resident import ResidentModel
+from compress.search.search import Files, carry_out, find, write_choice
+from compress.search.survey import survey
+
+MENU = parse_menu("w2g64,w4g64,w8")
+TEXT = CalibrationOptions("bundled", samples=4, length=64)
+
+
+def asked(goal: Goal, **options) -> SearchRequest:
+    return SearchRequest(goal, **({"menu": MENU, "measured": 2, "calibration": TEXT, "name": goal.name} | options))
+
+
+def opened(model: Path, out: Path, search: SearchRequest, **options):
+    request = RunRequest(model, str(model), search.probe(), out, **({"dtype": "float32"} | options))
+    return survey(search, request)
+
+
+def files(out: Path) -> Files:
+    return Files(out.with_name("figures.json"), out.with_name("found.yaml"), "compress search")
+
+
+def test_a_search_for_bits_ends_in_a_checkpoint_that_its_recipe_makes_again(tiny_model, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0)), measure=False)
+    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True)
+    assert result.structure.bits_per_weight <= 4.0 < 0.2 + result.structure.bits_per_weight
+    schemes = PackedCheckpoint.open(out).schemes
+    assert {word(scheme) for scheme in schemes.values()} <= {"w2g64", "w4g64", "w8"}
+    for block in range(3):
+        for siblings in (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("mlp.gate_proj", "mlp.up_proj"),
+        ):
+            assert len({schemes[f"model.layers.{block}.{name}"] for name in siblings}) == 1
+    recipe = load_recipe(str(files(out).recipe))
+    again = run(prepare(replace(found.run, recipe=recipe, out=tmp_path / "again")), quiet=True)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (out, again.out)]
+    assert weights[0] == weights[1]
+    search = json.loads((out / "compression_report.json").read_text())["search"]
+    assert search["predicted"] == pytest.approx(sum(unit["sensitivity"][unit["chosen"]] for unit in search["units"]))
+    assert len(search["units"]) == 12
+
+
+def test_files_stay_within_a_target_of_size(tiny_model, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    span = opened(model, tmp_path / "out", asked(Goal(bits_per_weight=8)))
+    size = (span.smallest + span.largest) // 2 + span.fixed_bytes
+    found = opened(model, tmp_path / "out", asked(Goal(size=size)), measure=False)
+    result = carry_out(find(found, files(tmp_path / "out"), quiet=True), files(tmp_path / "out"), quiet=True)
+    assert 0.97 * size < result.structure.total_bytes <= size
+
+
+def test_sensitivities_are_what_the_whole_model_says(tiny_model, tmp_path: Path) -> None:
+    """By transformers' own forward, with one unit rounded to nearest."""
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model("qwen3", torch.float32)
+    found = opened(model, tmp_path / "out", asked(Goal(kl=1.0), method="rtn"))
+    known = find(found, files(tmp_path / "out"), quiet=True).known
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    packed = tmp_path / "packed"
+    unit = next(unit for unit in found.menus if unit.block == 1 and "q_proj" in unit.name)
+    recipe = replace(asked(Goal(kl=1.0), method="rtn").recipe({unit: MENU[0]}), calibration=TEXT)
+    run(prepare(RunRequest(model, str(model), recipe, packed, measure=False)), quiet=True)
+    with torch.no_grad():
+        dense = torch.log_softmax(whole(found.measured).logits, -1)
+        for module in unit.modules:
+            stored = PackedCheckpoint.open(packed).packed_weight(module)
+            whole.get_submodule(module).weight.copy_(stored.dequantize())
+        changed = torch.log_softmax(whole(found.measured).logits, -1)
+    expected = (dense.exp() * (dense - changed)).sum(-1).mean()
+    # The run knows no statistics, so its scales weigh all columns alike, as do those of the search by rtn.
+    assert known.of(unit, MENU[0]) == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_an_interrupted_search_goes_on_with_what_it_has(tiny_model, tmp_path: Path, monkeypatch) -> None:
+    measured: list[int] = []
+    divergence = ResidentModel.divergence
+
+    def counted(self, block: int) -> float:
+        if len(measured) == 7:
+            raise KeyboardInterrupt
+        measured.append(block)
+        return divergence(self, block)
+
+    out = tmp_path / "out"
+    found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0)))
+    monkeypatch.setattr(ResidentModel, "divergence", counted)
+    with pytest.raises(KeyboardInterrupt):
+        find(found, files(out), quiet=True)
+    monkeypatch.setattr(ResidentModel, "divergence", divergence)
+    continued = find(opened(tiny_model("llama"), out, found.request), files(out), quiet=True).known
+    whole = find(
+        opened(tiny_model("llama"), out, found.request), replace(files(out), sensitivities=tmp_path / "b"), quiet=True
+    ).known
+    assert continued.values == whole.values
+    monkeypatch.setattr(ResidentModel, "divergence", None)
+    other = opened(tiny_model("llama"), out, asked(Goal(kl=0.5), menu=MENU[:2]))
+    assert find(other, files(out), quiet=True).known.values == whole.values
+
+
+def test_figures_of_another_model_are_refused(tiny_model, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    find(opened(tiny_model("llama"), out, asked(Goal(kl=1.0), menu=MENU[1:])), files(out), quiet=True)
+    with pytest.raises(CheckpointError, match=r"another configuration \(measured, texts differ\).*--restart"):
+        find(opened(tiny_model("llama"), out, asked(Goal(kl=1.0), measured=3)), files(out), quiet=True)
+
+
+def test_a_divergence_is_met_by_a_few_checkpoints(tiny_model, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = opened(tiny_model("llama"), out, asked(Goal(kl=0.01), tries=4))
+    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True)
+    tries = result.report["search"]["tries"]
+    kept = [each for each in tries if each["measured"] <= 0.01]
+    assert 1 <= len(tries) <= 4
+    assert result.quality["kl_mean"] == min(kept, key=lambda each: each["bytes"])["measured"] <= 0.01
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "found.yaml", "out"]
+    assert f"the checkpoint has {result.quality['kl_mean']:.4f}" in files(out).recipe.read_text()
+    assert result.report["structure"]["path"] == str(out)
+
+
+def test_what_cannot_be_reached_is_said_with_what_can(tiny_model, tmp_path: Path) -> None:
+    out, model = tmp_path / "out", tiny_model("llama")
+    with pytest.raises(RecipeError, match=r"at most 2 bits per weight cannot be reached: .* 2.250 bits per weight"):
+        opened(model, out, asked(Goal(bits_per_weight=2.0)))
+    findings = find(opened(model, out, asked(Goal(kl=1e-9), menu=MENU[:2])), files(out), quiet=True)
+    with pytest.raises(RecipeError, match=r"no checkpoint of 1 tries has KL 1e-09 or less: the best has .*w4g64"):
+        carry_out(findings, files(out), quiet=True)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("runtime.memory.available_bytes", lambda device: 5 << 20)
+    found = opened(tiny_model("llama"), tmp_path / "out", asked(Goal(kl=1.0)))
+    with pytest.raises(CheckpointError, match=r"holds the whole model, about .*, and 5.0 MiB are free on cpu"):
+        find(found, files(tmp_path / "out"), quiet=True)
+    assert not (tmp_path / "figures.json").exists()
+
+
+def test_schemes_whose_groups_do_not_divide_a_layer_are_not_offered_to_it(tiny_model, tmp_path: Path) -> None:
+    model = tiny_model("llama", intermediate_size=160)
+    found = opened(model, tmp_path / "out", asked(Goal(kl=1.0)))
+    offered = {unit.name.rpartition(".")[2]: [word(each) for each in menu] for unit, menu in found.menus.items()}
+    assert offered["down_proj"] == ["w8"]
+    assert offered["q_proj"] == ["w2g64", "w4g64", "w8"]
+
+
+def test_ignored_layers_take_no_part(tiny_model, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0), ignore=("down_proj",), method="rtn"))
+    assert not any("down_proj" in module for unit in found.menus for module in unit.modules)
+    findings = find(found, files(out), quiet=True)
+    choice = findings.first_choice()
+    recipe = write_choice(findings, choice, files(out))
+    assert set(choice.schemes.values()) <= set(MENU)
+    assert not any("down_proj" in target for stage in recipe.stages for target in stage.targets)
+    assert Scheme(8, None) in MENU
