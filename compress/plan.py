@@ -166,7 +166,9 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits per weight of the changed linears: codes, places, scales and zero points."""
+        """Stored bits per weight of the changed linears: codes, places, scales and zero points; 0 where none is."""
+        if not self.changed:
+            return 0.0
         parameters = sum(row.parameters for row in self.changed)
         extra = sum(map(shape_bytes, self.schemes.values()))
         return 8 * (sum(row.bytes_after for row in self.changed) - extra) / parameters

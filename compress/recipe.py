@@ -7,7 +7,8 @@ from typing import Any
 
 from calibration.parts import Part, check_parts, parse_parts, share_out
 from compress.checkpoint.errors import RecipeError
-from compress.stages.table import STAGE_NAMES, Stage
+from compress.stages.kv_cache import KVCacheStage
+from compress.stages.table import STAGE_NAMES, Stage, TensorStage
 
 DEFAULT_SAMPLES, DEFAULT_LENGTH = 64, 512
 
@@ -54,6 +55,19 @@ class Recipe:
             raise RecipeError("the recipe has no stages", "Add one, e.g. `- quantize: {method: awq, bits: 4}`")
         if not 0 <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed} is outside 0 to 2^63 - 1", "Use --seed 0")
+
+        if len(self.stages) - len(self.tensor_stages) > 1:
+            raise RecipeError("kv_cache stands twice in the recipe", "Keep one: its format `auto` compares them all")
+
+    @property
+    def tensor_stages(self) -> tuple[TensorStage, ...]:
+        """Those that change tensors, in order."""
+        return tuple(stage for stage in self.stages if not isinstance(stage, KVCacheStage))
+
+    @property
+    def kv_cache(self) -> KVCacheStage | None:
+        """The one that chooses the form of keys and values, wherever it stands: it is carried out last."""
+        return next((stage for stage in self.stages if isinstance(stage, KVCacheStage)), None)
 
     @property
     def needs_calibration(self) -> bool:

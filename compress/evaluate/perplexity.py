@@ -112,7 +112,7 @@ def _score_batches(
         batch = tokens[done : done + size]
         logp = _log_probabilities(model, batch, "the model")
         reference = logp if baseline is None else _log_probabilities(baseline, batch, "the baseline").to(logp.device)
-        yield _compare(logp, reference, batch)
+        yield compare_positions(logp, reference, batch)
         done += len(batch)
         if on_progress:
             on_progress(done, len(tokens))
@@ -128,7 +128,9 @@ def _log_probabilities(model: Scorer, tokens: Tensor, who: str) -> Tensor:
     return torch.log_softmax(logits, dim=-1)
 
 
-def _compare(logp: Tensor, reference: Tensor, tokens: Tensor) -> Positions:
+def compare_positions(logp: Tensor, reference: Tensor, tokens: Tensor) -> Positions:
+    """Figures of T positions from log-probabilities `[B, T, V]` of a model and of its baseline, and the tokens
+    `[B, T + 1]`: the first sees nothing and is not predicted. Raises CheckpointError when vocabularies differ."""
     if logp.shape != reference.shape:
         raise CheckpointError(
             f"the model has {logp.shape[-1]} tokens in its vocabulary and the baseline {reference.shape[-1]}",

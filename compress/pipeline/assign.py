@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from compress.checkpoint.errors import RecipeError, SchemeError
@@ -14,7 +14,7 @@ from compress.ranks import rank_step, uniform_rank
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import FACTOR_METHODS
-from compress.stages.table import Stage
+from compress.stages.table import TensorStage
 from compress.targets import matches, select, without_indices
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 def assign(
-    stages: Iterable[Stage], linears: Shapes, ends: Mapping[str, End]
+    stages: Sequence[TensorStage], linears: Shapes, ends: Mapping[str, End]
 ) -> tuple[dict[str, Assignment], dict[str, str]]:
     """What each quantized linear gets, and why the ignored ones get nothing. A later stage wins.
 
@@ -50,7 +50,7 @@ def assign(
             if changed != UNCHANGED:
                 assignments[name] = changed
     assignments = _with_ranks(assignments, linears, reasons)
-    if not assignments:
+    if stages and not assignments:
         raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
     return assignments, reasons
 
@@ -58,7 +58,7 @@ def assign(
 UNCHANGED = Assignment(None, None)
 
 
-def _apply(stage: Stage, before: Assignment, ignored: bool) -> Assignment:
+def _apply(stage: TensorStage, before: Assignment, ignored: bool) -> Assignment:
     """What a linear gets after one more stage; a stage that ignores it takes its own part back."""
     pruning, factoring = before.pruning, before.factoring
     method, scheme, alpha = before.method, before.quantized, before.alpha

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.formats import native
 from compress.checkpoint.source import TensorFiles
+from compress.kv_choice import kv_notes
 from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
 from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
 from compress.pipeline.outside import find_ends
@@ -30,7 +31,7 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
     """
     _check_present(skeleton, files)
     linears, ends = _linear_shapes(skeleton), find_ends(skeleton, files)
-    assignments, reasons = assign(recipe.stages, linears, ends)
+    assignments, reasons = assign(recipe.tensor_stages, linears, ends)
     matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
     check_groups(assignments, matrices)
     check_patterns(assignments, matrices)
@@ -38,6 +39,7 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
     rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
     edges, notes = usable_edges(skeleton, assignments)
     notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
+    notes += kv_notes(recipe, getattr(skeleton.model.config, "max_position_embeddings", None))
     return Plan(tuple(map(rows.row, files.names())), tuple(notes), edges, scale_dtype)
 
 

@@ -117,6 +117,8 @@ def prepare(request: RunRequest, dry_run: bool = False) -> Prepared:
     count, length = sequences.tokens.shape if sequences else (0, 1)
     micro_batch = request.micro_batch or min(first_micro_batch(length, device.type), max(count, 1))
     peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize)
+    if request.recipe.kv_cache and request.recipe.kv_cache.candidates:
+        _check_kv_measurable(config, plan, device)
     disk = _disk_bytes(files, plan, count * length * skeleton.model.config.hidden_size * dtype.itemsize)
     return Prepared(request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk)
 
@@ -147,6 +149,13 @@ def _calibration(
     length = min(options.length, config.get("max_position_embeddings") or options.length)
     source = SourceModel(request.model, device, dtype, request.trust_remote_code)
     return calibration_sequences(replace(options, length=length), source, request.recipe.seed, dry_run)
+
+
+def _check_kv_measurable(config: dict[str, Any], plan: Plan, device: torch.device) -> None:
+    """Better refused now than after the last block."""
+    from compress.evaluate.kv_cache import check_measurable
+
+    check_measurable(config, plan.bytes_after, str(device))
 
 
 def _model_dtype(config: dict[str, Any], files: TensorFiles) -> str:

@@ -18,6 +18,7 @@ from compress.pipeline.blocks import check_finite, read_block
 from compress.pipeline.calibrated import CalibratedRunner, block_job
 from compress.pipeline.ends import head_needs_inputs, quantize_embedding, quantize_head, stored_embedding
 from compress.pipeline.finish import assemble_checkpoint, check_checkpoint, check_quality, put_in_place, save_rest
+from compress.pipeline.kv_cache import choose_default
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.progress import RunDisplay
@@ -52,9 +53,11 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
             settled = settle(prepared, progress, quiet)
             folder = _compress(settled.prepared, progress, quiet)
             structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
+            kv_cache = choose_default(settled.prepared, folder, quiet)
             quality = check_quality(folder, prepared)
         seconds = time.monotonic() - started
         report = _report(prepared, settled, progress, structure, quality, seconds)
+        report["kv_cache"] = kv_cache.to_dict() if kv_cache else None
         put_in_place(folder, prepared.request.out, report)
         progress.discard()
     return RunResult(prepared.request.out, structure, quality, report)

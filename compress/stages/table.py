@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from compress.stages.factorize import FactorizeStage
+from compress.stages.kv_cache import KVCacheStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
 
-Stage = QuantizeStage | PruneStage | FactorizeStage
+TensorStage = QuantizeStage | PruneStage | FactorizeStage
+"""Stages that change tensors."""
+Stage = TensorStage | KVCacheStage
 
-STAGE_NAMES = {QuantizeStage: "quantize", PruneStage: "prune", FactorizeStage: "factorize"}
+STAGE_NAMES = {QuantizeStage: "quantize", PruneStage: "prune", FactorizeStage: "factorize", KVCacheStage: "kv_cache"}

@@ -1,0 +1,125 @@
+"""What quantized keys and values cost: the same checkpoint scored with each form, beside a cache of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from calibration.sources import load_texts
+from calibration.tokenizer import load_tokenizer
+from compress.checkpoint.errors import CheckpointError, NumericsError
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.evaluate.perplexity import BATCH_LOGITS, Evaluation, Positions, compare_positions
+from compress.evaluate.windows import Windows, cut_windows
+
+if TYPE_CHECKING:
+    from runtime.model.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheMeasurement:
+    """One evaluation for each form, in their order; the baseline is the same checkpoint with a 16-bit cache.
+
+    Attributes:
+        exact_token_bytes: keys and values of one token in all layers, in the model's dtype.
+        token_bytes: the same for each form.
+    """
+
+    windows: Windows
+    results: tuple[Evaluation, ...]
+    exact_token_bytes: int
+    token_bytes: tuple[int, ...]
+
+
+def check_measurable(config: dict[str, Any], nbytes: int, device: str) -> None:
+    """What can be known before anything runs: does the runtime serve such a model, and does it fit.
+
+    Args:
+        config: the parsed config.json.
+        nbytes: of the finished weights.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    from compress.checkpoint.device import resolve_device
+    from runtime.memory import available_bytes, format_bytes
+    from runtime.model.config import parse_config
+
+    parse_config(config)
+    available = available_bytes(resolve_device(device))
+    if nbytes > available:
+        raise CheckpointError(
+            f"KV caches are measured with the finished model in memory: {format_bytes(nbytes)}, of which "
+            f"{format_bytes(available)} are free",
+            "Leave the kv_cache stage out, or run on a machine with more memory",
+        )
+
+
+def measure_kv_caches(
+    path: Path,
+    schemes: Sequence[KVCacheScheme],
+    *,
+    data: str,
+    tokens: int,
+    length: int,
+    device: str = "auto",
+    on_progress: Callable[[int, int], None] = lambda _done, _all: None,
+) -> KVCacheMeasurement:
+    """Scores windows of a text with each form of keys and values.
+
+    Args:
+        tokens, length: of the text, and of a window; one window at least.
+        on_progress: called with (windows done, windows in all).
+
+    Raises:
+        ToolkitError: a path or text that cannot be used.
+        NumericsError: logits that are not finite.
+    """
+    from runtime.model.load import load_model
+
+    windows = cut_windows(load_texts(data), load_tokenizer(path), length=length, max_tokens=tokens)
+    decoder = load_model(path, device=device)
+    found: list[list[Positions]] = [[] for _ in schemes]
+    for index, window in enumerate(windows.tokens):
+        for positions, part in zip(found, _score(decoder, window.unsqueeze(0), schemes), strict=True):
+            positions.append(part)
+        on_progress(index + 1, len(windows.tokens))
+    results = tuple(Evaluation.of(Positions(*map(torch.cat, zip(*parts, strict=True))), True) for parts in found)
+    sizes = tuple(_token_bytes(decoder, scheme) for scheme in schemes)
+    return KVCacheMeasurement(windows, results, _token_bytes(decoder, UNCOMPRESSED), sizes)
+
+
+@torch.inference_mode()
+def _score(decoder: Decoder, tokens: Tensor, schemes: Sequence[KVCacheScheme]) -> list[Positions]:
+    """One window `[1, T]` with each form. Logits exist for a slice of it at a time: long windows of large vocabularies
+    would not fit otherwise."""
+    from runtime.model.scoring import hidden_states
+
+    exact = hidden_states(decoder, tokens)
+    size = max(1, BATCH_LOGITS // decoder.config.vocab_size)
+    parts: list[list[Positions]] = []
+    for scheme in schemes:
+        hidden = hidden_states(decoder, tokens, scheme)
+        parts.append([])
+        for begin in range(0, tokens.shape[1] - 1, size):
+            end = min(begin + size, tokens.shape[1] - 1)
+            logp, reference = (_log_probabilities(decoder, states[:, begin:end]) for states in (hidden, exact))
+            parts[-1].append(compare_positions(logp, reference, tokens[:, begin : end + 1]))
+    return [Positions(*(torch.cat(each, -1) for each in zip(*slices, strict=True))) for slices in parts]
+
+
+def _log_probabilities(decoder: Decoder, hidden: Tensor) -> Tensor:
+    logits = decoder.logits(hidden[0])
+    if not torch.isfinite(logits).all():
+        raise NumericsError("the model gave NaN or infinite logits", "Run compress verify on the checkpoint")
+    return torch.log_softmax(logits, -1).unsqueeze(0)
+
+
+def _token_bytes(decoder: Decoder, scheme: KVCacheScheme) -> int:
+    config = decoder.config
+    return config.num_layers * config.num_kv_heads * scheme.head_bytes(config.head_dim, decoder.dtype.itemsize)
