@@ -1,0 +1,40 @@
+#include "linear_tiles.h"
+#include "pool.h"
+
+typedef struct {
+    const uint8_t *codes;
+    const uint16_t *numbers; /* in place of codes */
+    int64_t out_features, in_features;
+    int bits;
+    uint32_t *words;
+} Packing;
+
+static uint32_t code_at(const Packing *packing, int64_t row, int64_t input) {
+    if (row >= packing->out_features) return 0;
+    const int64_t at = row * packing->in_features + input;
+    return packing->codes != NULL ? packing->codes[at] : packing->numbers[at];
+}
+
+static void pack_tile(void *context, int64_t tile) {
+    const Packing *packing = context;
+    const int per_word = 32 / packing->bits;
+    const int64_t steps = packing->in_features / per_word;
+    uint32_t *words = packing->words + tile * steps * TILE;
+    for (int64_t feature = 0; feature < TILE; feature++)
+        for (int64_t step = 0; step < steps; step++) {
+            uint32_t word = 0;
+            for (int k = 0; k < per_word; k++)
+                word |= code_at(packing, tile * TILE + feature, step * per_word + k) << code_shift(k, packing->bits);
+            words[step * TILE + feature] = word;
+        }
+}
+
+static void pack(Packing packing) { pool_run(pack_tile, &packing, (packing.out_features + TILE - 1) / TILE); }
+
+void linear_pack(const uint8_t *codes, int64_t out_features, int64_t in_features, int bits, uint32_t *words) {
+    pack((Packing){codes, NULL, out_features, in_features, bits, words});
+}
+
+void linear_pack_bfloat16(const uint16_t *numbers, int64_t out_features, int64_t in_features, uint32_t *words) {
+    pack((Packing){NULL, numbers, out_features, in_features, 16, words});
+}

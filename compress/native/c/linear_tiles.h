@@ -1,0 +1,118 @@
+/* Between linear.c, which prepares activations, goes through a weight and finishes results, and the instruction sets,
+ * which multiply one run: up to MOST_ROWS rows of activations by the inputs of one tile that share their scales.
+ * Each set has one inlined function per kind of activations, and makes of it a function for every width of codes and
+ * number of rows, so that both are constants inside. */
+#ifndef NATIVE_LINEAR_TILES_H
+#define NATIVE_LINEAR_TILES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "linear.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+
+enum { MOST_ROWS = 6, NUM_WIDTHS = 5 };
+
+/* Prepared activations, and what looks codes up. */
+typedef struct {
+    const void *x;  /* bfloat16 or float32 in their order, or 8-bit levels in the order of `level_input` */
+    int64_t stride; /* elements from row to row */
+    int64_t run;    /* inputs per run */
+    int64_t num_runs, num_groups, runs_per_group;
+    const float *sums;         /* [rows][num_runs] of float activations; NULL when no zeros ask for them */
+    const int32_t *level_sums; /* [rows][num_runs] of 8-bit levels */
+    const float *level_scales; /* likewise */
+    float floats[16];          /* the table, repeated for codes of 2 bits */
+    uint16_t pairs[32];        /* likewise, in bfloat16 */
+} Prepared;
+
+/* Which run, and where its sums are added. */
+typedef struct {
+    int64_t tile, run, row;
+    const uint32_t *words; /* of the run: as stored, or decoded */
+    float *sums;           /* [rows][TILE] */
+} Place;
+
+typedef void (*RunKernel)(const LinearWeight *weight, const Prepared *input, const Place *place);
+/* Decodes a run: to pairs of bfloat16 (width 16) or to float32 (width 32), in the order of inputs. */
+typedef void (*DecodeKernel)(const uint32_t *words, const Prepared *input, int64_t run, uint32_t *decoded);
+
+/* By width (`width_index`) and rows - 1. */
+typedef struct {
+    int most_rows, decoded_bits;
+    RunKernel run[NUM_WIDTHS][MOST_ROWS];
+    DecodeKernel decode[NUM_WIDTHS]; /* NULL where nothing is gained */
+} KernelKind;
+
+typedef struct {
+    KernelKind float32, bfloat16, levels; /* without bfloat16 (most_rows 0), such activations are widened */
+} KernelSet;
+
+extern const KernelSet scalar_kernels, avx2_kernels, avx512_kernels;
+
+/* Widths are 2, 4, 8, 16 and 32 bits. */
+INLINE int width_index(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : bits == 8 ? 2 : bits == 16 ? 3 : 4; }
+
+/* Functions of one kind, width and number of rows, and the rows of the table that name them. */
+#define RUN_KERNEL(kind, bits, rows)                                                                                  \
+    static TARGET void kind##_##bits##_##rows(const LinearWeight *weight, const Prepared *input,                      \
+                                              const Place *place) {                                                   \
+        run_##kind(weight, input, place, bits, rows);                                                                 \
+    }
+#define RUN_KERNELS_2(kind, bits) RUN_KERNEL(kind, bits, 1) RUN_KERNEL(kind, bits, 2)
+#define RUN_KERNELS_6(kind, bits)                                                                                     \
+    RUN_KERNELS_2(kind, bits) RUN_KERNEL(kind, bits, 3) RUN_KERNEL(kind, bits, 4) RUN_KERNEL(kind, bits, 5)           \
+        RUN_KERNEL(kind, bits, 6)
+#define RUN_NAMES_2(kind, bits) {kind##_##bits##_1, kind##_##bits##_2}
+#define RUN_NAMES_6(kind, bits)                                                                                       \
+    {kind##_##bits##_1, kind##_##bits##_2, kind##_##bits##_3, kind##_##bits##_4, kind##_##bits##_5, kind##_##bits##_6}
+#define DECODE_KERNEL(kind, bits)                                                                                     \
+    static TARGET void kind##_##bits(const uint32_t *words, const Prepared *input, int64_t run, uint32_t *decoded) {  \
+        decode_##kind(words, input, run, decoded, bits);                                                              \
+    }
+
+/* Where the scales of a run begin. */
+INLINE int64_t scale_index(const Prepared *input, const Place *place) {
+    return (place->tile * input->num_groups + place->run / input->runs_per_group) * TILE;
+}
+
+/* Bit at which the code of input k of a word (0 <= k < 32 / bits) begins. */
+INLINE int code_shift(int k, int bits) { return k / 2 * bits + k % 2 * 16; }
+
+/* Byte i of a word's levels meets byte i % 4 of (word >> bits * (i / 4)), masked: which input that is. */
+INLINE int level_input(int i, int bits) {
+    const int shift = i % 4 * 8 + i / 4 * bits;
+    return shift % 16 / bits * 2 + shift / 16;
+}
+
+INLINE float bits_to_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE float bfloat16_to_float(uint16_t bits) { return bits_to_float((uint32_t)bits << 16); }
+
+/* To nearest, ties to even; NaN stays NaN. */
+INLINE uint16_t float_to_bfloat16(float value) {
+    const uint32_t bits = float_to_bits(value);
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
+}
+
+INLINE int32_t load_word(const void *address) {
+    int32_t word;
+    memcpy(&word, address, sizeof word);
+    return word;
+}
+
+#endif
