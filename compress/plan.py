@@ -10,6 +10,7 @@ from typing import Any
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.layerwise import OutlierShares
+from compress.stages.tuning import Tuning
 from compress.targets import without_indices
 
 SHAPE_TENSOR_BYTES = 16
@@ -55,6 +56,7 @@ class Assignment:
         alpha: SmoothQuant's exponent where the user fixed it.
         pruning: what is pruned before.
         factoring: how the factors are made whose rank `scheme` has.
+        tuning: how its rounding is learned, when it is.
     """
 
     method: str | None
@@ -62,11 +64,12 @@ class Assignment:
     alpha: float | None = None
     pruning: Pruning | None = None
     factoring: Factoring | None = None
+    tuning: Tuning | None = None
 
     @property
     def needs_hessian(self) -> bool:
         work = {self.method, self.pruning and self.pruning.method, self.factoring and self.factoring.method}
-        return bool(work & {"gptq", "sparsegpt", "svd-llm"})
+        return bool(work & {"gptq", "signround", "sparsegpt", "svd-llm"})
 
     @property
     def needs_first_pass(self) -> bool:
@@ -150,6 +153,11 @@ class Plan:
     def assignments(self) -> dict[str, Assignment]:
         """Of every changed linear, by module name."""
         return {row.tensor.removesuffix(".weight"): row.assignment for row in self.rows if row.assignment is not None}
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """How rounding is learned; one way for all linears that do."""
+        return next((each.tuning for each in self.assignments.values() if each.tuning is not None), None)
 
     def in_block(self, block: str) -> dict[str, Assignment]:
         """Assignments by name inside a block."""

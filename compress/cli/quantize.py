@@ -12,6 +12,7 @@ from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
 from compress.stages.quantize import QuantizeStage, default_scheme, end_stages, group_size_from
+from compress.stages.tuning import Tuning
 
 
 @with_groups
@@ -20,7 +21,11 @@ def quantize(
     model: Model = None,
     out: Out = DEFAULT_OUT,
     method: Annotated[
-        str, typer.Option(help="awq, gptq, smoothquant (W8A8), or without calibration rtn or hqq.")
+        str,
+        typer.Option(
+            help="awq, gptq, signround (gptq, then learned rounding: slow, best at 2 and 3 bits), smoothquant (W8A8), "
+            "or without calibration rtn or hqq."
+        ),
     ] = "awq",
     bits: Annotated[
         int | None, typer.Option(help="Bits of a weight, 2 to 8. Default: 4; smoothquant: 8.", show_default=False)
@@ -43,6 +48,10 @@ def quantize(
     ] = None,
     alpha: Annotated[
         float | None, typer.Option(help="SmoothQuant's exponent for all layers; without it each layer's is searched.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps in which signround learns the rounding of a block. Default: 200.", show_default=False),
     ] = None,
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Fixed or stored zero points. Symmetric loads everywhere.")
@@ -69,7 +78,8 @@ def quantize(
     the same bytes. The result is checked, measured and loads in vLLM, SGLang and transformers.
     """
     scheme = make_scheme(method, bits, group_size, symmetric, activation_bits)
-    stage = QuantizeStage(method, scheme, ignore=tuple(ignore or ()), alpha=alpha)
+    tuning = None if steps is None else Tuning(steps)
+    stage = QuantizeStage(method, scheme, ignore=tuple(ignore or ()), alpha=alpha, tuning=tuning)
     stages = (stage, *end_stages(stage, head_bits, embedding_bits))
     carry_out(model, text.recipe(stages, f"int{scheme.bits}-{method}"), out, job)
 

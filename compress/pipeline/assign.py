@@ -49,6 +49,7 @@ def assign(
             assignments.pop(name, None)
             if changed != UNCHANGED:
                 assignments[name] = changed
+    _check_tuning(assignments)
     assignments = _with_ranks(assignments, linears, reasons)
     if stages and not assignments:
         raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
@@ -61,21 +62,31 @@ UNCHANGED = Assignment(None, None)
 def _apply(stage: TensorStage, before: Assignment, ignored: bool) -> Assignment:
     """What a linear gets after one more stage; a stage that ignores it takes its own part back."""
     pruning, factoring = before.pruning, before.factoring
-    method, scheme, alpha = before.method, before.quantized, before.alpha
+    method, scheme, alpha, tuning = before.method, before.quantized, before.alpha, before.tuning
     if isinstance(stage, FactorizeStage):
         factoring = None if ignored else Factoring(stage.method, stage.keep, stage.allocation == "block")
     elif isinstance(stage, PruneStage):
         pruning = None if ignored else _pruning(stage)
     elif ignored:
-        method, scheme, alpha = None, None, None
+        method, scheme, alpha, tuning = None, None, None, None
     else:
-        method, scheme, alpha = stage.method, stage.scheme, stage.alpha
-    return Assignment(method, _stored(scheme, pruning), alpha, pruning, factoring)
+        method, scheme, alpha, tuning = stage.method, stage.scheme, stage.alpha, stage.tuning
+    return Assignment(method, _stored(scheme, pruning), alpha, pruning, factoring, tuning)
 
 
 def _pruning(stage: PruneStage) -> Pruning:
     layerwise = OutlierShares(stage.outlier_factor, stage.spread) if stage.layerwise == "owl" else None
     return Pruning(stage.method, stage.pattern, stage.share, layerwise)
+
+
+def _check_tuning(assignments: Mapping[str, Assignment]) -> None:
+    """Raises RecipeError when rounding is to be learned for pruned weights, or in several ways."""
+    tuned = {name: each for name, each in assignments.items() if each.tuning}
+    if pruned := next((name for name, each in tuned.items() if each.pruning), None):
+        raise RecipeError(f"signround does not keep zeros, and {pruned} is pruned", "Quantize pruned layers by gptq")
+    if len({each.tuning for each in tuned.values()}) > 1:
+        problem = "stages of signround differ in steps, lr or batch, and the layers of a block are learned together"
+        raise RecipeError(problem, "Give them the same")
 
 
 def _with_ranks(

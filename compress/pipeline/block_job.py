@@ -13,6 +13,7 @@ from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.packed import PackedWeight
 from compress.pipeline.capture import BlockInputs
 from compress.plan import Assignment
+from compress.stages.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,24 @@ class EdgeRecord:
     loss_after: float
 
 
+@dataclass(frozen=True, slots=True)
+class TuningRecord:
+    """What learning the rounding of a block gave.
+
+    Attributes:
+        steps: that were taken.
+        best_step: after which the error was least; 0 when never below the start's, which was kept.
+        loss_before, loss_after: squared error of the block's output on the search sequences, relative to the output.
+        changed: share of the codes that differ from the start's.
+    """
+
+    steps: int
+    best_step: int
+    loss_before: float
+    loss_after: float
+    changed: float
+
+
 @dataclass
 class BlockOutcome:
     """A finished block.
@@ -61,6 +80,7 @@ class BlockOutcome:
         pruned: weights stored dense, zeros and all, by full tensor name.
         dense: tensors that stay dense, by full name, as stored.
         hidden: `[N, L, H]`, input of the next block; None when nothing is calibrated.
+        reference: `[N, L, H]`, the same of the dense model; None when nothing asks for it.
         relative_error: squared error of the block's output over the square of what the block adds, on search sequences.
     """
 
@@ -68,9 +88,11 @@ class BlockOutcome:
     pruned: dict[str, Tensor] = field(default_factory=dict)
     dense: dict[str, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
+    reference: Tensor | None = None
     relative_error: float | None = None
     linears: list[LinearRecord] = field(default_factory=list)
     edges: list[EdgeRecord] = field(default_factory=list)
+    tuning: TuningRecord | None = None
 
     def keep(self, stored: PackedWeight | Tensor, record: LinearRecord) -> None:
         """Adds what became of one linear."""
@@ -86,6 +108,7 @@ class BlockOutcome:
             "relative_error": self.relative_error,
             "linears": [asdict(record) for record in self.linears],
             "smoothing": [asdict(record) for record in self.edges],
+            "tuning": asdict(self.tuning) if self.tuning else None,
         }
 
 
@@ -97,16 +120,23 @@ class Calibration:
         inputs: every sequence, on its way through the model.
         search: the search sequences; their hidden states are rows of `inputs.hidden`.
         search_rows: which rows.
+        tuning: every sequence again, in micro-batches of at most one step of learning; None when nothing is learned.
+        reference: `[N, L, H]`, what enters the block in the dense model; None when nothing asks for it.
     """
 
     inputs: BlockInputs
     search: BlockInputs
     search_rows: Tensor
+    tuning: BlockInputs | None = None
+    reference: Tensor | None = None
 
-    def advance(self, hidden: Tensor) -> None:
+    def advance(self, hidden: Tensor, reference: Tensor | None = None) -> None:
         """Puts a block's outputs in the place of its inputs."""
         self.inputs.hidden = hidden
         self.search.hidden = hidden[self.search_rows]
+        self.reference = reference
+        if self.tuning is not None:
+            self.tuning.hidden = hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +149,7 @@ class BlockJob:
         edges: smoothing edges in use.
         scale_dtype: dtype in which scales are stored.
         head_dim: channels of an attention head.
+        seed: the recipe's.
     """
 
     index: int
@@ -126,6 +157,12 @@ class BlockJob:
     edges: Sequence[SmoothingEdge]
     scale_dtype: torch.dtype
     head_dim: int = 1
+    seed: int = 0
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """How rounding is learned, where it is."""
+        return next((each.tuning for each in self.assignments.values() if each.tuning is not None), None)
 
     @property
     def with_quantized_inputs(self) -> list[str]:

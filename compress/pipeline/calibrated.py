@@ -21,9 +21,11 @@ _SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 16, 2048
 
 
 class PassedOn(Protocol):
-    """What work on a block gives: at least `hidden [N, L, H]`, the inputs of the next block."""
+    """What work on a block gives: at least `hidden [N, L, H]`, the inputs of the next block, and `reference`, what they
+    are in the dense model, where something asks for it."""
 
     hidden: Tensor | None
+    reference: Tensor | None
 
 
 Outcome = TypeVar("Outcome", bound=PassedOn)
@@ -59,14 +61,15 @@ class CalibratedRunner(Generic[Outcome]):
         self._display = display
         self._rows = _search_rows(self._tokens)
         self._hidden: Tensor | None = progress.load_hidden(done) if done else None
+        self._reference: Tensor | None = progress.load_reference(done) if done else None
         self._calibration: Calibration | None = None
         self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else prepared.micro_batch
 
     def run(self, index: int) -> Outcome:
         """Works on block `index` and keeps its outputs as the inputs of the next."""
         outcome = with_smaller_batches(lambda size: self._attempt(index, size), self.micro_batch, self._retry)
-        self._hidden = outcome.hidden
-        self._calibration.advance(outcome.hidden)
+        self._hidden, self._reference = outcome.hidden, outcome.reference
+        self._calibration.advance(outcome.hidden, outcome.reference)
         return outcome
 
     def _attempt(self, index: int, micro_batch: int) -> Outcome:
@@ -92,16 +95,19 @@ class CalibratedRunner(Generic[Outcome]):
 
     def _capture(self, micro_batch: int) -> Calibration:
         """Arguments of all blocks, and the hidden states as far as they have come."""
-        inputs = self._capture_tokens(self._tokens, micro_batch)
-        search = self._capture_tokens(self._tokens[self._rows], micro_batch)
+        inputs = self._capture_tokens(self._tokens, micro_batch, self._embedding())
+        search = self._capture_tokens(self._tokens[self._rows], micro_batch, self._embedding())
         calibration = Calibration(inputs, search, self._rows)
+        if tuning := self._prepared.plan.tuning:
+            calibration.tuning = self._capture_tokens(self._tokens, min(micro_batch, tuning.batch), None)
+            calibration.reference = calibration.tuning.hidden
+            calibration.tuning.hidden = inputs.hidden
         if self._hidden is not None:
-            calibration.advance(self._hidden)
+            calibration.advance(self._hidden, self._reference)
         return calibration
 
-    def _capture_tokens(self, tokens: Tensor, micro_batch: int) -> BlockInputs:
+    def _capture_tokens(self, tokens: Tensor, micro_batch: int, embedding: Tensor | None) -> BlockInputs:
         prepared = self._prepared
-        embedding = self._embedding()
         return capture_inputs(
             prepared.skeleton, prepared.files, tokens, micro_batch, prepared.device, prepared.dtype, embedding
         )
@@ -123,4 +129,5 @@ def block_job(prepared: Prepared, index: int) -> BlockJob:
         plan.edges[index],
         getattr(torch, plan.scale_dtype),
         skeleton.head_dim,
+        prepared.request.recipe.seed,
     )

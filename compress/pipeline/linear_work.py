@@ -97,7 +97,7 @@ class LinearWork:
             SchemeError, NumericsError: from the methods.
         """
         if self.ranked is not None and self.ranked.rank is not None:
-            return self._finish(self._factorize(self.ranked, self.ranked.rank, factors))
+            return self.finish(self._factorize(self.ranked, self.ranked.rank, factors))
         if self.ranked is not None:
             self.details["kept_whole"] = WHOLE
         weight, kept = self.weight, None
@@ -105,15 +105,24 @@ class LinearWork:
         if pruning is not None and pruning.method == "sparsegpt" and self.statistics is not None:
             found = self._sparsegpt(pruning, factors)
             if isinstance(found, IntegerWeight):
-                return self._finish(found)
+                return self.finish(found)
             weight, kept = found, found != 0
         elif pruning is not None:
             kept = self._mask(pruning)
             weight = weight.masked_fill(~kept, 0.0)
         scheme = self._scheme
         if scheme is None or self.assignment.method is None:
-            return self._finish(self._unquantized(weight))
-        return self._finish(self._quantize(weight, kept, scheme, factors))
+            return self.finish(self._unquantized(weight))
+        return self.finish(self._quantize(weight, kept, scheme, factors))
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether what `apply` gives is where learning starts."""
+        return self.assignment.tuning is not None and self.statistics is not None
+
+    def note_recovery(self, what: str) -> None:
+        """Adds to what the method fell back to."""
+        self.details["recovery"] = "; ".join(filter(None, (self.details.get("recovery", ""), what)))
 
     @property
     def _scheme(self) -> Scheme | None:
@@ -155,7 +164,8 @@ class LinearWork:
             self.details["recovery"] = f"rtn: {UNREACHED}"
             method = "rtn"
         match method:
-            case "gptq":
+            case "gptq" | "signround":
+                # Rounding is learned from GPTQ's codes on: see `compress.pipeline.tuning`.
                 factor = factors.get(GptqOptions())
                 self._note(factor)
                 return quantize_gptq(weight, factor, scheme, self.model_dtype, kept)
@@ -186,7 +196,8 @@ class LinearWork:
             "dead_columns": factor.dead_columns,
         }
 
-    def _finish(self, stored: Stored) -> tuple[Stored, LinearRecord]:
+    def finish(self, stored: Stored) -> tuple[Stored, LinearRecord]:
+        """What becomes of the weight, in host memory, and the record of it."""
         values = values_of(stored)
         record = LinearRecord(
             self.module,

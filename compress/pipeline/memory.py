@@ -105,11 +105,16 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
     ends = 2 * max(outside) + 8 * _FLOAT32 * ELEMENTS_AT_ONCE if outside else 0
     if not samples:
         return _PROCESS_BYTES + max(6 * _FLOAT32 * largest + factors, ends)
-    states = 2 * samples * length * hidden * item_bytes
+    # In and out of the block; when rounding is learned, the same of the dense model.
+    states = (4 if plan.tuning else 2) * samples * length * hidden * item_bytes
     embedding = getattr(config, "vocab_size", 0) * hidden * item_bytes
     uses_hessian = any(each.needs_hessian for each in plan.assignments.values())
     inputs = {linear.in_features for linear in linears}
     hessians = _FLOAT32 * (sum(width**2 for width in inputs) + 4 * widest**2) if uses_hessian else 0
     activations = micro_batch * length * item_bytes * sum(linear.out_features for linear in linears)
+    if plan.tuning:
+        # Latent values, offsets and their best state, gradients, and what backward passes need of each rounding; and
+        # all that is between the block's inputs and outputs.
+        activations = 4 * activations + 10 * _FLOAT32 * block
     working = block * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * largest + hessians + activations + factors
     return _PROCESS_BYTES + states + max(embedding, working, ends)

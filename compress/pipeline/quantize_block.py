@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from compress.architectures.architecture import SmoothingEdge
+from compress.checkpoint.integer import IntegerWeight
+from compress.methods.signround import LearnedRounding
 from compress.methods.smoothing import SmoothingResult
 from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, EdgeRecord
 from compress.pipeline.blocks import LoadedBlock
@@ -23,10 +27,25 @@ from compress.pipeline.smoothing import (
     search_edge,
     trace_modules,
 )
+from compress.pipeline.tuning import KEPT_START, BlockTuning
 
 Step = Callable[[str, float], None]
 # Where each part of the work on a block begins and ends; what they really take differs by method and device.
-_PARTS = {"statistics": (0.0, 0.3), "smoothing": (0.3, 0.6), "rounding": (0.6, 0.8), "next inputs": (0.8, 1.0)}
+_PARTS = {
+    "statistics": (0.0, 0.3),
+    "dense outputs": (0.3, 0.35),
+    "smoothing": (0.35, 0.6),
+    "rounding": (0.6, 0.8),
+    "next inputs": (0.8, 1.0),
+}
+_PARTS_WHEN_TUNED = {
+    "statistics": (0.0, 0.02),
+    "dense outputs": (0.02, 0.03),
+    "smoothing": (0.03, 0.05),
+    "rounding": (0.05, 0.06),
+    "tuning": (0.06, 0.98),
+    "next inputs": (0.98, 1.0),
+}
 
 
 @torch.no_grad()
@@ -62,25 +81,31 @@ def quantize_block(
     Raises:
         NumericsError: NaN or infinity in inputs or outputs.
     """
-    observed = observe(block, calibration.inputs, job.index, _needs(job), device, _part(step, "statistics"))
+    part = partial(_part, step, _PARTS_WHEN_TUNED if job.tuning else _PARTS)
+    observed = observe(block, calibration.inputs, job.index, _needs(job), device, part("statistics"))
     parents = sorted({edge.parent for edge in job.edges})
     traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
-    outcome = BlockOutcome()
-    folded = _smooth(block, job, observed, traces, outcome, _part(step, "smoothing"))
+    outcome = BlockOutcome(reference=_dense_outputs(block, job, calibration, device, part("dense outputs")))
+    folded = _smooth(block, job, observed, traces, outcome, part("smoothing"))
     traces.clear()
-    _part(step, "rounding")(0)
-    _round(block, job, observed, folded, outcome)
+    part("rounding")(0)
+    begun = _round(block, job, observed, folded, outcome)
+    if begun and job.tuning and outcome.reference is not None:
+        weights = {name: LearnedRounding(work.weight, start) for name, (work, start) in begun.items()}
+        tuning = BlockTuning(block, job.index, calibration, outcome.reference, weights, device, job.seed)
+        outcome.tuning = tuning.run(job.tuning, part("tuning"))
+        _keep_tuned(block, begun, weights, outcome)
     with activations_quantized(block, job.with_quantized_inputs):
         outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
-        tick = _part(step, "next inputs")
+        tick = part("next inputs")
         outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device, tick)
     outcome.dense = {f"{block.name}.{name}": tensor.cpu() for name, tensor in block.dense.items()}
     return outcome
 
 
-def _part(step: Step, what: str) -> Callable[[float], None]:
+def _part(step: Step, parts: Mapping[str, tuple[float, float]], what: str) -> Callable[[float], None]:
     """Progress inside one part of the work, as a share of the whole block."""
-    begin, end = _PARTS[what]
+    begin, end = parts[what]
     return lambda share: step(what, begin + share * (end - begin))
 
 
@@ -89,6 +114,16 @@ def _needs(job: BlockJob) -> dict[str, Need]:
         name: Need(assignment.needs_hessian, CLIP_ROWS if assignment.method == "awq" else 0)
         for name, assignment in job.assignments.items()
     }
+
+
+def _dense_outputs(
+    block: LoadedBlock, job: BlockJob, calibration: Calibration, device: torch.device, tick: Callable[[float], None]
+) -> Tensor | None:
+    """`[N, L, H]`, what the dense block makes of the dense model's inputs; None when nothing asks for it."""
+    if calibration.reference is None:
+        return None
+    inputs = replace(calibration.inputs, hidden=calibration.reference)
+    return run_all(block.module, block.name, inputs, job.index, device, tick)
 
 
 def _smooth(
@@ -117,8 +152,12 @@ def _smooth(
 
 def _round(
     block: LoadedBlock, job: BlockJob, observed: Observed, folded: dict[str, Tensor], outcome: BlockOutcome
-) -> None:
-    """Works on each linear, siblings together, and puts what came out into the block."""
+) -> dict[str, tuple[LinearWork, IntegerWeight]]:
+    """Works on each linear, siblings together, and puts what came out into the block.
+
+    Returns the work on those whose rounding is still to be learned, and where that starts.
+    """
+    begun: dict[str, tuple[LinearWork, IntegerWeight]] = {}
     ranked = decompose_block(block.weights, job.assignments, observed.statistics)
     unreached = tuple((name,) for name in job.assignments if name not in observed.statistics)
     for group in observed.groups + unreached:
@@ -137,7 +176,26 @@ def _round(
             )
             stored, record = work.apply(factors)
             block.set_weight(name, values_of(stored))
-            outcome.keep(stored, record)
+            if work.is_learned and isinstance(stored, IntegerWeight):
+                begun[name] = work, stored
+            else:
+                outcome.keep(stored, record)
+    return begun
+
+
+def _keep_tuned(
+    block: LoadedBlock,
+    begun: Mapping[str, tuple[LinearWork, IntegerWeight]],
+    weights: Mapping[str, LearnedRounding],
+    outcome: BlockOutcome,
+) -> None:
+    """Puts what was learned into the block."""
+    for name, (work, _) in begun.items():
+        if outcome.tuning and not outcome.tuning.best_step:
+            work.note_recovery(KEPT_START)
+        stored, record = work.finish(weights[name].codes())
+        block.set_weight(name, values_of(stored))
+        outcome.keep(stored, record)
 
 
 def _output_error(

@@ -29,7 +29,7 @@ from compress.checkpoint.writer import PieceStore
 
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 BLOCK, SURVEY = "block", "survey"
-_HIDDEN = "hidden"
+_HIDDEN, _REFERENCE = "hidden", "reference"
 _LOCK = "lock"
 
 
@@ -109,17 +109,28 @@ class Progress:
         return [self.facts(index) for index in range(num_blocks)] + [*map(self.pieces.read_metadata, self.ends())]
 
     def save_block(
-        self, index: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], hidden: Tensor | None
+        self,
+        index: int,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        hidden: Tensor | None,
+        reference: Tensor | None = None,
     ) -> None:
-        """Records a finished block, and the inputs of the next one."""
+        """Records a finished block and the inputs of the next one; `reference` is what they are in the dense model."""
         if hidden is not None:
-            self._inputs.write(self._hidden_key(index + 1), {_HIDDEN: hidden})
+            known = {} if reference is None else {_REFERENCE: reference}
+            self._inputs.write(self._hidden_key(index + 1), {_HIDDEN: hidden} | known)
         self.pieces.write(self._key(index), tensors, facts)
         (self._inputs.folder / f"{self._hidden_key(index)}.safetensors").unlink(missing_ok=True)
 
     def load_hidden(self, index: int) -> Tensor:
         """Hidden states `[N, L, H]` that enter block `index`, as `save_block` of the block before stored them."""
         return self._inputs.open(self._hidden_key(index)).tensor(_HIDDEN).clone()
+
+    def load_reference(self, index: int) -> Tensor | None:
+        """The dense model's hidden states `[N, L, H]` in the same place; None when none were saved."""
+        file = self._inputs.open(self._hidden_key(index))
+        return file.tensor(_REFERENCE).clone() if _REFERENCE in file.entries else None
 
     def discard(self) -> None:
         """Removes everything but the lock."""

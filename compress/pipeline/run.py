@@ -167,7 +167,7 @@ def _save(prepared: Prepared, progress: Progress, index: int, outcome: BlockOutc
     tensors, facts = stored_form(prepared, outcome)
     facts |= {"block": prepared.skeleton.block_name(index), "micro_batch": micro_batch}
     wanted = index + 1 < prepared.skeleton.num_blocks or head_needs_inputs(prepared)
-    progress.save_block(index, tensors, facts, outcome.hidden if wanted else None)
+    progress.save_block(index, tensors, facts, outcome.hidden if wanted else None, outcome.reference)
     prepared.files.release()
 
 
@@ -183,8 +183,13 @@ def _line(outcome: BlockOutcome) -> str:
     parts = [f"worst weight error {worst.relative_error:.2e} ({worst.module.rpartition('.')[2]})"]
     if outcome.relative_error is not None:
         parts.insert(0, f"output error {outcome.relative_error:.2e}")
+    if outcome.tuning and outcome.tuning.best_step:
+        parts.append(f"{1 - outcome.tuning.loss_after / outcome.tuning.loss_before:.0%} less by learning")
     if outcome.edges:
         kept = sum(edge.loss_after < edge.loss_before for edge in outcome.edges)
         parts.append(f"smoothed {kept}/{len(outcome.edges)}")
-    parts += [f"{record.module.rpartition('.')[2]}: {record.recovery}" for record in outcome.linears if record.recovery]
+    recovered: dict[str, list[str]] = {}
+    for record in outcome.linears:
+        recovered.setdefault(record.recovery, []).append(record.module.rpartition(".")[2])
+    parts += [f"{' '.join(layers)}: {recovery}" for recovery, layers in recovered.items() if recovery]
     return ", ".join(parts)

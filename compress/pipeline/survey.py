@@ -36,10 +36,12 @@ class BlockSurvey:
     Attributes:
         outliers: share of outliers among the scores of the linears of each kind of pruning, by its text.
         hidden: `[N, L, H]`, input of the next block.
+        reference: not asked for: the blocks are dense.
     """
 
     outliers: dict[str, float] = field(default_factory=dict)
     hidden: Tensor | None = None
+    reference: Tensor | None = None
 
     def facts(self) -> dict[str, Any]:
         """The JSON-able part."""

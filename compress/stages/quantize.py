@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import MAX_BITS, Scheme
+from compress.stages.tuning import Tuning
 from compress.stages.words import nearest
 
-METHODS = ("rtn", "hqq", "awq", "gptq", "smoothquant")
+METHODS = ("rtn", "hqq", "awq", "gptq", "signround", "smoothquant")
 DATA_FREE_METHODS = frozenset(("rtn", "hqq"))
 FACTOR_METHODS = frozenset(("rtn", "gptq"))
 SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
@@ -20,11 +21,12 @@ class QuantizeStage:
     """Integer quantization of the linears in the transformer blocks.
 
     Attributes:
-        method: rtn or hqq (no calibration), awq, gptq or smoothquant.
+        method: rtn or hqq (no calibration), awq, gptq, signround or smoothquant.
         scheme: bits, group size and symmetry.
         targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
         ignore: patterns of modules that stay dense.
         alpha: SmoothQuant's exponent, 0 to 1, for every layer; None searches one for each.
+        tuning: how signround learns; None for every other method.
     """
 
     method: str = "awq"
@@ -32,6 +34,7 @@ class QuantizeStage:
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     alpha: float | None = None
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -41,6 +44,17 @@ class QuantizeStage:
             raise RecipeError(problem, "Set activation_bits: 8, or use awq for 16-bit activations")
         if self.alpha is not None and (self.method != "smoothquant" or not 0 <= self.alpha <= 1):
             raise RecipeError(f"alpha={self.alpha} with {self.method} means nothing", "Give smoothquant one of 0 to 1")
+        if self.method == "signround":
+            self._check_signround()
+        elif self.tuning is not None:
+            raise RecipeError(f"{self.method} learns nothing in steps", "Leave steps out, or use method signround")
+
+    def _check_signround(self) -> None:
+        if self.scheme.activation_bits is not None:
+            problem = f"signround learns with 16-bit activations, and {self.scheme} rounds them"
+            raise RecipeError(problem, "Leave activation_bits out, or use gptq or smoothquant")
+        if self.tuning is None:
+            object.__setattr__(self, "tuning", Tuning())
 
     @property
     def needs_calibration(self) -> bool:
