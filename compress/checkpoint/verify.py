@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.config import compression_block, quantization_block
-from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.expected import expected_shape, is_tabled, missing_parameters
 from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.kv_cache import stored_kv_cache
+from compress.checkpoint.kv_measured import measured_kv_caches
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.pruned import PrunedWeight
@@ -117,6 +119,7 @@ def _config_problems(packed: PackedCheckpoint) -> Iterator[str]:
     block = quantization_block(packed.config)
     if block and not packed.modules:
         yield "config.json announces quantized weights, but none are stored"
+    yield from _kv_cache_problems(packed)
     if packed.format != compressed_tensors.NAME:
         return
     if block.get("quantization_status") not in (None, "compressed", "frozen"):
@@ -125,6 +128,18 @@ def _config_problems(packed: PackedCheckpoint) -> Iterator[str]:
     unlisted = set(packed.dense_linears()) - set(block.get("ignore") or ())
     if unlisted and not patterns:
         yield f"dense linear layers missing from `ignore`: {', '.join(sorted(unlisted))}"
+
+
+def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
+    """The default form of keys and values, and what was measured of it."""
+    try:
+        scheme, record = stored_kv_cache(packed.config), measured_kv_caches(packed.config)
+    except (CheckpointError, SchemeError) as error:
+        yield error.problem
+        return
+    measured = record.find(scheme) if scheme and record else None
+    if scheme and record and not scheme.is_exact and not (measured and record.passes(measured)):
+        yield f"keys and values default to {scheme}, which was not measured within a mean KL of {record.max_kl:g}"
 
 
 def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None) -> Iterator[str]:

@@ -87,7 +87,8 @@ def _announce(prepared: Prepared) -> None:
     from compress.cli.show import describe_run
 
     work = sorted({str(assignment) for assignment in prepared.plan.assignments.values()})
-    _say(f"Compressing {len(prepared.plan.changed)} linear layers: {', '.join(work)}")
+    layers = f"{len(prepared.plan.changed)} linear layers: {', '.join(work)}" if work else "nothing but the KV cache"
+    _say(f"Compressing {layers}")
     _say(describe_run(prepared))
     for note in prepared.notes:
         _say(f"note: {note}")

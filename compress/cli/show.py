@@ -85,12 +85,15 @@ def print_result(prepared: Prepared, result: RunResult) -> None:
     )
     for name, text in _quality(result.quality):
         table.add_row(name, text)
+    if result.kv_cache is not None:
+        table.add_row("KV cache", result.kv_cache.describe())
     recovered = result.report["recovered"]
     if recovered:
         table.add_row("fallbacks", "; ".join(f"{each['module']}: {each['recovery']}" for each in recovered[:3]))
     table.add_row("report", str(result.out / "compression_report.json"))
     console.print(table)
-    for warning in result.quality.get("warnings", ()):
+    warnings = [*result.quality.get("warnings", ()), *(result.kv_cache.warnings if result.kv_cache else ())]
+    for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     console.print("Next:", highlight=False)
     for command in _next_commands(result.out):

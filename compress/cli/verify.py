@@ -39,6 +39,20 @@ def verify(
         raise CheckpointError(f"{path} has {len(problems)} problems", "Write or download it again")
 
 
+def _kv_cache(path: str) -> list[str]:
+    """What the checkpoint says of keys and values, where it says anything."""
+    from compress.checkpoint.config import read_config
+    from compress.checkpoint.errors import ToolkitError
+    from compress.checkpoint.kv_cache import stored_kv_cache
+
+    try:
+        scheme = stored_kv_cache(read_config(path))
+    except ToolkitError:
+        # It is among the problems.
+        return []
+    return [f"keys and values are kept as {scheme} unless serving is told otherwise"] if scheme else []
+
+
 def _print(structure: StructureReport, compared: bool) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -59,6 +73,7 @@ def _print(structure: StructureReport, compared: bool) -> None:
     lines = [
         f"{structure.total_bytes / 1e6:,.2f} MB, {structure.bits_per_weight:.3f} bits per quantized weight, "
         f"{structure.bits_per_parameter:.3f} over the whole model",
+        *_kv_cache(structure.path),
         "codes compared with the report of their making" if compared else "no report to compare the codes with",
         *structure.notes,
     ]

@@ -22,6 +22,25 @@ class KVResult:
     choice: KVChoice
     record: KVCacheRecord | None
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return (self.choice.warning,) if self.choice.warning else ()
+
+    def describe(self) -> str:
+        """The default with its figures, in one line."""
+        scheme, record = self.choice.scheme, self.record
+        if record is None:
+            return str(scheme)
+        exact = f"{record.token_bytes:,} bytes per token in 16 bits"
+        found = record.find(scheme)
+        if found is None:
+            return f"{scheme}: {exact}"
+        return (
+            f"{scheme}: {found.token_bytes:,} bytes per token ({exact}), KL {found.kl_mean:.5f} to those, perplexity "
+            f"{record.perplexity:.3f} -> {found.perplexity:.3f} ({record.tokens} tokens of {record.data}, "
+            f"{record.length} in a window)"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, for the report."""
         return {

@@ -18,7 +18,7 @@ from compress.pipeline.blocks import check_finite, read_block
 from compress.pipeline.calibrated import CalibratedRunner, block_job
 from compress.pipeline.ends import head_needs_inputs, quantize_embedding, quantize_head, stored_embedding
 from compress.pipeline.finish import assemble_checkpoint, check_checkpoint, check_quality, put_in_place, save_rest
-from compress.pipeline.kv_cache import choose_default
+from compress.pipeline.kv_cache import KVResult, choose_default
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.progress import RunDisplay
@@ -37,6 +37,7 @@ class RunResult:
     structure: StructureReport
     quality: dict[str, Any]
     report: dict[str, Any]
+    kv_cache: KVResult | None = None
 
 
 def run(prepared: Prepared, quiet: bool = False) -> RunResult:
@@ -60,7 +61,7 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
         report["kv_cache"] = kv_cache.to_dict() if kv_cache else None
         put_in_place(folder, prepared.request.out, report)
         progress.discard()
-    return RunResult(prepared.request.out, structure, quality, report)
+    return RunResult(prepared.request.out, structure, quality, report, kv_cache)
 
 
 def _compress(prepared: Prepared, progress: Progress, quiet: bool) -> Path:

@@ -1,0 +1,161 @@
+"""The recipe stage kv_cache: what it measures, what it chooses, and what the checkpoint then says of itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.checkpoint.config import COMPRESSION_KEY, read_config, write_config
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import CheckpointError, RecipeError
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme, stored_kv_cache
+from compress.checkpoint.kv_measured import KVCacheRecord, MeasuredKVCache, kv_cache_warning, measured_kv_caches
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.verify import verify_structure
+from compress.evaluate.kv_cache import measure_kv_caches
+from compress.evaluate.perplexity import evaluate
+from compress.evaluate.scorers import RuntimeScorer
+from compress.kv_choice import choose_kv_cache
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import RunResult, run
+from compress.recipe import Recipe
+from compress.recipe_file import parse_recipe
+from compress.stages.kv_cache import RECENT, SINKS, KVCacheStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.table import Stage
+
+INT4, K8V4 = KVCacheScheme.named("int4"), KVCacheScheme.named("k8v4")
+
+
+def compress(model: Path, out: Path, *stages: Stage) -> RunResult:
+    return run(prepare(RunRequest(model, str(model), Recipe(stages), out, measure=False)), quiet=True)
+
+
+def record_of(*costs: tuple[KVCacheScheme, int, float], max_kl: float = 0.01) -> KVCacheRecord:
+    measured = tuple(MeasuredKVCache(scheme, size, kl, 10 * kl, 20.0 + kl, 0.9) for scheme, size, kl in costs)
+    return KVCacheRecord(max_kl, 100, 50, "pydoc", "abc", "some windows", 20.0, 512, measured)
+
+
+def test_auto_takes_the_smallest_that_passes_with_the_fewest_exact_tokens() -> None:
+    with_sinks = replace(INT4, sinks=4, recent=64)
+    record = record_of((INT4, 144, 0.02), (with_sinks, 144, 0.004), (K8V4, 208, 0.001))
+    assert choose_kv_cache(KVCacheStage(), record).scheme == with_sinks
+    record = record_of((INT4, 144, 0.009), (with_sinks, 144, 0.004), (K8V4, 208, 0.001))
+    assert choose_kv_cache(KVCacheStage(), record).scheme == INT4
+
+
+def test_nothing_within_the_limit_leaves_16_bits_and_says_so() -> None:
+    record = record_of((INT4, 144, 0.02), (K8V4, 208, 0.015))
+    choice = choose_kv_cache(KVCacheStage(), record)
+    assert choice.scheme == UNCOMPRESSED
+    assert "nearest: k8v4, 0.015" in choice.warning
+    choice = choose_kv_cache(KVCacheStage("int4"), record_of((INT4, 144, 0.02)))
+    assert choice.scheme == UNCOMPRESSED
+    assert "int4 rotated costs a mean KL of 0.02, more than max_kl=0.01" in choice.warning
+    assert choose_kv_cache(KVCacheStage("16bit"), None).warning == ""
+
+
+def test_candidates_are_what_the_options_say() -> None:
+    assert [str(each) for each in KVCacheStage("k8v4", sinks=2).candidates] == ["k8v4, 2 exact sinks"]
+    assert KVCacheStage("16bit").candidates == ()
+    both = KVCacheStage().candidates
+    assert {(each.sinks, each.recent) for each in both} == {(0, 0), (SINKS, RECENT)}
+    assert {(each.sinks, each.recent) for each in KVCacheStage(recent=8).candidates} == {(0, 8)}
+    assert [each.format for each in both[::2]] == ["int4", "k8v4", "fp8", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{format: int5}", r"kv.yaml:2: KV cache format 'int5' does not exist. Did you mean 'int8'"),
+        ("{max_kl: 0}", "max_kl=0.0 lets no format pass"),
+        ("{tokens: 1}", "less than 2 tokens"),
+        ("{sinks: -1}", "no number of tokens"),
+        ("{format: 16bit, rotate: true}", "16-bit KV cache is exact"),
+        ("{bits: 4}", "unknown key 'bits' in kv_cache"),
+        ("{}\n- kv_cache: {}", "stands twice"),
+    ],
+)
+def test_recipes_that_mean_nothing_are_refused(text, problem) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        parse_recipe(f"stages:\n- kv_cache: {text}\n", "kv.yaml")
+
+
+def test_figures_are_those_of_the_scorer_with_such_a_cache() -> None:
+    found = measure_kv_caches(demo_model_path(), (INT4, K8V4), data="pydoc", tokens=256, length=128)
+    scorer, exact = RuntimeScorer(demo_model_path()), RuntimeScorer(demo_model_path())
+    for scheme, result in zip((INT4, K8V4), found.results, strict=True):
+        scorer.kv_cache = scheme
+        expected = evaluate(scorer, found.windows, exact)
+        assert result.kl_mean == pytest.approx(expected.kl_mean, rel=1e-4)
+        assert result.perplexity == pytest.approx(expected.perplexity, rel=1e-5)
+        assert result.tokens == expected.tokens == 2 * 127
+    # 6 layers of 2 heads of 64 numbers; 4 bits each, and a scale and an offset of 2 bytes, for key and for value.
+    assert found.token_bytes[0] == 6 * 2 * 2 * (64 // 2 + 4)
+
+
+def test_the_default_is_stored_measured_and_verified(tmp_path) -> None:
+    stage = KVCacheStage("auto", max_kl=0.5, tokens=256, length=128)
+    result = compress(demo_model_path(), tmp_path / "out", QuantizeStage("rtn", Scheme(4, 128)), stage)
+    assert result.structure.ok
+    config = read_config(tmp_path / "out")
+    assert stored_kv_cache(config) == INT4
+    record = measured_kv_caches(config)
+    assert record is not None
+    assert [each.scheme for each in record.candidates] == list(stage.candidates)
+    assert record.tokens == 2 * 127
+    report = json.loads((tmp_path / "out/compression_report.json").read_text())
+    assert report["kv_cache"]["measured"]["candidates"][0]["kl_mean"] == record.find(INT4).kl_mean
+    assert any("keys and values" in note for note in report["plan"]["notes"])
+    assert "int4 rotated: 864 bytes per token" in result.kv_cache.describe()
+    assert verify_structure(tmp_path / "out").ok
+
+
+def test_a_named_format_above_the_limit_is_not_the_default(tmp_path) -> None:
+    stage = KVCacheStage("int4", max_kl=1e-6, tokens=128, length=64)
+    result = compress(demo_model_path(), tmp_path / "out", stage)
+    assert stored_kv_cache(read_config(tmp_path / "out")) == UNCOMPRESSED
+    assert "serve with --kv-cache int4 all the same" in result.kv_cache.warnings[0]
+    warning = kv_cache_warning(read_config(tmp_path / "out"), INT4)
+    assert warning is not None
+    assert "a KV cache in int4 rotated was measured" in warning
+    assert "127 tokens" not in warning
+    assert "126 tokens of pydoc" in warning
+    assert kv_cache_warning(read_config(tmp_path / "out"), K8V4) is None
+
+
+def test_the_stage_alone_leaves_every_tensor_as_it_is(tmp_path) -> None:
+    out = tmp_path / "out"
+    result = compress(demo_model_path(), out, KVCacheStage("int8", tokens=64, length=64))
+    assert result.structure.format == "dense"
+    before, after = RuntimeScorer(demo_model_path()), RuntimeScorer(out)
+    tokens = torch.arange(10, 40).unsqueeze(0)
+    assert torch.equal(before.logits(tokens), after.logits(tokens))
+
+
+def test_verify_tells_a_record_that_makes_no_sense(tmp_path) -> None:
+    out = tmp_path / "out"
+    compress(demo_model_path(), out, KVCacheStage("16bit"))
+    config = read_config(out)
+    for block, problem in (
+        ({"format": "int3"}, "KV cache format 'int3' is unknown"),
+        ({"format": "int4", "colour": 1}, "unknown field 'colour'"),
+    ):
+        config[COMPRESSION_KEY]["kv_cache"] = block
+        write_config(out, config)
+        assert any(problem in each for each in verify_structure(out).problems)
+    config[COMPRESSION_KEY] |= {"kv_cache": INT4.to_dict(), "kv_cache_measured": record_of((INT4, 1, 0.5)).to_dict()}
+    write_config(out, config)
+    assert any("not measured within a mean KL of 0.01" in each for each in verify_structure(out).problems)
+    config[COMPRESSION_KEY]["kv_cache_measured"] = {"candidates": 3}
+    write_config(out, config)
+    assert "is not known" in kv_cache_warning(read_config(out), INT4)
+
+
+def test_models_that_the_runtime_does_not_serve_are_refused_before_anything_runs(tiny_model, tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="phi3"):
+        prepare(RunRequest(tiny_model("phi3"), "", Recipe((KVCacheStage(),)), tmp_path / "out"))
