@@ -100,7 +100,7 @@ class _Reader:
         return self._build(node, Recipe, stages=stages, **options)
 
     def _search(self, body: yaml.Node, options: dict[str, Any]) -> SearchRequest:
-        keys = ("target_bpw", "target_size", "max_kl", "menu", "method", "measured", "tries", "ignore")
+        keys = ("target_bpw", "target_size", "max_kl", "menu", "method", "measured", "tries", "ignore", "ends")
         values = self._mapping(body, keys, "search")
         target: dict[str, Any] = {}
         for key, name in (("target_bpw", "bits_per_weight"), ("max_kl", "kl")):
@@ -112,7 +112,7 @@ class _Reader:
         if "menu" in values:
             words = [self._scalar(item, str, "menu") for item in self._items(values["menu"], "menu")]
             options["menu"] = self._meant(values["menu"], lambda: parse_menu(",".join(words)))
-        options |= self._options(values, {"method": str, "measured": int, "tries": int})
+        options |= self._options(values, {"method": str, "measured": int, "tries": int, "ends": bool})
         return self._build(body, SearchRequest, goal=self._build(body, Goal, **target), **options)
 
     def _calibration(self, node: yaml.Node) -> CalibrationOptions:
@@ -156,9 +156,11 @@ class _Reader:
         return kinds[kind](body)
 
     def _quantize(self, body: yaml.Node) -> QuantizeStage:
-        keys = ("method", "bits", "group_size", "symmetric", "activation_bits", "alpha", *_TUNING, "targets", "ignore")
-        values = self._mapping(body, keys, "quantize")
+        scheme_keys = ("bits", "group_size", "symmetric", "activation_bits", "outlier_columns")
+        values = self._mapping(body, ("method", *scheme_keys, "alpha", *_TUNING, "targets", "ignore"), "quantize")
         options = self._options(values, {"method": str, "alpha": float})
+        if "outlier_columns" in values:
+            options["outlier_columns"] = self._number(values["outlier_columns"], "outlier_columns")
         if tuning := self._scalars(values, _TUNING):
             options["tuning"] = self._build(body, Tuning, **tuning)
         scheme = self._scheme(body, values, default_scheme(options.get("method", "")))

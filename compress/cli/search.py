@@ -41,6 +41,9 @@ def search(
     ] = DEFAULT_MEASURED,
     tries: Annotated[int, typer.Option(help="Checkpoints that --max-kl may make to come close.")] = DEFAULT_TRIES,
     ignore: Ignore = None,
+    ends: Annotated[
+        bool, typer.Option("--ends", help="Decide about token embedding and head too; then only this runtime loads it.")
+    ] = False,
     files: SearchFiles,
     text: TextOptions,
     job: JobOptions,
@@ -53,6 +56,6 @@ def search(
     """
     goal = Goal(target_bpw, None if target_size is None else parse_size(target_size), max_kl)
     request = SearchRequest(
-        goal, parse_menu(menu), method, measured, tries, tuple(ignore or ()), text.options, text.seed, goal.name
+        goal, parse_menu(menu), method, measured, tries, tuple(ignore or ()), ends, text.options, text.seed, goal.name
     )
     carry_out_search(model, request, out, files, job)

@@ -26,7 +26,7 @@ from compress.search.menu import word
 from compress.search.resident import ResidentModel
 from compress.search.sensitivities import Sensitivities
 from compress.search.survey import Survey
-from compress.search.units import Unit
+from compress.search.units import EMBEDDING, Unit
 
 Wanted = Mapping[Unit, Sequence[Scheme]]
 Found = Callable[[Unit, Scheme, float], None]
@@ -68,8 +68,12 @@ def measure(survey: Survey, known: Sensitivities, display: RunDisplay) -> None:
         known.add(unit, scheme, divergence)
         display.finish(f"{unit.name} {word(scheme)}: KL {divergence:.6f}")
 
-    for index in range(1 + max(unit.block for unit in wanted)):
+    for index in range(EMBEDDING, 1 + max(unit.block for unit in wanted)):
         inside = {unit: schemes for unit, schemes in wanted.items() if unit.block == index}
+        if index not in range(len(meter.model.blocks)):
+            for unit, schemes in inside.items():
+                meter.measure_end(unit, schemes, found)
+            continue
         if inside:
             display.step(f"statistics of block {index}")
             meter.measure(index, inside, found)
@@ -122,15 +126,33 @@ class _Meter:
             for leaf in leaves:
                 block.set_weight(leaf, block.weights[leaf])
 
+    def measure_end(self, unit: Unit, schemes: Sequence[Scheme], found: Found) -> None:
+        """All that is wanted of the embedding or of the head."""
+        prepared, (module,) = self.survey.prepared, unit.modules
+        parameter = self.model.weight(module)
+        weight = prepared.files.tensor(f"{module}.weight").to(parameter.device, torch.float32)
+        method = self.survey.request.method_of(unit)
+        seen = None
+        if method != "rtn":
+            seen = InputStatistics(weight.shape[1], module, device=prepared.device)
+            self.model.observe_head(self.calibration.hidden.split(prepared.micro_batch), seen.update)
+        factors = SharedFactors(seen)
+        for scheme in schemes:
+            work = LinearWork(module, weight, Assignment(method, scheme), self._scale_dtype, seen)
+            parameter.data = values_of(work.apply(factors)[0]).to(parameter.device)
+            found(unit, scheme, self.model.divergence(unit.block))
+        parameter.data = weight
+
+    @property
+    def _scale_dtype(self) -> torch.dtype:
+        return getattr(torch, self.survey.prepared.plan.scale_dtype)
+
     def _rounded(
         self, block: LoadedBlock, leaf: str, scheme: Scheme, seen: InputStatistics | None, factors: SharedFactors
     ) -> Tensor:
-        scale_dtype = getattr(torch, self.survey.prepared.plan.scale_dtype)
-        assignment = Assignment(self.survey.request.method, scheme)
-        stored, _ = LinearWork(f"{block.name}.{leaf}", block.weights[leaf], assignment, scale_dtype, seen).apply(
-            factors
-        )
-        return values_of(stored).to(block.weights[leaf].device)
+        weight, assignment = block.weights[leaf], Assignment(self.survey.request.method, scheme)
+        work = LinearWork(f"{block.name}.{leaf}", weight, assignment, self._scale_dtype, seen)
+        return values_of(work.apply(factors)[0]).to(weight.device)
 
     def _statistics(self, block: LoadedBlock, index: int) -> dict[str, InputStatistics]:
         needs = {leaf: Need(hessian=True) for leaf in block.weights}

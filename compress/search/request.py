@@ -11,7 +11,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.recipe import CalibrationOptions, Recipe
 from compress.search.goal import Goal
 from compress.search.menu import DEFAULT_MENU, parse_menu, word
-from compress.search.units import Unit
+from compress.search.units import EMBEDDING, Unit
 from compress.stages.quantize import SMOOTHING_METHODS, QuantizeStage
 from compress.stages.words import nearest
 
@@ -31,6 +31,7 @@ class SearchRequest:
         measured: sequences of the calibration text that sensitivities are measured on; rounding does not see them.
         tries: checkpoints that may be made before a target of KL is met as closely as it can be.
         ignore: patterns of modules that stay dense.
+        ends: whether the token embedding and the output head get schemes too; only this runtime reads the former.
     """
 
     goal: Goal
@@ -39,6 +40,7 @@ class SearchRequest:
     measured: int = DEFAULT_MEASURED
     tries: int = DEFAULT_TRIES
     ignore: tuple[str, ...] = ()
+    ends: bool = False
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     seed: int = 0
     name: str = "search"
@@ -60,13 +62,19 @@ class SearchRequest:
         )
         return Recipe((QuantizeStage("gptq", Scheme(8, None), ignore=self.ignore),), text, self.seed, self.name)
 
+    def method_of(self, unit: Unit) -> str:
+        """How a unit is rounded. Rows of an embedding are looked up, not multiplied: nothing can make up for errors."""
+        return "rtn" if unit.block == EMBEDDING else self.method
+
     def recipe(self, chosen: Mapping[Unit, Scheme]) -> Recipe:
         """The recipe that gives every unit its scheme: one stage for each scheme, narrow ones first."""
-        targets: dict[Scheme, list[str]] = {}
+        targets: dict[tuple[str, Scheme], list[str]] = {}
         for unit, scheme in chosen.items():
-            targets.setdefault(scheme, []).extend(unit.modules)
-        order = sorted(targets, key=lambda scheme: (scheme.bits, -(scheme.group_size or 1 << 30), word(scheme)))
-        stages = tuple(QuantizeStage(self.method, scheme, tuple(targets[scheme])) for scheme in order)
+            targets.setdefault((self.method_of(unit), scheme), []).extend(unit.modules)
+        order = sorted(
+            targets, key=lambda each: (each[1].bits, -(each[1].group_size or 1 << 30), word(each[1]), each[0])
+        )
+        stages = tuple(QuantizeStage(method, scheme, tuple(targets[method, scheme])) for method, scheme in order)
         return Recipe(stages, self.calibration, self.seed, self.name)
 
     def to_dict(self) -> dict[str, Any]:

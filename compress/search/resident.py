@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +14,18 @@ from compress.checkpoint.source import TensorFiles
 from compress.pipeline.blocks import fill, read_tensor
 from compress.pipeline.capture import BlockInputs, StandIn, run_all, run_block
 from compress.pipeline.skeleton import Skeleton
+from compress.search.units import EMBEDDING
 
 
 class _Given(StandIn):
-    """Returns what it was given beforehand, whatever it is passed."""
+    """Returns what it was given beforehand, and keeps what it was passed: the embedding, where it stands first."""
 
     output: Tensor | None = None
+    passed: Tensor | None = None
 
-    def forward(self, *_args: object, **_kwargs: object) -> Tensor | None:
-        return self.output
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | None:
+        self.passed = args[0] if args else kwargs["hidden_states"]
+        return self.passed if self.output is None else self.output
 
 
 class ResidentModel:
@@ -45,19 +48,20 @@ class ResidentModel:
         dtype: torch.dtype,
     ) -> None:
         self.blocks = list(skeleton.blocks)
-        self._skeleton, self._device = skeleton, device
+        self._skeleton, self._device, self._dtype = skeleton, device, dtype
         self._inputs, self._tokens = measured, tokens.to(device)
         for index, block in enumerate(self.blocks):
             fill(block, skeleton.block_name(index), files, device, dtype)
         _fill_rest(skeleton, files, device)
-        self._given = _take_blocks_out(skeleton)
+        self._last = _take_blocks_out(skeleton)
         self._reference = [_Reference.of(logits) for logits in self._logits(0)]
 
     @torch.no_grad()
     def divergence(self, block: int) -> float:
         """Mean KL(dense || now) over all positions, in nats, as the blocks from `block` on are now.
 
-        Those before it must be as they were when `advance` passed them.
+        Those before it must be as they were when `advance` passed them. `EMBEDDING` stands for what comes before all
+        blocks, their number for what comes after.
 
         Raises:
             NumericsError: the output is not finite.
@@ -65,8 +69,7 @@ class ResidentModel:
         batches = zip(self._logits(block), self._reference, strict=True)
         total = sum(reference.divergence(logits) for logits, reference in batches)
         if not math.isfinite(total):
-            name = self._skeleton.block_name(block)
-            problem = f"the model's output is not finite with a quantized layer in {name}"
+            problem = f"the model's output is not finite with a quantized layer in block {block}"
             raise NumericsError(problem, "Use --dtype float32")
         return max(total / self._tokens.numel(), 0.0)
 
@@ -76,17 +79,43 @@ class ResidentModel:
         name = self._skeleton.block_name(block)
         self._inputs.hidden = run_all(self.blocks[block], name, self._inputs, block, self._device)
 
+    def weight(self, module: str) -> nn.Parameter:
+        """The weight of a module outside of the blocks, in float32."""
+        return self._skeleton.model.get_submodule(module).weight
+
+    @torch.no_grad()
+    def observe_head(self, hidden: Iterable[Tensor], see: Callable[[Tensor], None]) -> None:
+        """Shows what the head multiplies, `[B, T, H]`, for outputs of the last block."""
+        head = self._skeleton.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _module, args: see(args[0]))
+        try:
+            for batch in hidden:
+                self._after_blocks(batch.to(self._device), self._tokens[:1].expand(len(batch), -1))
+        finally:
+            handle.remove()
+
     @torch.no_grad()
     def _logits(self, first: int) -> Iterator[Tensor]:
         """Logits `[B, T, V]` in float32, micro-batch by micro-batch."""
         states = self._inputs.hidden.split(self._inputs.micro_batch)
         batches = zip(states, self._inputs.calls, self._tokens.split(self._inputs.micro_batch), strict=True)
+        begin = max(first, 0)
         for hidden, calls, tokens in batches:
-            hidden = hidden.to(self._device)
-            for module, call in zip(self.blocks[first:], calls[first:], strict=True):
+            hidden = self._embedded(tokens) if first == EMBEDDING else hidden.to(self._device)
+            for module, call in zip(self.blocks[begin:], calls[begin:], strict=True):
                 hidden = run_block(module, hidden, call)
-            self._given.output = hidden.float()
-            yield self._skeleton.model(input_ids=tokens, use_cache=False).logits.float()
+            yield self._after_blocks(hidden, tokens)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """What enters the first block, `[B, T, H]`, as the embedding is now."""
+        self._last.output = None
+        self._skeleton.model(input_ids=tokens, use_cache=False)
+        return self._skeleton.blocks[0].passed.to(self._dtype)
+
+    def _after_blocks(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Logits `[B, T, V]` of outputs of the last block."""
+        self._last.output = hidden.float()
+        return self._skeleton.model(input_ids=tokens, use_cache=False).logits.float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, DataError, RecipeError
 from compress.checkpoint.scheme import Scheme
+from compress.pipeline.outside import find_ends
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.plan import shape_bytes
 from compress.search.goal import Goal
 from compress.search.menu import word
 from compress.search.request import SearchRequest
-from compress.search.units import Unit, menu_for, units_of
+from compress.search.units import EMBEDDING, Unit, menu_for, units_of
 
 _FLOAT32 = 4
 # A tensor's entry in the header of a weight file beside its name, and how many entries a packed weight has at most.
@@ -90,7 +91,7 @@ class Survey:
         blocks = [sum(each.numel() for each in block.parameters()) for block in self.prepared.skeleton.blocks]
         config = self.prepared.skeleton.model.config
         head = config.vocab_size * config.hidden_size
-        passes = sum(len(menu) * (sum(blocks[unit.block :]) + head) for unit, menu in self.menus.items())
+        passes = sum(len(menu) * (sum(blocks[max(unit.block, 0) :]) + head) for unit, menu in self.menus.items())
         calibrating = 2 * sum(blocks) * self.calibration.numel()
         return 2.0 * (passes * self.measured.numel() + calibrating)
 
@@ -166,7 +167,7 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
         for leaf, linear in skeleton.linears(block).items()
         if f"{name}.{leaf}" in searched
     }
-    units = units_of(blocks, shapes, skeleton.architecture)
+    units = [*units_of(blocks, shapes, skeleton.architecture), *(_ends(prepared) if search.ends else ())]
     menus = {unit: menu_for(unit, search.menu) for unit in units}
     calibration, measured = _split(prepared, search)
     found = Survey(search, run, prepared, menus, calibration, measured, _fixed_bytes(prepared, units))
@@ -191,9 +192,25 @@ def _split(prepared: Prepared, search: SearchRequest) -> tuple[Tensor, Tensor]:
     return tokens[:-measured], tokens[-measured:]
 
 
+def _ends(prepared: Prepared) -> list[Unit]:
+    """The token embedding and, where it has a matrix of its own, the head. Raises RecipeError where neither can be
+    quantized."""
+    skeleton = prepared.skeleton
+    ends = find_ends(skeleton, prepared.files)
+    units = [
+        Unit(EMBEDDING if name == skeleton.architecture.embedding else skeleton.num_blocks, (name,), (end.shape,))
+        for name, end in ends.items()
+        if end.shape is not None
+    ]
+    if not units:
+        raise RecipeError("neither embedding nor head of this model can be quantized", "Leave --ends out")
+    return units
+
+
 def _fixed_bytes(prepared: Prepared, units: Sequence[Unit]) -> int:
     plan = prepared.plan
-    packed = sum(row.bytes_after for row in plan.changed)
+    searched = {f"{module}.weight" for unit in units for module in unit.modules}
+    packed = sum(row.bytes_after for row in plan.rows if row.tensor in searched)
     names = [row.tensor for row in plan.rows if row.bytes_after]
     header = sum(_ENTRY_BYTES + len(name) for name in names)
     header += sum((_ENTRIES - 1) * (_ENTRY_BYTES + len(module)) for unit in units for module in unit.modules)

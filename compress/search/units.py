@@ -11,6 +11,8 @@ from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
 from compress.plan import shape_bytes
 
+EMBEDDING = -1
+"""Index that stands for a block before the first."""
 _SCALE_BITS = {"float64": 64, "float32": 32}
 
 
@@ -19,7 +21,7 @@ class Unit:
     """One linear, or siblings that engines fuse and that therefore share a scheme.
 
     Attributes:
-        block: index of the block it stands in.
+        block: index of the block it stands in; of the token embedding `EMBEDDING`, of the head the number of blocks.
         modules: full names.
         shapes: `(O, I)` of each.
     """

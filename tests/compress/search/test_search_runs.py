@@ -94,6 +94,27 @@ def test_sensitivities_are_what_the_whole_model_says(tiny_model, tmp_path: Path)
     assert known.of(unit, MENU[0]) == pytest.approx(float(expected), rel=1e-3)
 
 
+def test_embedding_and_head_are_measured_and_chosen_like_layers(tiny_model, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, out = tiny_model("llama", torch.float32), tmp_path / "out"
+    # Each next to dense in most of the network, so that size is a matter of the ends.
+    found = opened(model, out, asked(Goal(bits_per_weight=7.0), menu=MENU[1:], ends=True), measure=False)
+    findings = find(found, files(out), quiet=True)
+    carry_out(findings, files(out), quiet=True)
+    stored = PackedCheckpoint.open(out)
+    assert {"model.embed_tokens", "lm_head"} < stored.schemes.keys()
+    embedding = next(unit for unit in found.menus if unit.name == "model.embed_tokens")
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        dense = torch.log_softmax(whole(found.measured).logits, -1)
+        whole.model.embed_tokens.weight.copy_(stored.packed_weight("model.embed_tokens").dequantize())
+        changed = torch.log_softmax(whole(found.measured).logits, -1)
+    expected = (dense.exp() * (dense - changed)).sum(-1).mean()
+    chosen = stored.schemes["model.embed_tokens"]
+    assert findings.known.of(embedding, chosen) == pytest.approx(float(expected), rel=1e-3, abs=1e-7)
+
+
 def test_an_interrupted_search_goes_on_with_what_it_has(tiny_model, tmp_path: Path, monkeypatch) -> None:
     measured: list[int] = []
     divergence = ResidentModel.divergence
