@@ -76,6 +76,8 @@ def _target_schemes(packed: PackedCheckpoint, format: str) -> dict[str, Scheme]:
         return packed.schemes
     if factorized := [module for module, scheme in packed.schemes.items() if scheme.rank]:
         raise SchemeError(f"{format} has no weights of low rank, e.g. {factorized[0]}", "Use --format dense")
+    if mixed := [module for module, scheme in packed.schemes.items() if scheme.outliers]:
+        raise SchemeError(f"{format} has no 16-bit columns in a weight, e.g. {mixed[0]}", "Use --format dense")
     if pruned := [module for module, scheme in packed.schemes.items() if scheme.is_float]:
         raise SchemeError(f"{format} has no 16-bit sparse weights, e.g. {pruned[0]}", "Use --format dense")
     linears = {module: scheme for module, scheme in packed.schemes.items() if not is_embedding(module)}

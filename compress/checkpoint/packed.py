@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.pruned import PrunedWeight
 
-PackedWeight = IntegerWeight | PrunedWeight | LowRankWeight
+PackedWeight = IntegerWeight | PrunedWeight | LowRankWeight | OutlierWeight
 """All know their `scheme` and `shape` and can `dequantize`."""

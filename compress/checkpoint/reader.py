@@ -25,6 +25,7 @@ from compress.checkpoint.formats import dense
 from compress.checkpoint.formats.table import Format, find_format
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.scheme import Scheme
@@ -96,9 +97,9 @@ class PackedCheckpoint:
         """How a module is quantized; None when it is dense."""
         return self.schemes.get(module)
 
-    def weight(self, module: str) -> IntegerWeight | LowRankWeight | Tensor:
-        """The weight `[O, I]` of a linear module: codes when quantized, two factors when it is of low rank, else the
-        numbers, zeros in place.
+    def weight(self, module: str) -> IntegerWeight | LowRankWeight | OutlierWeight | Tensor:
+        """The weight `[O, I]` of a linear module: codes when quantized (perhaps with outlier columns beside them), two
+        factors when it is of low rank, else the numbers, zeros in place.
 
         Raises:
             CheckpointError: tensors missing or contradicting the config.

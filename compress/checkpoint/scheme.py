@@ -10,6 +10,8 @@ from compress.checkpoint.errors import SchemeError
 
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 16
+COLUMN_BITS = 32
+"""Of the number of an outlier column."""
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -55,6 +57,7 @@ class Scheme:
             dtype, without scales.
         rank: the weight is the product of two factors `[O, rank]` and `[rank, I]`, each stored so; with it `bits` may
             be 16, which means factors in the model's own dtype.
+        outliers: so many input columns are stored in the model's own dtype, beside codes that are zero there.
     """
 
     bits: int = 4
@@ -63,12 +66,15 @@ class Scheme:
     activation_bits: int | None = None
     sparsity: Sparsity | None = None
     rank: int | None = None
+    outliers: int | None = None
 
     def __post_init__(self) -> None:
         if self.sparsity is not None:
             self._check_sparse(self.sparsity)
         if self.rank is not None:
             self._check_rank(self.rank)
+        if self.outliers is not None:
+            self._check_outliers(self.outliers)
         if self.is_float:
             return
         if not MIN_BITS <= self.bits <= MAX_BITS:
@@ -97,6 +103,14 @@ class Scheme:
         if self.is_float and self.group_size is not None:
             raise SchemeError("16-bit values have no groups", "Leave the group size out")
 
+    def _check_outliers(self, outliers: int) -> None:
+        if outliers < 1:
+            raise SchemeError(f"{outliers} outlier columns are none", "Leave outlier columns out")
+        if self.sparsity is not None or self.rank is not None:
+            raise SchemeError(
+                "outlier columns go with neither sparsity nor low rank", "Leave outlier columns out there"
+            )
+
     @property
     def is_float(self) -> bool:
         """Values in the model's own dtype, without scales: pruned or factorized, but not quantized."""
@@ -107,8 +121,16 @@ class Scheme:
         """Of each factor of a weight of low rank; None when factors are plain numbers."""
         return None if self.is_float else replace(self, rank=None)
 
+    @property
+    def base(self) -> Scheme:
+        """Of the codes alone, outlier columns left out."""
+        return replace(self, outliers=None)
+
     def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
-        """What a weight `[O, I]` is multiplied as, in order: itself, or the right factor and then the left one."""
+        """What a weight `[O, I]` is multiplied as, in order: itself, or its codes and then its outlier columns, or the
+        right factor and then the left one. Without a scheme: as plain numbers."""
+        if self.outliers is not None:
+            return [(self.base, out_features, in_features), (None, out_features, self.outliers)]
         if self.rank is None:
             return [(self, out_features, in_features)]
         return [(self.factor, self.rank, in_features), (self.factor, out_features, self.rank)]
@@ -136,10 +158,14 @@ class Scheme:
         return in_features // self.group_size
 
     def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
-        """Bits of a packed `[O, I]` weight: codes and their places, scales and (asymmetric) packed zero points.
+        """Bits of a packed `[O, I]` weight: codes and their places, scales and (asymmetric) packed zero points, outlier
+        columns and their numbers.
 
-        `scale_bits` are those of the model's dtype, in which factors that are not quantized are stored too.
+        `scale_bits` are those of the model's dtype, in which all that is not quantized is stored too.
         """
+        if self.outliers is not None:
+            codes = self.base.stored_bits(out_features, in_features, scale_bits)
+            return codes + self.outliers * (out_features * scale_bits + COLUMN_BITS)
         if self.rank is not None:
             factors = self.matrices(out_features, in_features)
             return sum(
@@ -157,6 +183,7 @@ class Scheme:
         group = "channel" if self.group_size is None else f"g{self.group_size}"
         activation = f"a{self.activation_bits}" if self.activation_bits else "a16"
         structure = f" {self.sparsity}" if self.sparsity else f" rank {self.rank}" if self.rank else ""
+        structure += f" + {self.outliers} columns" if self.outliers else ""
         if self.is_float:
             return f"w{self.bits}a16{structure}"
         return f"w{self.bits}{activation} {group} {'sym' if self.symmetric else 'asym'}{structure}"

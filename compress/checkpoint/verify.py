@@ -18,6 +18,7 @@ from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.kv_cache import stored_kv_cache
 from compress.checkpoint.kv_measured import measured_kv_caches
 from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.reader import PackedCheckpoint
@@ -72,11 +73,13 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
 
 def digest(weight: PackedWeight | Tensor) -> str:
     """SHA-256 of codes, scales and zero points, equal for the same integers whatever format stores them; or of the
-    dtype, shape and bytes of what is not quantized; or of both factors."""
+    dtype, shape and bytes of what is not quantized; or of all the parts."""
     if isinstance(weight, PrunedWeight):
         return digest(weight.values)
+    if isinstance(weight, OutlierWeight):
+        return _joint_digest(weight.base, weight.columns, weight.values)
     if isinstance(weight, LowRankWeight):
-        return hashlib.sha256(" ".join(map(digest, weight.factors)).encode()).hexdigest()
+        return _joint_digest(*weight.factors)
     if isinstance(weight, Tensor):
         kind, parts = f"{weight.dtype} {tuple(weight.shape)}", [weight]
     else:
@@ -86,6 +89,10 @@ def digest(weight: PackedWeight | Tensor) -> str:
     for part in parts:
         state.update(tensor_bytes(part))
     return state.hexdigest()
+
+
+def _joint_digest(*parts: PackedWeight | Tensor) -> str:
+    return hashlib.sha256(" ".join(map(digest, parts)).encode()).hexdigest()
 
 
 def verify_against(path: str | Path, expected: Mapping[str, str]) -> list[str]:
@@ -174,6 +181,9 @@ def _weight_problems(packed: PackedCheckpoint, module: str, weight: PackedWeight
     if isinstance(weight, LowRankWeight):
         yield from _low_rank_problems(packed, module, weight)
         return
+    if isinstance(weight, OutlierWeight):
+        yield from _outlier_problems(packed, module, weight)
+        return
     yield from _number_problems(module, weight.values if isinstance(weight, PrunedWeight) else weight)
     yield from _sparsity_problems(module, weight)
 
@@ -181,12 +191,22 @@ def _weight_problems(packed: PackedCheckpoint, module: str, weight: PackedWeight
 def _low_rank_problems(packed: PackedCheckpoint, module: str, weight: LowRankWeight) -> Iterator[str]:
     for side, factor in zip(("left", "right"), weight.factors, strict=True):
         yield from _number_problems(f"{module}.{side}", factor)
-    stored, promised = 8 * packed.weight_bytes(module), weight.scheme.stored_bits(*weight.shape, _model_bits(packed))
-    if stored != promised:
-        yield f"{module} takes {stored} bits, but {weight.scheme} of {weight.shape} means {promised}"
+    yield from _size_problems(packed, module, weight)
     rows, columns = weight.shape
     if weight.scheme.rank is not None and weight.scheme.rank * (rows + columns) >= rows * columns:
         yield f"{module} has more weights in its factors than in their product {weight.shape}"
+
+
+def _outlier_problems(packed: PackedCheckpoint, module: str, weight: OutlierWeight) -> Iterator[str]:
+    yield from _number_problems(module, weight.base)
+    yield from _number_problems(f"{module}.outlier_values", weight.values)
+    yield from _size_problems(packed, module, weight)
+
+
+def _size_problems(packed: PackedCheckpoint, module: str, weight: LowRankWeight | OutlierWeight) -> Iterator[str]:
+    stored, promised = 8 * packed.weight_bytes(module), weight.scheme.stored_bits(*weight.shape, _model_bits(packed))
+    if stored != promised:
+        yield f"{module} takes {stored} bits, but {weight.scheme} of {weight.shape} means {promised}"
 
 
 def _model_bits(packed: PackedCheckpoint) -> int:

@@ -58,6 +58,14 @@ def quantize(
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Fixed or stored zero points. Symmetric loads everywhere.")
     ] = True,
+    outlier_columns: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the input columns (0.01), or how many, that stay in 16 bits beside the codes: those that "
+            "cost most, or with 8-bit activations the largest. For this runtime only. Default: none.",
+            show_default=False,
+        ),
+    ] = None,
     head_bits: Annotated[
         int | None,
         typer.Option(help="Bits of an output head that is not the embedding. Default: 16.", show_default=False),
@@ -90,7 +98,8 @@ def quantize(
     """
     scheme = make_scheme(method, bits, group_size, symmetric, activation_bits)
     tuning = None if steps is None else Tuning(steps)
-    stage = QuantizeStage(method, scheme, ignore=tuple(ignore or ()), alpha=alpha, tuning=tuning)
+    left_out = tuple(ignore or ())
+    stage = QuantizeStage(method, scheme, ignore=left_out, alpha=alpha, tuning=tuning, outlier_columns=outlier_columns)
     stages: tuple[Stage, ...] = (stage, *end_stages(stage, head_bits, embedding_bits))
     name = f"int{scheme.bits}-{method}"
     if kv_cache is not None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.reader import PackedCheckpoint
 
 BACKENDS = ("runtime", "transformers")
@@ -116,5 +116,5 @@ def _dense_state(checkpoint: PackedCheckpoint, model: Any, dtype: torch.dtype) -
     return state | {name: checkpoint.tensor(name).to(dtype) for name in stored - packed}
 
 
-def _dequantized(weight: IntegerWeight | Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.dequantize(dtype) if isinstance(weight, IntegerWeight) else weight.to(dtype)
+def _dequantized(weight: PackedWeight | Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)

@@ -24,10 +24,12 @@ class GptqOptions:
         activation_order: quantize columns by falling diag(H), so the costliest are rounded while most others can
             still make up for them. Groups stay those of the original columns: nothing is stored.
         damping: shares of mean(diag(H)) added to the diagonal, tried in turn until the factorization succeeds.
+        last: columns that come behind all others: not rounded, they make up for the error of the rest.
     """
 
     activation_order: bool = True
     damping: tuple[float, ...] = (0.01, 0.1, 1.0)
+    last: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianF
     require_finite(hessian, "the Hessian")
     importance = hessian.diagonal().float().clamp(min=0)
     dead = importance == 0
-    order = _column_order(importance, options.activation_order)
+    order = _column_order(importance, options)
     mean = float(importance.double().mean())
     if mean == 0:
         recovery = "rtn: every calibration input was zero"
@@ -87,10 +89,12 @@ def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianF
     return HessianFactor(upper, spread, order, importance, damping, recovery, int(dead.sum()))
 
 
-def _column_order(importance: Tensor, activation_order: bool) -> Tensor:
-    if activation_order:
-        return torch.argsort(importance, descending=True, stable=True)
-    return torch.arange(len(importance), device=importance.device)
+def _column_order(importance: Tensor, options: GptqOptions) -> Tensor:
+    order = torch.arange(len(importance), device=importance.device)
+    if options.activation_order:
+        order = torch.argsort(importance, descending=True, stable=True)
+    behind = torch.isin(order, torch.tensor(options.last, dtype=order.dtype, device=order.device))
+    return torch.cat((order[~behind], order[behind]))
 
 
 def _climb(hessian: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None, float | None, str]:

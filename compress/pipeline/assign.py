@@ -45,11 +45,13 @@ def assign(
             pattern = next(each for each in stage.ignore if matches(each, name))
             reasons[name] = f"left out by --ignore {pattern}"
         for name in [name for name in names if name in chosen]:
-            changed = _apply(stage, assignments.get(name, UNCHANGED), name in ignored)
+            shape = linears[name] if name in linears else ends[name].shape or (0, 0)
+            changed = _apply(stage, assignments.get(name, UNCHANGED), name in ignored, shape[1])
             assignments.pop(name, None)
             if changed != UNCHANGED:
                 assignments[name] = changed
     _check_tuning(assignments)
+    _check_outliers(assignments)
     assignments = _with_ranks(assignments, linears, reasons)
     if stages and not assignments:
         raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
@@ -59,7 +61,7 @@ def assign(
 UNCHANGED = Assignment(None, None)
 
 
-def _apply(stage: TensorStage, before: Assignment, ignored: bool) -> Assignment:
+def _apply(stage: TensorStage, before: Assignment, ignored: bool, in_features: int) -> Assignment:
     """What a linear gets after one more stage; a stage that ignores it takes its own part back."""
     pruning, factoring = before.pruning, before.factoring
     method, scheme, alpha, tuning = before.method, before.quantized, before.alpha, before.tuning
@@ -70,13 +72,20 @@ def _apply(stage: TensorStage, before: Assignment, ignored: bool) -> Assignment:
     elif ignored:
         method, scheme, alpha, tuning = None, None, None, None
     else:
-        method, scheme, alpha, tuning = stage.method, stage.scheme, stage.alpha, stage.tuning
+        method, scheme, alpha, tuning = stage.method, stage.scheme_for(in_features), stage.alpha, stage.tuning
     return Assignment(method, _stored(scheme, pruning), alpha, pruning, factoring, tuning)
 
 
 def _pruning(stage: PruneStage) -> Pruning:
     layerwise = OutlierShares(stage.outlier_factor, stage.spread) if stage.layerwise == "owl" else None
     return Pruning(stage.method, stage.pattern, stage.share, layerwise)
+
+
+def _check_outliers(assignments: Mapping[str, Assignment]) -> None:
+    """Raises RecipeError when pruned weights are to have outlier columns."""
+    mixed = (name for name, each in assignments.items() if each.pruning and each.scheme and each.scheme.outliers)
+    if name := next(mixed, None):
+        raise RecipeError(f"{name} is pruned and has outlier columns", "Give the stages other targets")
 
 
 def _check_tuning(assignments: Mapping[str, Assignment]) -> None:

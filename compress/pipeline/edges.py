@@ -90,6 +90,11 @@ def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
             "the packed embedding is looked up by this runtime only; others read `compress export --format "
             "compressed-tensors`, where it is 16 bits again"
         )
+    if any(scheme.outliers for scheme in schemes):
+        notes.append(
+            "16-bit columns beside the codes are read by this runtime only; others read `compress export --format "
+            "dense`, which is as large as the source"
+        )
     factoring = {each.factoring for each in assignments.values() if each.factoring}
     if factoring:
         notes.append(

@@ -11,6 +11,7 @@ from torch import Tensor
 from calibration.statistics import InputStatistics
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import Factor, LowRankWeight
+from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.scales import GroupScales
@@ -19,6 +20,7 @@ from compress.methods.awq import quantize_awq, search_clip
 from compress.methods.gptq import quantize_gptq
 from compress.methods.hessian import GptqOptions, HessianFactor, factorize
 from compress.methods.hqq import quantize_hqq
+from compress.methods.outlier_columns import beside_outliers, quantize_gptq_beside
 from compress.methods.pruning import PER_OUTPUT, keep_pattern, keep_share, scores
 from compress.methods.rtn import quantize_rtn
 from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
@@ -71,6 +73,7 @@ class LinearWork:
         statistics: of its inputs before smoothing; None when nothing is known.
         scale: `[I]`, what smoothing multiplied its columns by; None when nothing was folded.
         ranked: its decomposition, when it is to be factorized.
+        outliers: columns `[k]` that stay in 16 bits; None when none do.
     """
 
     module: str
@@ -80,6 +83,7 @@ class LinearWork:
     statistics: InputStatistics | None = None
     scale: Tensor | None = None
     ranked: Ranked | None = None
+    outliers: Tensor | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -113,6 +117,8 @@ class LinearWork:
         scheme = self._scheme
         if scheme is None or self.assignment.method is None:
             return self.finish(self._unquantized(weight))
+        if self.outliers is not None:
+            return self.finish(self._quantize_beside(weight, self.outliers, scheme, factors))
         return self.finish(self._quantize(weight, kept, scheme, factors))
 
     @property
@@ -178,6 +184,16 @@ class LinearWork:
             case _:
                 return quantize_rtn(weight, scheme, self.importance, self.model_dtype)
 
+    def _quantize_beside(
+        self, weight: Tensor, columns: Tensor, scheme: Scheme, factors: SharedFactors
+    ) -> OutlierWeight:
+        if self.assignment.method == "gptq" and self.statistics is not None:
+            factor = factors.get(GptqOptions(last=tuple(columns.tolist())))
+            self._note(factor)
+            return quantize_gptq_beside(weight, factor, scheme, columns, self.model_dtype)
+        codes = self._quantize(weight.index_fill(1, columns, 0.0), None, scheme.base, factors)
+        return beside_outliers(weight, codes, columns, scheme)
+
     def _unquantized(self, weight: Tensor) -> Stored:
         values = weight.to(self.model_dtype)
         scheme = self._scheme
@@ -241,10 +257,15 @@ def _on_host(stored: Stored) -> Stored:
         return stored.cpu()
     if isinstance(stored, PrunedWeight):
         return PrunedWeight(stored.values.cpu(), stored.scheme)
-    return IntegerWeight(stored.codes.cpu(), stored.scale.cpu(), stored.zero.cpu(), stored.scheme)
+    if isinstance(stored, OutlierWeight):
+        base = _integers_on_host(stored.base)
+        return OutlierWeight(base, stored.columns.cpu(), stored.values.cpu(), stored.scheme)
+    return _integers_on_host(stored)
+
+
+def _integers_on_host(weight: IntegerWeight) -> IntegerWeight:
+    return IntegerWeight(weight.codes.cpu(), weight.scale.cpu(), weight.zero.cpu(), weight.scheme)
 
 
 def _factor_on_host(factor: Factor) -> Factor:
-    if isinstance(factor, Tensor):
-        return factor.cpu()
-    return IntegerWeight(factor.codes.cpu(), factor.scale.cpu(), factor.zero.cpu(), factor.scheme)
+    return factor.cpu() if isinstance(factor, Tensor) else _integers_on_host(factor)

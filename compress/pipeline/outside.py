@@ -40,6 +40,8 @@ class End:
                 f"{stage.method} cannot change {name}, the {self.what}",
                 f"Give it a quantize stage of its own, with method {' or '.join(self.methods)}",
             )
+        if stage.outlier_columns is not None:
+            raise RecipeError(f"{name}, the {self.what}, has no outlier columns", "Leave outlier_columns out of it")
         if stage.scheme.activation_bits:
             raise RecipeError(f"{name}, the {self.what}, takes no 8-bit activations", "Leave activation_bits out of it")
 

@@ -19,6 +19,7 @@ from compress.pipeline.capture import BlockInputs, run_all
 from compress.pipeline.linear_work import CLIP_ROWS, LinearWork, SharedFactors, values_of
 from compress.pipeline.low_rank_work import decompose_block
 from compress.pipeline.observe import Need, Observed, observe
+from compress.pipeline.outlier_work import choose_columns, outlier_columns
 from compress.pipeline.smoothing import (
     ModuleTrace,
     activations_quantized,
@@ -95,7 +96,8 @@ def quantize_block(
         tuning = BlockTuning(block, job.index, calibration, outcome.reference, weights, device, job.seed)
         outcome.tuning = tuning.run(job.tuning, part("tuning"))
         _keep_tuned(block, begun, weights, outcome)
-    with activations_quantized(block, job.with_quantized_inputs):
+    kept = outlier_columns(outcome.weights, block.name)
+    with activations_quantized(block, job.with_quantized_inputs, outliers=kept):
         outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
         tick = part("next inputs")
         outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device, tick)
@@ -164,6 +166,9 @@ def _round(
         statistics = observed.statistics.get(group[0])
         # Smoothing divides an input once, for all that read it.
         factors = SharedFactors(statistics, folded.get(group[0]))
+        siblings = {name: block.weights[name] for name in group}
+        outliers = choose_columns(siblings, job.assignments, statistics, folded.get(group[0]))
+        del siblings
         for name in group:
             work = LinearWork(
                 f"{block.name}.{name}",
@@ -173,6 +178,7 @@ def _round(
                 statistics,
                 folded.get(name),
                 ranked.pop(name, None),
+                outliers.get(name),
             )
             stored, record = work.apply(factors)
             block.set_weight(name, values_of(stored))

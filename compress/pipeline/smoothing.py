@@ -5,7 +5,7 @@ All searches see the block as it was; the folds, which leave the block's functio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,16 +97,33 @@ def search_edge(
 
 
 @contextmanager
-def activations_quantized(block: LoadedBlock, names: Iterable[str], scale: Tensor | None = None) -> Iterator[None]:
-    """Inside of it the named linears see their inputs as 8-bit activations, under `scale [I]` where one is given."""
+def activations_quantized(
+    block: LoadedBlock,
+    names: Iterable[str],
+    scale: Tensor | None = None,
+    outliers: Mapping[str, Tensor] | None = None,
+) -> Iterator[None]:
+    """Inside of it the named linears see their inputs as 8-bit activations.
 
-    def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    Args:
+        scale: `[I]`, under which inputs are rounded.
+        outliers: columns `[k]` of inputs that stay as they are, by linear.
+    """
+
+    def round_input(args: tuple[Any, ...], columns: Tensor | None) -> tuple[Any, ...]:
         inputs = args[0] if scale is None else args[0].float() / scale
-        levels, steps = quantize_tokens(inputs)
+        levels, steps = quantize_tokens(inputs if columns is None else inputs.index_fill(-1, columns, 0.0))
         rounded = levels * steps if scale is None else levels * steps * scale
-        return (rounded.to(args[0].dtype), *args[1:])
+        rounded = rounded.to(args[0].dtype)
+        if columns is not None:
+            rounded[..., columns] = args[0][..., columns]
+        return (rounded, *args[1:])
 
-    handles = [block.linear(name).register_forward_pre_hook(hook) for name in names]
+    def hook(columns: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+        return lambda _module, args: round_input(args, columns)
+
+    kept = outliers or {}
+    handles = [block.linear(name).register_forward_pre_hook(hook(kept.get(name))) for name in names]
     try:
         yield
     finally:

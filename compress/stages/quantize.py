@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import MAX_BITS, Scheme
@@ -27,6 +27,7 @@ class QuantizeStage:
         ignore: patterns of modules that stay dense.
         alpha: SmoothQuant's exponent, 0 to 1, for every layer; None searches one for each.
         tuning: how signround learns; None for every other method.
+        outlier_columns: share of the input columns (below 1), or how many, that stay in 16 bits.
     """
 
     method: str = "awq"
@@ -35,6 +36,7 @@ class QuantizeStage:
     ignore: tuple[str, ...] = ()
     alpha: float | None = None
     tuning: Tuning | None = None
+    outlier_columns: float | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -44,6 +46,8 @@ class QuantizeStage:
             raise RecipeError(problem, "Set activation_bits: 8, or use awq for 16-bit activations")
         if self.alpha is not None and (self.method != "smoothquant" or not 0 <= self.alpha <= 1):
             raise RecipeError(f"alpha={self.alpha} with {self.method} means nothing", "Give smoothquant one of 0 to 1")
+        if self.outlier_columns is not None:
+            self._check_outliers(self.outlier_columns)
         if self.method == "signround":
             self._check_signround()
         elif self.tuning is not None:
@@ -56,9 +60,23 @@ class QuantizeStage:
         if self.tuning is None:
             object.__setattr__(self, "tuning", Tuning())
 
+    def _check_outliers(self, wanted: float) -> None:
+        if wanted <= 0 or (wanted > 1 and wanted != int(wanted)):
+            problem = f"outlier_columns={wanted:g} is neither a share below 1 nor a number of columns"
+            raise RecipeError(problem, "Use 0.01 to keep 1 % of the columns in 16 bits")
+        if self.method == "signround":
+            raise RecipeError("signround learns no outlier columns", "Use gptq, or leave outlier_columns out")
+
     @property
     def needs_calibration(self) -> bool:
-        return self.method not in DATA_FREE_METHODS
+        return self.method not in DATA_FREE_METHODS or self.outlier_columns is not None
+
+    def scheme_for(self, in_features: int) -> Scheme:
+        """The scheme of a layer with so many inputs."""
+        wanted = self.outlier_columns
+        if wanted is None:
+            return self.scheme
+        return replace(self.scheme, outliers=int(wanted) if wanted >= 1 else max(1, round(wanted * in_features)))
 
 
 def default_scheme(method: str) -> Scheme:

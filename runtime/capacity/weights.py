@@ -68,6 +68,8 @@ class Weights:
             if scheme is not None and scheme.rank is not None:
                 # Factors are not fused: each layer has a right one of its own.
                 products += [matrix for shape in shapes for matrix in scheme.matrices(*shape)]
+            elif scheme is not None:
+                products += scheme.matrices(sum(rows for rows, _ in shapes), shapes[0][1])
             else:
                 products.append((scheme, sum(rows for rows, _ in shapes), shapes[0][1]))
         return products

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.outliers import OutlierWeight
 from runtime.kernels.base import Linear
 
-Weight = IntegerWeight | LowRankWeight | Tensor
+Weight = IntegerWeight | LowRankWeight | OutlierWeight | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,14 @@ class SideBySide:
 
 def fuse_weights(weights: Sequence[Weight]) -> Weight | None:
     """Weights over the same input as one weight along the output features; None when their schemes or dtypes differ, or
-    when one is of low rank: each has a right factor of its own."""
+    when one is of low rank: each has a right factor of its own. With outlier columns they must be the same."""
     if len(weights) == 1:
         return weights[0]
     if any(isinstance(weight, LowRankWeight) for weight in weights):
         return None
+    mixed = [weight for weight in weights if isinstance(weight, OutlierWeight)]
+    if mixed:
+        return _fuse_outliers(mixed) if len(mixed) == len(weights) else None
     dense = [weight for weight in weights if isinstance(weight, Tensor)]
     packed = [weight for weight in weights if isinstance(weight, IntegerWeight)]
     kinds = {weight.dtype for weight in dense} | {(weight.scheme, weight.scale.dtype) for weight in packed}
@@ -45,6 +49,15 @@ def fuse_weights(weights: Sequence[Weight]) -> Weight | None:
         return torch.cat(dense)
     codes, scale, zero = (torch.cat([getattr(w, name) for w in packed]) for name in ("codes", "scale", "zero"))
     return IntegerWeight(codes, scale, zero, packed[0].scheme)
+
+
+def _fuse_outliers(weights: Sequence[OutlierWeight]) -> OutlierWeight | None:
+    first = weights[0]
+    base = fuse_weights([weight.base for weight in weights])
+    same = all(torch.equal(weight.columns, first.columns) for weight in weights)
+    if not isinstance(base, IntegerWeight) or not same:
+        return None
+    return OutlierWeight(base, first.columns, torch.cat([weight.values for weight in weights]), first.scheme)
 
 
 def fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:

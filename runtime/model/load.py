@@ -12,11 +12,13 @@ from torch import Tensor
 from compress.checkpoint.device import resolve_device
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Linear, Target
 from runtime.kernels.dense import dense_linear
 from runtime.kernels.low_rank import LowRank
+from runtime.kernels.outliers import WithOutliers
 from runtime.kernels.registry import Choice, choose_kernel
 from runtime.memory import available_bytes, format_bytes
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
@@ -111,8 +113,8 @@ class _Loader:
     def _ends(self) -> tuple[Embedding, Linear]:
         """Embedding and head, with one matrix for both where that is possible."""
         weight = self.checkpoint.weight(EMBEDDING)
-        if isinstance(weight, LowRankWeight):
-            raise CheckpointError(f"{EMBEDDING} is stored as two factors", "Quantize embeddings, or leave them dense")
+        if isinstance(weight, LowRankWeight | OutlierWeight):
+            raise CheckpointError(f"{EMBEDDING} is stored as {weight.scheme}", "Pack embeddings as plain integers")
         if not head_is_embedding(self.checkpoint):
             return make_embedding(weight, self.target), self._linear(HEAD)
         head = self._prepare(weight, "head (the embedding)")
@@ -139,6 +141,11 @@ class _Loader:
         if isinstance(weight, LowRankWeight):
             right = self._prepare(weight.right, f"{name}, right factor")
             return LowRank(right, self._prepare(weight.left, f"{name}, left factor", bias))
+        if isinstance(weight, OutlierWeight):
+            columns = weight.columns.to(self.target.device, torch.int64)
+            values = weight.values.to(self.target.device, self.target.dtype).T.contiguous()
+            what = f"{name} beside {weight.scheme.outliers} columns in 16 bits"
+            return WithOutliers(self._prepare(weight.base, what, bias), columns, values)
         if isinstance(weight, Tensor):
             self.used[f"{name}: dense {str(self.target.dtype).removeprefix('torch.')}"] += 1
             return dense_linear(weight, bias, self.target, reference=self.kernels == "reference")

@@ -1,6 +1,6 @@
-"""What compressed-tensors cannot say: N:M sparse weights, whose zeros are not stored, and weights of low rank, stored
-as two factors. Defined in `docs/checkpoint-format.md`; other engines refuse it by its name, and read `compress export
---format dense`.
+"""What compressed-tensors cannot say: N:M sparse weights, whose zeros are not stored, weights of low rank, stored as
+two factors, outlier columns in 16 bits beside the codes, and packed embeddings. Defined in
+`docs/checkpoint-format.md`; other engines refuse it by its name, and read `compress export --format dense`.
 
 Other modules are stored exactly as `compressed_tensors` does.
 """
@@ -14,21 +14,30 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.formats import compressed_tensors, factors
+from compress.checkpoint.formats import compressed_tensors, factors, outliers
 from compress.checkpoint.formats.tensors import Get, cast_exactly, owners
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
+from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
 from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.scheme import Scheme, Sparsity
 
 NAME = "compress-runtime"
-SUFFIXES: tuple[str, ...] = (*compressed_tensors.SUFFIXES, ".weight_values", ".weight_indices", *factors.SUFFIXES)
+SUFFIXES: tuple[str, ...] = (
+    *compressed_tensors.SUFFIXES,
+    ".weight_values",
+    ".weight_indices",
+    *outliers.SUFFIXES,
+    *factors.SUFFIXES,
+)
 
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
+    if scheme.outliers is not None:
+        return outliers.check(scheme, shape)
     if scheme.rank is not None:
         return factors.check(scheme, shape)
     if scheme.sparsity is None:
@@ -48,6 +57,8 @@ def encode(module: str, weight: PackedWeight, dtype: torch.dtype) -> dict[str, T
     Raises:
         SchemeError: more values differ from zero than the pattern keeps, or the scheme cannot be stored.
     """
+    if isinstance(weight, OutlierWeight):
+        return outliers.encode(module, weight, dtype)
     if isinstance(weight, LowRankWeight):
         return factors.encode(module, weight, dtype)
     scheme, sparsity = weight.scheme, weight.scheme.sparsity
@@ -77,6 +88,8 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
     Raises:
         CheckpointError: tensors contradict each other.
     """
+    if scheme.outliers is not None:
+        return outliers.decode(module, get, scheme)
     if scheme.rank is not None:
         return factors.decode(module, get, scheme)
     if scheme.sparsity is None:

@@ -55,5 +55,7 @@ def format_for(schemes: Mapping[str, Scheme]) -> Format:
     Args:
         schemes: by module; other engines read no packed embedding, whatever its scheme.
     """
-    special = any(scheme.sparsity or scheme.rank or is_embedding(module) for module, scheme in schemes.items())
+    special = any(
+        scheme.sparsity or scheme.rank or scheme.outliers or is_embedding(module) for module, scheme in schemes.items()
+    )
     return native if special else compressed_tensors

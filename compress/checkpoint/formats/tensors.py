@@ -42,7 +42,10 @@ def cast_exactly(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def refuse_structure(name: str, scheme: Scheme) -> None:
-    """Raises SchemeError for a scheme that leaves zeros out or has factors, which a format of other tools cannot."""
+    """Raises SchemeError for a scheme that leaves zeros out, has factors or outlier columns, which a format of other
+    tools cannot."""
+    if scheme.outliers is not None:
+        raise SchemeError(f"{name} cannot hold the 16-bit columns of {scheme}", "Use --format dense")
     if scheme.rank is not None:
         raise SchemeError(f"{name} cannot hold the two factors of {scheme}", "Use --format dense")
     if scheme.sparsity is not None:

@@ -1,0 +1,79 @@
+"""Input columns of a weight that stay in 16 bits beside its codes, because rounding them costs most.
+
+OWQ (Lee et al. 2023, https://arxiv.org/abs/2306.02272, section 3.2) takes the columns with the largest
+`H_jj |dW_j|^2`, the output error that rounding column j causes; LLM.int8() (Dettmers et al. 2022,
+https://arxiv.org/abs/2208.07339, section 3) those with the largest inputs, which would make the step of 8-bit
+activations coarse for all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.outliers import OutlierWeight, without_columns
+from compress.checkpoint.scales import encode, round_in_range, search_scales
+from compress.checkpoint.scheme import Scheme
+from compress.methods.columns import Columns, Grid
+from compress.methods.hessian import HessianFactor
+
+
+def sensitivity(weights: Sequence[Tensor], scheme: Scheme, importance: Tensor | None) -> Tensor:
+    """What rounding each input column costs at the outputs of all `weights [O_k, I]`, which share it: `[I]` float32.
+
+    Args:
+        scheme: of the codes.
+        importance: `[I]`, mean square of each input; None counts all alike.
+    """
+    errors = [(round_in_range(weight, scheme) - weight.float()).square().sum(0) for weight in weights]
+    total = torch.stack(errors).sum(0)
+    return total if importance is None else total * importance.to(total.device)
+
+
+def highest(score: Tensor, count: int) -> Tensor:
+    """Places `[count]` of the highest scores `[I]`, int64, rising; of equal ones the first."""
+    return score.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def beside_outliers(weight: Tensor, codes: IntegerWeight, columns: Tensor, scheme: Scheme) -> OutlierWeight:
+    """Codes of any method, with `columns [k]` of `weight [O, I]` as they are."""
+    values = weight[:, columns].to(codes.scale.dtype)
+    return OutlierWeight(without_columns(codes, columns), columns.int(), values, scheme)
+
+
+def quantize_gptq_beside(
+    weight: Tensor,
+    factor: HessianFactor,
+    scheme: Scheme,
+    columns: Tensor,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> OutlierWeight:
+    """GPTQ on all but `columns [k]`, which come last and in 16 bits make up for the error of all others.
+
+    Args:
+        factor: of a Hessian whose order ends with `columns`, see `GptqOptions.last`.
+        scheme: with so many outliers.
+
+    Raises:
+        SchemeError: the group size does not divide `I`.
+        NumericsError: NaN or infinity in the weight.
+    """
+    base = scheme.base
+    rest = weight.index_fill(1, columns, 0.0)
+    inputs = factor.equivalent_inputs() if base.bits == 2 and base.group_size else None
+    scales = search_scales(rest, base, factor.importance, scale_dtype, inputs=inputs)
+    if factor.feedback is None:
+        return beside_outliers(weight, encode(rest, scales, base), columns, scheme)
+    rounded = weight.shape[1] - len(columns)
+    order, last = factor.order[:rounded], factor.order[rounded:]
+    among = factor.feedback[:rounded, :rounded].contiguous()
+    loop = Columns(weight, order, among, Grid(scales, base))
+    loop.run()
+    codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
+    codes[:, order] = loop.codes.T
+    moved = weight.float().clone()
+    moved[:, last] += (factor.feedback[:rounded, rounded:].T @ loop.errors).T
+    return beside_outliers(moved, IntegerWeight(codes, scales.scale, scales.zero, base), columns, scheme)

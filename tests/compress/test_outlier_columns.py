@@ -1,0 +1,250 @@
+"""Input columns in 16 bits beside the codes: chosen, rounded around, stored, checked, exported and multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.errors import CheckpointError, RecipeError, SchemeError
+from compress.checkpoint.export import export_checkpoint
+from compress.checkpoint.formats import native
+from compress.checkpoint.outliers import OutlierWeight, without_columns
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scales import round_in_range
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.verify import digest, verify_structure
+from compress.evaluate.scorers import open_scorer
+from compress.methods.gptq import quantize_gptq
+from compress.methods.hessian import GptqOptions, factorize
+from compress.methods.outlier_columns import beside_outliers, highest, quantize_gptq_beside, sensitivity
+from compress.methods.rtn import quantize_rtn
+from compress.pipeline.finish import compare_with_report
+from compress.pipeline.prepare import Prepared, RunRequest, prepare
+from compress.pipeline.run import RunResult, run
+from compress.recipe import CalibrationOptions, Recipe
+from compress.recipe_file import parse_recipe
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.table import Stage
+from runtime.capacity.weights import Weights
+from runtime.kernels.base import Target
+from runtime.kernels.outliers import WithOutliers
+from runtime.kernels.registry import choose_kernel
+from runtime.model.config import parse_config
+from runtime.model.linear import SideBySide
+from runtime.model.load import load_model
+
+SMALL = CalibrationOptions(samples=6, length=48)
+
+
+def inputs_and_weight(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Correlated inputs `[512, 128]`, four of them large, and a weight `[96, 128]`."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(512, 128, generator=generator) @ torch.randn(128, 128, generator=generator) * 0.1
+    mixed[:, [3, 40, 41, 127]] *= 20
+    return mixed, torch.randn(96, 128, generator=generator) * 0.05
+
+
+def prepared(model: Path, out: Path, *stages: Stage) -> Prepared:
+    return prepare(RunRequest(model, str(model), Recipe(stages, SMALL), out, measure=False))
+
+
+def compress(model: Path, out: Path, *stages: Stage) -> RunResult:
+    return run(prepared(model, out, *stages), quiet=True)
+
+
+@pytest.mark.parametrize("scheme", [Scheme(2, 32), Scheme(3, 64, False), Scheme(8, None, activation_bits=8)])
+def test_what_is_stored_is_read_back_and_as_large_as_computed(scheme) -> None:
+    _, weight = inputs_and_weight()
+    columns, scheme = torch.tensor([3, 40, 127]), replace(scheme, outliers=3)
+    stored = beside_outliers(weight, quantize_rtn(weight.index_fill(1, columns, 0), scheme.base), columns, scheme)
+    tensors = native.encode("m", stored, torch.bfloat16)
+
+    def get(name: str) -> torch.Tensor:
+        if name not in tensors:
+            raise CheckpointError(name)
+        return tensors[name]
+
+    again = native.decode("m", get, scheme)
+    assert digest(again) == digest(stored)
+    assert native.modules(tensors) == ["m"]
+    size = sum(8 * tensor.nbytes for name, tensor in tensors.items() if not name.endswith("_shape"))
+    assert size == scheme.stored_bits(96, 128)
+    values = again.dequantize(torch.bfloat16)
+    assert torch.equal(values[:, columns], weight[:, columns].bfloat16())
+    assert Scheme.from_dict(scheme.to_dict()) == scheme
+
+
+def test_parts_that_contradict_each_other_are_refused() -> None:
+    _, weight = inputs_and_weight()
+    scheme, columns = Scheme(4, 32, outliers=2), torch.tensor([5, 9], dtype=torch.int32)
+    base = without_columns(quantize_rtn(weight, scheme.base), columns)
+    values = weight[:, columns.long()].bfloat16()
+    OutlierWeight(base, columns, values, scheme)
+    with pytest.raises(SchemeError, match="do not fit"):
+        OutlierWeight(base, columns[:1], values, scheme)
+    with pytest.raises(SchemeError, match="do not rise"):
+        OutlierWeight(base, columns.flip(0), values, scheme)
+    with pytest.raises(SchemeError, match="do not rise"):
+        OutlierWeight(base, torch.tensor([5, 128], dtype=torch.int32), values, scheme)
+    with pytest.raises(SchemeError, match="zero point"):
+        OutlierWeight(quantize_rtn(weight, scheme.base), columns, values, scheme)
+    with pytest.raises(SchemeError, match="neither sparsity nor low rank"):
+        Scheme(4, 32, sparsity=Sparsity(2, 4), outliers=2)
+    with pytest.raises(SchemeError, match="all of 128 inputs"):
+        native.check(Scheme(4, 32, outliers=128), (96, 128))
+
+
+def test_the_costly_columns_are_chosen() -> None:
+    x, weight = inputs_and_weight()
+    importance = x.square().mean(0)
+    score = sensitivity([weight, weight], Scheme(3, 32), importance)
+    error = (round_in_range(weight, Scheme(3, 32)) - weight).square().sum(0) * importance
+    torch.testing.assert_close(score, 2 * error)
+    assert highest(score, 4).tolist() == [3, 40, 41, 127]
+
+
+def test_columns_in_16_bits_make_up_for_the_others() -> None:
+    x, weight = inputs_and_weight()
+    hessian = x.T @ x / len(x)
+    scheme, columns = Scheme(2, 32, outliers=4), torch.tensor([3, 40, 41, 127])
+    factor = factorize(hessian, GptqOptions(last=tuple(columns.tolist())))
+    assert sorted(factor.order[-4:].tolist()) == columns.tolist()
+    joint = quantize_gptq_beside(weight, factor, scheme, columns)
+    rest = weight.index_fill(1, columns, 0.0)
+    apart = beside_outliers(weight, quantize_gptq(rest, factorize(hessian), scheme.base), columns, scheme)
+    plain = quantize_gptq(weight, factorize(hessian), scheme.base)
+
+    def error(values: torch.Tensor) -> float:
+        return float((x @ (values - weight).T).square().mean())
+
+    assert error(joint.dequantize()) < error(apart.dequantize()) < error(plain.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(3, 64, False), Scheme(8, None), Scheme(8, None, True, 8)])
+def test_products_equal_the_dequantized_weight(scheme, dtype) -> None:
+    x, weight = inputs_and_weight()
+    columns, scheme = torch.tensor([3, 40, 41, 127]), replace(scheme, outliers=4)
+    stored = beside_outliers(weight, quantize_rtn(weight.index_fill(1, columns, 0), scheme.base), columns, scheme)
+    target = Target(torch.device("cpu"), dtype)
+    x = x[:5].to(dtype)
+    for kernels in ("auto", "reference"):
+        kernel = choose_kernel(scheme.base, 128, target, kernels).kernel
+        base = kernel.prepare(stored.base, None, target)
+        linear = WithOutliers(base, columns, stored.values.to(dtype).T.contiguous())
+        seen = x.float()
+        if scheme.activation_bits:
+            levels, steps = quantize_tokens(seen.index_fill(1, columns, 0.0))
+            seen = torch.where(torch.isin(torch.arange(128), columns), seen, levels * steps)
+        exact = seen @ stored.dequantize().T
+        torch.testing.assert_close(linear(x).float(), exact, rtol=0.02, atol=0.02 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        QuantizeStage("gptq", Scheme(2, 32), outlier_columns=0.02),
+        QuantizeStage("awq", Scheme(4, 64), outlier_columns=3),
+        QuantizeStage("rtn", Scheme(8, None, activation_bits=8), outlier_columns=4),
+    ],
+    ids=["w2-gptq", "w4-awq", "w8a8"],
+)
+def test_a_model_is_compressed_verified_served_and_exported(tiny_model, tmp_path, stage) -> None:
+    source, out = tiny_model("llama"), tmp_path / "packed"
+    plan = prepared(source, out, stage).plan
+    assert any("16-bit columns" in note for note in plan.notes)
+    result = compress(source, out, stage)
+    packed = PackedCheckpoint.open(out)
+    assert packed.format == "compress-runtime"
+    assert packed.schemes == dict(sorted(plan.schemes.items()))
+    assert result.structure.bits_per_weight == pytest.approx(plan.bits_per_weight, rel=1e-12)
+    assert verify_structure(out).ok
+    assert compare_with_report(out) == []
+    down, query, key = (packed.packed_weight(f"model.layers.0.{name}") for name in DOWN_QUERY_KEY)
+    wanted = stage.outlier_columns
+    assert [len(each.columns) for each in (down, query)] == (
+        [wanted, wanted] if wanted >= 1 else [round(wanted * 256), round(wanted * 128)]
+    )
+    assert torch.equal(query.columns, key.columns)
+    decoder = load_model(out)
+    assert isinstance(decoder.layers[0].qkv, WithOutliers)
+    assert not isinstance(decoder.layers[0].qkv, SideBySide)
+    target = Target(torch.device("cpu"), torch.bfloat16)
+    foreseen = Weights(packed, parse_config(packed.config, {}), target, "auto", 2**40).prepared()
+    assert decoder.nbytes == foreseen
+    tokens = torch.randint(10, 4000, (1, 24), generator=torch.Generator().manual_seed(0))
+    served = open_scorer(out, dtype="float32").logits(tokens)
+    if stage.scheme.activation_bits is None:
+        crossed = open_scorer(out, "transformers", dtype="float32").logits(tokens)
+        torch.testing.assert_close(served, crossed, rtol=1e-3, atol=1e-3)
+    assert not PackedCheckpoint.open(export_checkpoint(out, "dense", tmp_path / "dense")).schemes
+    with pytest.raises(SchemeError, match="16-bit columns"):
+        export_checkpoint(out, "compressed-tensors", tmp_path / "other")
+
+
+DOWN_QUERY_KEY = ("mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj")
+
+
+def test_eight_bit_inputs_lose_less_when_their_largest_columns_are_apart(tiny_model, tmp_path) -> None:
+    source = outlier_model(tiny_model("llama"), tmp_path / "outliers")
+    tokens = torch.randint(10, 4000, (2, 48), generator=torch.Generator().manual_seed(0))
+    dense = open_scorer(source, dtype="float32").logits(tokens)
+    error = {}
+    for count in (None, 4):
+        stage = QuantizeStage("rtn", Scheme(8, None, activation_bits=8), outlier_columns=count)
+        compress(source, tmp_path / str(count), stage, *([] if count else [at_least_one_pass()]))
+        error[count] = (open_scorer(tmp_path / str(count), dtype="float32").logits(tokens) - dense).square().mean()
+    assert error[4] < 0.5 * error[None]
+
+
+def at_least_one_pass() -> Stage:
+    """A stage that needs a calibration and changes next to nothing, so that both runs have one."""
+    return QuantizeStage("gptq", Scheme(8, None), targets=("model.layers.0.mlp.down_proj",))
+
+
+def outlier_model(source: Path, out: Path) -> Path:
+    """The same function with four channels of every norm 50 times as large, and what reads them as much smaller."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    channels = [3, 40, 41, 127]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for norm, readers in (
+                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            ):
+                norm.weight[channels] *= 50
+                for reader in readers:
+                    reader.weight[:, channels] /= 50
+    model.save_pretrained(out)
+    for file in source.glob("tokenizer*"):
+        (out / file.name).write_bytes(file.read_bytes())
+    return out
+
+
+def test_recipes_and_stages_say_what_makes_no_sense(tiny_model, tmp_path) -> None:
+    recipe = parse_recipe("stages:\n  - quantize: {method: gptq, bits: 2, group_size: 64, outlier_columns: 0.01}", "r")
+    assert recipe.stages[0].outlier_columns == 0.01
+    assert recipe.stages[0].scheme_for(4096).outliers == 41
+    assert QuantizeStage("rtn", Scheme(), outlier_columns=5).scheme_for(4096).outliers == 5
+    assert QuantizeStage("rtn", Scheme(), outlier_columns=5).needs_calibration
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(RecipeError, match="neither a share below 1 nor a number"):
+            QuantizeStage("gptq", Scheme(), outlier_columns=wrong)
+    with pytest.raises(RecipeError, match="pruned and has outlier columns"):
+        prepared(
+            tiny_model("llama"),
+            tmp_path / "unwritten",
+            PruneStage("wanda", None, 0.5),
+            QuantizeStage("gptq", Scheme(4, 64), outlier_columns=2),
+        )
+    stage = QuantizeStage("rtn", Scheme(8, None), outlier_columns=2, targets=("embed_tokens",))
+    with pytest.raises(RecipeError, match="has no outlier columns"):
+        prepared(tiny_model("llama"), tmp_path / "unwritten", stage)
