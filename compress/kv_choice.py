@@ -19,7 +19,7 @@ class KVChoice:
 
 
 def choose_kv_cache(stage: KVCacheStage, record: KVCacheRecord | None) -> KVChoice:
-    """The smallest form within the recipe's limit, with the fewest exact tokens; 16 bits where none is."""
+    """The smallest form within the recipe's limit; 16 bits where none is."""
     if record is None:
         return KVChoice(UNCOMPRESSED)
     passing = [each for each in record.candidates if record.passes(each)]
@@ -39,9 +39,8 @@ def choose_kv_cache(stage: KVCacheStage, record: KVCacheRecord | None) -> KVChoi
     )
 
 
-def _cost(candidate: MeasuredKVCache) -> tuple[int, int, float]:
-    scheme = candidate.scheme
-    return candidate.token_bytes, scheme.sinks + scheme.recent, candidate.kl_mean
+def _cost(candidate: MeasuredKVCache) -> tuple[int, float]:
+    return candidate.token_bytes, candidate.kl_mean
 
 
 def kv_notes(recipe: Recipe, context: int | None) -> list[str]:

@@ -9,8 +9,6 @@ from compress.checkpoint.kv_cache import AUTO, KV_FORMATS, KVCacheScheme
 from compress.stages.words import nearest
 
 SMALLEST_FIRST = ("int4", "k8v4", "fp8", "int8")
-SINKS, RECENT = 4, 64
-"""What `auto` tries beside a cache without exact tokens: the first ones draw much attention, the last ones too."""
 LONGEST_WINDOW = 8192
 """Windows are as long as the model's context, up to this: attention over more takes minutes on a CPU."""
 
@@ -22,7 +20,8 @@ class KVCacheStage:
     Attributes:
         format: `16bit`, `fp8`, `int8`, `k8v4`, `int4`, or `auto`: the smallest that stays within `max_kl`.
         rotate: keys are turned by a Hadamard matrix; None turns those of int4.
-        sinks, recent: first and last tokens that stay exact. None is 0, and for `auto` also `SINKS` and `RECENT`.
+        sinks, recent: first and last tokens that stay exact. Recent ones save the most, and cost the runtime's prefix
+            cache: blocks are then not alike for all sequences that have the same tokens.
         max_kl: most mean KL, in nats, between the checkpoint with a 16-bit cache and with this one.
         data: text to measure on, see `calibration.sources.load_texts`.
         tokens: how many of it.
@@ -31,8 +30,8 @@ class KVCacheStage:
 
     format: str = AUTO
     rotate: bool | None = None
-    sinks: int | None = None
-    recent: int | None = None
+    sinks: int = 0
+    recent: int = 0
     max_kl: float = 0.01
     data: str = "pydoc"
     tokens: int = 16384
@@ -53,16 +52,9 @@ class KVCacheStage:
     @property
     def candidates(self) -> tuple[KVCacheScheme, ...]:
         """What is measured, the smallest first; nothing for a cache of 16 bits."""
-        plain = (self.sinks or 0, self.recent or 0)
-        if self.format != AUTO:
-            scheme = KVCacheScheme.named(self.format, self.rotate, *plain)
-            return () if scheme.is_exact else (scheme,)
-        exact_tokens = [plain]
-        if self.sinks is None and self.recent is None:
-            exact_tokens.append((SINKS, RECENT))
-        return tuple(
-            KVCacheScheme.named(format, self.rotate, *each) for format in SMALLEST_FIRST for each in exact_tokens
-        )
+        formats = SMALLEST_FIRST if self.format == AUTO else (self.format,)
+        schemes = [KVCacheScheme.named(format, self.rotate, self.sinks, self.recent) for format in formats]
+        return tuple(scheme for scheme in schemes if not scheme.is_exact)
 
     @property
     def needs_calibration(self) -> bool:

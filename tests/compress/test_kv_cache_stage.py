@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import Recipe
 from compress.recipe_file import parse_recipe
-from compress.stages.kv_cache import RECENT, SINKS, KVCacheStage
+from compress.stages.kv_cache import KVCacheStage
 from compress.stages.quantize import QuantizeStage
 from compress.stages.table import Stage
 
@@ -40,11 +39,11 @@ def record_of(*costs: tuple[KVCacheScheme, int, float], max_kl: float = 0.01) ->
     return KVCacheRecord(max_kl, 100, 50, "pydoc", "abc", "some windows", 20.0, 512, measured)
 
 
-def test_auto_takes_the_smallest_that_passes_with_the_fewest_exact_tokens() -> None:
-    with_sinks = replace(INT4, sinks=4, recent=64)
-    record = record_of((INT4, 144, 0.02), (with_sinks, 144, 0.004), (K8V4, 208, 0.001))
-    assert choose_kv_cache(KVCacheStage(), record).scheme == with_sinks
-    record = record_of((INT4, 144, 0.009), (with_sinks, 144, 0.004), (K8V4, 208, 0.001))
+def test_auto_takes_the_smallest_that_passes() -> None:
+    int8 = KVCacheScheme.named("int8")
+    record = record_of((INT4, 144, 0.02), (K8V4, 208, 0.009), (int8, 272, 0.001))
+    assert choose_kv_cache(KVCacheStage(), record).scheme == K8V4
+    record = record_of((INT4, 144, 0.01), (K8V4, 208, 0.009), (int8, 272, 0.001))
     assert choose_kv_cache(KVCacheStage(), record).scheme == INT4
 
 
@@ -62,10 +61,9 @@ def test_nothing_within_the_limit_leaves_16_bits_and_says_so() -> None:
 def test_candidates_are_what_the_options_say() -> None:
     assert [str(each) for each in KVCacheStage("k8v4", sinks=2).candidates] == ["k8v4, 2 exact sinks"]
     assert KVCacheStage("16bit").candidates == ()
-    both = KVCacheStage().candidates
-    assert {(each.sinks, each.recent) for each in both} == {(0, 0), (SINKS, RECENT)}
+    assert [str(each) for each in KVCacheStage().candidates] == ["int4 rotated", "k8v4", "fp8", "int8"]
     assert {(each.sinks, each.recent) for each in KVCacheStage(recent=8).candidates} == {(0, 8)}
-    assert [each.format for each in both[::2]] == ["int4", "k8v4", "fp8", "int8"]
+    assert [each.rotate for each in KVCacheStage(rotate=True).candidates] == [True] * 4
 
 
 @pytest.mark.parametrize(
