@@ -81,8 +81,8 @@ ALWAYS_INLINE void choose(const ColumnStretch *s, Tile *tile, int64_t begin) {
         for (int step = 0; step < STEPS; step++) {
             IntLanes better = {0};
             for (int64_t j = 0; j < size; j++)
-                better -= j < i ? score[j][step] >= score[i][step] : score[j][step] > score[i][step];
-            tile->kept[begin + i][step] = better < (int32_t)s->pattern_kept;
+                better -= j < i ? ~lanes_below(score[j][step], score[i][step]) : lanes_below(score[i][step], score[j][step]);
+            tile->kept[begin + i][step] = lanes_negative(better - (int32_t)s->pattern_kept);
         }
 }
 

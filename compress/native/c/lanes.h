@@ -37,14 +37,21 @@ ALWAYS_INLINE Lanes lanes_load_some(const float *from, int64_t count, float rest
     return x;
 }
 
+/* Conditions are all bits or none per lane. They are made from sign bits: compilers take comparisons of lanes apart. */
 ALWAYS_INLINE Lanes lanes_select(IntLanes condition, Lanes yes, Lanes no) {
     return (Lanes)((condition & (IntLanes)yes) | (~condition & (IntLanes)no));
 }
 
-/* A NaN becomes the lower bound. */
+ALWAYS_INLINE IntLanes lanes_negative(IntLanes x) { return x >> 31; }
+
+/* a < b, for numbers whose difference is one. */
+ALWAYS_INLINE IntLanes lanes_below(Lanes a, Lanes b) { return lanes_negative((IntLanes)(a - b)); }
+
+ALWAYS_INLINE Lanes lanes_max(Lanes a, Lanes b) { return lanes_select(lanes_below(a, b), b, a); }
+
 ALWAYS_INLINE Lanes lanes_clamp(Lanes x, float low, float high) {
-    x = lanes_select(x > lanes_of(low), x, lanes_of(low));
-    return lanes_select(x < lanes_of(high), x, lanes_of(high));
+    x = lanes_max(x, lanes_of(low));
+    return lanes_select(lanes_below(lanes_of(high), x), lanes_of(high), x);
 }
 
 /* To the nearest whole number, half to even; for magnitudes below 2^22. */

@@ -1,0 +1,44 @@
+/* Keys and values of one layer in blocks of tokens, laid out for products with sixteen tokens or sixteen dimensions at
+ * once. A block holds, head after head,
+ *
+ *   keys, 16 bits     [D / 2][tokens][2] bfloat16: a 32-bit word is two dimensions of one token
+ *   values, 16 bits   [tokens / 2][D][2] bfloat16: a word is two tokens of one dimension
+ *   keys, 4 bits      [D / 8][tokens] words: eight dimensions of one token
+ *   values, 4 bits    [tokens / 8][D] words: eight tokens of one dimension
+ *   8 bits            two such planes of 4 bits, low halves of the codes before high halves
+ *   scales            [2][tokens] float16: scale and offset; x ~ code * scale + offset
+ *
+ * Member j of a word of eight stands in bits 16 (j % 2) + 4 (j / 2): shifting the word by 0, 4, 8 and 12 bits brings
+ * neighbours j, j + 1 to the bottom of its two halves. A block of zero bytes reads as zeros.
+ */
+#ifndef NATIVE_KV_PAGES_H
+#define NATIVE_KV_PAGES_H
+
+#include <stdint.h>
+
+#include "dispatch.h"
+
+enum { STRIP = 16 }; /* tokens that stand side by side; divides the tokens of a block */
+
+typedef struct {
+    int64_t kv_heads, head_dim; /* head_dim: a multiple of 32, at most 256 */
+    int64_t block_size;         /* tokens: 16, 32, 64, 128 or 256 */
+    int64_t key_bits, value_bits; /* 16, 8 or 4 */
+    uint8_t *keys, *values;       /* of block 0 */
+    uint16_t *key_scales, *value_scales;
+} KvPages;
+
+/* Bytes of one head of one block, which is the same for keys and values. */
+static inline int64_t head_bytes(const KvPages *pages, int64_t bits) {
+    return pages->block_size * pages->head_dim * bits / 8;
+}
+
+static inline int word_bit(int64_t member) { return (int)(16 * (member % 2) + 4 * (member / 2)); }
+
+/* Stores bfloat16 keys and values of `tokens` tokens at their slots (block * block_size + offset), quantized if the pages
+ * are, as compress/checkpoint/kv_numerics.py says. Tokens are `key_row` and `value_row` elements apart, heads head_dim.
+ * Slots must differ. */
+EXPORT void kv_write(const KvPages *pages, int64_t tokens, const int64_t *slots, const uint16_t *key, int64_t key_row,
+                     const uint16_t *value, int64_t value_row);
+
+#endif
