@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from compress.cli.embedding_tip import embedding_tip
 from compress.plan import Assignment, by_kind
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def print_result(prepared: Prepared, result: RunResult) -> None:
         f"{megabytes(before)} MB -> {megabytes(structure.total_bytes)} MB "
         f"({before / structure.total_bytes:.2f} times smaller)",
     )
+    if tip := embedding_tip(prepared.plan, structure.total_bytes):
+        table.add_row("tip", tip)
     table.add_row(
         "bits per weight",
         f"{structure.bits_per_weight:.3f} in the quantized layers, "

@@ -14,6 +14,7 @@ DATA_FREE_METHODS = frozenset(("rtn", "hqq"))
 FACTOR_METHODS = frozenset(("rtn", "gptq"))
 SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
 PER_CHANNEL = -1
+HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int 
         stage: what the linears in the blocks get.
     """
     head_method = "gptq" if stage.needs_calibration else "rtn"
-    wanted = (("lm_head", head_bits, head_method), ("embed_tokens", embedding_bits, "rtn"))
+    wanted = ((HEAD_TARGET, head_bits, head_method), (EMBEDDING_TARGET, embedding_bits, "rtn"))
     return tuple(
         QuantizeStage(method, Scheme(bits, None if bits == MAX_BITS else stage.scheme.group_size), targets=(name,))
         for name, bits, method in wanted

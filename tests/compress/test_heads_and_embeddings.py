@@ -14,6 +14,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
 from compress.checkpoint.verify import verify_structure
+from compress.cli.embedding_tip import embedding_tip
 from compress.evaluate.scorers import open_scorer
 from compress.methods.rtn import quantize_rtn
 from compress.pipeline import ends
@@ -21,6 +22,7 @@ from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, Recipe
+from compress.reporting.units import size
 from compress.stages.factorize import FactorizeStage
 from compress.stages.quantize import QuantizeStage, end_stages
 from compress.stages.table import Stage
@@ -210,6 +212,16 @@ def test_the_plan_says_what_becomes_of_both_ends(tiny_model, tmp_path) -> None:
     assert fates[f"{HEAD}.weight"].reason == "output head"
     assert any("looked up by this runtime only" in note for note in plan.notes)
     assert json.dumps(plan.to_dict())
+
+
+def test_a_tip_says_what_8_bits_would_save(tiny_model, tmp_path) -> None:
+    source = tiny_model("llama", tie_word_embeddings=True)
+    dense, packed = (
+        prepared(source, tmp_path / "unwritten", *at_ends(embedding=each)).plan for each in (None, Scheme(8, None))
+    )
+    assert size(packed.bytes_after) in embedding_tip(dense, dense.bytes_after)
+    assert embedding_tip(packed, packed.bytes_after) == ""
+    assert embedding_tip(dense, 100 * dense.bytes_after) == ""
 
 
 def test_options_become_stages_of_their_own() -> None:

@@ -12,6 +12,7 @@ from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.errors import CheckpointError, RecipeError, SchemeError
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.formats import native
+from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.outliers import OutlierWeight, without_columns
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scales import round_in_range
@@ -38,6 +39,7 @@ from runtime.model.config import parse_config
 from runtime.model.linear import SideBySide
 from runtime.model.load import load_model
 
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
 SMALL = CalibrationOptions(samples=6, length=48)
 
 
@@ -77,6 +79,17 @@ def test_what_is_stored_is_read_back_and_as_large_as_computed(scheme) -> None:
     values = again.dequantize(torch.bfloat16)
     assert torch.equal(values[:, columns], weight[:, columns].bfloat16())
     assert Scheme.from_dict(scheme.to_dict()) == scheme
+
+
+def test_the_example_of_the_format_page() -> None:
+    scheme = Scheme(4, None, outliers=1)
+    codes = torch.tensor([[9, 7, 8, 10]], dtype=torch.uint8)
+    scale, zero = torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8)
+    base = IntegerWeight(codes, scale, zero, scheme.base)
+    weight = OutlierWeight(base, torch.tensor([2]), torch.tensor([[3.25]]).bfloat16(), scheme)
+    tensors = native.encode("m", weight, torch.bfloat16)
+    assert f"0x{int(tensors['m.weight_packed'][0, 0]):08x}" in PAGE.read_text()
+    assert weight.dequantize().tolist() == [[0.5, -0.5, 3.25, 1.0]]
 
 
 def test_parts_that_contradict_each_other_are_refused() -> None:
