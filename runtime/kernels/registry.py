@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels import dequantized, int4pack, int8_dynamic, reference
+from runtime.kernels import dequantized, int4pack, int8_dynamic, native, reference
 from runtime.kernels.base import Kernel, Target
 
-KERNELS = (int8_dynamic.KERNEL, int4pack.KERNEL, dequantized.KERNEL, reference.KERNEL)
+KERNELS = (native.INT8, native.KERNEL, int8_dynamic.KERNEL, int4pack.KERNEL, dequantized.KERNEL, reference.KERNEL)
 """In order of preference; the last one refuses nothing."""
+
+MODES = {"auto": KERNELS, "w4a8": (native.W4A8, *KERNELS)}
+"""Preferences by name: `auto` computes what the checkpoint says, `w4a8` rounds activations to 8 bits where it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +31,16 @@ def choose_kernel(
     """The first kernel of the table that can serve a quantized linear.
 
     Args:
-        kernels: `auto`, or the name of a kernel that must be used.
+        kernels: a name of `MODES`, or of a kernel that must be used.
         excluded: names of kernels that may not be chosen, with the reason.
 
     Raises:
         SchemeError: an unknown name, or a named kernel that cannot serve this scheme here.
     """
-    if kernels != "auto":
+    if kernels not in MODES:
         return _named(scheme, in_features, target, kernels)
     refusals: list[str] = []
-    for kernel in KERNELS:
+    for kernel in MODES[kernels]:
         refusal = (excluded or {}).get(kernel.name) or kernel.refuse(scheme, in_features, target)
         if not refusal:
             return Choice(kernel, "; ".join([kernel.summary, *refusals]))
@@ -48,7 +51,7 @@ def choose_kernel(
 def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choice:
     kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
     if kernel is None:
-        raise SchemeError(f"unknown kernel {name!r}", f"Choose auto or {', '.join(k.name for k in KERNELS)}")
+        raise SchemeError(f"unknown kernel {name!r}", f"Choose {', '.join([*MODES, *(k.name for k in KERNELS)])}")
     refusal = kernel.refuse(scheme, in_features, target)
     if refusal:
         raise SchemeError(f"kernel {name} cannot serve {scheme}: it {refusal}", "Choose auto or reference")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from compress.checkpoint.packing import num_words
 from compress.checkpoint.scheme import MAX_BITS, Scheme
+from compress.native.linear import padded_features, stored_bits
 from runtime.kernels.base import Target
 from runtime.kernels.dense import is_prepacked
 from runtime.kernels.int4pack import ROW_MULTIPLE, kernel_group_size, tile_columns
@@ -38,7 +39,14 @@ def reads_rows(kernel: str, target: Target) -> bool:
     """Whether the linear that a kernel, by name, makes can be looked up too (`RowSource`)."""
     if kernel == "int4pack":
         return tile_columns() > 0
-    return kernel == "reference" or (kernel == "dequantized" and not is_prepacked(target))
+    if kernel == "dequantized":
+        return not is_prepacked(target)
+    return kernel == "reference" or kernel.startswith("native")
+
+
+def _native(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    groups = scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES))
+    return padded_features(rows) * (columns * stored_bits(scheme.bits) // 8 + groups)
 
 
 def _int4pack(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
@@ -60,6 +68,9 @@ def _reference(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
 
 
 _SIZES = {
+    "native": _native,
+    "native_int8": _native,
+    "native_w4a8": _native,
     "int4pack": _int4pack,
     "int8_dynamic": _int8_dynamic,
     "dequantized": _dequantized,

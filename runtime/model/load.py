@@ -19,12 +19,13 @@ from runtime.kernels.base import Linear, Target
 from runtime.kernels.dense import dense_linear
 from runtime.kernels.low_rank import LowRank
 from runtime.kernels.outliers import WithOutliers
-from runtime.kernels.registry import Choice, choose_kernel
+from runtime.kernels.registry import MODES, Choice, choose_kernel
 from runtime.memory import available_bytes, format_bytes
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import Embedding, make_embedding
 from runtime.model.linear import SideBySide, Weight, fuse_biases, fuse_weights
+from runtime.model.ops_native import choose_ops
 from runtime.model.rope import Rotary
 from runtime.model.target import resolve_dtype
 from runtime.model.tensors import EMBEDDING, HEAD, NORM, check_tensors, head_is_embedding
@@ -74,6 +75,7 @@ class _Loader:
 
     def load(self) -> Decoder:
         config, target = self.config, self.target
+        ops, ops_reason = choose_ops(config, target.dtype, target.device, self.kernels)
         layers = self.layers()
         embedding, head = self._ends()
         return Decoder(
@@ -85,7 +87,8 @@ class _Loader:
             norm=self._vector(f"{NORM}.weight"),
             head=head,
             rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
-            description=tuple(self.description()),
+            ops=ops,
+            description=(*self.description(), f"ops between linears: {type(ops).__name__} ({ops_reason})"),
         )
 
     def layers(self) -> list[Layer]:
@@ -169,6 +172,6 @@ def exclude_kernels(checkpoint: PackedCheckpoint, target: Target, kernels: str, 
             if scheme and choose_kernel(scheme, columns, target, kernels).kernel.name == "dequantized":
                 elements += rows * columns
     needed, limit = elements * target.dtype.itemsize, free // 2
-    if needed > limit and kernels == "auto":
+    if needed > limit and kernels in MODES:
         return {"dequantized": f"would need {format_bytes(needed)} of {format_bytes(limit)} allowed"}
     return {}

@@ -130,6 +130,7 @@ int linear_multiply(const LinearWeight *weight, int activations, int type, int64
                     int64_t x_stride, void *y, int64_t y_stride, int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);
     if (set < 0) return LINEAR_NO_INSTRUCTIONS;
+    if (rows < 1) return LINEAR_OK;
     LinearCall call = {.weight = weight,
                        .kernels = choose_kernels(kernel_sets[set], (Activations)activations, (NumberType)type),
                        .type = (NumberType)type,

@@ -5,13 +5,15 @@ import torch
 
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels import int4pack
+from compress.native.library import absence
+from runtime.kernels import int4pack, native
 from runtime.kernels.base import Target
 from runtime.kernels.registry import KERNELS, choose_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = Target(CPU, torch.bfloat16)
 W8A8 = Scheme(8, None, True, activation_bits=8)
+needs_native = pytest.mark.skipif(bool(absence()), reason=absence())
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="states the table of one kind of CPU")
@@ -37,15 +39,40 @@ W8A8 = Scheme(8, None, True, activation_bits=8)
         (Scheme(8, 128, True, activation_bits=8), 256, BF16, "reference"),
     ],
 )
-def test_the_table(scheme, in_features, target, name):
+def test_the_table_without_native_kernels(scheme, in_features, target, name, monkeypatch):
+    monkeypatch.setattr(native, "absence", lambda: "not compiled")
     choice = choose_kernel(scheme, in_features, target)
     assert choice.kernel.name == name
     refused = [kernel.name for kernel in KERNELS[: KERNELS.index(choice.kernel)]]
     assert all(kernel in choice.reason for kernel in refused)
+    assert "native is not there: not compiled" in choice.reason or scheme.activation_bits or target.device == CUDA
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("scheme", "in_features", "target", "mode", "name"),
+    [
+        *((Scheme(bits, 128), 256, BF16, "auto", "native") for bits in range(2, 9)),
+        (Scheme(4, None, symmetric=False), 96, Target(CPU, torch.float32), "auto", "native"),
+        (Scheme(4, 128), 256, BF16, "w4a8", "native_w4a8"),
+        (Scheme(4, 16), 256, BF16, "w4a8", "dequantized"),
+        (W8A8, 256, BF16, "auto", "native_int8"),
+        (W8A8, 256, BF16, "w4a8", "native_int8"),
+        (Scheme(8, 64, False, activation_bits=8), 256, BF16, "auto", "native_int8"),
+        (Scheme(4, 16), 256, BF16, "auto", "dequantized"),
+        (Scheme(4, None), 100, BF16, "auto", "dequantized"),
+        (Scheme(4, 128), 256, Target(CPU, torch.float64), "auto", "dequantized"),
+        (Scheme(4, 128), 256, Target(CUDA, torch.bfloat16), "auto", "dequantized"),
+    ],
+)
+def test_the_table_with_native_kernels(scheme, in_features, target, mode, name):
+    choice = choose_kernel(scheme, in_features, target, mode)
+    assert choice.kernel.name == name
+    assert choice.reason.startswith(choice.kernel.summary)
 
 
 def test_excluded_kernels_say_why():
-    choice = choose_kernel(Scheme(8, 128), 256, BF16, excluded={"dequantized": "would need 9 GiB of 1 GiB"})
+    choice = choose_kernel(Scheme(8, 16), 256, BF16, excluded={"dequantized": "would need 9 GiB of 1 GiB"})
     assert choice.kernel.name == "reference"
     assert "dequantized would need 9 GiB of 1 GiB" in choice.reason
 

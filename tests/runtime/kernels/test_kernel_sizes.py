@@ -7,6 +7,7 @@ import torch
 from tiny_models import random_weight
 
 from compress.checkpoint.scheme import Scheme
+from runtime.kernels import native
 from runtime.kernels.base import Target
 from runtime.kernels.dense import dense_linear
 from runtime.kernels.registry import KERNELS
@@ -28,7 +29,7 @@ SHAPES = [(64, 256), (192, 128), (100, 384)]
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_kernel(shape: tuple[int, int], scheme: Scheme, target: Target) -> None:
-    serving = [kernel for kernel in KERNELS if not kernel.refuse(scheme, shape[1], target)]
+    serving = [kernel for kernel in (*KERNELS, native.W4A8) if not kernel.refuse(scheme, shape[1], target)]
     assert serving
     for kernel in serving:
         linear = kernel.prepare(random_weight(shape, scheme), None, target)

@@ -1,0 +1,54 @@
+"""Packed linears in plain C on CPUs (`compress.native`): exact codes, scales and zero points, float32 or int32 sums.
+
+Three kernels over one layout. `native` multiplies by activations as they come, `native_int8` by the 8-bit activations
+that the checkpoint asks for. `native_w4a8` rounds activations to 8 bits although the checkpoint does not ask for it:
+faster for many rows, and a little further from the model, so it serves only the mode `w4a8`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+from compress.native.library import absence
+from compress.native.linear import INPUT_MULTIPLE, Activations, NativeLinear
+from runtime.kernels.base import Kernel, Linear, Target
+
+
+def prepare(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
+    return NativeLinear(weight, bias)
+
+
+def prepare_int8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
+    return NativeLinear(weight, bias, activations=Activations.INT8_ROW)
+
+
+def prepare_w4a8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
+    return NativeLinear(weight, bias, activations=Activations.INT8_GROUP)
+
+
+def _refuse(scheme: Scheme, in_features: int, target: Target) -> str:
+    if target.device.type != "cpu":
+        return "runs on CPUs"
+    if absence():
+        return f"is not there: {absence()}"
+    if target.dtype not in (torch.bfloat16, torch.float32):
+        return "computes in bfloat16 and float32"
+    if (scheme.group_size or in_features) % INPUT_MULTIPLE:
+        return f"takes groups that are a multiple of {INPUT_MULTIPLE}"
+    return ""
+
+
+def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
+    return "keeps activations in 16 bits" if scheme.activation_bits else _refuse(scheme, in_features, target)
+
+
+def refuse_int8(scheme: Scheme, in_features: int, target: Target) -> str:
+    return _refuse(scheme, in_features, target) if scheme.activation_bits else "needs 8-bit activations"
+
+
+KERNEL = Kernel("native", "packed codes in C, float32 sums: exact weights", refuse, prepare)
+INT8 = Kernel("native_int8", "packed codes in C, 8-bit activations, exact int32 sums", refuse_int8, prepare_int8)
+W4A8 = Kernel("native_w4a8", "packed codes in C, activations rounded to 8 bits by groups", refuse, prepare_w4a8)

@@ -1,0 +1,186 @@
+"""C linears against the exact product in float64, with every instruction set this machine has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import random_weight
+
+from compress.checkpoint.errors import SchemeError
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+from compress.native.library import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
+from compress.native.linear import Activations, NativeLinear
+
+pytestmark = pytest.mark.skipif(library() is None, reason=absence())
+SETS = range(best_instruction_set() + 1)
+every_set = pytest.mark.parametrize("instruction_set", SETS, ids=lambda index: INSTRUCTION_SETS[index])
+LARGE = 3e33
+"""What must not be read or written over."""
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    set_threads(2)
+    yield
+    set_threads(0)
+
+
+def activations(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """Within the rounding of float32 sums, and of the result to its dtype. Products of codes beyond zero points may be
+    larger than those of the weight, so errors are measured by the largest weight."""
+    expected = x.double() @ weight.T + (0 if bias is None else bias.double())
+    magnitude = x.double().abs().sum(1, keepdim=True) * weight.abs().max() + 1e-30
+    rounding = 2**-8 * expected.abs() if found.dtype == torch.bfloat16 else 0
+    assert ((found.double() - expected).abs() <= 4e-6 * magnitude + rounding).all()
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    bits=st.integers(2, 8),
+    symmetric=st.booleans(),
+    group=st.sampled_from([32, 64, 96, 128, 160, None]),
+    groups=st.integers(1, 3),
+    out_features=st.integers(1, 150),
+    rows=st.sampled_from([1, 2, 3, 5, 6, 7, 12, 13, 129]),
+    scale_dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    with_bias=st.booleans(),
+    instruction_set=st.sampled_from(SETS),
+    seed=st.integers(0, 99),
+)
+def test_any_weight(
+    bits, symmetric, group, groups, out_features, rows, scale_dtype, dtype, with_bias, instruction_set, seed
+):
+    shape = out_features, (group or 32 * (1 + seed % 9)) * groups
+    weight = random_weight(shape, Scheme(bits, group, symmetric), seed, dtype=scale_dtype)
+    bias = activations(1, out_features, seed=seed)[0] if with_bias else None
+    x = activations(rows, shape[1], dtype, seed)
+    found = NativeLinear(weight, bias, instruction_set=instruction_set)(x)
+    assert (found.shape, found.dtype) == ((rows, out_features), dtype)
+    assert_close(found, x, weight.dequantize(torch.float64), bias)
+
+
+@every_set
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 32), (64, 96), (200, 544)])
+def test_numbers(shape, dtype, instruction_set):
+    weight = activations(*shape, torch.bfloat16, seed=1)
+    for rows in (1, 7, 20):
+        x = activations(rows, shape[1], dtype)
+        assert_close(NativeLinear(weight, instruction_set=instruction_set)(x), x, weight.double())
+
+
+@every_set
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_code_value_and_place(bits, dtype, instruction_set):
+    """Identity activations read the weights back, exactly: all codes, zero points and scales in their places."""
+    base = random_weight((70, 128), Scheme(bits, 32, symmetric=False))
+    codes = torch.arange(70 * 128).view(70, 128).remainder(1 << bits).to(torch.uint8)
+    weight = IntegerWeight(codes, base.scale, base.zero, base.scheme)
+    linear = NativeLinear(weight, instruction_set=instruction_set)
+    assert torch.equal(linear(torch.eye(128, dtype=dtype)).T, weight.dequantize(dtype))
+    for read in (torch.bfloat16, torch.float32, torch.float64):
+        indices = torch.tensor([69, 0, 63, 64, 3])
+        assert torch.equal(linear.rows(indices, read), weight.dequantize(read)[indices])
+
+
+@every_set
+@pytest.mark.parametrize("bits", [2, 4])
+def test_any_codebook(bits, instruction_set):
+    weight = random_weight((80, 128), Scheme(bits, 64))
+    codebook = activations(1, 1 << bits, torch.bfloat16)[0]
+    dense = codebook.double()[weight.codes.int()].unflatten(1, (-1, 64)) * weight.scale.double().unsqueeze(-1)
+    linear = NativeLinear(weight, codebook=codebook.float(), instruction_set=instruction_set)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = activations(9, 128, dtype)
+        assert_close(linear(x), x, dense.flatten(1))
+
+
+@every_set
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 128), (4, None), (8, 64), (8, None)])
+def test_8_bit_activations(bits, group, symmetric, instruction_set):
+    """The same levels as plain torch makes, and sums that are exact but for one rounding per group."""
+    weight = random_weight((100, 384), Scheme(bits, group, symmetric), 3)
+    x = activations(15, 384)
+    dense, runs = weight.dequantize(torch.float64), min(group or 128, 128)
+    for kind, size in ((Activations.INT8_ROW, 384), (Activations.INT8_GROUP, runs)):
+        grouped = x.unflatten(1, (-1, size))
+        scale = grouped.abs().amax(-1, keepdim=True) / 127
+        levels = ((grouped / scale).round() * scale.double()).flatten(1)
+        found = NativeLinear(weight, activations=kind, instruction_set=instruction_set)(x)
+        torch.testing.assert_close(found.double(), levels @ dense.T, rtol=1e-5, atol=1e-6 * dense.abs().max().item())
+
+
+@every_set
+@pytest.mark.parametrize("kind", Activations)
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_depends_on_itself_alone(bits, kind, dtype, instruction_set):
+    """Bit for bit, whatever is beside it, however many rows there are and however many threads compute them."""
+    if bits == 16:
+        if kind != Activations.FLOAT:
+            pytest.skip("numbers have no 8-bit products")
+        weight = activations(200, 384, torch.bfloat16, seed=5)
+    else:
+        weight = random_weight((200, 384), Scheme(bits, 128, symmetric=False))
+    linear = NativeLinear(weight, activations=kind, instruction_set=instruction_set)
+    x = activations(150, 384, dtype)
+    alone = torch.cat([linear(row) for row in x.split(1)])
+    noisy = x * 1000
+    noisy[3] = float("nan")
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        for rows in (2, 6, 7, 64, 150):
+            assert torch.equal(linear(x[:rows]), alone[:rows])
+        beside = linear(torch.cat((noisy, x[:5])))
+        assert torch.equal(beside[-5:], alone[:5])
+        assert beside[3].isnan().all()
+        assert beside[:3].isfinite().all()
+
+
+@every_set
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nothing_beyond_the_result_is_written_or_beside_the_input_read(dtype, instruction_set):
+    weight = random_weight((75, 96), Scheme(4, 32, symmetric=False))
+    for kind in Activations:
+        linear = NativeLinear(weight, activations=kind, instruction_set=instruction_set)
+        band = torch.full((12, 96 + 40), float("nan"), dtype=dtype)
+        band[2:10, 8:104] = activations(8, 96, dtype)
+        result = torch.full((12, 75 + 30), LARGE, dtype=dtype)
+        linear.multiply_into(band[2:10, 8:104], result[2:10, 11:86])
+        assert torch.equal(result[2:10, 11:86], linear(band[2:10, 8:104].contiguous()))
+        result[2:10, 11:86] = LARGE
+        assert (result == torch.tensor(LARGE, dtype=dtype)).all()
+
+
+@every_set
+def test_special_activations(instruction_set):
+    weight = random_weight((64, 64), Scheme(8, None, True, 8))
+    linear = NativeLinear(weight, activations=Activations.INT8_ROW, instruction_set=instruction_set)
+    x = activations(4, 64)
+    x[0], x[1, 5], x[2, 7] = 0, float("nan"), float("inf")
+    y = linear(x)
+    assert (y[0] == 0).all()
+    assert y[1].isnan().all()
+    assert not y[2].isfinite().any()
+    assert y[3].isfinite().all()
+
+
+def test_no_rows():
+    assert NativeLinear(random_weight((64, 64), Scheme(4, 32)))(torch.empty(0, 64)).shape == (0, 64)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(SchemeError, match="groups of 16 inputs"):
+        NativeLinear(random_weight((64, 64), Scheme(4, 16)))
+    with pytest.raises(SchemeError, match="groups of 40 inputs"):
+        NativeLinear(torch.zeros(8, 40))
