@@ -22,13 +22,13 @@ def size_chart(report: RunReport) -> str:
     return figure("Weights on disk", "bytes of the weight files", bars("Weights on disk before and after", rows))
 
 
-def memory_chart(report: RunReport, memory: KeyValues) -> str:
-    """Weights and the keys and values of one longest sequence."""
-    cache = memory.token_bytes * memory.max_tokens
-    rows = [
-        Bar(label, size(weights + cache), ((weights, 0), (cache, 2)))
-        for label, weights in (("dense source", report.bytes_before), ("this checkpoint", _stored(report)))
-    ]
+def memory_chart(report: RunReport, memory: KeyValues, token_bytes: int) -> str:
+    """Weights and the keys and values of one longest sequence, which take `token_bytes` each in this checkpoint."""
+    parts = (
+        ("dense source", report.bytes_before, memory.token_bytes * memory.max_tokens),
+        ("this checkpoint", _stored(report), token_bytes * memory.max_tokens),
+    )
+    rows = [Bar(label, size(weights + cache), ((weights, 0), (cache, 2))) for label, weights, cache in parts]
     subtitle = f"weights as stored, and keys and values of one sequence of {memory.max_tokens:,} tokens"
     drawing = bars("Memory at serve time before and after", rows)
     return figure("Memory at serve time", subtitle, drawing, ((0, "weights"), (2, "keys and values")))

@@ -11,7 +11,7 @@ from compress.reporting.units import change, maybe, size, times
 
 COST_LABELS = {"size": "weights, MB", "bits": "stored bits per parameter of the whole model"}
 LOSS_LABELS = {"kl": "Mean KL to the dense model, in nats", "ppl": "Perplexity"}
-HEAD = ("checkpoint", "size", "bits per weight", "whole model", "perplexity", "change", "KL mean", "")
+HEAD = ("checkpoint", "size", "bits per weight", "whole model", "perplexity", "change", "KL mean", "KV cache", "")
 NUMERIC = (1, 2, 3, 4, 5, 6)
 
 
@@ -44,6 +44,7 @@ def _row(comparison: Comparison, each: Candidate) -> tuple[str, ...]:
         f"{each.perplexity:.3f}",
         change(before, each.perplexity) if before else "-",
         maybe(each.kl),
+        each.kv_cache,
         f"dominated by {', '.join(each.dominated_by)}" if each.dominated_by else "frontier",
     )
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from compress.checkpoint.errors import ToolkitError
+from compress.checkpoint.kv_cache import EXACT
 from compress.reporting.run_report import Quality, RunReport
 
 BASELINE_TOLERANCE = 0.005
@@ -19,6 +20,7 @@ class Candidate:
     Attributes:
         size_bytes: of its weight files.
         kl: mean divergence from the dense model, in nats; None without a baseline.
+        kv_cache: default form of keys and values.
         dominated_by: labels of those that are no worse in both figures and better in one; empty on the frontier.
     """
 
@@ -29,6 +31,7 @@ class Candidate:
     bits_per_parameter: float
     perplexity: float
     kl: float | None
+    kv_cache: str = "16bit"
     dominated_by: tuple[str, ...] = ()
 
 
@@ -176,6 +179,7 @@ def _candidate(label: str, report: RunReport, quality: Quality) -> Candidate:
         bits_per_parameter=found.bits_per_parameter,
         perplexity=quality.perplexity,
         kl=quality.kl_mean,
+        kv_cache=str(report.kv_cache.default) if report.kv_cache else EXACT,
     )
 
 

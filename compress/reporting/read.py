@@ -9,6 +9,7 @@ from compress.checkpoint.export import REPORT_FILE
 from compress.checkpoint.scheme import Sparsity
 from compress.layerwise import BlockShare
 from compress.reporting.fields import Fields
+from compress.reporting.read_kv_cache import kv_cache_facts
 from compress.reporting.run_report import (
     Block,
     Linear,
@@ -56,6 +57,7 @@ def read_report(path: Path) -> RunReport:
         verification=_verification(fields),
         quality=None if "not_measured" in quality else _quality(quality),
         not_measured=quality.text("not_measured", ""),
+        kv_cache=kv_cache_facts(fields.child("kv_cache")) if "kv_cache" in fields else None,
     )
 
 

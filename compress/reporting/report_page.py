@@ -8,6 +8,7 @@ from compress.reporting import charts, provenance
 from compress.reporting.axis import short
 from compress.reporting.headers import Headers
 from compress.reporting.html import bullets, facts, page, paragraph, section, table, tag, text
+from compress.reporting.kv_page import kv_section
 from compress.reporting.run_report import RunReport
 from compress.reporting.units import change, percent, size, times
 
@@ -24,6 +25,7 @@ def report_page(report: RunReport, headers: Headers) -> str:
         _tiles(report),
         _sizes(report, headers),
         _quality(report),
+        *kv_section(report),
         _errors(report),
         _bits(report, headers),
         _smoothing(report),
@@ -65,7 +67,8 @@ def _sizes(report: RunReport, headers: Headers) -> str:
     drawn = [charts.size_chart(report)]
     rows = []
     if memory is not None:
-        drawn.append(charts.memory_chart(report, memory))
+        chosen = report.kv_cache.token_bytes if report.kv_cache else None
+        drawn.append(charts.memory_chart(report, memory, chosen or memory.token_bytes))
         each = f"2 x {memory.layers} layers x {memory.kv_heads} heads x {memory.head_dim} x {memory.dtype}"
         rows = [
             ("keys and values of one token", f"{size(memory.token_bytes)} ({each})"),

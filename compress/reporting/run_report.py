@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.checkpoint.kv_cache import KVCacheScheme
+from compress.checkpoint.kv_measured import KVCacheRecord
 from compress.layerwise import BlockShare
 
 
@@ -106,6 +108,21 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True)
+class KVCacheFacts:
+    """What the stage kv_cache chose; `record` is None where nothing was measured, `warning` is mostly empty."""
+
+    default: KVCacheScheme
+    warning: str
+    record: KVCacheRecord | None
+
+    @property
+    def token_bytes(self) -> int | None:
+        """Keys and values of one token in the chosen form; None where that was not measured."""
+        found = self.record.find(self.default) if self.record else None
+        return found.token_bytes if found else None
+
+
+@dataclass(frozen=True, slots=True)
 class RunReport:
     """A whole report.
 
@@ -134,6 +151,7 @@ class RunReport:
     verification: Verification
     quality: Quality | None
     not_measured: str
+    kv_cache: KVCacheFacts | None = None
 
     @property
     def folder(self) -> Path:

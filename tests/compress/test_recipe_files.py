@@ -17,6 +17,7 @@ from compress.stages.quantize import QuantizeStage
 
 BUNDLED = {
     "int4-awq": ("awq", Scheme(4, 128)),
+    "int4-awq-kv4": ("awq", Scheme(4, 128)),
     "int4-gptq": ("gptq", Scheme(4, 128)),
     "int4-rtn": ("rtn", Scheme(4, 128)),
     "int8-rtn": ("rtn", Scheme(8, None)),
@@ -40,6 +41,7 @@ def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
     assert [str(stage.pattern) for stage in recipe.stages if isinstance(stage, PruneStage)] == (
         ["2:4"] if "sparse24" in name else []
     )
+    assert (recipe.kv_cache is not None) == name.endswith("kv4")
     assert recipe.name == name
     assert recipe.needs_calibration == (BUNDLED[name][0] != "rtn")
 

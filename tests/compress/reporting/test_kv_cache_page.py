@@ -1,0 +1,70 @@
+"""Keys and values on the page of a run and in a comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import CheckpointError
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.recipe import Recipe
+from compress.reporting.compare_page import table_rows
+from compress.reporting.comparison import compare
+from compress.reporting.headers import read_headers
+from compress.reporting.read import read_report
+from compress.reporting.report_page import report_page
+from compress.stages.kv_cache import KVCacheStage
+
+REPORT = "compression_report.json"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with a default for its cache, nothing else done to it; quality measured."""
+    out = tmp_path_factory.mktemp("kv") / "out"
+    recipe = Recipe((KVCacheStage("auto", max_kl=0.5, tokens=128, length=128),))
+    run(prepare(RunRequest(demo_model_path(), "demo", recipe, out)), quiet=True)
+    return out
+
+
+def test_every_measured_form_is_in_the_table(folder) -> None:
+    report = read_report(folder)
+    page = report_page(report, read_headers(report))
+    assert report.kv_cache is not None
+    assert report.kv_cache.record is not None
+    assert str(report.kv_cache.default) == "int4 rotated"
+    assert report.kv_cache.token_bytes == 864
+    for each in report.kv_cache.record.candidates:
+        assert f"<td>{each.scheme}</td>" in page
+        assert f"{2**30 // each.token_bytes:,}" in page
+        assert f"{each.kl_mean:.4f}" in page
+    assert page.count("<td>the default</td>") == 1
+    assert "15.41 MB" in page
+
+
+def test_a_comparison_names_the_cache(folder, tmp_path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    values = json.loads((folder / REPORT).read_text()) | {"kv_cache": None}
+    (other / REPORT).write_text(json.dumps(values))
+    rows = table_rows(compare([read_report(folder), read_report(other)]))
+    assert {row[0]: row[-2] for row in rows} == {"out": "int4 rotated", "other": "16bit"}
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"default": {"format": "int3"}}, "kv_cache.default cannot be read"),
+        ({"measured": {"max_kl": "much"}}, "kv_cache.measured.max_kl is not a finite number"),
+    ],
+)
+def test_damage_is_named_with_its_place(folder, tmp_path, change, where) -> None:
+    values = json.loads((folder / REPORT).read_text())
+    values["kv_cache"] |= change
+    (tmp_path / REPORT).write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=where):
+        read_report(tmp_path)
