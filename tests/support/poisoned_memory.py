@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
 from runtime.model.block_memory import BlockMemory
 
 
@@ -9,3 +14,14 @@ def poison(memory: BlockMemory) -> None:
     """Fills pages and host memory with NaN, and codes with ones."""
     for tensor in (*memory.tensors.values(), *memory.host.values()):
         tensor.fill_(float("nan") if tensor.is_floating_point() else 255)
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Tensors that torch hands out without values hold NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,99 @@
+"""Products with 8-bit weights: with 16-bit activations, or with activations rounded to 8 bits per token (W8A8)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from runtime.kernels.gpu.planes import multiply
+
+
+@triton.jit(do_not_specialize=["M"])
+def byte_product(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, part_ptr, M, N, K, ROWS, blocks_per_split,
+    GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Partial sums `part [splits, M, ROWS]` float32 of `x [M, K]` and int8 codes `[ROWS, K]`; scale `[groups, ROWS]`,
+    and zero int8 of the same shape. BLOCK_K divides the group. 8 bits are exact in 16-bit floats."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    lane, has_token, has_row = tl.arange(0, BLOCK_K), m < M, n < ROWS
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first = split * blocks_per_split
+    for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
+        k = block * BLOCK_K + lane
+        inside = k < K
+        places = n.to(tl.int64)[:, None] * K + k[None, :]
+        codes = tl.load(codes_ptr + places, mask=has_row[:, None] & inside[None, :], other=0)
+        x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=has_token[None, :] & inside[:, None], other=0.0)
+        group = block * BLOCK_K // GROUP_SIZE if GROUP_SIZE > 0 else 0
+        scale = tl.load(scale_ptr + group * ROWS + n, mask=has_row, other=0.0).to(tl.float32)
+        weights = codes.to(tl.float32 if INTERPRETED else x.dtype)
+        raw = multiply(weights, x, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), INTERPRETED)
+        if HAS_ZERO:
+            zero = tl.load(zero_ptr + group * ROWS + n, mask=has_row, other=0).to(tl.float32)
+            raw -= zero[:, None] * tl.sum(x.to(tl.float32), 0)[None, :]
+        total += scale[:, None] * raw
+    inside = has_row[:, None] & has_token[None, :]
+    tl.store(part_ptr + (split * M + m[None, :]) * ROWS + n[:, None], total, mask=inside)
+
+
+@triton.jit
+def quantize_rows(x_ptr, levels_ptr, scale_ptr, K, BLOCK: tl.constexpr):
+    """Levels int8 and scale float32 of each token, as `compress.checkpoint.activations` defines them: the largest
+    magnitude becomes 127, halves go to the even level. BLOCK is at least K."""
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(x), 0) / 127.0
+    ratio = x / tl.maximum(scale, 1.1754943508222875e-38)
+    whole = tl.floor(ratio)
+    rest = ratio - whole
+    is_odd = whole - 2.0 * tl.floor(whole * 0.5)
+    up = (rest > 0.5) | ((rest == 0.5) & (is_odd > 0.5))
+    tl.store(levels_ptr + row * K + k, tl.where(up, whole + 1.0, whole).to(tl.int8), mask=k < K)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit(do_not_specialize=["M"])
+def level_product(
+    levels_ptr, codes_ptr, part_ptr, M, K, ROWS, blocks_per_split,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Exact partial sums `part [splits, M, ROWS]` int32 of int8 `levels [M, K]` and int8 codes `[ROWS, K]`."""
+    program, blocks_n, split = tl.program_id(0), tl.cdiv(ROWS, BLOCK_N), tl.program_id(1)
+    first_m = program // (GROUP_M * blocks_n) * GROUP_M
+    height = tl.minimum(tl.cdiv(M, BLOCK_M) - first_m, GROUP_M)
+    m = (first_m + program % (GROUP_M * blocks_n) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = program % (GROUP_M * blocks_n) // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane, has_token, has_row = tl.arange(0, BLOCK_K), m < M, n < ROWS
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    first = split * blocks_per_split
+    for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
+        k = block * BLOCK_K + lane
+        x_mask = has_token[:, None] & (k < K)[None, :]
+        levels = tl.load(levels_ptr + m.to(tl.int64)[:, None] * K + k[None, :], mask=x_mask, other=0)
+        w_mask = has_row[None, :] & (k < K)[:, None]
+        codes = tl.load(codes_ptr + n.to(tl.int64)[None, :] * K + k[:, None], mask=w_mask, other=0)
+        total = tl.dot(levels, codes, total, out_dtype=tl.int32)
+    places = (split * M + m).to(tl.int64)[:, None] * ROWS + n[None, :]
+    tl.store(part_ptr + places, total, mask=has_token[:, None] & has_row[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def scale_levels(
+    part_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, ROWS,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`y [M, ROWS]` in its own dtype: int32 sums over all splits, times both scales, and the bias."""
+    m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < ROWS
+    total = tl.load(part_ptr + m * ROWS + n, mask=inside, other=0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(part_ptr + (split * M + m) * ROWS + n, mask=inside, other=0)
+    scale = tl.load(row_scale_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    y = total.to(tl.float32) * scale * tl.load(token_scale_ptr + m)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m * ROWS + n, y.to(y_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,112 @@
+"""Grids and arguments of the weight-only kernels: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from runtime.kernels.gpu.configs import EXPAND, NARROW, KernelConfig
+from runtime.kernels.gpu.narrow import add_parts, group_sums, narrow_product
+from runtime.kernels.gpu.packing import PlanedWeight, tile_inputs
+from runtime.kernels.gpu.planes import unpack_instructions
+from runtime.kernels.gpu.wide import expand, wide_product
+
+EXPANDED_ELEMENTS = 12 * 2**20
+"""Weights that are dense at one time: 24 MB stay in the second-level cache of a large GPU."""
+OUTPUT_BLOCK = 512
+GROUP_M = 8
+
+
+def multiply(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
+    """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16."""
+    x = x.contiguous()
+    if config.kernel == NARROW:
+        return _narrow(x, weight, bias, config)
+    return _expanded(x, weight, bias) if config.kernel == EXPAND else _wide(x, weight, bias, config)
+
+
+def _narrow(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
+    (tokens, inputs), (tiles, rows) = x.shape, weight.words.shape[:2]
+    sums = x.new_empty(tiles * tile_inputs(weight.bits) // weight.unit, tokens, dtype=torch.float32)
+    group_sums[(len(sums), triton.cdiv(tokens, 16))](x, sums, tokens, inputs, GROUP=weight.unit, BLOCK_M=16)
+    tiles_per_split = triton.cdiv(tiles, config.splits)
+    splits = triton.cdiv(tiles, tiles_per_split)
+    parts = x.new_empty(splits, tokens, rows, dtype=torch.float32)
+    grid = (rows // config.block_n, splits, triton.cdiv(tokens, config.block_m))
+    narrow_product[grid](
+        x, weight.words, weight.scale, _zero(weight), sums, parts, tokens, rows, inputs, tiles, tiles_per_split,
+        **_constants(weight, x.dtype), EVEN_K=_is_even(weight), BLOCK_N=config.block_n, BLOCK_M=config.block_m,
+        STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return added(parts, weight.shape[0], bias, x.dtype)
+
+
+def added(parts: Tensor, rows: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Partial sums `[splits, M, at least rows]` added up, with the bias `[rows]`."""
+    splits, tokens, padded = parts.shape
+    y = parts.new_empty(tokens, rows, dtype=dtype)
+    add_parts[(tokens, triton.cdiv(rows, OUTPUT_BLOCK))](
+        parts, parts if bias is None else bias, y, tokens, padded, rows,
+        SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=OUTPUT_BLOCK,
+    )  # fmt: skip
+    return y
+
+
+def _wide(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
+    (tokens, inputs), (tiles, rows) = x.shape, weight.words.shape[:2]
+    y = x.new_empty(tokens, weight.shape[0])
+    grid = (rows // config.block_n * triton.cdiv(tokens, config.block_m),)
+    wide_product[grid](
+        x, weight.words, weight.scale, _zero(weight), x if bias is None else bias, y,
+        tokens, rows, inputs, weight.shape[0], tiles,
+        **_constants(weight, x.dtype), HAS_BIAS=bias is not None, EVEN_K=_is_even(weight), BLOCK_N=config.block_n,
+        BLOCK_M=config.block_m, GROUP_M=GROUP_M, STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return y
+
+
+def _expanded(x: Tensor, weight: PlanedWeight, bias: Tensor | None) -> Tensor:
+    rows, inputs = weight.shape
+    step = max(64, EXPANDED_ELEMENTS // inputs // 64 * 64)
+    panel = x.new_empty(min(step, rows), inputs)
+    y = x.new_empty(len(x), rows)
+    for first in range(0, rows, step):
+        stop = min(first + step, rows)
+        dense = expand_rows(weight, first, panel[: stop - first])
+        y[:, first:stop] = functional.linear(x, dense, None if bias is None else bias[first:stop])
+    return y
+
+
+def expand_rows(weight: PlanedWeight, first: int, out: Tensor) -> Tensor:
+    """Fills `out [R, K]` with the dequantized rows from `first`, a multiple of 64, on."""
+    expand[(len(weight.words), triton.cdiv(len(out), 64))](
+        weight.words, weight.scale, _zero(weight), out, first, len(out), weight.words.shape[1], weight.shape[1],
+        **_constants(weight, out.dtype), BLOCK_N=64, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _zero(weight: PlanedWeight) -> Tensor:
+    return weight.words if weight.zero is None else weight.zero  # an unused argument must still be a pointer
+
+
+def _is_even(weight: PlanedWeight) -> bool:
+    return weight.shape[1] % tile_inputs(weight.bits) == 0
+
+
+def _constants(weight: PlanedWeight, dtype: torch.dtype) -> dict[str, Any]:
+    is_bfloat16 = dtype == torch.bfloat16
+    return {
+        "BITS": weight.bits,
+        "GROUP_SIZE": weight.group_size,
+        "UNIT": weight.unit,
+        "MIDPOINT": weight.midpoint,
+        "HAS_ZERO": weight.zero is not None,
+        "BFLOAT16": is_bfloat16,
+        "PTX": unpack_instructions(weight.bits, is_bfloat16),
+        "INTERPRETED": triton.knobs.runtime.interpret,
+    }

@@ -1,0 +1,108 @@
+"""Grids and arguments of the 8-bit products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+import triton
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from runtime.kernels.gpu.bytes import byte_product, level_product, quantize_rows, scale_levels
+from runtime.kernels.gpu.launch import GROUP_M, OUTPUT_BLOCK, added
+
+MAX_BLOCK_K = 128
+BLOCK_N = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ByteWeight:
+    """A weight `[N, K]` of signed 8-bit codes.
+
+    Attributes:
+        codes: int8 `[N, K]`, 128 below the checkpoint's codes.
+        scale: `[groups, N]`.
+        zero: int8 `[groups, N]`, or None when all are 0.
+        group_size: inputs that share a scale; 0 when all of a row do.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    group_size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """`[N, K]`, in plain torch."""
+        repeats = self.group_size or self.codes.shape[1]
+        zero = 0 if self.zero is None else self.zero.float().T.repeat_interleave(repeats, 1)
+        return ((self.codes.float() - zero) * self.scale.float().T.repeat_interleave(repeats, 1)).to(dtype)
+
+
+def pack_bytes(weight: IntegerWeight, device: torch.device) -> ByteWeight:
+    """Codes of 5 to 8 bits as signed bytes; those of fewer bits keep their distance to the zero point."""
+    signed = (weight.codes.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
+    zero = (weight.zero.to(torch.int16) - weight.scheme.midpoint).to(torch.int8).T.contiguous().to(device)
+    return ByteWeight(
+        signed.to(device),
+        weight.scale.T.contiguous().to(device),
+        None if weight.scheme.symmetric else zero,
+        weight.scheme.group_size or 0,
+    )
+
+
+def multiply_bytes(x: Tensor, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Tensor:
+    """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16, with float32 sums."""
+    x = x.contiguous()
+    (tokens, inputs), rows = x.shape, len(weight.codes)
+    block_k = gcd(weight.group_size, MAX_BLOCK_K)
+    block_m = min(64, max(16, triton.next_power_of_2(tokens)))
+    splits, blocks_per_split = _splits(rows, inputs, block_k, tokens, block_m, num_processors)
+    parts = x.new_empty(splits, tokens, rows, dtype=torch.float32)
+    byte_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, block_m))](
+        x, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, parts,
+        tokens, rows, inputs, rows, blocks_per_split,
+        GROUP_SIZE=weight.group_size, HAS_ZERO=weight.zero is not None, BLOCK_N=BLOCK_N, BLOCK_M=block_m,
+        BLOCK_K=block_k, STAGES=4, INTERPRETED=triton.knobs.runtime.interpret, num_warps=4,
+    )  # fmt: skip
+    return added(parts, rows, bias, x.dtype)
+
+
+def multiply_levels(x: Tensor, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Tensor:
+    """W8A8: each token of `x [M, K]` is rounded to 8 bits with its own scale, products are summed exactly."""
+    x = x.contiguous()
+    (tokens, inputs), rows = x.shape, len(weight.codes)
+    levels = x.new_empty(tokens, inputs, dtype=torch.int8)
+    token_scale = x.new_empty(tokens, dtype=torch.float32)
+    quantize_rows[(tokens,)](x, levels, token_scale, inputs, BLOCK=triton.next_power_of_2(inputs), num_warps=8)
+    wide = tokens > 64
+    block_m, block_n, warps = (128, 128, 8) if wide else (max(16, triton.next_power_of_2(tokens)), BLOCK_N, 4)
+    splits, blocks_per_split = _splits(rows, inputs, MAX_BLOCK_K, tokens, block_m, num_processors)
+    parts = x.new_empty(splits, tokens, rows, dtype=torch.int32)
+    grid = (triton.cdiv(rows, block_n) * triton.cdiv(tokens, block_m), splits)
+    level_product[grid](
+        levels, weight.codes, parts, tokens, inputs, rows, blocks_per_split,
+        BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=MAX_BLOCK_K, GROUP_M=GROUP_M, STAGES=3, num_warps=warps,
+    )  # fmt: skip
+    y = x.new_empty(tokens, rows)
+    scale_levels[(tokens, triton.cdiv(rows, OUTPUT_BLOCK))](
+        parts, token_scale, weight.scale, x if bias is None else bias, y, tokens, rows,
+        SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=OUTPUT_BLOCK,
+    )  # fmt: skip
+    return y
+
+
+def _splits(rows: int, inputs: int, block_k: int, tokens: int, block_m: int, num_processors: int) -> tuple[int, int]:
+    """How many stretches of K get sums of their own, and the blocks in each: few tokens need them to fill the GPU."""
+    blocks = -(-inputs // block_k)
+    if tokens > 64:
+        return 1, blocks
+    programs = -(-rows // BLOCK_N) * -(-tokens // block_m)
+    splits = max(1, min(4 * num_processors // programs, blocks // 4, 16))
+    per_split = -(-blocks // splits)
+    return -(-blocks // per_split), per_split

@@ -1,0 +1,117 @@
+"""Packed linears on NVIDIA GPUs through Triton, which is imported when the first weight is prepared."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.base import Kernel, Target
+from runtime.kernels.gpu.configs import Plan, config_for, default_plan, measured_plan
+
+TABLES = Path(__file__).parent / "gpu" / "tables"
+"""Measured kernel tables, one file per GPU, named after it."""
+UNIT = 32
+"""Group sizes are a multiple of this, or the whole row."""
+
+
+class PlanedLinear:
+    """2- to 4-bit codes in planes; which kernel runs is looked up by the number of tokens."""
+
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
+        from runtime.kernels.gpu.launch import multiply
+        from runtime.kernels.gpu.packing import pack_planes
+
+        self._weight = pack_planes(weight, target.device)
+        self._bias = bias
+        tiles, rows, _ = self._weight.words.shape
+        self._plan = _plan(target.device, self._weight.bits, rows, tiles, weight.shape)
+        self._multiply = multiply
+        self.nbytes = self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self._weight, self._bias, config_for(self._plan, len(x)))
+
+
+class ByteLinear:
+    """8-bit codes with 16-bit activations, or with 8-bit ones where the scheme says so."""
+
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
+        from runtime.kernels.gpu.launch_bytes import multiply_bytes, multiply_levels, pack_bytes
+
+        self._weight = pack_bytes(weight, target.device)
+        self._bias = bias
+        self._processors = num_processors(target.device)
+        self._multiply = multiply_bytes if weight.scheme.activation_bits is None else multiply_levels
+        self.nbytes = self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self._weight, self._bias, self._processors)
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU, where Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def table_path(gpu: str) -> Path:
+    """Where the measured table of a GPU stands, by the name that its driver gives."""
+    return TABLES / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[int, int]) -> Plan:
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        path = table_path(gpu)
+        measured = measured_plan(path, gpu, *shape) if path.is_file() else None
+        if measured is not None:
+            return measured
+    return default_plan(bits, rows, tiles, num_processors(device))
+
+
+def _refuse(scheme: Scheme, in_features: int, target: Target) -> str:
+    if target.device.type != "cuda":
+        return "runs on NVIDIA GPUs"
+    if not has_triton():
+        return "needs Triton"
+    if target.dtype not in (torch.bfloat16, torch.float16):
+        return "computes in 16 bits"
+    if scheme.group_size is not None and scheme.group_size % UNIT:
+        return f"takes groups that are a multiple of {UNIT}"
+    return ""
+
+
+def refuse_planes(scheme: Scheme, in_features: int, target: Target) -> str:
+    if scheme.bits > 4 or scheme.activation_bits is not None:
+        return "takes 2 to 4 bits and 16-bit activations"
+    return _refuse(scheme, in_features, target)
+
+
+def refuse_bytes(scheme: Scheme, in_features: int, target: Target) -> str:
+    if not 4 < scheme.bits <= 8 or scheme.activation_bits is not None:
+        return "takes 5 to 8 bits and 16-bit activations"
+    return _refuse(scheme, in_features, target)
+
+
+def refuse_levels(scheme: Scheme, in_features: int, target: Target) -> str:
+    if scheme.activation_bits is None:
+        return "needs 8-bit activations"
+    if scheme.group_size is not None or not scheme.symmetric:
+        return "takes symmetric weights with one scale per channel"
+    return _refuse(scheme, in_features, target)
+
+
+PLANES = Kernel("triton_planes", "packed 2- to 4-bit codes, float32 sums", refuse_planes, PlanedLinear)
+BYTES = Kernel("triton_bytes", "8-bit codes, 16-bit activations, float32 sums", refuse_bytes, ByteLinear)
+LEVELS = Kernel("triton_levels", "8-bit codes times 8-bit activations, exact int32 sums", refuse_levels, ByteLinear)

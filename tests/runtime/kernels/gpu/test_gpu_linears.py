@@ -1,0 +1,135 @@
+"""Packed linears in Triton against the exact product in float64: every kernel, width, group and ragged edge, with
+memory poisoned before it is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from poisoned_memory import poisoned_allocations
+from tiny_models import random_weight
+
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.gpu.configs import EXPAND, NARROW, WIDE, KernelConfig
+
+CONFIGS = [
+    KernelConfig(NARROW, 64, 16),
+    KernelConfig(NARROW, 128, 16, splits=3),
+    KernelConfig(WIDE, 64, 16),
+    KernelConfig(EXPAND),
+]
+PLANED = [
+    Scheme(4, 128),
+    Scheme(4, 32, False),
+    Scheme(4, None, False),
+    Scheme(4, 96),
+    Scheme(3, 64),
+    Scheme(2, 64, False),
+]
+BOUND = {torch.bfloat16: 6e-3, torch.float16: 6e-4}
+"""Of the output's rounding; the interpreter cuts bfloat16 off where a GPU rounds to the nearest."""
+
+
+def activations(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
+
+
+def relative_error(found, expected) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("scheme", PLANED, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.kernel}-{config.splits}")
+def test_planes_against_float64(gpu, config: KernelConfig, scheme: Scheme, dtype: torch.dtype) -> None:
+    from runtime.kernels.gpu.launch import multiply
+    from runtime.kernels.gpu.packing import pack_planes
+
+    inputs = 288 if scheme.group_size in (96, 32) else 512
+    weight = random_weight((100, inputs), scheme)
+    x, bias = activations(3, inputs, dtype, gpu), activations(1, 100, dtype, gpu)[0]
+    exact = weight.dequantize(torch.float64).to(gpu)
+    packed = pack_planes(weight, gpu)
+    with poisoned_allocations():
+        found = multiply(x, packed, bias, config)
+    assert found.dtype == dtype
+    assert relative_error(found, x.double() @ exact.T + bias.double()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("scheme", PLANED, ids=str)
+def test_planes_hold_every_code(gpu, scheme: Scheme) -> None:
+    from runtime.kernels.gpu.packing import pack_planes, unpack_planes
+
+    inputs = 3 * (scheme.group_size or 96)
+    weight = random_weight((130, inputs), scheme)
+    packed = pack_planes(weight, gpu)
+    assert torch.equal(unpack_planes(packed, torch.float64).cpu(), weight.dequantize(torch.float64))
+    assert packed.words.shape == (-(-inputs // (512 // packed.bits)), 256, 32)
+
+
+def test_whole_numbers_come_out_exactly(gpu) -> None:
+    from runtime.kernels.gpu.launch import multiply
+    from runtime.kernels.gpu.packing import pack_planes
+
+    weight = random_weight((64, 256), Scheme(4, 64, False))
+    weight.scale.copy_(2.0 ** torch.randint(-3, 4, weight.scale.shape))
+    x = torch.randint(-1, 2, (2, 256)).to(gpu, torch.float16)
+    exact = x.double() @ weight.dequantize(torch.float64).to(gpu).T
+    found = multiply(x, pack_planes(weight, gpu), None, KernelConfig(NARROW, splits=2))
+    assert torch.equal(found.double(), exact.half().double())
+
+
+def test_a_token_does_not_see_its_neighbours(gpu) -> None:
+    from runtime.kernels.gpu.launch import multiply
+    from runtime.kernels.gpu.packing import pack_planes
+
+    packed = pack_planes(random_weight((64, 256), Scheme(4, 128)), gpu)
+    x = activations(5, 256, torch.bfloat16, gpu)
+    config = KernelConfig(NARROW, splits=2)
+    together = multiply(x, packed, None, config)
+    x[1:] = float("nan")
+    assert torch.equal(multiply(x, packed, None, config)[0], together[0])
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("scheme", [Scheme(8, None), Scheme(8, 32, False), Scheme(6, 96)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_bytes_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dtype) -> None:
+    from runtime.kernels.gpu.launch_bytes import multiply_bytes, pack_bytes
+
+    weight = random_weight((70, 288), scheme)
+    x, bias = activations(tokens, 288, dtype, gpu), activations(1, 70, dtype, gpu)[0]
+    packed = pack_bytes(weight, gpu)
+    assert torch.equal(packed.dequantize(torch.float32).cpu(), weight.dequantize(torch.float32))
+    with poisoned_allocations():
+        found = multiply_bytes(x, packed, bias, num_processors=4)
+    expected = x.double() @ weight.dequantize(torch.float64).to(gpu).T + bias.double()
+    assert relative_error(found, expected) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_levels_against_the_exact_product(gpu, tokens: int) -> None:
+    from runtime.kernels.gpu.launch_bytes import multiply_levels, pack_bytes
+
+    weight = random_weight((70, 288), Scheme(8, None, True, 8))
+    x = activations(tokens, 288, torch.float16, gpu)
+    levels, scale = quantize_tokens(x)
+    with poisoned_allocations():
+        found = multiply_levels(x, pack_bytes(weight, gpu), None, num_processors=4)
+    expected = levels.double() @ weight.dequantize(torch.float64).to(gpu).T * scale.double()
+    assert relative_error(found, expected) < BOUND[torch.float16]
+
+
+def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
+    from runtime.kernels.gpu.bytes import quantize_rows
+
+    x = activations(4, 200, torch.float16, gpu)
+    x[1] = 0
+    x[2, :128] = torch.arange(-64, 64) / 2  # halves, which go to the even level
+    x[2, 128:] = 127
+    levels = torch.empty(4, 200, dtype=torch.int8, device=gpu)
+    scale = torch.empty(4, dtype=torch.float32, device=gpu)
+    quantize_rows[(4,)](x, levels, scale, 200, BLOCK=256)
+    expected_levels, expected_scale = quantize_tokens(x)
+    assert torch.equal(levels.float(), expected_levels)
+    assert torch.equal(scale, expected_scale[:, 0])

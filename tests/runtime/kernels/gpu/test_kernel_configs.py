@@ -1,0 +1,60 @@
+"""Which configuration runs for how many tokens: defaults, and tables that were measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compress.checkpoint.errors import DataError
+from runtime.kernels.gpu.configs import (
+    BUCKETS,
+    EXPAND,
+    NARROW,
+    WIDE,
+    KernelConfig,
+    config_for,
+    default_plan,
+    measured_plan,
+    to_json,
+)
+
+
+@pytest.mark.parametrize(("rows", "tiles"), [(128, 1), (4096, 32), (28672, 32), (8192, 112)])
+def test_defaults_split_no_more_than_there_is_to_do(rows: int, tiles: int) -> None:
+    plan = default_plan(4, rows, tiles, 132)
+    assert set(plan) == set(BUCKETS)
+    assert [plan[m].kernel for m in (1, 64, 128, 1024, 2048)] == [NARROW, NARROW, WIDE, WIDE, EXPAND]
+    assert all(config.splits <= max(1, tiles // 4) for config in plan.values())
+
+
+def test_small_layers_are_split_to_fill_the_processors() -> None:
+    config = default_plan(4, 4096, 32, 132)[1]
+    assert 4096 // config.block_n * config.splits > 3 * 132
+    assert default_plan(4, 28672, 32, 132)[1].splits == 3
+
+
+def test_a_call_takes_the_next_bucket() -> None:
+    plan = {bucket: KernelConfig(NARROW, splits=bucket) for bucket in BUCKETS}
+    assert [config_for(plan, m).splits for m in (1, 3, 64, 65, 5000)] == [1, 4, 64, 128, 2048]
+
+
+def test_a_measured_table_is_read_back_and_filled(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    few, many = KernelConfig(NARROW, 128, 16, splits=5), KernelConfig(WIDE, 128, 128, 8, 3)
+    table.write_text(to_json("Some GPU", {(4096, 1024): {16: few, 256: many}}))
+    plan = measured_plan(table, "Some GPU", 4096, 1024)
+    assert plan is not None
+    assert [plan[m] for m in (1, 16, 32, 256, 2048)] == [few, few, many, many, many]
+    assert measured_plan(table, "Another GPU", 4096, 1024) is None
+    assert measured_plan(table, "Some GPU", 4096, 2048) is None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"gpu": "x"}', '{"gpu": "x", "shapes": {"1x1": {"1": {"kernel": "?"}}}}']
+)
+def test_a_broken_table_says_how_to_make_one(tmp_path: Path, content: str) -> None:
+    table = tmp_path / "table.json"
+    table.write_text(content)
+    with pytest.raises(DataError):
+        measured_plan(table, "x", 1, 1)
