@@ -19,6 +19,7 @@ from compress.reporting.run_report import (
     Smoothed,
     Verification,
 )
+from compress.reporting.search_record import read_search
 from compress.targets import without_indices
 
 FORMAT_VERSION = 1

@@ -10,6 +10,7 @@ from compress.reporting.headers import Headers
 from compress.reporting.html import bullets, facts, page, paragraph, section, table, tag, text
 from compress.reporting.kv_page import kv_section
 from compress.reporting.run_report import RunReport
+from compress.reporting.search_section import search_section
 from compress.reporting.units import change, percent, size, times
 
 WORST = 8
@@ -25,6 +26,7 @@ def report_page(report: RunReport, headers: Headers) -> str:
         _tiles(report),
         _sizes(report, headers),
         _quality(report),
+        search_section(report),
         *kv_section(report),
         _errors(report),
         _bits(report, headers),

@@ -9,6 +9,7 @@ from typing import Any
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_measured import KVCacheRecord
 from compress.layerwise import BlockShare
+from compress.reporting.search_record import SearchRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class RunReport:
         recipe, calibration, environment: as they stand in the file; calibration is empty for data-free methods.
         shares: how much of each block was pruned, where a first pass decided it; in the order of the blocks.
         quality: None when it was not measured; `not_measured` says why.
+        search: how its schemes were found; None where a recipe gave them.
     """
 
     path: Path

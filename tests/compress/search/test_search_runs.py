@@ -16,6 +16,9 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions
 from compress.recipe_file import load_recipe
+from compress.reporting.headers import read_headers
+from compress.reporting.read import read_report
+from compress.reporting.report_page import report_page
 from compress.search.goal import Goal
 from compress.search.menu import parse_menu, word
 from compress.search.request import SearchRequest
@@ -196,3 +199,14 @@ def test_ignored_layers_take_no_part(tiny_model, tmp_path: Path) -> None:
     assert set(choice.schemes.values()) <= set(MENU)
     assert not any("down_proj" in target for stage in recipe.stages for target in stage.targets)
     assert Scheme(8, None) in MENU
+
+
+def test_the_report_draws_what_was_found(tiny_model, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0), method="rtn"), measure=False)
+    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True)
+    report = read_report(out)
+    page = report_page(report, read_headers(report))
+    assert "Sensitivity of layers" in page
+    assert "q_proj, k_proj, v_proj, block 2: KL " in page
+    assert f"{result.report['search']['predicted']:.4f}" in page
