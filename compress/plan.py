@@ -53,7 +53,7 @@ class Assignment:
     Attributes:
         method: of quantization; None keeps 16-bit values.
         scheme: how the weight is stored; None is dense, zeros and all.
-        alpha: SmoothQuant's exponent where the user fixed it.
+        alpha: SmoothQuant's exponent or GPTAQ's share where the user fixed it.
         pruning: what is pruned before.
         factoring: how the factors are made whose rank `scheme` has.
         tuning: how its rounding is learned, when it is.
@@ -69,7 +69,7 @@ class Assignment:
     @property
     def needs_hessian(self) -> bool:
         work = {self.method, self.pruning and self.pruning.method, self.factoring and self.factoring.method}
-        return bool(work & {"gptq", "signround", "sparsegpt", "svd-llm"})
+        return bool(work & {"gptq", "gptaq", "signround", "sparsegpt", "svd-llm"})
 
     @property
     def needs_first_pass(self) -> bool:
@@ -158,6 +158,15 @@ class Plan:
     def tuning(self) -> Tuning | None:
         """How rounding is learned; one way for all linears that do."""
         return next((each.tuning for each in self.assignments.values() if each.tuning is not None), None)
+
+    @property
+    def uses_gptaq(self) -> bool:
+        return any(each.method == "gptaq" for each in self.assignments.values())
+
+    @property
+    def follows_dense(self) -> bool:
+        """Whether the calibration also passes through the dense model, beside the one that changes."""
+        return self.tuning is not None or self.uses_gptaq
 
     def in_block(self, block: str) -> dict[str, Assignment]:
         """Assignments by name inside a block."""

@@ -25,8 +25,8 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="awq, gptq, signround (gptq, then learned rounding: slow, best at 2 and 3 bits), smoothquant (W8A8), "
-            "or without calibration rtn or hqq."
+            help="awq, gptq, gptaq (gptq that also makes up for the layers before), signround (gptq, then learned "
+            "rounding: slow, best at 2 and 3 bits), smoothquant (W8A8), or without calibration rtn or hqq."
         ),
     ] = "awq",
     bits: Annotated[
@@ -49,7 +49,12 @@ def quantize(
         ),
     ] = None,
     alpha: Annotated[
-        float | None, typer.Option(help="SmoothQuant's exponent for all layers; without it each layer's is searched.")
+        float | None,
+        typer.Option(
+            help="SmoothQuant's exponent for all layers; default: searched for each. Of gptaq: the share of the drift "
+            "of its inputs that a layer makes up for; default: 1.",
+            show_default=False,
+        ),
     ] = None,
     steps: Annotated[
         int | None,

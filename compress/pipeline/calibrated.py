@@ -102,6 +102,8 @@ class CalibratedRunner(Generic[Outcome]):
             calibration.tuning = self._capture_tokens(self._tokens, min(micro_batch, tuning.batch), None)
             calibration.reference = calibration.tuning.hidden
             calibration.tuning.hidden = inputs.hidden
+        elif self._prepared.plan.follows_dense:
+            calibration.reference = self._capture_tokens(self._tokens, micro_batch, None).hidden
         if self._hidden is not None:
             calibration.advance(self._hidden, self._reference)
         return calibration

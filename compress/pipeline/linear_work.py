@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calibration.difference import InputDifference
 from calibration.statistics import InputStatistics
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import Factor, LowRankWeight
@@ -17,6 +18,7 @@ from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.scales import GroupScales
 from compress.checkpoint.scheme import Scheme
 from compress.methods.awq import quantize_awq, search_clip
+from compress.methods.gptaq import DEFAULT_ALPHA, DriftedFactor, quantize_gptaq
 from compress.methods.gptq import quantize_gptq
 from compress.methods.hessian import GptqOptions, HessianFactor, factorize
 from compress.methods.hqq import quantize_hqq
@@ -45,21 +47,33 @@ class SharedFactors:
     Attributes:
         statistics: of the input before smoothing; None when nothing is known.
         scale: `[I]`, what smoothing divided the input by; None when nothing was folded.
+        difference: of the input to the dense model's; None when it is not known.
     """
 
     statistics: InputStatistics | None
     scale: Tensor | None = None
+    difference: InputDifference | None = None
     factors: dict[GptqOptions, HessianFactor] = field(default_factory=dict)
+    with_drift: dict[float, DriftedFactor] = field(default_factory=dict)
 
     def get(self, options: GptqOptions) -> HessianFactor:
         if self.statistics is None:
             raise ValueError("a Hessian was asked for, and nothing was observed")
         if options not in self.factors:
-            hessian = self.statistics.hessian
-            if self.scale is not None:
-                hessian = hessian / self.scale / self.scale.unsqueeze(-1)
-            self.factors[options] = factorize(hessian, options)
+            self.factors[options] = factorize(self._smoothed(self.statistics.hessian), options)
         return self.factors[options]
+
+    def drifted(self, alpha: float) -> DriftedFactor | None:
+        """The Hessian's factor for GPTAQ; None when the difference is not known."""
+        if self.difference is None:
+            return None
+        if alpha not in self.with_drift:
+            moment = self._smoothed(self.difference.moment)
+            self.with_drift[alpha] = DriftedFactor.of(self.get(GptqOptions()), moment, alpha)
+        return self.with_drift[alpha]
+
+    def _smoothed(self, moment: Tensor) -> Tensor:
+        return moment if self.scale is None else moment / self.scale / self.scale.unsqueeze(-1)
 
 
 @dataclass
@@ -175,6 +189,8 @@ class LinearWork:
                 factor = factors.get(GptqOptions())
                 self._note(factor)
                 return quantize_gptq(weight, factor, scheme, self.model_dtype, kept)
+            case "gptaq":
+                return self._gptaq(weight, kept, scheme, factors)
             case "awq":
                 clip = self._clip(weight, scheme)
                 self.details["clipped"] = clip is not None
@@ -193,6 +209,15 @@ class LinearWork:
             return quantize_gptq_beside(weight, factor, scheme, columns, self.model_dtype)
         codes = self._quantize(weight.index_fill(1, columns, 0.0), None, scheme.base, factors)
         return beside_outliers(weight, codes, columns, scheme)
+
+    def _gptaq(self, weight: Tensor, kept: Tensor | None, scheme: Scheme, factors: SharedFactors) -> IntegerWeight:
+        alpha = DEFAULT_ALPHA if self.assignment.alpha is None else self.assignment.alpha
+        drifted, factor = factors.drifted(alpha), factors.get(GptqOptions())
+        self._note(factor)
+        if drifted is None:
+            self.details["recovery"] = "gptq: its inputs in the dense model are of other tokens"
+            return quantize_gptq(weight, factor, scheme, self.model_dtype, kept)
+        return quantize_gptaq(weight, drifted, scheme, self.model_dtype, kept)
 
     def _unquantized(self, weight: Tensor) -> Stored:
         values = weight.to(self.model_dtype)

@@ -105,12 +105,15 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
     ends = 2 * max(outside) + 8 * _FLOAT32 * ELEMENTS_AT_ONCE if outside else 0
     if not samples:
         return _PROCESS_BYTES + max(6 * _FLOAT32 * largest + factors, ends)
-    # In and out of the block; when rounding is learned, the same of the dense model.
-    states = (4 if plan.tuning else 2) * samples * length * hidden * item_bytes
+    # In and out of the block; where it is followed, the same of the dense model.
+    states = (4 if plan.follows_dense else 2) * samples * length * hidden * item_bytes
     embedding = getattr(config, "vocab_size", 0) * hidden * item_bytes
     uses_hessian = any(each.needs_hessian for each in plan.assignments.values())
     inputs = {linear.in_features for linear in linears}
     hessians = _FLOAT32 * (sum(width**2 for width in inputs) + 4 * widest**2) if uses_hessian else 0
+    if plan.uses_gptaq:
+        # Differences of all inputs, and a few square matrices in float64.
+        hessians += _FLOAT32 * (sum(width**2 for width in inputs) + 12 * widest**2)
     activations = micro_batch * length * item_bytes * sum(linear.out_features for linear in linears)
     if plan.tuning:
         # Latent values, offsets and their best state, gradients, and what backward passes need of each rounding; and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from calibration.statistics import InputStatistics
 from compress.pipeline.blocks import LoadedBlock
-from compress.pipeline.capture import BlockInputs, run_block
+from compress.pipeline.capture import BlockInputs, Call, run_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def observe(
         NumericsError: NaN or infinity in an input, naming the linear.
     """
     batches = inputs.batches(index, device)
-    first = _first_inputs(block, *next(batches), linears=tuple(needs))
+    first, _ = linear_inputs(block, *next(batches), tuple(needs))
     groups = _same_tensor(first)
     leaders = {group[0]: _statistics(block, group, needs, device) for group in groups}
     for leader, statistics in leaders.items():
@@ -71,16 +71,18 @@ def observe(
     return Observed({name: leaders[group[0]] for group in groups for name in group}, groups)
 
 
-def _first_inputs(block: LoadedBlock, hidden: Tensor, call: Any, linears: tuple[str, ...]) -> dict[str, Tensor]:
-    """The input of each linear in one forward pass, in the order in which they are reached."""
+def linear_inputs(
+    block: LoadedBlock, hidden: Tensor, call: Call, linears: Sequence[str]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The input of each linear in one forward pass, in the order in which they are reached, and the block's output."""
     seen: dict[str, Tensor] = {}
     handles = [_on_input(block.linear(name), lambda x, name=name: seen.setdefault(name, x)) for name in linears]
     try:
-        run_block(block.module, hidden, call)
+        output = run_block(block.module, hidden, call)
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return seen, output
 
 
 def _same_tensor(inputs: dict[str, Tensor]) -> tuple[tuple[str, ...], ...]:

@@ -119,7 +119,8 @@ def prepare(request: RunRequest, dry_run: bool = False) -> Prepared:
     peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize)
     if request.recipe.kv_cache and request.recipe.kv_cache.candidates:
         _check_kv_measurable(config, plan, device)
-    disk = _disk_bytes(files, plan, count * length * skeleton.model.config.hidden_size * dtype.itemsize)
+    streams = 2 if plan.follows_dense else 1
+    disk = _disk_bytes(files, plan, streams * count * length * skeleton.model.config.hidden_size * dtype.itemsize)
     return Prepared(request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from calibration.difference import InputDifference
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.integer import IntegerWeight
 from compress.methods.signround import LearnedRounding
@@ -16,6 +17,7 @@ from compress.methods.smoothing import SmoothingResult
 from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, EdgeRecord
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, run_all
+from compress.pipeline.dense_stream import follow_dense
 from compress.pipeline.linear_work import CLIP_ROWS, LinearWork, SharedFactors, values_of
 from compress.pipeline.low_rank_work import decompose_block
 from compress.pipeline.observe import Need, Observed, observe
@@ -86,11 +88,12 @@ def quantize_block(
     observed = observe(block, calibration.inputs, job.index, _needs(job), device, part("statistics"))
     parents = sorted({edge.parent for edge in job.edges})
     traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
-    outcome = BlockOutcome(reference=_dense_outputs(block, job, calibration, device, part("dense outputs")))
+    differences, reference = _follow_dense(block, job, calibration, observed, device, part("dense outputs"))
+    outcome = BlockOutcome(reference=reference)
     folded = _smooth(block, job, observed, traces, outcome, part("smoothing"))
     traces.clear()
     part("rounding")(0)
-    begun = _round(block, job, observed, folded, outcome)
+    begun = _round(block, job, observed, differences, folded, outcome)
     if begun and job.tuning and outcome.reference is not None:
         weights = {name: LearnedRounding(work.weight, start) for name, (work, start) in begun.items()}
         tuning = BlockTuning(block, job.index, calibration, outcome.reference, weights, device, job.seed)
@@ -118,14 +121,24 @@ def _needs(job: BlockJob) -> dict[str, Need]:
     }
 
 
-def _dense_outputs(
-    block: LoadedBlock, job: BlockJob, calibration: Calibration, device: torch.device, tick: Callable[[float], None]
-) -> Tensor | None:
-    """`[N, L, H]`, what the dense block makes of the dense model's inputs; None when nothing asks for it."""
+def _follow_dense(
+    block: LoadedBlock,
+    job: BlockJob,
+    calibration: Calibration,
+    observed: Observed,
+    device: torch.device,
+    tick: Callable[[float], None],
+) -> tuple[dict[str, InputDifference], Tensor | None]:
+    """How inputs differ from the dense model's, by the first of the linears that share one, where any of them asks; and
+    `[N, L, H]`, what the dense block makes of the dense model's inputs, None when nothing asks for it."""
     if calibration.reference is None:
-        return None
+        return {}, None
+    asking = {name for name, each in job.assignments.items() if each.method == "gptaq"}
+    leaders = [group[0] for group in observed.groups if asking.intersection(group)]
+    if leaders:
+        return follow_dense(block, calibration.inputs, calibration.reference, job.index, leaders, device, tick)
     inputs = replace(calibration.inputs, hidden=calibration.reference)
-    return run_all(block.module, block.name, inputs, job.index, device, tick)
+    return {}, run_all(block.module, block.name, inputs, job.index, device, tick)
 
 
 def _smooth(
@@ -153,7 +166,12 @@ def _smooth(
 
 
 def _round(
-    block: LoadedBlock, job: BlockJob, observed: Observed, folded: dict[str, Tensor], outcome: BlockOutcome
+    block: LoadedBlock,
+    job: BlockJob,
+    observed: Observed,
+    differences: Mapping[str, InputDifference],
+    folded: dict[str, Tensor],
+    outcome: BlockOutcome,
 ) -> dict[str, tuple[LinearWork, IntegerWeight]]:
     """Works on each linear, siblings together, and puts what came out into the block.
 
@@ -165,7 +183,7 @@ def _round(
     for group in observed.groups + unreached:
         statistics = observed.statistics.get(group[0])
         # Smoothing divides an input once, for all that read it.
-        factors = SharedFactors(statistics, folded.get(group[0]))
+        factors = SharedFactors(statistics, folded.get(group[0]), differences.get(group[0]))
         siblings = {name: block.weights[name] for name in group}
         outliers = choose_columns(siblings, job.assignments, statistics, folded.get(group[0]))
         del siblings

@@ -9,10 +9,11 @@ from compress.checkpoint.scheme import MAX_BITS, Scheme
 from compress.stages.tuning import Tuning
 from compress.stages.words import nearest
 
-METHODS = ("rtn", "hqq", "awq", "gptq", "signround", "smoothquant")
+METHODS = ("rtn", "hqq", "awq", "gptq", "gptaq", "signround", "smoothquant")
 DATA_FREE_METHODS = frozenset(("rtn", "hqq"))
 FACTOR_METHODS = frozenset(("rtn", "gptq"))
 SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
+ALPHA_METHODS = ("smoothquant", "gptaq")
 PER_CHANNEL = -1
 HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
 
@@ -22,11 +23,12 @@ class QuantizeStage:
     """Integer quantization of the linears in the transformer blocks.
 
     Attributes:
-        method: rtn or hqq (no calibration), awq, gptq, signround or smoothquant.
+        method: rtn or hqq (no calibration), awq, gptq, gptaq, signround or smoothquant.
         scheme: bits, group size and symmetry.
         targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
         ignore: patterns of modules that stay dense.
-        alpha: SmoothQuant's exponent, 0 to 1, for every layer; None searches one for each.
+        alpha: SmoothQuant's exponent, 0 to 1, for every layer; None searches one for each. GPTAQ's share of the drift
+            of inputs that is made up for, 0 to 1; None is all of it.
         tuning: how signround learns; None for every other method.
         outlier_columns: share of the input columns (below 1), or how many, that stay in 16 bits.
     """
@@ -45,8 +47,9 @@ class QuantizeStage:
         if self.method == "smoothquant" and self.scheme.activation_bits is None:
             problem = f"smoothquant makes room for 8-bit activations, and {self.scheme} has none"
             raise RecipeError(problem, "Set activation_bits: 8, or use awq for 16-bit activations")
-        if self.alpha is not None and (self.method != "smoothquant" or not 0 <= self.alpha <= 1):
-            raise RecipeError(f"alpha={self.alpha} with {self.method} means nothing", "Give smoothquant one of 0 to 1")
+        if self.alpha is not None and (self.method not in ALPHA_METHODS or not 0 <= self.alpha <= 1):
+            remedy = f"Give {' or '.join(ALPHA_METHODS)} one of 0 to 1"
+            raise RecipeError(f"alpha={self.alpha} with {self.method} means nothing", remedy)
         if self.outlier_columns is not None:
             self._check_outliers(self.outlier_columns)
         if self.method == "signround":
@@ -67,6 +70,8 @@ class QuantizeStage:
             raise RecipeError(problem, "Use 0.01 to keep 1 % of the columns in 16 bits")
         if self.method == "signround":
             raise RecipeError("signround learns no outlier columns", "Use gptq, or leave outlier_columns out")
+        if self.method == "gptaq":
+            raise RecipeError("gptaq keeps no outlier columns", "Use gptq, or leave outlier_columns out")
 
     @property
     def needs_calibration(self) -> bool:

@@ -1,13 +1,19 @@
-"""HQQ through the whole pipeline."""
+"""HQQ and GPTAQ through the whole pipeline."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+
+from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from compress.methods.hqq import quantize_hqq
+from compress.pipeline import quantize_block
 from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.resume import Progress
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, Recipe
 from compress.stages.quantize import QuantizeStage
@@ -31,3 +37,78 @@ def test_hqq_needs_no_calibration_and_writes_its_codes(tiny_model, tmp_path: Pat
     expected = quantize_hqq(source.tensor(f"{name}.weight").float(), scheme)
     assert packed.weight(name).codes.equal(expected.codes)
     assert packed.weight(name).zero.equal(expected.zero)
+
+
+def gptaq(bits: int = 2, alpha: float | None = None, **options) -> QuantizeStage:
+    return QuantizeStage("gptaq", Scheme(bits, 64), alpha=alpha, **options)
+
+
+def codes(path: Path, module: str) -> torch.Tensor:
+    return PackedCheckpoint.open(path).weight(module).codes
+
+
+def test_gptaq_is_gptq_in_the_first_block_and_not_in_the_next(tiny_model, tmp_path: Path) -> None:
+    model = tiny_model()
+    result = compress(model, tmp_path / "gptaq", gptaq())
+    compress(model, tmp_path / "gptq", QuantizeStage("gptq", Scheme(2, 64)))
+    first, later = "model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"
+    assert codes(tmp_path / "gptaq", first).equal(codes(tmp_path / "gptq", first))
+    assert not codes(tmp_path / "gptaq", later).equal(codes(tmp_path / "gptq", later))
+    assert result.report["recovered"] == []
+
+
+def test_only_gptaq_follows_the_dense_model_and_counts_what_that_takes(tiny_model, tmp_path: Path) -> None:
+    recipes = {name: Recipe((QuantizeStage(name, Scheme(2, 64)),), CALIBRATION) for name in ("gptq", "gptaq")}
+    model = tiny_model()
+    plain, beside = (prepare(RunRequest(model, "m", each, tmp_path / "out")) for each in recipes.values())
+    assert not plain.plan.follows_dense
+    assert beside.plan.follows_dense
+    assert beside.peak_memory > plain.peak_memory
+    states = beside.sequences.tokens.numel() * 128 * beside.dtype.itemsize
+    assert beside.disk - plain.disk == 2 * states
+
+
+def test_a_killed_run_of_gptaq_continues_to_the_same_bytes(tiny_model, tmp_path: Path, monkeypatch) -> None:
+    model, stages = tiny_model(), (gptaq(), gptaq(3, targets=("down_proj",)))
+    compress(model, tmp_path / "whole", *stages)
+    saved = Progress.save_block
+
+    def save_and_die(self, index, *rest, **options):
+        saved(self, index, *rest, **options)
+        if index == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "save_block", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        compress(model, tmp_path / "killed", *stages)
+    monkeypatch.setattr(Progress, "save_block", saved)
+    compress(model, tmp_path / "killed", *stages)
+    whole, killed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed"))
+    assert whole == killed
+
+
+def test_memory_that_runs_out_halves_the_batch_of_both_streams(tiny_model, tmp_path: Path, monkeypatch) -> None:
+    model = tiny_model()
+    followed = quantize_block.follow_dense
+    attempts: list[int] = []
+
+    def run_out_once(block, inputs, *rest):
+        attempts.append(inputs.micro_batch)
+        if len(attempts) == 2:
+            raise MemoryError
+        return followed(block, inputs, *rest)
+
+    monkeypatch.setattr(quantize_block, "follow_dense", run_out_once)
+    result = compress(model, tmp_path / "short", gptaq(), micro_batch=4)
+    assert attempts[:3] == [4, 4, 2]
+    assert [block["micro_batch"] for block in result.report["blocks"]] == [4, 2, 2]
+
+
+def test_what_alpha_means_depends_on_the_method() -> None:
+    assert gptaq(alpha=0.25).alpha == 0.25
+    with pytest.raises(RecipeError, match=r"alpha=2\.0 with gptaq"):
+        gptaq(alpha=2.0)
+    with pytest.raises(RecipeError, match="gptaq keeps no outlier columns"):
+        gptaq(outlier_columns=0.01)
+    with pytest.raises(RecipeError, match=r"alpha=0\.5 with gptq"):
+        QuantizeStage("gptq", alpha=0.5)

@@ -1,0 +1,94 @@
+"""GPTAQ: GPTQ whose layers reproduce what the dense model's inputs gave, not what their own inputs would have given.
+
+Li et al. 2025, https://arxiv.org/abs/2504.02692 (section 4). X is what a layer receives in the quantized model, `X + D`
+what it received in the dense one, and `|W^ X - W (X + D)|` is to be least. Column by column: when column i is reached,
+its share `w_i d_i` of the missing output is projected on the inputs still to come, whose columns take it over. With U
+the upper Cholesky factor of the inverse Hessian, these projections are the rows of
+
+    P = alpha triu(D X^T U^T, 1) U        and column k moves by  sum_{i<k} w_i P_ik,  w_i as it was before rounding.
+
+That recursion is linear in the weights, so it need not be in the column loop. GPTQ's loop with feedback M gives column
+k the value `w_k = t_k + sum_{j<k} (t_j - q_j) M_jk`, in matrices `w = t M + q (1 - M)`. Moved by `w P M` (what moves a
+column moves its error too) and solved for w it has that form again, with another feedback M' and another target t':
+
+    K = (1 - P M)^-1        M' = 1 - (1 - M) K        t' = t M K M'^-1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+from compress.methods.gptq import quantize_gptq
+from compress.methods.hessian import HessianFactor
+
+DEFAULT_ALPHA = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DriftedFactor:
+    """A factorized Hessian together with how far inputs have drifted from the dense model's.
+
+    Attributes:
+        factor: its `feedback` is M'; everything else is that of the Hessian.
+        transfer: `[I, I]` in the factor's order: what weights are multiplied by to become the loop's targets; None
+            where the Hessian could not be factorized, and weights are rounded to nearest.
+    """
+
+    factor: HessianFactor
+    transfer: Tensor | None
+
+    @classmethod
+    def of(cls, factor: HessianFactor, difference: Tensor, alpha: float = DEFAULT_ALPHA) -> DriftedFactor:
+        """Combines the two.
+
+        Args:
+            difference: `[I, I]` float32, `2 D X^T / tokens`: the unit of the Hessian; rows are of D.
+            alpha: share of the drift that is made up for, 0 (GPTQ) to 1.
+        """
+        if factor.feedback is None or factor.spread is None:
+            return cls(factor, None)
+        feedback = factor.feedback.double()
+        # H / mean(diag(H)) = R R^T, hence U = R^-1 in that unit.
+        ordered = difference[factor.order][:, factor.order].double() / factor.importance.double().mean()
+        moves = alpha * _projections(feedback * factor.spread, ordered)
+        one = torch.eye(len(feedback), dtype=feedback.dtype, device=feedback.device)
+        # K = (1 - P M)^-1, never formed: M' = 1 - (1 - M) K and M K, each by one triangular solve.
+        rest = one - moves @ feedback
+        drifted = one - _divided(one - feedback, rest)
+        transfer = _divided(_divided(feedback, rest), drifted)
+        return cls(replace(factor, feedback=drifted.float()), transfer.float())
+
+    def targets(self, weight: Tensor) -> Tensor:
+        """`[O, I]` in the original order."""
+        if self.transfer is None:
+            return weight
+        targets = torch.empty_like(weight)
+        targets[:, self.factor.order] = weight[:, self.factor.order] @ self.transfer
+        return targets
+
+
+def quantize_gptaq(
+    weight: Tensor,
+    drifted: DriftedFactor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    kept: Tensor | None = None,
+) -> IntegerWeight:
+    """Quantizes `weight [O, I]`; see `quantize_gptq`, which also names what is raised."""
+    return quantize_gptq(drifted.targets(weight), drifted.factor, scheme, scale_dtype, kept)
+
+
+def _projections(root: Tensor, difference: Tensor) -> Tensor:
+    """`triu(D X^T U^T, 1) U` with `U = root^-1`, by triangular solves."""
+    seen = torch.linalg.solve_triangular(root, difference.T, upper=True).T
+    return _divided(seen.triu(1), root)
+
+
+def _divided(left: Tensor, right: Tensor) -> Tensor:
+    """`left right^-1`, `right` upper triangular."""
+    return torch.linalg.solve_triangular(right, left, upper=True, left=False)
