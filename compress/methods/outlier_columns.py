@@ -74,6 +74,9 @@ def quantize_gptq_beside(
     loop.run()
     codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
     codes[:, order] = loop.codes.T
+    # What the rounded columns feed back to the last ones, and those, which take it all, to each other.
+    fed = loop.errors.T @ factor.feedback[:rounded, rounded:]
+    among = factor.feedback[rounded:, rounded:]
     moved = weight.float().clone()
-    moved[:, last] += (factor.feedback[:rounded, rounded:].T @ loop.errors).T
+    moved[:, last] += torch.linalg.solve_triangular(among, fed, upper=True, left=False, unitriangular=True)
     return beside_outliers(moved, IntegerWeight(codes, scales.scale, scales.zero, base), columns, scheme)
