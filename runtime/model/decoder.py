@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from runtime.kernels.base import Linear
 from runtime.model.config import DecoderConfig
 from runtime.model.embedding import Embedding
+from runtime.model.ops import Ops, TorchOps, rms_norm
 from runtime.model.rope import Rotary
 
 
@@ -47,6 +47,7 @@ class Decoder:
     Attributes:
         embedding: gives rows `[T, H]` of token ids `[T]`.
         head: output projection `[H] -> [V]`.
+        ops: what is computed between linears.
         description: what was loaded and which kernel serves what, one line per kind of linear.
     """
 
@@ -58,6 +59,7 @@ class Decoder:
     norm: Tensor
     head: Linear
     rotary: Rotary
+    ops: Ops = field(default_factory=TorchOps)
     description: tuple[str, ...] = ()
 
     @property
@@ -73,10 +75,13 @@ class Decoder:
         """
         cos, sin = self.rotary.at(positions)
         hidden = self.embedding(token_ids)
+        eps, update = self.config.norm_eps, None
         for index, layer in enumerate(self.layers):
-            hidden += self._attend(index, layer, hidden, attention, cos, sin)
-            hidden += self._feed_forward(layer, hidden)
-        return hidden
+            normed = self.ops.add_norm(hidden, update, layer.attention_norm, eps)
+            update = self._attend(index, layer, normed, attention, cos, sin)
+            normed = self.ops.add_norm(hidden, update, layer.mlp_norm, eps)
+            update = layer.down(self.ops.silu_multiply(layer.gate_up(normed)))
+        return hidden if update is None else hidden.add_(update)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """What the output head sees, `[T, H] -> [T, H]`; transformers calls it the last hidden state."""
@@ -88,28 +93,13 @@ class Decoder:
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _attend(
-        self, index: int, layer: Layer, hidden: Tensor, attention: Attention, cos: Tensor, sin: Tensor
+        self, index: int, layer: Layer, normed: Tensor, attention: Attention, cos: Tensor, sin: Tensor
     ) -> Tensor:
         config = self.config
         rotated = config.num_heads + config.num_kv_heads
-        heads = layer.qkv(rms_norm(hidden, layer.attention_norm, config.norm_eps)).view(
-            -1, rotated + config.num_kv_heads, config.head_dim
-        )
-        query_key = heads[:, :rotated]
-        if layer.head_norm is not None:
-            query_key = rms_norm(query_key, layer.head_norm, config.norm_eps)
-        query_key = self.rotary.rotate(query_key, cos, sin)
+        heads = layer.qkv(normed).view(-1, rotated + config.num_kv_heads, config.head_dim)
+        query_key = self.ops.rotate(heads[:, :rotated], layer.head_norm, config.norm_eps, cos, sin)
         attended = attention(
             index, query_key[:, : config.num_heads], query_key[:, config.num_heads :], heads[:, rotated:]
         )
         return layer.output(attended.reshape(-1, config.num_heads * config.head_dim))
-
-    def _feed_forward(self, layer: Layer, hidden: Tensor) -> Tensor:
-        gate, up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, self.config.norm_eps)).chunk(2, -1)
-        return layer.down(functional.silu(gate).mul_(up))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension. 16-bit input is normalized in float32, rounded, and then multiplied by the
-    weight: the rounding points of transformers, so that 16-bit models give the same bits."""
-    return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)

@@ -23,7 +23,6 @@ class Rotary:
         frequencies, self.scale = VARIANTS[rope.type](rope, head_dim)
         # rotated = x * cos(angle) + half_turned(x) * (-sin, +sin): a negative frequency gives the sign for nothing.
         self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
-        self.half = head_dim // 2
         self.dtype = dtype
 
     def exact(self) -> Rotary:
@@ -51,7 +50,12 @@ class Rotary:
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotated `[T, heads, D]`, a new tensor."""
-        return heads.roll(self.half, -1).mul_(sin).add_(heads * cos)
+        return rotate(heads, cos, sin)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads `[T, heads, D]` turned by cosine and signed sine `[T, 1, D]`, a new tensor."""
+    return heads.roll(heads.shape[-1] // 2, -1).mul_(sin).add_(heads * cos)
 
 
 def _default(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

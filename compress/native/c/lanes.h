@@ -60,4 +60,26 @@ ALWAYS_INLINE Lanes lanes_round(Lanes x) {
     return (x + shift) - shift;
 }
 
+/* e^x for x <= 0, within 2 units in the last place; what is below -87 counts as -87, and NaN stays. */
+ALWAYS_INLINE Lanes lanes_exp(Lanes x) {
+    Lanes near = lanes_max(x, lanes_of(-87.0f));
+    Lanes n = lanes_round(near * lanes_of(1.44269504f));
+    Lanes r = near - n * lanes_of(0.693359375f) + n * lanes_of(2.12194440e-4f); /* ln 2 in two pieces */
+    Lanes p = lanes_of(1.9875691e-4f);
+    p = p * r + lanes_of(1.3981999e-3f);
+    p = p * r + lanes_of(8.3334519e-3f);
+    p = p * r + lanes_of(4.1665796e-2f);
+    p = p * r + lanes_of(1.6666665e-1f);
+    p = p * r + lanes_of(5.0000000e-1f);
+    p = p * r * r + r + lanes_of(1.0f);
+    return p * (Lanes)((__builtin_convertvector(n, IntLanes) + 127) << 23) + x * lanes_of(0.0f);
+}
+
+ALWAYS_INLINE float sum_of_lanes(Lanes x) {
+    float half[8], sum = 0;
+    for (int lane = 0; lane < 8; lane++) half[lane] = x[lane] + x[lane + 8];
+    for (int lane = 0; lane < 8; lane++) sum += half[lane];
+    return sum;
+}
+
 #endif

@@ -77,6 +77,7 @@ def test_siblings_of_one_scheme_are_one_product(dense, tmp_path):
         "2 x gate_proj+up_proj",
         "2 x down_proj",
         "1 x head (the embedding)",
+        "ops between linears",
     ]
 
 

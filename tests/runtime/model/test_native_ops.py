@@ -1,0 +1,131 @@
+"""Compiled ops between linears: as exact as their output, the bits of torch, and nothing beside what they write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.native.library import best_instruction_set, library, set_threads
+from runtime.model.config import RopeConfig
+from runtime.model.ops import TorchOps
+from runtime.model.ops_native import NativeOps, choose_ops
+from runtime.model.rope import Rotary
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
+SETS = range(best_instruction_set() + 1)
+EPS = 1e-5
+
+
+def numbers(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread).bfloat16()
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Within the rounding of a few bfloat16 steps of a float64 result."""
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (3, 48), (17, 2048), (40, 1040)])
+def test_add_and_norm(rows: int, size: int, instruction_set: int) -> None:
+    hidden, update, weight = numbers(rows, size, spread=3), numbers(rows, size, seed=1), numbers(size, seed=2)
+    exact = hidden.double() + update.double()
+    expected = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    ours, theirs = hidden.clone(), hidden.clone()
+    found = NativeOps(instruction_set).add_norm(ours, update, weight, EPS)
+    close(found, expected)
+    by_torch = TorchOps().add_norm(theirs, update, weight, EPS)
+    assert torch.equal(ours, theirs)
+    assert (found != by_torch).float().mean() < 0.01  # sums are added in another order
+    before = ours.clone()
+    assert torch.equal(NativeOps(instruction_set).add_norm(ours, None, weight, EPS), found)
+    assert torch.equal(ours, before)
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 32), (5, 6, 64), (20, 9, 96), (3, 2, 256)])
+def test_rotation_leaves_values_alone(rows: int, heads: int, dim: int, normed: bool, instruction_set: int) -> None:
+    fused = numbers(rows, heads + 2, dim)
+    weight = numbers(heads, dim, seed=1) if normed else None
+    rotary = Rotary(RopeConfig("default", 1e4, {}), dim, torch.bfloat16, torch.device("cpu"))
+    cos, sin = rotary.at(torch.arange(rows) * 7)
+    expected = TorchOps().rotate(fused[:, :heads], weight, EPS, cos, sin)
+    ours = fused.clone()
+    found = NativeOps(instruction_set).rotate(ours[:, :heads], weight, EPS, cos, sin)
+    close(found, exactly_rotated(fused[:, :heads], weight, cos, sin))
+    assert (found != expected).float().mean() < (0.01 if normed else 1e-9)
+    assert torch.equal(ours[:, heads:], fused[:, heads:])
+
+
+def exactly_rotated(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+    x = heads.double()
+    if weight is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    return x * cos.double() + x.roll(x.shape[-1] // 2, -1) * sin.double()
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (7, 80), (33, 1040)])
+def test_gating(rows: int, size: int, instruction_set: int) -> None:
+    gate_up = numbers(rows, 2 * size, spread=20)
+    gate, up = gate_up.double().chunk(2, -1)
+    found = NativeOps(instruction_set).silu_multiply(gate_up)
+    torch.testing.assert_close(found.double(), gate * gate.sigmoid() * up, rtol=0.02, atol=1e-30)
+    assert (found != TorchOps().silu_multiply(gate_up)).float().mean() < 0.001
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_rows_do_not_depend_on_others_or_on_threads(rows: int) -> None:
+    hidden, update, weight = numbers(rows, 512), numbers(rows, 512, seed=1), numbers(512, seed=2)
+    gate_up = numbers(rows, 1024)
+    alone = NativeOps().add_norm(hidden[:1].clone(), update[:1], weight, EPS)
+    try:
+        for threads in (1, 2, 3):
+            set_threads(threads)
+            assert torch.equal(NativeOps().add_norm(hidden.clone(), update, weight, EPS)[:1], alone)
+            assert torch.equal(NativeOps().silu_multiply(gate_up)[-1:], NativeOps().silu_multiply(gate_up[-1:]))
+    finally:
+        set_threads(0)
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_what_is_not_finite_stays_so_in_its_row(instruction_set: int) -> None:
+    hidden, weight, gate_up = numbers(2, 64), numbers(64), numbers(2, 128)
+    hidden[0, 3] = gate_up[0, 3] = torch.nan
+    ops = NativeOps(instruction_set)
+    for found in (ops.add_norm(hidden, None, weight, EPS), ops.silu_multiply(gate_up)):
+        assert not bool(found[0].isfinite().all())
+        assert bool(found[1].isfinite().all())
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks instruction set 7"):
+        NativeOps(7).silu_multiply(numbers(1, 32))
+
+
+class _Sizes:
+    hidden_size, intermediate_size, head_dim = 64, 96, 32
+
+
+@pytest.mark.parametrize(
+    ("changed", "dtype", "device", "kernels", "said"),
+    [
+        ({}, torch.bfloat16, "cpu", "auto", ""),
+        ({}, torch.float64, "cpu", "auto", "float64"),
+        ({}, torch.bfloat16, "cuda", "auto", "cuda"),
+        ({}, torch.bfloat16, "cpu", "reference", "reference"),
+        ({"intermediate_size": 100}, torch.bfloat16, "cpu", "auto", "100"),
+        ({"head_dim": 16}, torch.bfloat16, "cpu", "auto", "16"),
+    ],
+)
+def test_the_choice_has_a_reason(
+    changed: dict[str, int], dtype: torch.dtype, device: str, kernels: str, said: str
+) -> None:
+    sizes: Any = type("Changed", (_Sizes,), changed)()
+    ops, reason = choose_ops(sizes, dtype, torch.device(device), kernels)
+    assert isinstance(ops, TorchOps if said else NativeOps)
+    assert said in reason
