@@ -46,6 +46,7 @@ class Batch:
     """One step, laid out.
 
     Attributes:
+        entries: in the order of their rows.
         token_ids, positions, slots: int64 `[T]`; slot = block id * block_size + offset.
         groups: cover the token axis in order.
         sampling: entries that sample.
@@ -54,6 +55,7 @@ class Batch:
         fresh_blocks: blocks that this step begins and does not fill.
     """
 
+    entries: tuple[ScheduledSequence, ...]
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
@@ -84,6 +86,7 @@ def build_batch(
     flat = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64, device=device)
     token_ids, positions, slots, sample_rows, key_positions, *tables = flat.split([len(part) for part in parts])
     return Batch(
+        tuple(ordered),
         token_ids,
         positions,
         slots,

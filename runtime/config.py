@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from compress.checkpoint.kv_cache import AUTO
+
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
@@ -11,8 +13,12 @@ class RuntimeConfig:
 
     Attributes:
         device: `auto`, `cpu` or `cuda`.
-        dtype: activations and KV: `auto` (the checkpoint's), `bfloat16`, `float16`, `float32` or `float64`.
-        kernels: `auto` (fastest that is exact enough) or `reference` (plain torch, the oracle).
+        dtype: of activations: `auto` (the checkpoint's), `bfloat16`, `float16`, `float32` or `float64`.
+        kv_cache: form of keys and values: `auto` (what the checkpoint records, else `16bit`), `16bit` (the dtype of
+            activations), `fp8`, `int8`, `k8v4` or `int4`.
+        kv_rotate, kv_sinks, kv_recent: as in `compress.checkpoint.kv_cache`; None leaves them as they are.
+        kernels: `auto` (fastest that is exact enough), `w4a8` (activations rounded to 8 bits: faster, less exact) or
+            `reference` (plain torch, the oracle).
         block_size: tokens per KV block.
         num_blocks: blocks in the pool; None derives it from `kv_memory_bytes`.
         kv_memory_bytes: memory for the pool when `num_blocks` is not given.
@@ -36,6 +42,10 @@ class RuntimeConfig:
     device: str = "auto"
     dtype: str = "auto"
     kernels: str = "auto"
+    kv_cache: str = AUTO
+    kv_rotate: bool | None = None
+    kv_sinks: int | None = None
+    kv_recent: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory_bytes: int = 512 * 2**20

@@ -79,11 +79,11 @@ class Engine:
         pool = BlockPool(
             runner.num_blocks,
             config.block_size,
-            prefix_caching=config.prefix_caching,
+            prefix_caching=config.prefix_caching and runner.shares_blocks,
             num_host_blocks=runner.num_host_blocks,
             chained=runner.reach.window is None,
         )
-        self.scheduler = Scheduler(pool, config, runner.max_model_len, runner.reach)
+        self.scheduler = Scheduler(pool, config, runner.max_model_len, runner.reach, shares_blocks=runner.shares_blocks)
         self.grammars = GrammarCompiler(tokenizer, runner.vocab_size) if tokenizer else None
         self.metrics = Metrics()
         self.num_failed_steps = 0

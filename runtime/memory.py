@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compress.checkpoint.errors import ToolkitError
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from runtime.config import RuntimeConfig
+from runtime.kv_choice import DEFAULT_CHOICE, KVCacheChoice, choose_kv_cache
 from runtime.reach import ALL, Reach, find_reach
 
 if TYPE_CHECKING:
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from runtime.model.config import DecoderConfig
 
 
+SPARE_RECENT_TOKENS = 17
+"""A sequence's exact recent tokens have room for so many more: one that is known and the longest draft. What a rejected
+draft overwrote is out of sight then."""
 STREAM_LENGTH = 2**20
 """Longest sequence where tokens look at sinks and a window only, unless another length is asked for."""
 
@@ -33,6 +38,9 @@ class MemoryPlan:
         num_host_blocks: blocks of the same size in host memory.
         reach: what tokens look at; a sequence keeps blocks for nothing else.
         blocks_per_sequence: held at the same time by the longest sequence.
+        kv_choice: form of keys and values.
+        exact_token_bytes: keys and values of one token that is kept exactly beside the blocks.
+        num_exact_sequences: sequences that have such tokens at the same time, at most.
     """
 
     weight_bytes: int
@@ -44,10 +52,22 @@ class MemoryPlan:
     num_host_blocks: int = 0
     reach: Reach = ALL
     blocks_per_sequence: int = 0
+    kv_choice: KVCacheChoice = DEFAULT_CHOICE
+    exact_token_bytes: int = 0
+    num_exact_sequences: int = 0
+
+    @property
+    def kv_cache(self) -> KVCacheScheme:
+        return self.kv_choice.scheme
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.block_size * self.token_bytes
+        """Of the blocks and of what is exact beside them."""
+        return self.num_blocks * self.block_size * self.token_bytes + self.exact_bytes
+
+    @property
+    def exact_bytes(self) -> int:
+        return self.num_exact_sequences * exact_tokens(self.kv_cache) * self.exact_token_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -62,13 +82,21 @@ class MemoryPlan:
         return "\n".join(
             (
                 f"weights  {format_bytes(self.weight_bytes)}",
+                *(f"KV form  {line}" for line in self.kv_choice.lines()),
                 f"KV pool  {format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens = "
                 f"{tokens} tokens at {format_bytes(self.token_bytes)} each",
+                *self._explain_exact(),
                 f"host KV  {format_bytes(self.host_bytes)}: {host}",
                 f"longest  {self.max_model_len} tokens ({self.reason})",
                 *self._explain_reach(),
             )
         )
+
+    def _explain_exact(self) -> list[str]:
+        if not self.exact_bytes:
+            return []
+        count = f"{exact_tokens(self.kv_cache)} tokens of {self.num_exact_sequences} sequences"
+        return [f"exact    {format_bytes(self.exact_bytes)} of it: {count} in 16 bits beside the blocks"]
 
     def _explain_reach(self) -> list[str]:
         if self.reach.window is None:
@@ -92,11 +120,17 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
         ToolkitError: a length beyond the model's context, a pool that cannot hold one sequence of that length, or an
             attention window that does not fit in the context.
     """
-    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
     reach = find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
+    choice = choose_kv_cache(model.kv_cache, config, reach)
+    token_bytes, exact_token_bytes = (
+        kv_token_bytes(model, choice.scheme, itemsize),
+        kv_token_bytes(model, itemsize=itemsize),
+    )
+    num_exact = config.max_num_sequences if exact_tokens(choice.scheme) else 0
+    exact_bytes = num_exact * exact_tokens(choice.scheme) * exact_token_bytes
     longest, reason = longest_wanted(model, config)
     needed = reach.blocks_for(longest, config.max_span_tokens, config.block_size)
-    affordable = config.num_blocks or config.kv_memory_bytes // (token_bytes * config.block_size)
+    affordable = config.num_blocks or max(0, config.kv_memory_bytes - exact_bytes) // (token_bytes * config.block_size)
     if affordable < 1 or (config.max_model_len is not None and affordable < needed):
         raise ToolkitError(
             f"a sequence of {longest} tokens needs {needed} KV blocks "
@@ -114,10 +148,27 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
         num_blocks,
         longest,
         reason,
-        _host_blocks(config, token_bytes * config.block_size),
+        _host_blocks(config, choice, token_bytes * config.block_size),
         reach,
         needed,
+        choice,
+        exact_token_bytes,
+        num_exact,
     )
+
+
+def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, itemsize: int = 2) -> int:
+    """Keys and values of one token in all layers, scales and offsets included, exact copies not.
+
+    Args:
+        itemsize: bytes of one element where nothing is quantized.
+    """
+    return model.num_layers * model.num_kv_heads * scheme.head_bytes(model.head_dim, itemsize)
+
+
+def exact_tokens(scheme: KVCacheScheme) -> int:
+    """Tokens per sequence that have room for exact keys and values beside the blocks."""
+    return scheme.sinks + (scheme.recent + SPARE_RECENT_TOKENS if scheme.recent else 0)
 
 
 def longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, str]:
@@ -137,10 +188,16 @@ def longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, st
     return wanted, "as asked for"
 
 
-def _host_blocks(config: RuntimeConfig, block_bytes: int) -> int:
+def _host_blocks(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int) -> int:
     wanted = config.host_memory_bytes
     if not wanted:
         return 0
+    if choice.scheme.recent:
+        raise ToolkitError(
+            f"{format_bytes(wanted)} of host memory for KV blocks are of no use beside {choice.scheme.recent} exact "
+            "recent tokens: no sequence can begin with blocks of another",
+            "Leave out the host memory or the recent tokens (--kv-recent 0)",
+        )
     if not config.prefix_caching:
         raise ToolkitError(
             f"{format_bytes(wanted)} of host memory for KV blocks are of no use without prefix caching",

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from compress.checkpoint.errors import ToolkitError
 from runtime.attention.paged import PagedAttention
+from runtime.attention.step_keys import StepKeys
 from runtime.attention.streaming import StreamingAttention
 from runtime.batch import Batch, build_batch
 from runtime.config import RuntimeConfig
 from runtime.draws import build_draws
 from runtime.memory import MemoryPlan, available_bytes, format_bytes, plan_memory
 from runtime.model.decoder import Attention, Decoder
-from runtime.model.pages import ExactPages, KVPages
+from runtime.model.kv_cache import KVCache
+from runtime.model.pages import KVPages
 from runtime.prompt_rows import hidden_sums, prompt_logprobs
 from runtime.reach import Reach
 from runtime.sampler.sampler import sample_tokens
@@ -42,9 +44,18 @@ class ModelRunner:
         self.decoder = decoder
         self.memory = memory
         self.sample: RowSampler = sample_and_match
-        self.pages: KVPages = ExactPages(
-            decoder.config, memory.num_blocks, memory.block_size, decoder.dtype, decoder.device, memory.num_host_blocks
-        )
+        self.windows = decoder.config.windows
+        if memory.reach.window is not None:
+            self.windows = (memory.reach.window,) * decoder.config.num_layers
+        self.cache = KVCache(decoder, memory)
+
+    @property
+    def pages(self) -> KVPages:
+        return self.cache.pages
+
+    @property
+    def shares_blocks(self) -> bool:
+        return not self.memory.kv_cache.recent
 
     @property
     def num_blocks(self) -> int:
@@ -93,11 +104,11 @@ class ModelRunner:
         )
 
     def _attention(self, batch: Batch) -> Attention:
-        reach, model = self.reach, self.decoder.config
+        keys = StepKeys(self.cache, batch, self.cache.place(self.decoder, batch.entries))
+        reach = self.reach
         if reach.window is not None and reach.sinks:
-            return StreamingAttention(self.pages, batch, reach.sinks, reach.window, self.decoder.rotary)
-        windows = model.windows if reach.window is None else (reach.window,) * model.num_layers
-        return PagedAttention(self.pages, batch, windows)
+            return StreamingAttention(keys, reach.sinks, reach.window, self.decoder.rotary)
+        return PagedAttention(keys, self.windows)
 
     def _sample(self, hidden: Tensor, batch: Batch) -> dict[str, list[SampledToken]]:
         return self.sample(batch.sampling, self.decoder.logits(hidden.index_select(0, batch.sample_rows)))

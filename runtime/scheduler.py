@@ -79,13 +79,23 @@ class Scheduler:
         config: token budget, sequences per step, chunk size.
         max_model_len: longest prompt + output.
         reach: what tokens look at; blocks beyond it go back while a sequence runs.
+        shares_blocks: forks start on their parent's blocks.
     """
 
-    def __init__(self, pool: BlockPool, config: RuntimeConfig, max_model_len: int, reach: Reach = ALL) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        config: RuntimeConfig,
+        max_model_len: int,
+        reach: Reach = ALL,
+        *,
+        shares_blocks: bool = True,
+    ) -> None:
         self.pool = pool
         self.config = config
         self.max_model_len = max_model_len
         self.reach = reach
+        self.shares_blocks = shares_blocks
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.stats = SchedulerStats()
@@ -140,8 +150,9 @@ class Scheduler:
     def fork(self, parent: Sequence, request: Request, index: int) -> Sequence:
         """One more sequence over the prompt of `parent`, which is computed and has no output yet.
 
-        If there is room it starts at once on the parent's blocks: it computes the last prompt token again to have its
-        logits, and what it writes goes to a copy of the last block. Otherwise it waits like any other.
+        If there is room, and blocks may be shared, it starts at once on the parent's blocks: it computes the last
+        prompt token again to have its logits, and what it writes goes to a copy of the last block. Otherwise it waits
+        like any other.
 
         Args:
             index: 1 or more, unique among the forks of a parent; the place behind it in the queue.
@@ -149,7 +160,8 @@ class Scheduler:
         child = Sequence(request, list(request.prompt_token_ids), order=(*parent.order[:2], index))
         child.num_cached_tokens = parent.num_cached_tokens
         overtakes = bool(self.waiting) and self.waiting[0].order < child.order
-        if overtakes or len(self.running) >= self._max_running or self.pool.num_free <= len(self.running):
+        no_room = len(self.running) >= self._max_running or self.pool.num_free <= len(self.running)
+        if overtakes or no_room or not self.shares_blocks:
             insort(self.waiting, child, key=_order)
             return child
         self.pool.acquire(held_blocks(parent.block_ids))

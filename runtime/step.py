@@ -123,6 +123,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def shares_blocks(self) -> bool:
+        """Whether a block holds all that is known of its tokens, so that sequences may begin with blocks of others."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Token ids of prompts lie below this."""
         ...

@@ -37,8 +37,8 @@ class CachedAttention:
         if self.scheme.rotate:
             query, key = rotate_heads(query), rotate_heads(key)
         mask = self.masks[self.windows[layer]]
-        spans = (part.split(self.length) for part in (query, key, value))
-        return torch.cat([self._attend(*span, mask) for span in zip(*spans, strict=True)])
+        spans = zip(query.split(self.length), key.split(self.length), value.split(self.length), strict=True)
+        return torch.cat([self._attend(q, k, v, mask) for q, k, v in spans])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         kept_key, kept_value = read_back(key, self.scheme.key_format), read_back(value, self.scheme.value_format)

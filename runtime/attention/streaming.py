@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.attention.spans import visibility_mask
-from runtime.batch import AttentionGroup, Batch
-from runtime.model.pages import KVPages
+from runtime.attention.step_keys import StepKeys
 from runtime.model.rope import Rotary
 
 
@@ -25,37 +23,30 @@ class StreamingAttention:
         rotary: of the model, with exact angles.
     """
 
-    def __init__(self, pages: KVPages, batch: Batch, sinks: int, window: int, rotary: Rotary) -> None:
-        self.pages, self.batch, self.sinks, self.rotary = pages, batch, sinks, rotary
-        last = sinks + window - 1
-        self.cos, self.sin = rotary.by((last - batch.positions).clamp(max=0))
-        dtype = torch.promote_types(pages.dtype, torch.float32)
-        self.masks = [
-            visibility_mask(group.positions, group.num_keys, window, dtype, sinks).view(
-                group.num_sequences, 1, 1, -1, group.num_keys
-            )
-            for group in batch.groups
-        ]
+    def __init__(self, keys: StepKeys, sinks: int, window: int, rotary: Rotary) -> None:
+        self.keys, self.sinks, self.rotary = keys, sinks, rotary
+        batch = keys.batch
+        self.cos, self.sin = rotary.by((sinks + window - 1 - batch.positions).clamp(max=0))
+        dtype = torch.promote_types(keys.cache.pages.dtype, torch.float32)
+        self.masks = [keys.mask(group, window, dtype, sinks) for group in batch.groups]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.pages.write(layer, self.batch.slots, key, value)
-        moved = self.pages.turn(self.rotary.rotate(query, self.cos, self.sin))
-        query = self.pages.turn(query)
-        return torch.cat(
-            [
-                self._attend(layer, group, query[group.rows], moved[group.rows], mask)
-                for group, mask in zip(self.batch.groups, self.masks, strict=True)
-            ]
-        )
+        turn = self.keys.cache.turn
+        # Keys are turned after they are rotated by their place, and so is the query that was moved to another place.
+        moved = turn(self.rotary.rotate(query, self.cos, self.sin))
+        query = turn(query)
+        self.keys.write(layer, turn(key), value)
+        groups = enumerate(zip(self.keys.batch.groups, self.masks, strict=True))
+        parts = [self._attend(layer, i, query[g.rows], moved[g.rows], mask) for i, (g, mask) in groups]
+        return torch.cat(parts)
 
-    def _attend(self, layer: int, group: AttentionGroup, query: Tensor, moved: Tensor, mask: Tensor) -> Tensor:
-        shape = (group.num_sequences, -1, *query.shape[1:])
-        key, value = (
-            pages.view(group.num_sequences, -1, *pages.shape[1:])[:, : group.num_keys]
-            for pages in self.pages.gather(layer, group.blocks)
+    def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys.read(layer, index)
+        shape = (len(key), -1, *query.shape[1:])
+        mask = mask.view(len(key), 1, 1, -1, mask.shape[-1])
+        return attend_with_sinks(query.view(shape), moved.view(shape), key, value, mask, self.sinks).reshape(
+            query.shape
         )
-        attended = attend_with_sinks(query.view(shape), moved.view(shape), key, value, mask, self.sinks)
-        return attended.reshape(query.shape)
 
 
 def attend_with_sinks(query: Tensor, moved: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: int) -> Tensor:

@@ -47,7 +47,7 @@ class BlockMemory:
         num_host_blocks: int = 0,
     ) -> None:
         pinned = device.type == "cuda" and num_host_blocks > 0
-        self.num_blocks = num_blocks
+        self.num_blocks, self.device = num_blocks, device
         self.tensors = {
             name: torch.empty((num_layers, num_blocks, *field.shape), dtype=field.dtype, device=device)
             for name, field in fields.items()

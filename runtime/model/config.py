@@ -10,6 +10,7 @@ from typing import Any
 
 from compress.checkpoint.config import dtype_name
 from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.kv_cache import KVCacheScheme, stored_kv_cache
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GENERATION_FILE = "generation_config.json"
@@ -57,6 +58,7 @@ class DecoderConfig:
         context_length: longest sequence the model was made for.
         dtype: the checkpoint's, by name.
         eos_token_ids: tokens that end a sequence.
+        kv_cache: form of keys and values that the checkpoint records for serving.
     """
 
     model_type: str
@@ -77,6 +79,7 @@ class DecoderConfig:
     context_length: int
     dtype: str
     eos_token_ids: frozenset[int]
+    kv_cache: KVCacheScheme | None = None
 
 
 def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
@@ -85,6 +88,7 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
     Raises:
         CheckpointError: a model family, rotary embedding, activation or attention this runtime does not compute, or a
             config without the numbers that define the shapes.
+        SchemeError: a recorded KV cache format that does not exist.
     """
     family = _family(config)
     _check_supported(config)
@@ -113,6 +117,7 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
         context_length=_positive(config, "max_position_embeddings", 2048),
         dtype=dtype_name(config),
         eos_token_ids=_eos_token_ids(config, generation or {}),
+        kv_cache=stored_kv_cache(config),
     )
 
 

@@ -15,10 +15,10 @@ class KVPages(Protocol):
     """A layout of keys and values over a block memory.
 
     A backend with a layout of its own chooses the fields of its memory and their order; copying, clearing, saving in
-    host memory and restoring are the memory's and work for any fields. Its numbers follow the checkpoint's
-    `KVCacheScheme` (`compress.checkpoint.kv_numerics`), so that all layouts give the same codes. A slot is written
-    once, and only copied as a part of its block after that. An attention that reads `memory.tensors` itself needs no
-    `gather`, except for tests; it must turn its queries, and all of it must be right for blocks of zero bytes.
+    host memory and restoring are the memory's and work for any fields. Its numbers follow the scheme
+    (`compress.checkpoint.kv_numerics`), so that all layouts hold the same codes. A slot is written once, and only moves
+    with its block after that. An attention that reads `memory.tensors` itself needs `gather` for tests only. Whether
+    keys are turned (`KVCache.turn`) is not the layout's business: it stores what it is given.
 
     Attributes:
         memory: the blocks.
@@ -29,16 +29,12 @@ class KVPages(Protocol):
     dtype: torch.dtype
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores key and value `[T, kv_heads, D]`, keys after RoPE, at int64 slots `[T]`; slot = block id * block_size
+        """Stores key and value `[T, kv_heads, D]`, at int64 slots `[T]`; slot = block id * block_size
         + offset."""
         ...
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value `[n * block_size, kv_heads, D]` of blocks `[n]`, in their order, as copies."""
-        ...
-
-    def turn(self, query: Tensor) -> Tensor:
-        """Query `[..., D]`, after RoPE, as it is multiplied with gathered keys: rotated if they are, else as it is."""
         ...
 
 
@@ -70,6 +66,3 @@ class ExactPages:
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self._pages[layer]
         return keys.index_select(0, block_ids).flatten(0, 1), values.index_select(0, block_ids).flatten(0, 1)
-
-    def turn(self, query: Tensor) -> Tensor:
-        return query

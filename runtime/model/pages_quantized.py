@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import CODE_BITS, METADATA_BITS, KVCacheScheme
-from compress.checkpoint.kv_numerics import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
+from compress.checkpoint.kv_numerics import QuantizedHeads, dequantize_heads, quantize_heads
 from runtime.model.block_memory import BlockField, BlockMemory
 from runtime.model.config import DecoderConfig
 
@@ -35,18 +35,15 @@ class QuantizedPages:
             fields[f"{name}_codes"] = BlockField((*places, config.head_dim * CODE_BITS[format] // 8), torch.uint8)
             fields[f"{name}_scales"] = BlockField((*places, METADATA_BITS[format] // 16), torch.float16)
         self.memory = BlockMemory(fields, config.num_layers, num_blocks, device, num_host_blocks)
-        self.dtype, self.rotate = dtype, scheme.rotate
+        self.dtype = dtype
         self._key, self._value = (_Part(self.memory, name, format) for name, format in parts)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        self._key.write(layer, slots, self.turn(key))
+        self._key.write(layer, slots, key)
         self._value.write(layer, slots, value)
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self._key.gather(layer, block_ids, self.dtype), self._value.gather(layer, block_ids, self.dtype)
-
-    def turn(self, query: Tensor) -> Tensor:
-        return rotate_heads(query) if self.rotate else query
 
 
 class _Part:

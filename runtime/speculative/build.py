@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from compress.checkpoint.demo import draft_model_path
 from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
-from runtime.memory import MemoryPlan
+from runtime.memory import MemoryPlan, kv_token_bytes
 from runtime.model.decoder import Decoder
 from runtime.model.load import load_model
 from runtime.runner import ModelRunner, check_fits
@@ -103,11 +104,15 @@ def _check_vocabulary(path: Path, target: Decoder, folder: Path, draft: Decoder)
 
 
 def _draft_memory(decoder: Decoder, target: Decoder, memory: MemoryPlan) -> MemoryPlan:
-    """As many blocks as the target has, of the draft model's own size, beside the target's."""
-    model = decoder.config
-    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * decoder.dtype.itemsize
+    """As many blocks as the target has, of the draft model's own size, beside the target's. They have the target's
+    form; guesses need no exact tokens."""
+    model, choice = decoder.config, memory.kv_choice
+    choice = replace(choice, scheme=replace(choice.scheme, sinks=0, recent=0), notes=())
+    token_bytes = kv_token_bytes(model, choice.scheme, decoder.dtype.itemsize)
     weight_bytes = decoder.nbytes if decoder.embedding is not target.embedding else 0
     longest = min(memory.max_model_len, model.context_length)
-    plan = MemoryPlan(weight_bytes, token_bytes, memory.block_size, memory.num_blocks, longest, "as the target")
+    plan = MemoryPlan(
+        weight_bytes, token_bytes, memory.block_size, memory.num_blocks, longest, "as the target", kv_choice=choice
+    )
     check_fits(plan, decoder.device)
     return plan

@@ -65,7 +65,9 @@ class FakeRunner:
         eos_token_ids: frozenset[int] = frozenset(),
         num_host_blocks: int = 0,
         reach: Reach = ALL,
+        shares_blocks: bool = True,
     ) -> None:
+        self.shares_blocks = shares_blocks
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks

@@ -1,0 +1,157 @@
+"""A quantized KV cache changes answers, but nothing that only makes serving faster changes them further: in float64
+tokens are equal whatever the chunks, the batch, the blocks, the prefix cache, host memory and speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from poisoned_memory import poison
+from tiny_models import save_tiny_model
+
+from compress.checkpoint.kv_cache import KVCacheScheme
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.model.decoder import Decoder
+from runtime.model.load import load_model
+from runtime.model.scoring import score
+from runtime.runner import build_runner
+from runtime.sampling_params import SamplingParams
+from runtime.speculative.build import build_speculator
+
+SYSTEM = list(range(50, 71))
+PROMPTS = [[*SYSTEM, 7, 8, 9], [*SYSTEM, 11], [5, 6] * 9, [3], [*SYSTEM, 12]]
+SAMPLINGS = [
+    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, n=3, max_tokens=9, ignore_eos=True),
+]
+SCHEMES = {
+    "fp8": KVCacheScheme("fp8"),
+    "k8v4 rotated with sinks": KVCacheScheme("k8v4", rotate=True, sinks=6),
+    "int4": KVCacheScheme("int4"),
+    "int4 rotated with all": KVCacheScheme("int4", rotate=True, sinks=3, recent=9),
+    "int8 with the last": KVCacheScheme("int8", recent=1),
+}
+CELLS: dict[str, dict[str, Any]] = {
+    "cache": {"num_blocks": 300},
+    "no cache, small chunks": {"num_blocks": 300, "prefill_chunk": 5, "prefix_caching": False},
+    "few blocks": {"num_blocks": 17, "prefill_chunk": 5},
+    "few blocks and host memory": {"num_blocks": 17, "host_memory_bytes": 2**22},
+    "n-gram": {"num_blocks": 300, "prefill_chunk": 64, "speculate": "ngram"},
+    "draft model": {"num_blocks": 60, "speculate": "self:skip", "max_num_sequences": 5},
+}
+
+Answers = dict[tuple[str, int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """Heads of 24 numbers: Hadamard matrices of 8."""
+    sizes = {"num_hidden_layers": 3, "head_dim": 24}
+    path: Path = save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", **sizes)
+    return load_model(path, device="cpu", dtype="float64")
+
+
+def build_engine(decoder: Decoder, scheme: KVCacheScheme, **options: Any) -> Engine:
+    wishes = {
+        "kv_cache": scheme.format,
+        "kv_rotate": scheme.rotate,
+        "kv_sinks": scheme.sinks,
+        "kv_recent": scheme.recent,
+    }
+    config = RuntimeConfig(**({"dtype": "float64", "block_size": 4, "max_model_len": 64} | wishes | options))
+    runner = build_runner(decoder, config)
+    poison(runner.pages.memory)
+    speculator = build_speculator("", decoder, runner, config)
+    if speculator is not None:
+        speculator.gate = None
+    return Engine(runner, None, config, speculator=speculator)
+
+
+def answer(engine: Engine, prompts: Sequence[tuple[str, list[int], SamplingParams]], together: bool) -> Answers:
+    found: Answers = {}
+    for name, prompt, sampling in prompts:
+        engine.add_request(prompt, sampling, name)
+        while engine.has_work and not together:
+            collect(engine, found)
+    while engine.has_work:
+        collect(engine, found)
+    return found
+
+
+def collect(engine: Engine, found: Answers) -> None:
+    for delta in engine.step():
+        assert not delta.error
+        found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+
+
+def requests() -> list[tuple[str, list[int], SamplingParams]]:
+    return [(str(i), prompt, SAMPLINGS[i % 2]) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def served(request: pytest.FixtureRequest, decoder: Decoder) -> tuple[KVCacheScheme, Answers]:
+    """A scheme, and the answers of an engine that serves one request at a time, every prompt in one piece."""
+    scheme = SCHEMES[request.param]
+    engine = build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_sequences=3)
+    return scheme, answer(engine, requests(), together=False)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_way_of_serving_gives_the_same_tokens(
+    decoder: Decoder, served: tuple[KVCacheScheme, Answers], cell: str
+) -> None:
+    scheme, expected = served
+    options = dict(CELLS[cell])
+    if scheme.recent:
+        options.pop("host_memory_bytes", None)
+    engine = build_engine(decoder, scheme, **options)
+    assert answer(engine, requests(), together=True) == expected
+    if cell == "cache":
+        assert answer(engine, requests(), together=True) == expected, "once more, with what is cached now"
+        assert (engine.scheduler.stats.num_prefix_hits > 0) == (not scheme.recent)
+    engine.scheduler.check()
+    stats = engine.scheduler.stats
+    assert (stats.num_preemptions > 0) == (options["num_blocks"] == 17)
+    assert (engine.scheduler.pool.tier.num_restores > 0) == ("host_memory_bytes" in options)
+    assert (engine.metrics.spec_decode_num_draft_tokens_total > 0) == ("speculate" in options)
+
+
+@pytest.mark.parametrize("sinks", [0, 6])
+def test_windows_and_endless_streams(decoder: Decoder, served: tuple[KVCacheScheme, Answers], sinks: int) -> None:
+    scheme, whole = served
+    window = {"attention_window": 12, "attention_sinks": sinks}
+    alone = build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_sequences=3, **window)
+    expected = answer(alone, requests(), together=False)
+    assert expected != whole
+    engine = build_engine(decoder, scheme, num_blocks=20, prefill_chunk=5, **window)
+    assert answer(engine, requests(), together=True) == expected
+    engine.scheduler.check()
+
+
+def test_what_is_scored_is_what_is_served(decoder: Decoder, served: tuple[KVCacheScheme, Answers]) -> None:
+    """The scorer has no pages and shares no code with them but the arithmetic of one head."""
+    scheme, expected = served
+    for number, prompt in enumerate(PROMPTS):
+        if SAMPLINGS[number % 2].temperature:
+            continue
+        output = expected[str(number), 0]
+        logits = score(decoder, torch.tensor([prompt + output[:-1]]), scheme)[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == output
+
+
+def test_schemes_change_answers(decoder: Decoder) -> None:
+    """Else the tests above would say nothing."""
+    tokens = torch.tensor([PROMPTS[0]])
+    exact = score(decoder, tokens)
+    seen = {0.0}
+    for scheme in SCHEMES.values():
+        difference = float((score(decoder, tokens, scheme) - exact).abs().max())
+        assert difference not in seen
+        seen.add(difference)
+    everything = replace(SCHEMES["int4"], recent=len(PROMPTS[0]))
+    assert torch.allclose(score(decoder, tokens, everything), exact, rtol=0, atol=1e-9)
