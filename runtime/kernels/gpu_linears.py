@@ -115,3 +115,4 @@ def refuse_levels(scheme: Scheme, in_features: int, target: Target) -> str:
 PLANES = Kernel("triton_planes", "packed 2- to 4-bit codes, float32 sums", refuse_planes, PlanedLinear)
 BYTES = Kernel("triton_bytes", "8-bit codes, 16-bit activations, float32 sums", refuse_bytes, ByteLinear)
 LEVELS = Kernel("triton_levels", "8-bit codes times 8-bit activations, exact int32 sums", refuse_levels, ByteLinear)
+KERNELS = (LEVELS, PLANES, BYTES)

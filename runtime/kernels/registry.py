@@ -7,10 +7,18 @@ from dataclasses import dataclass
 
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels import dequantized, int4pack, int8_dynamic, native, reference
+from runtime.kernels import dequantized, gpu_linears, int4pack, int8_dynamic, native, reference
 from runtime.kernels.base import Kernel, Target
 
-KERNELS = (native.INT8, native.KERNEL, int8_dynamic.KERNEL, int4pack.KERNEL, dequantized.KERNEL, reference.KERNEL)
+KERNELS = (
+    *gpu_linears.KERNELS,
+    native.INT8,
+    native.KERNEL,
+    int8_dynamic.KERNEL,
+    int4pack.KERNEL,
+    dequantized.KERNEL,
+    reference.KERNEL,
+)
 """In order of preference; the last one refuses nothing."""
 
 MODES = {"auto": KERNELS, "w4a8": (native.W4A8, *KERNELS)}

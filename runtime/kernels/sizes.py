@@ -7,6 +7,7 @@ from compress.checkpoint.scheme import MAX_BITS, Scheme
 from compress.native.linear import padded_features, stored_bits
 from runtime.kernels.base import Target
 from runtime.kernels.dense import is_prepacked
+from runtime.kernels.gpu.packing import planes_bytes
 from runtime.kernels.int4pack import ROW_MULTIPLE, kernel_group_size, tile_columns
 
 SCALE_BYTES = 2
@@ -67,7 +68,18 @@ def _reference(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + ZERO_BYTES))
 
 
+def _planes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return planes_bytes(scheme, rows, columns, SCALE_BYTES)
+
+
+def _bytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else 1)))
+
+
 _SIZES = {
+    "triton_planes": _planes,
+    "triton_bytes": _bytes,
+    "triton_levels": _bytes,
     "native": _native,
     "native_int8": _native,
     "native_w4a8": _native,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
 
 PLANE = 32
 ROW_MULTIPLE = 128
@@ -50,6 +51,14 @@ class PlanedWeight:
     @property
     def nbytes(self) -> int:
         return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+
+def planes_bytes(scheme: Scheme, rows: int, inputs: int, scale_bytes: int) -> int:
+    """`nbytes` of a packed weight, known from its shape."""
+    bits, padded = stored_bits(scheme.bits), rows + -rows % ROW_MULTIPLE
+    tiles = -(-inputs // tile_inputs(bits))
+    groups = -(-tiles * tile_inputs(bits) // scheme.group_size) if scheme.group_size else 1
+    return padded * (tiles * PLANE * 2 + groups * (scale_bytes + (0 if scheme.symmetric else 1)))
 
 
 def tile_inputs(bits: int) -> int:
@@ -96,7 +105,7 @@ def unpack_planes(packed: PlanedWeight, dtype: torch.dtype) -> Tensor:
     codes = planes.permute(1, 0, 2, 3).flatten(1)[:rows, :inputs]
     repeats = packed.group_size or inputs
     scale = packed.scale.T[:rows].repeat_interleave(repeats, 1)[:, :inputs]
-    zero = packed.midpoint
+    zero: int | Tensor = packed.midpoint
     if packed.zero is not None:
         zero = packed.zero.T[:rows].repeat_interleave(repeats, 1)[:, :inputs]
     exact = torch.float64 if dtype == torch.float64 else torch.float32

@@ -31,11 +31,11 @@ needs_native = pytest.mark.skipif(bool(absence()), reason=absence())
         (Scheme(8, 128), 256, BF16, "dequantized"),
         (Scheme(4, 128), 256, Target(CPU, torch.float32), "dequantized"),
         (Scheme(4, 128), 256, Target(CPU, torch.float64), "dequantized"),
-        (Scheme(4, 128), 256, Target(CUDA, torch.bfloat16), "dequantized"),
+        (Scheme(4, 128), 256, Target(CUDA, torch.float32), "dequantized"),
         (W8A8, 256, BF16, "int8_dynamic"),
         (W8A8, 256, Target(CPU, torch.float32), "int8_dynamic"),
         (W8A8, 256, Target(CPU, torch.float64), "reference"),
-        (W8A8, 256, Target(CUDA, torch.bfloat16), "reference"),
+        (W8A8, 256, Target(CUDA, torch.float32), "reference"),
         (Scheme(8, 128, True, activation_bits=8), 256, BF16, "reference"),
     ],
 )

@@ -10,7 +10,11 @@ from tiny_models import random_weight
 
 from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.scheme import Scheme
+from runtime.kernels.base import Target
 from runtime.kernels.gpu.configs import EXPAND, NARROW, WIDE, KernelConfig
+from runtime.kernels.gpu_linears import PLANES
+from runtime.kernels.registry import choose_kernel
+from runtime.kernels.sizes import prepared_bytes
 
 CONFIGS = [
     KernelConfig(NARROW, 64, 16),
@@ -65,6 +69,7 @@ def test_planes_hold_every_code(gpu, scheme: Scheme) -> None:
     packed = pack_planes(weight, gpu)
     assert torch.equal(unpack_planes(packed, torch.float64).cpu(), weight.dequantize(torch.float64))
     assert packed.words.shape == (-(-inputs // (512 // packed.bits)), 256, 32)
+    assert packed.nbytes == prepared_bytes("triton_planes", scheme, *weight.shape, Target(gpu, torch.bfloat16))
 
 
 def test_whole_numbers_come_out_exactly(gpu) -> None:
@@ -101,6 +106,7 @@ def test_bytes_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dt
     x, bias = activations(tokens, 288, dtype, gpu), activations(1, 70, dtype, gpu)[0]
     packed = pack_bytes(weight, gpu)
     assert torch.equal(packed.dequantize(torch.float32).cpu(), weight.dequantize(torch.float32))
+    assert packed.nbytes == prepared_bytes("triton_bytes", scheme, *weight.shape, Target(gpu, dtype))
     with poisoned_allocations():
         found = multiply_bytes(x, packed, bias, num_processors=4)
     expected = x.double() @ weight.dequantize(torch.float64).to(gpu).T + bias.double()
@@ -133,3 +139,23 @@ def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
     expected_levels, expected_scale = quantize_tokens(x)
     assert torch.equal(levels.float(), expected_levels)
     assert torch.equal(scale, expected_scale[:, 0])
+
+
+def test_a_gpu_serves_every_packed_scheme_with_them() -> None:
+    target = Target(torch.device("cuda"), torch.bfloat16)
+    names = {
+        str(s): choose_kernel(s, 768, target).kernel.name for s in (*PLANED, Scheme(8, 64), Scheme(8, None, True, 8))
+    }
+    assert set(list(names.values())[:-2]) == {"triton_planes"}
+    assert list(names.values())[-2:] == ["triton_bytes", "triton_levels"]
+    assert choose_kernel(Scheme(4, 16), 768, target).kernel.name == "dequantized"
+    assert choose_kernel(Scheme(), 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"
+
+
+def test_linears_of_the_table_choose_by_tokens(gpu) -> None:
+    weight = random_weight((64, 256), Scheme(4, 128))
+    linear = PLANES.prepare(weight, None, Target(gpu, torch.bfloat16))
+    for tokens in (1, 65, 1100):
+        x = activations(tokens, 256, torch.bfloat16, gpu)
+        expected = x.double() @ weight.dequantize(torch.float64).to(gpu).T
+        assert relative_error(linear(x), expected) < BOUND[torch.bfloat16]
