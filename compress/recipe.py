@@ -8,6 +8,7 @@ from typing import Any
 from calibration.parts import Part, check_parts, parse_parts, share_out
 from compress.checkpoint.errors import RecipeError
 from compress.stages.kv_cache import KVCacheStage
+from compress.stages.rotate import RotateStage
 from compress.stages.table import STAGE_NAMES, Stage, TensorStage
 
 DEFAULT_SAMPLES, DEFAULT_LENGTH = 64, 512
@@ -56,13 +57,21 @@ class Recipe:
         if not 0 <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed} is outside 0 to 2^63 - 1", "Use --seed 0")
 
-        if len(self.stages) - len(self.tensor_stages) > 1:
+        if len([stage for stage in self.stages if isinstance(stage, KVCacheStage)]) > 1:
             raise RecipeError("kv_cache stands twice in the recipe", "Keep one: its format `auto` compares them all")
+
+        if any(isinstance(stage, RotateStage) for stage in self.stages[1:]):
+            raise RecipeError("rotate does not stand first", "Put it first: every other stage works on what it gives")
+
+    @property
+    def rotate(self) -> RotateStage | None:
+        """The one that turns the whole model before all others."""
+        return next((stage for stage in self.stages if isinstance(stage, RotateStage)), None)
 
     @property
     def tensor_stages(self) -> tuple[TensorStage, ...]:
-        """Those that change tensors, in order."""
-        return tuple(stage for stage in self.stages if not isinstance(stage, KVCacheStage))
+        """Those that change linears, in order."""
+        return tuple(stage for stage in self.stages if not isinstance(stage, KVCacheStage | RotateStage))
 
     @property
     def kv_cache(self) -> KVCacheStage | None:

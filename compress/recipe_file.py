@@ -19,6 +19,7 @@ from compress.stages.factorize import FactorizeStage
 from compress.stages.kv_cache import KVCacheStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage, default_scheme, group_size_from
+from compress.stages.rotate import RotateStage
 from compress.stages.table import Stage
 from compress.stages.tuning import Tuning
 from compress.stages.words import nearest
@@ -144,6 +145,7 @@ class _Reader:
 
     def _stage(self, node: yaml.Node) -> Stage:
         kinds = {
+            "rotate": self._rotate,
             "quantize": self._quantize,
             "prune": self._prune,
             "factorize": self._factorize,
@@ -154,6 +156,11 @@ class _Reader:
             raise self._refusal(node, "a stage names one kind of work", "Write `- quantize: {method: awq}`")
         ((kind, body),) = stage.items()
         return kinds[kind](body)
+
+    def _rotate(self, body: yaml.Node) -> RotateStage:
+        values = self._mapping(body, ("heads",), "rotate")
+        options = {"heads": self._scalar(values["heads"], bool, "heads")} if "heads" in values else {}
+        return self._build(body, RotateStage, **options)
 
     def _quantize(self, body: yaml.Node) -> QuantizeStage:
         scheme_keys = ("bits", "group_size", "symmetric", "activation_bits", "outlier_columns")

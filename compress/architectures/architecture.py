@@ -23,6 +23,22 @@ class SmoothingEdge:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidualStream:
+    """Everything of a block that touches the residual stream, where nothing but RMSNorm (times its weight, without an
+    offset) comes between it and linears. Names are relative to one block.
+
+    Attributes:
+        readers: each norm with the linears that read it.
+        writers: linears whose outputs are added to the stream as they are.
+        values: the linear that makes the value heads and the one that reads what attention mixes of them.
+    """
+
+    readers: tuple[tuple[str, tuple[str, ...]], ...]
+    writers: tuple[str, ...]
+    values: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """One family of decoder-only models.
 
@@ -34,6 +50,7 @@ class Architecture:
         head: name of the output projection; empty when there is none.
         siblings: linears of a block that share one input and that engines fuse, so they must share scheme and fate.
         edges: smoothing edges, in the order in which they are folded.
+        stream: what touches the residual stream; None where it cannot be rotated.
     """
 
     model_types: tuple[str, ...]
@@ -43,3 +60,4 @@ class Architecture:
     head: str = "lm_head"
     siblings: tuple[tuple[str, ...], ...] = ()
     edges: tuple[SmoothingEdge, ...] = ()
+    stream: ResidualStream | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.architectures.architecture import Architecture, SmoothingEdge
+from compress.architectures.architecture import Architecture, ResidualStream, SmoothingEdge
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -17,4 +17,14 @@ _LLAMA_EDGES = (
     SmoothingEdge("mlp.up_proj", ("mlp.down_proj",), "mlp.down_proj"),
 )
 
-ARCHITECTURES = (Architecture(("llama", "mistral", "qwen2", "qwen3"), siblings=(_QKV, _GATE_UP), edges=_LLAMA_EDGES),)
+_LLAMA_STREAM = ResidualStream(
+    readers=(("input_layernorm", _QKV), ("post_attention_layernorm", _GATE_UP)),
+    writers=("self_attn.o_proj", "mlp.down_proj"),
+    values=("self_attn.v_proj", "self_attn.o_proj"),
+)
+
+ARCHITECTURES = (
+    Architecture(
+        ("llama", "mistral", "qwen2", "qwen3"), siblings=(_QKV, _GATE_UP), edges=_LLAMA_EDGES, stream=_LLAMA_STREAM
+    ),
+)

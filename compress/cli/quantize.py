@@ -13,6 +13,7 @@ from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
 from compress.stages.kv_cache import KVCacheStage
 from compress.stages.quantize import QuantizeStage, default_scheme, end_stages, group_size_from
+from compress.stages.rotate import RotateStage
 from compress.stages.table import Stage
 from compress.stages.tuning import Tuning
 
@@ -92,6 +93,14 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    rotate: Annotated[
+        bool,
+        typer.Option(
+            "--rotate",
+            help="First turn the residual stream by a Hadamard matrix, folded into the weights: better with one scale "
+            "per row, and with outlier channels.",
+        ),
+    ] = False,
     ignore: Ignore = None,
     text: TextOptions,
     job: JobOptions,
@@ -107,6 +116,8 @@ def quantize(
     stage = QuantizeStage(method, scheme, ignore=left_out, alpha=alpha, tuning=tuning, outlier_columns=outlier_columns)
     stages: tuple[Stage, ...] = (stage, *end_stages(stage, head_bits, embedding_bits))
     name = f"int{scheme.bits}-{method}"
+    if rotate:
+        stages, name = (RotateStage(), *stages), f"{name}-rotated"
     if kv_cache is not None:
         stages, name = (*stages, KVCacheStage(kv_cache)), f"{name}-kv-{kv_cache}"
     carry_out(model, text.recipe(stages, name), out, job)

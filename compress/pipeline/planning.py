@@ -13,6 +13,7 @@ from compress.kv_choice import kv_notes
 from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
 from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
 from compress.pipeline.outside import find_ends
+from compress.pipeline.rotated_files import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Assignment, Plan, PlanRow, shape_bytes
 from compress.recipe import Recipe
@@ -40,7 +41,8 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
     edges, notes = usable_edges(skeleton, assignments)
     notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
     notes += kv_notes(recipe, getattr(skeleton.model.config, "max_position_embeddings", None))
-    return Plan(tuple(map(rows.row, files.names())), tuple(notes), edges, scale_dtype)
+    plan = Plan(tuple(map(rows.row, files.names())), tuple(notes), edges, scale_dtype)
+    return files.marked(plan) if isinstance(files, RotatedFiles) else plan
 
 
 @dataclass(frozen=True, slots=True)

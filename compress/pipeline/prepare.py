@@ -18,6 +18,7 @@ from compress.pipeline.calibration_text import SourceModel, calibration_sequence
 from compress.pipeline.compute import pick_dtype
 from compress.pipeline.memory import estimate_peak, first_micro_batch
 from compress.pipeline.planning import make_plan
+from compress.pipeline.rotated_files import RotatedSource
 from compress.pipeline.skeleton import Skeleton, open_skeleton
 from compress.plan import Plan
 from compress.recipe import Recipe
@@ -110,13 +111,18 @@ def prepare(request: RunRequest, dry_run: bool = False) -> Prepared:
     files = TensorFiles.open(request.model)
     config = read_config(request.model)
     skeleton = open_skeleton(request.model, config, request.trust_remote_code)
+    turning = 0
+    if stage := request.recipe.rotate:
+        rotated = RotatedSource.of(files, config, skeleton, stage, request.recipe.seed, request.trust_remote_code)
+        files, config, skeleton = rotated.files, rotated.config, rotated.skeleton
+        turning = rotated.files.working_bytes(skeleton.architecture.blocks)
     model_dtype = _model_dtype(config, files)
     plan = make_plan(skeleton, files, request.recipe, model_dtype)
     dtype = pick_dtype(request.dtype, model_dtype, device)
     sequences = _calibration(request, config, device, dtype, dry_run) if request.recipe.needs_calibration else None
     count, length = sequences.tokens.shape if sequences else (0, 1)
     micro_batch = request.micro_batch or min(first_micro_batch(length, device.type), max(count, 1))
-    peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize)
+    peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize) + turning
     if request.recipe.kv_cache and request.recipe.kv_cache.candidates:
         _check_kv_measurable(config, plan, device)
     streams = 2 if plan.follows_dense else 1

@@ -120,10 +120,13 @@ def _load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) ->
             "Check config.json, or upgrade transformers if the model is newer: pip install -U transformers",
         )
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        loaded = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"config.json of {path} cannot be used: {reason}", "Correct config.json") from error
+    # A rotated source has a head of its own where the stored one has none.
+    loaded.tie_word_embeddings = config.get("tie_word_embeddings", loaded.tie_word_embeddings)
+    return loaded
 
 
 def _build(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:

@@ -6,9 +6,16 @@ from compress.stages.factorize import FactorizeStage
 from compress.stages.kv_cache import KVCacheStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
 
 TensorStage = QuantizeStage | PruneStage | FactorizeStage
 """Stages that change tensors."""
-Stage = TensorStage | KVCacheStage
+Stage = TensorStage | RotateStage | KVCacheStage
 
-STAGE_NAMES = {QuantizeStage: "quantize", PruneStage: "prune", FactorizeStage: "factorize", KVCacheStage: "kv_cache"}
+STAGE_NAMES = {
+    RotateStage: "rotate",
+    QuantizeStage: "quantize",
+    PruneStage: "prune",
+    FactorizeStage: "factorize",
+    KVCacheStage: "kv_cache",
+}

@@ -1,0 +1,132 @@
+"""Random orthogonal matrices with a fast product: signs, then a Hadamard matrix.
+
+QuaRot (Ashkboos et al. 2024, https://arxiv.org/abs/2404.00456, section 3) and SpinQuant (Liu et al. 2024,
+https://arxiv.org/abs/2405.16406) turn a model's hidden states by such a matrix, which spreads outliers over all
+channels, and fold it into the weights around them.
+
+Orders that are not powers of two are Kronecker products: `n = 2^k m`, m times some powers of two being an order that
+Paley's constructions reach from a prime (12, 20, 28, ...). Where none does, a random orthogonal matrix takes that part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Rows turned at once: their float64 copies stay small beside the tensor.
+_CHUNK_ELEMENTS = 1 << 22
+# Larger dense factors would cost more than they spread.
+_MAX_PALEY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """`Q [n, n] = diag(signs) (F x H) / sqrt(n)`: F a small orthogonal factor up to its length, H a Hadamard matrix.
+
+    Attributes:
+        signs: `[n]` float64, 1 or -1.
+        factor: `[m, m]` float64, orthogonal.
+        kind: how Q is made, in words.
+    """
+
+    signs: Tensor
+    factor: Tensor
+    kind: str
+
+    @classmethod
+    def random(cls, order: int, seed: int) -> Rotation:
+        """The rotation of a seed; the same on every machine up to the last bits of a random factor."""
+        generator = torch.Generator().manual_seed(seed)
+        signs = torch.randint(0, 2, (order,), generator=generator).double() * 2 - 1
+        odd = order // (order & -order)
+        paley = next((each for each in _paley_orders(odd) if order % each == 0), None)
+        if odd == 1:
+            return cls(signs, torch.ones(1, 1, dtype=torch.float64), f"Hadamard of order {order}")
+        if paley is not None:
+            factor = paley_matrix(paley) / paley**0.5
+            return cls(signs, factor, f"Hadamard of order {order} ({order // paley} x {paley})")
+        factor = torch.linalg.qr(torch.randn(odd, odd, generator=generator, dtype=torch.float64)).Q
+        return cls(signs, factor, f"Hadamard of order {order // odd} x random orthogonal matrix of order {odd}")
+
+    @property
+    def order(self) -> int:
+        return len(self.signs)
+
+    def turn(self, rows: Tensor, scale: Tensor | None = None) -> Tensor:
+        """`rows [..., n] @ Q`, computed in float64 and rounded once, to the dtype of `rows`.
+
+        Args:
+            scale: `[n]` float64, what columns are multiplied by before they are turned.
+        """
+        factors = self.signs if scale is None else self.signs * scale
+        turned = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        for source, target in zip(self._chunks(rows), self._chunks(turned), strict=True):
+            target.copy_(self._mix(source.double() * factors))
+        return turned
+
+    def turn_heads(self, rows: Tensor) -> Tensor:
+        """`rows [..., h * n]`, each stretch of n turned by itself."""
+        return self.turn(rows.unflatten(-1, (-1, self.order))).flatten(-2)
+
+    def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.reshape(-1, self.order).split(max(1, _CHUNK_ELEMENTS // self.order))
+
+    def _mix(self, rows: Tensor) -> Tensor:
+        small = len(self.factor)
+        parts = rows.unflatten(-1, (small, -1))
+        if small > 1:
+            parts = torch.einsum("rip,ij->rjp", parts, self.factor)
+        return _hadamard(parts).flatten(1)
+
+
+def _hadamard(rows: Tensor) -> Tensor:
+    """`rows [..., 2^k]` times the normalized Hadamard matrix of Sylvester's construction, by the fast transform."""
+    order, width = rows.shape[-1], 1
+    while width < order:
+        pairs = rows.unflatten(-1, (-1, 2, width))
+        first, second = pairs.unbind(-2)
+        rows = torch.stack((first + second, first - second), -2).flatten(-3)
+        width *= 2
+    return rows / order**0.5
+
+
+def paley_matrix(order: int) -> Tensor:
+    """A Hadamard matrix `[order, order]` of 1 and -1, float64, by Paley's first or second construction.
+
+    Raises:
+        ValueError: neither construction reaches this order from a prime.
+    """
+    if _is_prime(order - 1) and order % 4 == 0:
+        skew = _conference(order - 1, -1)
+        return skew + torch.eye(order, dtype=torch.float64)
+    if order % 4 == 0 and _is_prime(order // 2 - 1) and order // 2 % 4 == 2:
+        symmetric = _conference(order // 2 - 1, 1)
+        ones = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+        corner = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+        return torch.kron(symmetric, ones) + torch.kron(torch.eye(order // 2, dtype=torch.float64), corner)
+    raise ValueError(f"no Paley construction of order {order}")
+
+
+def _conference(prime: int, sign: int) -> Tensor:
+    """`C [prime + 1, prime + 1]` with `C C^T = prime I`, zero diagonal and `C^T = sign C`."""
+    numbers = torch.arange(prime)
+    squares = torch.zeros(prime, dtype=torch.float64) - 1
+    squares[numbers[1:].square() % prime] = 1
+    squares[0] = 0
+    matrix = torch.zeros(prime + 1, prime + 1, dtype=torch.float64)
+    matrix[0, 1:] = 1
+    matrix[1:, 0] = sign
+    matrix[1:, 1:] = squares[(numbers.unsqueeze(1) - numbers) % prime]
+    return matrix
+
+
+def _paley_orders(odd: int) -> list[int]:
+    """Multiples of `odd` by powers of two that `paley_matrix` can make, smallest first."""
+    orders = [odd << power for power in range(2, 10) if odd << power <= _MAX_PALEY]
+    return [each for each in orders if _is_prime(each - 1) or (each // 2 % 4 == 2 and _is_prime(each // 2 - 1))]
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
