@@ -102,7 +102,7 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
         factors = _FLOAT32 * block + 2 * _FLOAT32 * (4 * largest + 3 * widest**2)
     # Codes and packed codes of the embedding or the head; their numbers are taken a few rows at a time.
     outside = [row.parameters for row in plan.packed if not row.tensor.startswith(f"{skeleton.architecture.blocks}.")]
-    ends = 2 * max(outside) + 8 * _FLOAT32 * ELEMENTS_AT_ONCE if outside else 0
+    ends = 2 * max(outside) + 8 * _FLOAT32 * min(ELEMENTS_AT_ONCE, max(outside)) if outside else 0
     if not samples:
         return _PROCESS_BYTES + max(6 * _FLOAT32 * largest + factors, ends)
     # In and out of the block; where it is followed, the same of the dense model.
