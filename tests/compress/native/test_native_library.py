@@ -1,0 +1,80 @@
+"""Building, loading, and doing without the compiled library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import random_weight
+
+from compress.checkpoint.errors import ToolkitError
+from compress.checkpoint.scheme import Scheme
+from compress.native import build, library
+from compress.native.linear import NativeLinear, _functions
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch):
+    """Forgets what is loaded, and afterwards what the test loaded."""
+    forgotten = (library.library, library.absence, library._load, _functions)
+    for function in forgotten:
+        function.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for function in forgotten:
+        function.cache_clear()
+
+
+def test_without_the_library_everything_says_why(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.setattr(library, "LIBRARY", tmp_path / "libnative.so")
+    assert library.library() is None
+    assert library.absence() == "the native kernels are not compiled: run python -m compress.native.build"
+    assert library.best_instruction_set() == -1
+    with pytest.raises(ToolkitError, match=r"no native kernels.*not compiled"):
+        library.set_threads(1)
+    with pytest.raises(ToolkitError, match="no native kernels"):
+        NativeLinear(random_weight((64, 64), Scheme(4, 32)))
+
+
+def test_a_file_that_is_no_library_is_not_fatal(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "libnative.so"
+    file.write_bytes(b"not a library")
+    fresh.setattr(library, "LIBRARY", file)
+    assert library.library() is None
+    assert "cannot be loaded" in library.absence()
+
+
+@pytest.mark.skipif(library.library() is None, reason=library.absence())
+def test_a_library_older_than_its_sources_is_not_used(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(library, "source_digest", lambda: "other")
+    assert library.library() is None
+    assert "older than their sources" in library.absence()
+
+
+def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ToolkitError, match=r"no C compiler on PATH.*apt install gcc"):
+        build.build(tmp_path / "libnative.so")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(build.find_compiler() is None, reason="no C compiler")
+def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "broken.c").write_text("int broken(\n")
+    target = tmp_path / "libnative.so"
+    target.write_bytes(b"before")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "c")
+    with pytest.raises(ToolkitError, match=r"failed: .*broken\.c"):
+        build.build(target)
+    assert target.read_bytes() == b"before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "libnative.so"]
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    if library.library() is None:
+        pytest.skip(library.absence())
+    linear = NativeLinear(random_weight((64, 64), Scheme(4, 32)), instruction_set=7)
+    with pytest.raises(ToolkitError, match="lacks the instruction set"):
+        linear(torch.zeros(1, 64))
