@@ -19,11 +19,12 @@ BUNDLED = {
     "int4-awq": ("awq", Scheme(4, 128)),
     "int4-awq-kv4": ("awq", Scheme(4, 128)),
     "int4-gptq": ("gptq", Scheme(4, 128)),
+    "int4-gptq-embedding8": ("gptq", Scheme(4, 128), Scheme(8, None)),
     "int4-rtn": ("rtn", Scheme(4, 128)),
     "int8-rtn": ("rtn", Scheme(8, None)),
     "lowrank-int4": ("svd-llm", Scheme(4, 32)),
     "lowrank-int8": ("svd-llm", Scheme(8, None)),
-    "sparse24": ("sparsegpt", None),
+    "sparse24": ("sparsegpt",),
     "sparse24-int4": ("sparsegpt", Scheme(4, 128)),
     "w8a8-smoothquant": ("smoothquant", Scheme(8, None, activation_bits=8)),
 }
@@ -35,9 +36,9 @@ SEARCH = "smallest-kl"
 @pytest.mark.parametrize("name", sorted(BUNDLED))
 def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
     recipe = load_recipe(name)
-    method, scheme = BUNDLED[name]
+    method, *schemes = BUNDLED[name]
     assert recipe.stages[0].method == method
-    assert [stage.scheme for stage in recipe.stages if isinstance(stage, QuantizeStage)] == ([scheme] if scheme else [])
+    assert [stage.scheme for stage in recipe.stages if isinstance(stage, QuantizeStage)] == schemes
     assert [str(stage.pattern) for stage in recipe.stages if isinstance(stage, PruneStage)] == (
         ["2:4"] if "sparse24" in name else []
     )
