@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import ToolkitError
+from runtime.attention.native import NativeAttention
 from runtime.attention.paged import PagedAttention
 from runtime.attention.step_keys import StepKeys
 from runtime.attention.streaming import StreamingAttention
@@ -20,11 +22,14 @@ from runtime.memory import MemoryPlan, available_bytes, format_bytes, plan_memor
 from runtime.model.decoder import Attention, Decoder
 from runtime.model.kv_cache import KVCache
 from runtime.model.pages import KVPages
+from runtime.model.pages_native import NativePages
 from runtime.prompt_rows import hidden_sums, prompt_logprobs
 from runtime.reach import Reach
 from runtime.sampler.sampler import sample_tokens
 from runtime.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.verification import verify_by_match
+
+logger = logging.getLogger("runtime.runner")
 
 RowSampler = Callable[[Sequence[ScheduledSequence], Tensor], dict[str, list[SampledToken]]]
 """From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id."""
@@ -104,6 +109,8 @@ class ModelRunner:
         )
 
     def _attention(self, batch: Batch) -> Attention:
+        if isinstance(self.pages, NativePages):
+            return NativeAttention(self.cache.turn, self.pages, batch, self.windows)
         keys = StepKeys(self.cache, batch, self.cache.place(self.decoder, batch.entries))
         reach = self.reach
         if reach.window is not None and reach.sinks:
@@ -127,6 +134,8 @@ def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
     """
     plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config)
     check_fits(plan, decoder.device)
+    for note in plan.kv_choice.notes:
+        logger.warning("KV cache %s: %s", plan.kv_cache, note)
     if config.attention_window is not None:
         decoder = replace(decoder, rotary=decoder.rotary.exact())
     return ModelRunner(decoder, plan)

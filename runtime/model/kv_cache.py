@@ -12,8 +12,8 @@ from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_numerics import rotate_heads
 from runtime.memory import MemoryPlan
 from runtime.model.decoder import Decoder
-from runtime.model.pages import ExactPages, KVPages
-from runtime.model.pages_quantized import QuantizedPages
+from runtime.model.pages import KVPages
+from runtime.model.pages_choice import choose_pages
 from runtime.model.recent import RecentStore
 from runtime.model.sinks import SinkStore
 from runtime.step import ScheduledSequence
@@ -32,15 +32,16 @@ class KVCache:
 
     Args:
         memory: number and size of blocks, the scheme, and how many sequences have exact tokens.
+
+    Attributes:
+        reason: for the choice of pages, and with them of the attention.
     """
 
     def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
         self.scheme: KVCacheScheme = memory.kv_cache
         config, dtype, device = decoder.config, decoder.dtype, decoder.device
-        sizes = (memory.num_blocks, memory.block_size, dtype, device, memory.num_host_blocks)
-        self.pages: KVPages = (
-            ExactPages(config, *sizes) if self.scheme.is_exact else QuantizedPages(config, self.scheme, *sizes)
-        )
+        self.pages: KVPages
+        self.pages, self.reason = choose_pages(decoder, memory)
         sinks, recent, num_sequences = self.scheme.sinks, self.scheme.recent, memory.num_exact_sequences
         # Where the whole model has a window, what is kept as sinks are tokens that all tokens see.
         windows = config.windows if memory.reach.window is None else (None,) * config.num_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -100,6 +101,6 @@ class NativeOps:
         self._run(self._functions[2], _SiluMultiply(rows, width // 2, gate_up.data_ptr(), out.data_ptr()))
         return out
 
-    def _run(self, function: ctypes._CFuncPtr, job: ctypes.Structure) -> None:
+    def _run(self, function: Callable[[int, int], int], job: ctypes.Structure) -> None:
         if function(ctypes.addressof(job), self._instruction_set):
             raise ValueError(f"this machine lacks instruction set {self._instruction_set}")

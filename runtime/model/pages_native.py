@@ -111,8 +111,9 @@ class NativePages:
         shape = (-1, dim // 8, size) if name == "keys" else (-1, size // 8, dim)
         words = content.view(torch.int32).unflatten(-1, shape)
         members = torch.stack([words >> shift & 15 for shift in _SHIFTS], -1)
-        halves = (1, 16)[: members.shape[-4]]
-        codes = sum(members.select(-4, plane) * factor for plane, factor in enumerate(halves))
+        codes = members.select(-4, 0)
+        if self.bits[name] == 8:
+            codes = codes + members.select(-4, 1) * 16
         quantized = QuantizedHeads(
             _tokens_first(codes, name).to(torch.uint8),
             *(each.transpose(-1, -2).flatten(0, 1) for each in (scale, offset)),

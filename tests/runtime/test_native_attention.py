@@ -1,0 +1,237 @@
+"""The compiled attention over its own pages, against float64 on the numbers that the pages hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.checkpoint.kv_cache import KVCacheScheme
+from compress.checkpoint.kv_numerics import dequantize_heads, quantize_heads, read_back
+from compress.native.library import best_instruction_set, library, set_threads
+from runtime.attention.native import NativeAttention
+from runtime.batch import AttentionGroup, Batch
+from runtime.model.config import DecoderConfig, RopeConfig
+from runtime.model.pages_native import NativePages, refuse_pages
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
+SETS = range(best_instruction_set() + 1)
+FORMATS = ("16bit", "int8", "k8v4", "int4")
+CPU = torch.device("cpu")
+LAYER, LAYERS = 1, 2
+
+Shape = tuple[int, int, int, int]
+SHAPES: tuple[Shape, ...] = ((8, 2, 64, 16), (3, 3, 32, 32), (14, 2, 96, 16), (16, 1, 128, 64), (5, 1, 256, 16))
+"""Heads, key-value heads, head_dim, block size."""
+SPANS = ((1, 1), (1, 5), (1, 16), (1, 257), (1, 600), (3, 40), (20, 20), (17, 290), (40, 513))
+"""Tokens of a step and keys of a sequence."""
+
+
+def make_config(shape: Shape) -> DecoderConfig:
+    heads, kv_heads, dim, _ = shape
+    rope = RopeConfig("default", 1e4, {})
+    flags = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False}
+    return DecoderConfig(
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=LAYERS,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        vocab_size=16,
+        norm_eps=1e-6,
+        rope=rope,
+        windows=(None,) * LAYERS,
+        context_length=4096,
+        dtype="bfloat16",
+        eos_token_ids=frozenset(),
+        **flags,
+    )
+
+
+class World:
+    """Sequences in pages that held garbage before, one group each, and what float64 makes of the same numbers."""
+
+    def __init__(self, shape: Shape, format: str, spans: tuple[tuple[int, int], ...], seed: int = 0) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.shape, self.scheme = shape, KVCacheScheme(format)
+        self.heads, self.kv_heads, self.dim, self.block_size = shape
+        counts = [-(-keys // self.block_size) for _, keys in spans]
+        total = sum(counts) + 2
+        self.pages = NativePages(make_config(shape), self.scheme, total, self.block_size, torch.bfloat16, CPU)
+        for tensor in self.pages.memory.tensors.values():
+            tensor.view(torch.uint8).fill_(255)  # NaN wherever it is read as numbers
+        self.tables = torch.randperm(total, generator=self.random)[: sum(counts)].split(counts)
+        self.spans = spans
+        self.keys = [self._written(table, keys) for table, (_, keys) in zip(self.tables, spans, strict=True)]
+        self.query = self.normal(sum(tokens for tokens, _ in spans), self.heads)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, self.dim, generator=self.random).bfloat16()
+
+    def _written(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Writes a sequence; returns keys and values as they stand in the pages, `[L, kv_heads, D]`."""
+        key, value = self.normal(length, self.kv_heads), self.normal(length, self.kv_heads) + 0.5
+        self.pages.memory.clear([int(table[-1])])
+        places = torch.arange(length)
+        slots = table[places // self.block_size] * self.block_size + places % self.block_size
+        # In two strokes, as a prompt and the tokens after it; heads that stand beside others.
+        beside = torch.cat((key, value), 1)
+        for start, stop in pairwise((0, length // 2, length)):
+            part = beside[start:stop]
+            self.pages.write(LAYER, slots[start:stop], part[:, : self.kv_heads], part[:, self.kv_heads :])
+        self.written = key, value
+        return self.stored(key, self.scheme.key_format), self.stored(value, self.scheme.value_format)
+
+    @staticmethod
+    def stored(heads: Tensor, format: str) -> Tensor:
+        return heads if format == "16bit" else dequantize_heads(quantize_heads(heads, format), torch.float32)
+
+    def batch(self, chosen: list[int] | None = None) -> Batch:
+        """A step of some of the sequences."""
+        groups, row = [], 0
+        for index in range(len(self.spans)) if chosen is None else chosen:
+            tokens, keys = self.spans[index]
+            positions = torch.arange(keys - tokens, keys)
+            groups.append(AttentionGroup(slice(row, row + tokens), self.tables[index], positions, 1, keys, True))
+            row += tokens
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Batch((), nothing, nothing, nothing, tuple(groups), (), nothing, (), ())
+
+    def attend(self, window: int | None, instruction_set: int, chosen: list[int] | None = None) -> Tensor:
+        rows = self.rows(chosen)
+        attention = NativeAttention(
+            lambda heads: heads, self.pages, self.batch(chosen), (window,) * LAYERS, instruction_set
+        )
+        empty = self.query.new_empty(0, self.kv_heads, self.dim)
+        return attention(LAYER, self.query[rows], empty, empty)
+
+    def rows(self, chosen: list[int] | None) -> Tensor:
+        """Of the query, for some of the sequences."""
+        all_rows = torch.arange(len(self.query)).split([tokens for tokens, _ in self.spans])
+        return torch.cat([all_rows[index] for index in (range(len(self.spans)) if chosen is None else chosen)])
+
+    def expected(self, window: int | None) -> Tensor:
+        parts = self.query.split([tokens for tokens, _ in self.spans])
+        return torch.cat([exact(query, *keys, window) for query, keys in zip(parts, self.keys, strict=True)])
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """Attention of the last tokens of a sequence in float64: `[n, heads, D]`."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(shared, 1) for x in (key, value))
+    scores = torch.einsum("nhd,lhd->hnl", query.double(), key) * query.shape[-1] ** -0.5
+    last = torch.arange(len(key) - len(query), len(key)).unsqueeze(-1)
+    keys = torch.arange(len(key))
+    hidden = (keys > last) | (keys <= last - (window or len(key) + 1))
+    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("shape", "window"), [*((shape, None) for shape in SHAPES), (SHAPES[0], 100), (SHAPES[2], 16)])
+def test_as_exact_as_its_output(shape: Shape, window: int | None, format: str, instruction_set: int) -> None:
+    world = World(shape, format, SPANS)
+    expected = world.expected(window)
+    error = (world.attend(window, instruction_set).double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < 0.01
+    assert error.mean() < 0.003
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pages_hold_what_the_scheme_says(shape: Shape, format: str) -> None:
+    world = World(shape, format, ((1, 100),))
+    key, value = world.pages.gather(LAYER, world.tables[0])
+    assert torch.equal(key[:100], read_back(world.written[0], world.scheme.key_format))
+    assert torch.equal(value[:100], read_back(world.written[1], world.scheme.value_format))
+    assert bool((key[100:] == 0).all())
+    assert bool((value[100:] == 0).all())
+
+
+@pytest.mark.parametrize("special", [0.0, 1e-30, 3e-7, 65000.0, 3e38, float("inf"), float("nan")])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_numbers_at_the_edges_are_stored_like_others_store_them(format: str, special: float) -> None:
+    world = World((2, 1, 32, 16), format, ((1, 16),))
+    head = world.normal(1, 1)
+    heads = torch.cat((torch.full_like(head, special), head * special, head.index_fill(-1, torch.tensor([3]), special)))
+    world.pages.write(LAYER, world.tables[0][0] * 16 + torch.arange(3), heads, -heads)
+    key, value = world.pages.gather(LAYER, world.tables[0])
+    torch.testing.assert_close(key[:3], read_back(heads, format), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(value[:3], read_back(-heads, format), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("format", ["16bit", "int4"])
+def test_neighbours_threads_and_spans_change_no_bit(format: str) -> None:
+    world = World(SHAPES[0], format, SPANS)
+    together = world.attend(None, -1)
+    for index in range(len(SPANS)):
+        assert torch.equal(world.attend(None, -1, [index]), together[world.rows([index])])
+    backwards = list(reversed(range(len(SPANS))))
+    assert torch.equal(world.attend(None, -1, backwards), together[world.rows(backwards)])
+    try:
+        for threads in (1, 2, 5):
+            set_threads(threads)
+            assert torch.equal(world.attend(None, -1), together)
+            assert torch.equal(world.attend(None, -1, [4]), together[world.rows([4])])
+    finally:
+        set_threads(0)
+
+
+def test_a_token_gets_the_same_alone_as_in_a_span() -> None:
+    world = World(SHAPES[0], "int8", ((40, 513),))
+    together = world.attend(None, -1)
+    for token in (0, 7, 39):
+        alone = replace_span(world, token)
+        assert torch.equal(alone, together[token : token + 1])
+
+
+def replace_span(world: World, token: int) -> Tensor:
+    """One token of the world's only span by itself."""
+    (tokens, keys) = world.spans[0]
+    position = keys - tokens + token
+    batch = world.batch()
+    group = replace(batch.groups[0], rows=slice(0, 1), positions=torch.tensor([position]), num_keys=position + 1)
+    attention = NativeAttention(lambda heads: heads, world.pages, replace(batch, groups=(group,)), (None,) * LAYERS)
+    empty = world.query.new_empty(0, world.kv_heads, world.dim)
+    return attention(LAYER, world.query[token : token + 1], empty, empty)
+
+
+@pytest.mark.parametrize("format", ["16bit", "int4"])
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_what_is_not_finite_fails_its_sequence_alone(format: str, instruction_set: int) -> None:
+    world = World(SHAPES[0], format, ((1, 30), (1, 30)))
+    broken = world.normal(1, world.kv_heads)
+    broken[0, 0, 5] = torch.nan
+    world.pages.write(LAYER, world.tables[0][:1] * world.block_size + 3, broken, broken)
+    out = world.attend(None, instruction_set)
+    assert not bool(out[0].isfinite().all())
+    assert bool(out[1].isfinite().all())
+
+
+def refusals() -> Iterator[tuple[dict, str]]:
+    yield {}, ""
+    yield {"block_size": 8}, "blocks"
+    yield {"dtype": torch.float64}, "not float64"
+    yield {"scheme": KVCacheScheme("fp8")}, "fp8"
+    yield {"scheme": KVCacheScheme("int8", sinks=4)}, "sinks"
+    yield {"config": make_config((2, 2, 48, 16))}, "48"
+    yield {"device": torch.device("cuda")}, "cuda"
+
+
+@pytest.mark.parametrize(("changed", "said"), tuple(refusals()), ids=str)
+def test_what_it_cannot_hold_it_refuses_with_a_reason(changed: dict, said: str) -> None:
+    usual = {"config": make_config(SHAPES[0]), "scheme": KVCacheScheme(), "block_size": 16}
+    reason = refuse_pages(**{**usual, "dtype": torch.bfloat16, "device": CPU, **changed})
+    assert said in reason
+    assert bool(reason) == bool(said)
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks instruction set 99"):
+        World(SHAPES[0], "16bit", ((1, 3),)).attend(None, 99)
