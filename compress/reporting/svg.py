@@ -122,12 +122,12 @@ def scatter(label: str, marks: Sequence[tuple[Mark, str, bool]], x_label: str, f
             corners.append(f"{across.place(after.x):.1f},{up.place(before.y):.1f}")
         corners.append(f"{across.place(after.x):.1f},{up.place(after.y):.1f}")
     parts.append(f'<polyline class="frontier" points="{" ".join(corners)}"/>')
-    # Dominated ones first: the others are drawn over them. Names go from top to bottom, and make room downwards.
+    # Dominated ones first: the others are drawn over them.
     for mark, _, dominated in sorted(marks, key=lambda each: not each[2]):
         dot = _dot(across.place(mark.x), up.place(mark.y), 5, mark.title)
         parts.append(tag("g", dot, class_="mark dominated" if dominated else "mark s1"))
-    places = sorted((up.place(mark.y), across.place(mark.x), name) for mark, name, _ in marks)
-    parts += _names([(x, y, name) for y, x, name in places])
+    places = [(across.place(mark.x), up.place(mark.y), name, dominated) for mark, name, dominated in marks]
+    parts += _names(sorted(places, key=lambda place: place[1]))
     return drawing(label, HEIGHT, parts)
 
 
@@ -136,20 +136,28 @@ def drawing(label: str, height: float, parts: Sequence[str]) -> str:
     return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=label)
 
 
-def _names(places: Sequence[tuple[float, float, str]]) -> list[str]:
-    """Names beside marks `(x, y, name)`: to the left in the right half, lower where another name stands."""
+def _names(places: Sequence[tuple[float, float, str, bool]]) -> list[str]:
+    """Names beside marks `(x, y, name, dominated)`, where nothing else stands: below and left of the frontier there are
+    no marks, above and right of it only dominated ones. Names make room for each other, away from the frontier."""
     taken: list[tuple[float, float, float]] = []
     parts = []
-    for x, y, name in places:
+    for x, y, name, dominated in places:
         shown = name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
         room = 7.2 * len(shown)
-        anchor, at, left = ("end", x - 9, x - 9 - room) if x > (LEFT + RIGHT) / 2 else ("start", x + 9, x + 9)
-        y += 4
-        while any(abs(y - other) < 13 and left < end and begin < left + room for begin, end, other in taken):
-            y += 2
+        leftwards = x - 9 - room > LEFT if not dominated else x + 9 + room > RIGHT
+        anchor, at, left = ("end", x - 9, x - 9 - room) if leftwards else ("start", x + 9, x + 9)
+        beside = [other for begin, end, other in taken if left < end and begin < left + room]
+        y = _free(y + 2, beside, -2) if dominated else _free(y + 8, beside, 2)
         taken.append((left, left + room, y))
         parts.append(_text(at, y, shown, "ink halo", anchor))
     return parts
+
+
+def _free(y: float, taken: Sequence[float], step: int) -> float:
+    """The first place from `y` on in steps of `step`, else the other way, that is inside and not taken by a name."""
+    ways = [y + sign * step * number for sign in (1, -1) for number in range(HEIGHT)]
+    inside = [place for place in ways if TOP <= place <= BOTTOM - 4]
+    return next((place for place in inside if all(abs(place - other) >= 13 for other in taken)), y)
 
 
 def _cell(x: float, y: float, width: float, height: float, cell: tuple[float, str], most: float) -> str:
