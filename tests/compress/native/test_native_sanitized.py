@@ -1,4 +1,4 @@
-"""The C linears and their thread pool under the address and undefined-behaviour sanitizers."""
+"""The C kernels and their thread pool under the address and undefined-behaviour sanitizers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import pytest
 from compress.checkpoint.errors import ToolkitError
 from compress.native.build import SOURCES, compile_c, find_compiler
 
-DRIVER = Path(__file__).with_name("linear_driver.c")
+DRIVERS = {
+    "linear_driver.c": ("linear*.c",),
+    "attention_driver.c": ("attention*.c", "kv_pages.c", "glue.c", "columns.c"),
+}
+"""What drives which sources, beside the pool and the dispatch that all need."""
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
-def test_no_memory_or_arithmetic_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_no_memory_or_arithmetic_error(driver: str, tmp_path: Path) -> None:
     if not _has_sanitizers(tmp_path):
         pytest.skip("the compiler has no sanitizers")
     program = tmp_path / "driver"
-    sources = [*SOURCES.glob("linear*.c"), SOURCES / "pool.c", SOURCES / "dispatch.c", DRIVER]
+    sources = [Path(__file__).with_name(driver), SOURCES / "pool.c", SOURCES / "dispatch.c"]
+    sources += [file for pattern in DRIVERS[driver] for file in sorted(SOURCES.glob(pattern))]
     compile_c([*SANITIZED, f"-I{SOURCES}", *(str(source) for source in sources), "-o", str(program)])
     result = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr[-3000:]

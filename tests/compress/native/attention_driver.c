@@ -1,0 +1,129 @@
+/* Runs pages, attention, the ops between linears and the column loop with every instruction set on buffers of exactly
+ * their size. Numbers are checked elsewhere; here equal instruction sets must agree roughly, and nothing may be read or
+ * written beside its place. Built with sanitizers by test_native_sanitized.py. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention.h"
+#include "columns.h"
+#include "glue.h"
+#include "pool.h"
+
+enum { CASES = 16, FAILED_STATUS = 1, FAILED_NUMBERS = 2 };
+
+static uint32_t state = 7;
+
+static int64_t draw(int64_t below) {
+    state = state * 1664525u + 1013904223u;
+    return (int64_t)(state >> 8) % below;
+}
+
+static void *exactly(int64_t bytes) {
+    void *memory = malloc((size_t)bytes);
+    if (memory == NULL) exit(FAILED_STATUS);
+    return memory;
+}
+
+/* Bfloat16 numbers between -2 and 2. */
+static uint16_t *numbers(int64_t count) {
+    uint16_t *made = exactly(count * 2);
+    for (int64_t i = 0; i < count; i++) {
+        const float x = (float)(draw(257) - 128) / 64;
+        memcpy(&made[i], (const char *)&x + 2, 2);
+    }
+    return made;
+}
+
+static float *floats(int64_t count) {
+    float *made = exactly(count * 4);
+    for (int64_t i = 0; i < count; i++) made[i] = (float)(draw(2001) - 1000) / 1000;
+    return made;
+}
+
+static float value(uint16_t half) {
+    float x = 0;
+    memcpy((char *)&x + 2, &half, 2);
+    return x;
+}
+
+static int attend(void) {
+    static const int64_t widths[] = {16, 8, 4}, block_sizes[] = {16, 32, 64};
+    KvPages pages = {.kv_heads = 1 + draw(3), .head_dim = 32 * (1 + draw(8)), .block_size = block_sizes[draw(3)]};
+    pages.key_bits = widths[draw(3)], pages.value_bits = widths[draw(3)];
+    const int64_t length = 1 + draw(600), tokens = 1 + draw(length < 40 ? length : 40);
+    const int64_t num_blocks = (length + pages.block_size - 1) / pages.block_size, heads = pages.kv_heads * (1 + draw(9));
+    const int64_t cells = num_blocks * pages.kv_heads, row = pages.kv_heads * pages.head_dim;
+    pages.keys = calloc((size_t)cells, (size_t)head_bytes(&pages, pages.key_bits));
+    pages.values = calloc((size_t)cells, (size_t)head_bytes(&pages, pages.value_bits));
+    pages.key_scales = pages.key_bits == 16 ? NULL : calloc((size_t)cells, (size_t)(4 * pages.block_size));
+    pages.value_scales = pages.value_bits == 16 ? NULL : calloc((size_t)cells, (size_t)(4 * pages.block_size));
+    int64_t *slots = exactly(length * 8), *blocks = exactly(num_blocks * 8);
+    for (int64_t i = 0; i < num_blocks; i++) blocks[i] = num_blocks - 1 - i;
+    for (int64_t i = 0; i < length; i++)
+        slots[i] = blocks[i / pages.block_size] * pages.block_size + i % pages.block_size;
+    uint16_t *key = numbers(length * row), *val = numbers(length * row), *query = numbers(tokens * heads * pages.head_dim);
+    kv_write(&pages, length, slots, key, row, val, row);
+    const Span span = {0, tokens, 0, length - tokens};
+    uint16_t *first = exactly(tokens * heads * pages.head_dim * 2), *other = exactly(tokens * heads * pages.head_dim * 2);
+    PagedAttention job = {&pages, heads, draw(2) ? 0 : 1 + draw(300), 0.1f, query, heads * pages.head_dim, first, 1, &span, blocks};
+    int wrong = paged_attention(&job, SCALAR) ? FAILED_STATUS : 0;
+    job.out = other;
+    for (int set = SCALAR; !wrong && set <= native_best_instruction_set(); set++) {
+        if (paged_attention(&job, set)) wrong = FAILED_STATUS;
+        for (int64_t i = 0; i < tokens * heads * pages.head_dim; i++)
+            if (!(fabsf(value(first[i]) - value(other[i])) < 0.05f)) wrong = FAILED_NUMBERS;
+    }
+    free(pages.keys), free(pages.values), free(pages.key_scales), free(pages.value_scales), free(slots), free(blocks);
+    free(key), free(val), free(query), free(first), free(other);
+    return wrong;
+}
+
+static int glue(int set) {
+    const int64_t rows = 1 + draw(30), size = 16 * (1 + draw(40)), heads = 1 + draw(5), dim = 32 * (1 + draw(8));
+    uint16_t *hidden = numbers(rows * size), *update = numbers(rows * size), *weight = numbers(size);
+    uint16_t *gate_up = numbers(rows * 2 * size), *out = exactly(rows * size * 2);
+    uint16_t *x = numbers(rows * heads * dim), *norm = numbers(heads * dim), *cos = numbers(rows * dim), *sin = numbers(rows * dim);
+    const AddNorm add = {rows, size, hidden, draw(2) ? update : NULL, weight, 1e-5f, out};
+    const Rotate turn = {rows, heads, dim, x, heads * dim, draw(2) ? norm : NULL, 1e-5f, cos, sin};
+    const SiluMultiply gate = {rows, size, gate_up, out};
+    const int wrong = add_norm(&add, set) || rotate(&turn, set) || silu_multiply(&gate, set);
+    free(hidden), free(update), free(weight), free(gate_up), free(out), free(x), free(norm), free(cos), free(sin);
+    return wrong ? FAILED_STATUS : 0;
+}
+
+static int columns(int set) {
+    const int64_t outputs = 1 + draw(150), total = 64, groups = 2;
+    ColumnStretch stretch = {.outputs = outputs, .feedback_row = total, .feedback_column = 1, .max_code = 15};
+    stretch.count = 8 * (1 + draw(6)), stretch.first = draw(2) ? 0 : total - stretch.count;
+    float *targets = floats(total * outputs), *errors = floats(total * outputs), *feedback = floats(total * total);
+    float *scale = exactly(groups * outputs * 4), *zero = exactly(groups * outputs * 4), *spread = floats(total);
+    int64_t *group = exactly(total * 8);
+    for (int64_t i = 0; i < groups * outputs; i++) scale[i] = 0.1f, zero[i] = (float)draw(16);
+    for (int64_t i = 0; i < total; i++) group[i] = i / 32;
+    for (int64_t i = 0; i < total * total; i++) feedback[i] *= 0.1f;
+    uint8_t *codes = exactly(total * outputs), *kept = exactly(total * outputs);
+    memset(kept, 1, (size_t)(total * outputs));
+    stretch.targets = targets, stretch.errors = errors, stretch.feedback = feedback, stretch.spread = spread;
+    stretch.scale = scale, stretch.zero = zero, stretch.group = group;
+    if (draw(2)) stretch.codes = codes;
+    if (draw(2)) stretch.kept = kept;
+    if (stretch.kept && draw(2)) stretch.pattern_kept = 2, stretch.pattern_of = draw(2) ? 4 : 8;
+    const int wrong = columns_change(&stretch, set);
+    free(targets), free(errors), free(feedback), free(scale), free(zero), free(spread), free(group), free(codes), free(kept);
+    return wrong ? FAILED_STATUS : 0;
+}
+
+int main(void) {
+    pool_set_threads(3);
+    int wrong = 0;
+    for (int i = 0; !wrong && i < CASES; i++) {
+        const int set = i % (native_best_instruction_set() + 1);
+        wrong = attend();
+        if (!wrong) wrong = glue(set);
+        if (!wrong) wrong = columns(set);
+        if (wrong) fprintf(stderr, "case %d failed: %d\n", i, wrong);
+    }
+    return wrong;
+}
