@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from compress.checkpoint.kv_cache import AUTO, UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme, wished_kv_cache
 from runtime.config import RuntimeConfig
 from runtime.reach import Reach
 
@@ -19,10 +17,9 @@ class KVCacheChoice:
     reason: str = "the default"
     notes: tuple[str, ...] = ()
 
-    def lines(self) -> Iterator[str]:
-        """For people who start a server."""
-        yield f"{self.scheme} ({self.reason})"
-        yield from self.notes
+    def describe(self) -> str:
+        """`int4 rotated (as asked for)`."""
+        return f"{self.scheme} ({self.reason})"
 
 
 DEFAULT_CHOICE = KVCacheChoice()
@@ -30,9 +27,6 @@ DEFAULT_CHOICE = KVCacheChoice()
 
 def choose_kv_cache(recorded: KVCacheScheme | None, config: RuntimeConfig, reach: Reach) -> KVCacheChoice:
     """The form of keys and values.
-
-    A wish for the format that the checkpoint records changes only what else is asked for; another format starts from
-    its own defaults.
 
     Args:
         recorded: the checkpoint's default.
@@ -42,16 +36,11 @@ def choose_kv_cache(recorded: KVCacheScheme | None, config: RuntimeConfig, reach
     Raises:
         SchemeError: an unknown format, or options that mean nothing for it.
     """
-    if recorded is not None and config.kv_cache in (AUTO, recorded.format):
-        scheme, reason = recorded, "the checkpoint's default"
-    elif config.kv_cache == AUTO:
-        scheme, reason = UNCOMPRESSED, "the default"
-    else:
-        scheme, reason = KVCacheScheme.named(config.kv_cache), "as asked for"
-    wishes: dict[str, Any] = {"rotate": config.kv_rotate, "sinks": config.kv_sinks, "recent": config.kv_recent}
-    changes = {name: wish for name, wish in wishes.items() if wish is not None and wish != getattr(scheme, name)}
-    reason = "as asked for" if changes else reason
-    return _within(replace(scheme, **changes), reach, reason, config.prefix_caching)
+    scheme = wished_kv_cache(recorded, config.kv_cache, config.kv_rotate, config.kv_sinks, config.kv_recent)
+    reason = "as asked for"
+    if scheme == (recorded or UNCOMPRESSED):
+        reason = "the default" if recorded is None else "the checkpoint's default"
+    return _within(scheme, reach, reason, config.prefix_caching)
 
 
 def _within(scheme: KVCacheScheme, reach: Reach, reason: str, prefix_caching: bool) -> KVCacheChoice:

@@ -82,7 +82,8 @@ class MemoryPlan:
         return "\n".join(
             (
                 f"weights  {format_bytes(self.weight_bytes)}",
-                *(f"KV form  {line}" for line in self.kv_choice.lines()),
+                f"KV form  {self.kv_choice.describe()}",
+                *(f"         {note}" for note in self.kv_choice.notes),
                 f"KV pool  {format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens = "
                 f"{tokens} tokens at {format_bytes(self.token_bytes)} each",
                 *self._explain_exact(),

@@ -6,7 +6,7 @@ A checkpoint records its default as `compression_config.kv_cache` in config.json
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from compress.checkpoint.config import compression_block
@@ -118,6 +118,27 @@ class KVCacheScheme:
 
 
 UNCOMPRESSED = KVCacheScheme()
+
+
+def wished_kv_cache(
+    recorded: KVCacheScheme | None,
+    format: str = AUTO,
+    rotate: bool | None = None,
+    sinks: int | None = None,
+    recent: int | None = None,
+) -> KVCacheScheme:
+    """What somebody asks for, of a checkpoint that may record a default.
+
+    The format that is recorded brings what is recorded with it, another one its own defaults. None leaves either.
+
+    Raises:
+        SchemeError: an unknown format, or options that mean nothing for it.
+    """
+    scheme = KVCacheScheme.named(EXACT if format == AUTO else format)
+    if recorded is not None and format in (AUTO, recorded.format):
+        scheme = recorded
+    wishes: dict[str, Any] = {"rotate": rotate, "sinks": sinks, "recent": recent}
+    return replace(scheme, **{name: wish for name, wish in wishes.items() if wish is not None})
 
 
 def stored_kv_cache(config: Mapping[str, Any]) -> KVCacheScheme | None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.checkpoint.config import read_config
 from compress.checkpoint.demo import DEMO_NAME, demo_model_path
 from compress.checkpoint.errors import ToolkitError
+from compress.checkpoint.kv_cache import AUTO, stored_kv_cache, wished_kv_cache
 from compress.cli.options import DEFAULT_OUT, AsJson, Device
 
 if TYPE_CHECKING:
@@ -44,6 +46,19 @@ def evaluate(
     ] = "runtime",
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, ...")] = "auto",
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            help="Read keys and values as a cache gives them back: 16bit, fp8, int8, k8v4 or int4; auto: as the "
+            "checkpoint records, else 16bit. The baseline stays as it is.",
+        ),
+    ] = AUTO,
+    kv_rotate: Annotated[
+        bool | None, typer.Option("--kv-rotate/--no-kv-rotate", help="Default: for int4.", show_default=False)
+    ] = None,
+    kv_sinks: Annotated[int | None, typer.Option(min=0, help="First tokens that stay in 16 bits.")] = None,
+    kv_recent: Annotated[int | None, typer.Option(min=0, help="Last tokens that stay in 16 bits.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure perplexity and KL by the standard protocol.
@@ -60,7 +75,8 @@ def evaluate(
     console = Console(stderr=True)
     path = model.expanduser() if model else _default_model(console)
     baseline = baseline.expanduser() if baseline else None
-    request = EvaluationRequest(path, baseline, data, length, tokens, backend, device, dtype)
+    cache = wished_kv_cache(stored_kv_cache(read_config(path)), kv_cache, kv_rotate, kv_sinks, kv_recent)
+    request = EvaluationRequest(path, baseline, data, length, tokens, backend, device, dtype, cache)
     with _progress(console) as progress:
         task = progress.add_task("scoring", total=None)
         report = run_evaluation(request, lambda done, total: progress.update(task, completed=done, total=total))
@@ -105,6 +121,8 @@ def _print_table(report: EvaluationReport) -> None:
         table.add_row("KL mean (nats)", f"{result.kl_mean:.5f}")
         table.add_row("KL 99.9 % (nats)", f"{result.kl_p999:.4f}")
         table.add_row("same first token", f"{100 * result.top1_agreement:.2f} %")
+    if not report.request.kv_cache.is_exact:
+        table.add_row("KV cache", str(report.request.kv_cache))
     table.add_row("predicted tokens", f"{result.tokens:,}")
     console = Console()
     console.print(table)

@@ -63,15 +63,23 @@ class TransformersScorer:
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def open_scorer(path: Path, backend: str = "runtime", *, device: str = "auto", dtype: str = "auto") -> Scorer:
+def open_scorer(
+    path: Path,
+    backend: str = "runtime",
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    kv_cache: KVCacheScheme = UNCOMPRESSED,
+) -> Scorer:
     """A scorer for a dense or packed checkpoint.
 
     Args:
         backend: `runtime` or `transformers`.
         dtype: `auto` takes the checkpoint's.
+        kv_cache: how keys and values are read; for `runtime` only.
     """
     if backend == "runtime":
-        return RuntimeScorer(path, device=device, dtype=dtype)
+        return RuntimeScorer(path, device=device, dtype=dtype, kv_cache=kv_cache)
     return TransformersScorer(path, device=device, dtype=dtype)
 
 

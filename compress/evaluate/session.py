@@ -14,6 +14,7 @@ from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.config import compression_block, dtype_name, read_config
 from compress.checkpoint.demo import DEMO_SOURCE, demo_model_path
 from compress.checkpoint.errors import CheckpointError, DataError
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.source import TensorFiles
 from compress.evaluate.domain import Domain, compare_domains
 from compress.evaluate.overlap import overlap_warning, shared_spans
@@ -38,6 +39,7 @@ class EvaluationRequest:
         data: text source, see `calibration.sources.load_texts`.
         length: tokens of a window.
         max_tokens: stop after this many tokens; None takes all the text.
+        kv_cache: keys and values of the model, not of the baseline, are read as such a cache gives them back.
     """
 
     model: Path
@@ -48,6 +50,7 @@ class EvaluationRequest:
     backend: str = "runtime"
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache: KVCacheScheme = UNCOMPRESSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class EvaluationReport:
             "protocol": self.windows.protocol,
             "backend": self.request.backend,
             "dtype": self.request.dtype,
+            "kv_cache": self.request.kv_cache.to_dict(),
             "calibration_overlap": self.overlap,
             "bits_per_byte": asdict(self.domain) if self.domain else None,
             "warnings": list(self.warnings),
@@ -104,8 +108,8 @@ def run_evaluation(
     seen = SeenText.of(calibration) if calibration else SeenText.recorded(compression_block(config), tokenizer)
     shared = shared_spans(seen, windows)
     model, reference = (
-        open_scorer(path, request.backend, device=request.device, dtype=request.dtype) if path else None
-        for path in (request.model, baseline)
+        open_scorer(path, request.backend, device=request.device, dtype=request.dtype, kv_cache=cache) if path else None
+        for path, cache in ((request.model, request.kv_cache), (baseline, UNCOMPRESSED))
     )
     result = evaluate(model, windows, reference, on_progress)
     warnings += overlap_warning(shared, seen, windows)
@@ -127,6 +131,11 @@ def _check_choices(request: EvaluationRequest) -> None:
     for option, value, known in (("backend", request.backend, BACKENDS), ("dtype", request.dtype, DTYPES)):
         if value not in known:
             raise DataError(f"{option} {value!r} is unknown", f"Use --{option} " + " or ".join(known))
+    if request.backend != "runtime" and not request.kv_cache.is_exact:
+        raise DataError(
+            f"{request.backend} cannot read keys and values as {request.kv_cache}",
+            "Use --backend runtime, or --kv-cache 16bit",
+        )
 
 
 def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[Path | None, tuple[str, ...]]:

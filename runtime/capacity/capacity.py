@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from runtime.config import RuntimeConfig
-from runtime.memory import longest_wanted
+from runtime.kv_choice import choose_kv_cache
+from runtime.memory import exact_tokens, kv_token_bytes, longest_wanted
 from runtime.model.config import DecoderConfig
 from runtime.reach import Reach, find_reach
 
@@ -26,10 +28,14 @@ class Capacity:
         memory_bytes: that serving may use in all.
         weight_bytes: prepared.
         activation_bytes: of the largest step, attention over long contexts left out.
-        dtype: of activations, keys and values.
+        token_bytes: keys and values of one token in all layers, in the form in which they are kept.
+        dtype: of activations, and of keys and values while they are used.
         context: longest prompt + output.
-        num_layers: attention reads a copy of one layer's keys and values, so memory for them counts 1 + 1 / layers.
+        num_layers: attention reads a copy of one layer's keys and values in `dtype`.
         step: tokens of one prompt that are computed together at most.
+        kv_cache: form of keys and values.
+        exact_token_bytes: keys and values of one token in all layers in `dtype`.
+        num_exact_sequences: sequences with exact tokens beside the blocks.
     """
 
     memory_bytes: int
@@ -43,6 +49,9 @@ class Capacity:
     block_size: int
     step: int
     process_bytes: int = PROCESS_BYTES
+    kv_cache: KVCacheScheme = UNCOMPRESSED
+    exact_token_bytes: int = 0
+    num_exact_sequences: int = 0
 
     @property
     def room(self) -> int:
@@ -50,9 +59,15 @@ class Capacity:
         return self.memory_bytes - self.weight_bytes - self.activation_bytes - self.process_bytes
 
     @property
+    def exact_bytes(self) -> int:
+        """Of the room, for tokens that are kept exactly beside the blocks."""
+        return self.num_exact_sequences * exact_tokens(self.kv_cache) * self.exact_token_bytes
+
+    @property
     def num_blocks(self) -> int:
-        block_bytes = self.token_bytes * self.block_size
-        return max(0, self.room * self.num_layers // ((self.num_layers + 1) * block_bytes))
+        copied = self.exact_token_bytes or self.token_bytes
+        shares = (self.token_bytes * self.num_layers + copied) * self.block_size
+        return max(0, (self.room - self.exact_bytes) * self.num_layers // shares)
 
     @property
     def tokens(self) -> int:
@@ -62,7 +77,7 @@ class Capacity:
     @property
     def kv_bytes(self) -> int:
         """What to give to `--kv-memory` to use the room."""
-        return self.tokens * self.token_bytes
+        return self.tokens * self.token_bytes + self.exact_bytes
 
     def concurrency(self, length: int) -> int:
         """Requests of so many tokens (prompt plus output) that fit together."""
@@ -72,18 +87,21 @@ class Capacity:
         """Typical lengths below the context, then the context."""
         return [length for length in TYPICAL_LENGTHS if length < self.context] + [self.context]
 
-    def with_token_bytes(self, token_bytes: int, dtype: str, weight_bytes: int) -> Capacity:
+    def in_dtype(self, model: DecoderConfig, dtype: str, weight_bytes: int) -> Capacity:
         """The same in another dtype."""
-        ratio = ITEM_SIZES[dtype] / ITEM_SIZES[self.dtype]
-        activations = int(self.activation_bytes * ratio)
         return replace(
-            self, token_bytes=token_bytes, dtype=dtype, weight_bytes=weight_bytes, activation_bytes=activations
+            self,
+            token_bytes=kv_token_bytes(model, self.kv_cache, ITEM_SIZES[dtype]),
+            exact_token_bytes=kv_token_bytes(model, itemsize=ITEM_SIZES[dtype]),
+            dtype=dtype,
+            weight_bytes=weight_bytes,
+            activation_bytes=int(self.activation_bytes * ITEM_SIZES[dtype] / ITEM_SIZES[self.dtype]),
         )
 
-
-def token_bytes(model: DecoderConfig, itemsize: int) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    def with_kv_format(self, model: DecoderConfig, format: str) -> Capacity:
+        """The same with keys and values in another format, and no exact tokens beside them unless it is the same."""
+        scheme = self.kv_cache if format == self.kv_cache.format else KVCacheScheme.named(format)
+        return replace(self, token_bytes=kv_token_bytes(model, scheme, ITEM_SIZES[self.dtype]), kv_cache=scheme)
 
 
 def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
@@ -124,16 +142,20 @@ def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_byt
     Raises:
         ToolkitError: a length or a window that the model cannot have.
     """
-    itemsize = ITEM_SIZES[dtype]
+    itemsize, reach = ITEM_SIZES[dtype], find_model_reach(model, config)
+    scheme = choose_kv_cache(model.kv_cache, config, reach).scheme
     return Capacity(
         memory_bytes,
         weight_bytes,
         activation_bytes(model, config, itemsize),
-        token_bytes(model, itemsize),
+        kv_token_bytes(model, scheme, itemsize),
         dtype,
         longest_wanted(model, config)[0],
         model.num_layers,
-        find_model_reach(model, config),
+        reach,
         config.block_size,
         config.max_span_tokens,
+        kv_cache=scheme,
+        exact_token_bytes=kv_token_bytes(model, itemsize=itemsize),
+        num_exact_sequences=config.max_num_sequences if exact_tokens(scheme) else 0,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compress.checkpoint.scheme import GROUP_SIZES, Scheme
-from runtime.capacity.capacity import ITEM_SIZES, Capacity, estimate, token_bytes
+from runtime.capacity.capacity import ITEM_SIZES, Capacity, estimate
 from runtime.capacity.weights import Weights
 from runtime.config import RuntimeConfig
 from runtime.kernels.base import Target
@@ -17,6 +17,7 @@ from runtime.memory import format_bytes
 SHORTEST_CONTEXT = 512
 MOST_SEQUENCES = 256
 """Computed together: beyond it a step takes longer and little is won."""
+KV_REMEDIES = ("int8", "int4")
 BIT_WIDTHS = (4, 3, 2)
 
 
@@ -43,6 +44,7 @@ def find_remedies(path: Path, weights: Weights, config: RuntimeConfig, now: Capa
     """Ways that give room for more tokens or more requests than `now`, the cheapest first."""
     ways = [*_whole_memory(path, config, now, weights), *_shorter_context(path, now)]
     ways += _narrower_dtype(path, weights, now)
+    ways += _narrower_keys(path, weights, now)
     return ways + list(_fewer_bits(path, weights, now))
 
 
@@ -56,7 +58,7 @@ def _whole_memory(path: Path, config: RuntimeConfig, now: Capacity, weights: Wei
     wider = replace(config, max_num_sequences=sequences)
     then = estimate(weights.config, wider, now.dtype, now.weight_bytes, now.memory_bytes)
     used = min(then.num_blocks, sequences * then.reach.blocks_for(then.context, then.step, then.block_size))
-    kv_bytes = used * then.block_size * then.token_bytes
+    kv_bytes = used * then.block_size * then.token_bytes + then.exact_bytes
     if kv_bytes <= config.kv_memory_bytes or not used:
         return
     options = f"--kv-memory {-(-kv_bytes // 2**20)}MiB"
@@ -87,11 +89,20 @@ def _narrower_dtype(path: Path, weights: Weights, now: Capacity) -> Iterator[Rem
     if weights.target.device.type == "cpu" and not is_fast(torch.bfloat16):
         return
     narrow = replace(weights, target=Target(weights.target.device, torch.bfloat16))
-    size = token_bytes(weights.config, ITEM_SIZES["bfloat16"])
-    then = now.with_token_bytes(size, "bfloat16", narrow.prepared())
-    effect = f"{format_bytes(size)} of KV per token instead of {format_bytes(now.token_bytes)}, and weights of "
-    effect += f"{format_bytes(then.weight_bytes)} instead of {format_bytes(now.weight_bytes)}"
+    then = now.in_dtype(weights.config, "bfloat16", narrow.prepared())
+    effect = f"{format_bytes(then.token_bytes)} of KV per token instead of {format_bytes(now.token_bytes)}, and "
+    effect += f"weights of {format_bytes(then.weight_bytes)} instead of {format_bytes(now.weight_bytes)}"
     yield _remedy(f"runtime serve {path} --dtype bfloat16", "activations are rounded to 16 bits", effect, then)
+
+
+def _narrower_keys(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
+    if not now.kv_cache.is_exact:
+        return
+    for name in KV_REMEDIES:
+        then = now.with_kv_format(weights.config, name)
+        effect = f"{format_bytes(then.token_bytes)} of KV per token instead of {format_bytes(now.token_bytes)}"
+        cost = f"a little quality; `compress eval --ppl --kv-cache {name}` measures it"
+        yield _remedy(f"runtime serve {path} --kv-cache {name}", cost, effect, then)
 
 
 def _fewer_bits(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runtime.capacity.capacity import ITEM_SIZES, Capacity, token_bytes
+from compress.checkpoint.kv_cache import KV_FORMATS
+from runtime.capacity.capacity import ITEM_SIZES, Capacity
 from runtime.capacity.remedies import Remedy
-from runtime.memory import MemoryPlan, format_bytes
+from runtime.memory import MemoryPlan, exact_tokens, format_bytes, kv_token_bytes
 from runtime.model.config import DecoderConfig
 
 
@@ -45,7 +45,12 @@ class Report:
             "activation_bytes": capacity.activation_bytes,
             "process_bytes": capacity.process_bytes,
             "dtype": capacity.dtype,
-            "kv_bytes_per_token": {name: token_bytes(self.model, size) for name, size in ITEM_SIZES.items()},
+            "kv_cache": capacity.kv_cache.to_dict(),
+            "kv_exact_bytes": capacity.exact_bytes,
+            "kv_bytes_per_token": {
+                name: kv_token_bytes(self.model, itemsize=size) for name, size in ITEM_SIZES.items()
+            },
+            "kv_formats": {name: _format_json(then) for name, then in self._formats().items()},
             "room_bytes": capacity.room,
             "fits": capacity.num_blocks > 0,
             "kv_bytes": capacity.kv_bytes,
@@ -80,17 +85,31 @@ class Report:
 
     def _fits(self) -> Iterator[str]:
         capacity = self.capacity
-        sizes: dict[int, list[str]] = defaultdict(list)
-        for name, size in ITEM_SIZES.items():
-            sizes[token_bytes(self.model, size)].append(name)
-        kinds = ", ".join(f"{format_bytes(size)} in {' or '.join(names)}" for size, names in sizes.items())
-        yield f"\nKeys and values of one token: {kinds}; served in {capacity.dtype}"
+        yield from self._kv_formats()
         if not capacity.num_blocks:
             return
         yield f"Fit: {capacity.tokens:,} tokens, that is"
         for length in capacity.lengths():
             note = " (the whole context)" if length == capacity.context else ""
             yield f"  {capacity.concurrency(length):>8,} requests of {length:,} tokens{note}"
+
+    def _formats(self) -> dict[str, Capacity]:
+        """What would fit in each form of keys and values."""
+        return {name: self.capacity.with_kv_format(self.model, name) for name in KV_FORMATS}
+
+    def _kv_formats(self) -> Iterator[str]:
+        """A table; in it the form that is served has its exact tokens taken off."""
+        capacity = self.capacity
+        yield f"\nKeys and values of one token, served as {capacity.kv_cache} in {capacity.dtype}:"
+        yield f"  {'--kv-cache':10}  {'per token':>10}  {'bits':>5}  {'tokens per GiB':>14}  {'tokens here':>11}"
+        for name, then in self._formats().items():
+            bits = then.kv_cache.bits_per_number(self.model.head_dim, ITEM_SIZES[capacity.dtype])
+            here = f"{max(0, then.tokens):,}"
+            size = format_bytes(then.token_bytes)
+            yield f"  {name:10}  {size:>10}  {bits:5.2f}  {2**30 // then.token_bytes:14,}  {here:>11}"
+        if capacity.exact_bytes:
+            extra = f"{exact_tokens(capacity.kv_cache)} tokens of {capacity.num_exact_sequences} sequences"
+            yield f"  and {format_bytes(capacity.exact_bytes)} for {extra} that are kept exactly"
 
     def _explained_plan(self) -> list[str]:
         if isinstance(self.plan, str):
@@ -107,6 +126,14 @@ class Report:
             yield f"  {number}. {remedy.command}"
             fits = f"{remedy.tokens:,} tokens, {remedy.concurrency:,} requests of {remedy.length:,}"
             yield f"     {remedy.effect}: {fits}. Cost: {remedy.cost}."
+
+
+def _format_json(then: Capacity) -> dict[str, Any]:
+    return {
+        "bytes_per_token": then.token_bytes,
+        "tokens_per_gib": 2**30 // then.token_bytes,
+        "tokens": then.tokens,
+    }
 
 
 def _plan_json(plan: MemoryPlan) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import typer
 
 from compress.checkpoint.errors import DataError, ToolkitError
 from compress.checkpoint.option_groups import with_groups
-from runtime.cli.option_groups import ComputeOptions, DraftOptions, runtime_config
+from runtime.cli.option_groups import ComputeOptions, DraftOptions, KVOptions, runtime_config
 from runtime.cli.options import ContextOption, MemoryOption, SeedOption, SequencesOption, check_targets, resolve_model
 from runtime.cli.served_model import load_served_model, name_of
 
@@ -46,6 +46,7 @@ def batch(
     ] = None,
     max_sequences: SequencesOption = 64,
     compute: ComputeOptions,
+    kv: KVOptions,
     seed: SeedOption = None,
     max_model_len: ContextOption = None,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
@@ -67,6 +68,7 @@ def batch(
     check_targets(out, errors)
     config = runtime_config(
         compute,
+        kv,
         drafts,
         kv_memory_bytes=kv_memory,
         max_model_len=max_model_len,

@@ -14,7 +14,14 @@ import typer
 
 from compress.checkpoint.errors import RequestError, ToolkitError
 from compress.checkpoint.option_groups import with_groups
-from runtime.cli.option_groups import ComputeOptions, ContextOptions, DraftOptions, TruncationOptions, runtime_config
+from runtime.cli.option_groups import (
+    ComputeOptions,
+    ContextOptions,
+    DraftOptions,
+    KVOptions,
+    TruncationOptions,
+    runtime_config,
+)
 from runtime.cli.options import ModelArgument, SeedOption, resolve_model
 from runtime.sampling_params import SamplingParams
 
@@ -36,6 +43,7 @@ def chat(
     truncation: TruncationOptions,
     seed: SeedOption = None,
     compute: ComputeOptions,
+    kv: KVOptions,
     context: ContextOptions,
     drafts: DraftOptions,
 ) -> None:
@@ -46,7 +54,7 @@ def chat(
     """
     path, name = resolve_model(model)
     sampling = SamplingParams(max_tokens, temperature, seed=seed, **asdict(truncation))
-    config = runtime_config(compute, context, drafts)
+    config = runtime_config(compute, kv, context, drafts)
     tokenizer = open_tokenizer(path)  # refuses a model without a template before the slow part
     tell(f"model: {name}")
     talk(load(path, tokenizer, config, sampling, system))

@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compress.checkpoint.kv_cache import UNCOMPRESSED
+
 if TYPE_CHECKING:
     from runtime.engine import Engine
 
@@ -20,6 +22,14 @@ def describe_scheme(path: Path) -> str:
     counts = Counter(re.sub(r" rank \d+", " low rank", str(scheme)) for scheme in checkpoint.schemes.values())
     schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
     return f"{checkpoint.format}, {schemes}" if schemes else f"dense {str(checkpoint.dtype).removeprefix('torch.')}"
+
+
+def describe_kv_form(engine: Engine) -> str:
+    """How keys and values are kept, and why: `int4 rotated (as asked for)`."""
+    from runtime.runner import ModelRunner
+
+    runner = engine.runner
+    return runner.memory.kv_choice.describe() if isinstance(runner, ModelRunner) else str(UNCOMPRESSED)
 
 
 def describe_memory(engine: Engine) -> str:

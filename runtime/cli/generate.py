@@ -17,6 +17,7 @@ from runtime.cli.option_groups import (
     ComputeOptions,
     ContextOptions,
     DraftOptions,
+    KVOptions,
     PenaltyOptions,
     TruncationOptions,
     runtime_config,
@@ -53,6 +54,7 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
     compute: ComputeOptions,
+    kv: KVOptions,
     context: ContextOptions,
     drafts: DraftOptions,
 ) -> None:
@@ -79,7 +81,7 @@ def generate(
     print(f"model: {name}", file=sys.stderr)
     from runtime.llm import load_engine  # imports torch
 
-    engine, tokenizer = load_engine(path, runtime_config(compute, context, drafts))
+    engine, tokenizer = load_engine(path, runtime_config(compute, kv, context, drafts))
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     write(steps(engine, token_ids, sampling), as_json, path.name)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from compress.checkpoint.option_groups import with_groups
-from runtime.cli.option_groups import ComputeOptions, ContextOptions, runtime_config
+from runtime.cli.option_groups import ComputeOptions, ContextOptions, KVOptions, runtime_config
 from runtime.cli.options import MemoryOption, ModelArgument, SequencesOption, parse_size, resolve_model
 
 
@@ -21,6 +21,7 @@ def memory(
         typer.Option("--memory", parser=parse_size, metavar="SIZE", help="To fit in; default: what is free here."),
     ] = None,
     compute: ComputeOptions,
+    kv: KVOptions,
     context: ContextOptions,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
     max_sequences: SequencesOption = 64,
@@ -34,7 +35,7 @@ def memory(
     from runtime.capacity.inspect import inspect
     from runtime.cli.describe import describe_scheme
 
-    config = runtime_config(compute, context, kv_memory_bytes=kv_memory, max_num_sequences=max_sequences)
+    config = runtime_config(compute, kv, context, kv_memory_bytes=kv_memory, max_num_sequences=max_sequences)
     report = inspect(path, describe_scheme(path), config, memory)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))

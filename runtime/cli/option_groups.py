@@ -18,6 +18,11 @@ from runtime.cli.options import (
     DtypeOption,
     Kernels,
     KernelsOption,
+    KVFormat,
+    KVFormatOption,
+    KVRecentOption,
+    KVRotateOption,
+    KVSinksOption,
     MinPOption,
     SinksOption,
     SpeculateOption,
@@ -35,6 +40,16 @@ class ComputeOptions:
     device: DeviceOption = Device.AUTO
     dtype: DtypeOption = Dtype.AUTO
     kernels: KernelsOption = Kernels.AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class KVOptions:
+    """Form of keys and values."""
+
+    kv_cache: KVFormatOption = KVFormat.AUTO
+    kv_rotate: KVRotateOption = None
+    kv_sinks: KVSinksOption = None
+    kv_recent: KVRecentOption = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +94,7 @@ class PenaltyOptions:
     ] = 0
 
 
-def runtime_config(*groups: ComputeOptions | ContextOptions | DraftOptions, **others: Any) -> RuntimeConfig:
+def runtime_config(*groups: ComputeOptions | KVOptions | ContextOptions | DraftOptions, **others: Any) -> RuntimeConfig:
     """The configuration that groups and other fields ask for: fields of groups have the names of the configuration."""
     chosen = {name: value for group in groups for name, value in asdict(group).items()}
     return RuntimeConfig(**chosen, **others)

@@ -26,7 +26,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Of activations and KV cache."""
+    """Of activations, and of keys and values that are not quantized."""
 
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
@@ -41,6 +41,17 @@ class Kernels(StrEnum):
     AUTO = "auto"
     W4A8 = "w4a8"
     REFERENCE = "reference"
+
+
+class KVFormat(StrEnum):
+    """Form of keys and values; those of `compress.checkpoint.kv_cache.KV_FORMATS`, and auto."""
+
+    AUTO = "auto"
+    EXACT = "16bit"
+    FP8 = "fp8"
+    INT8 = "int8"
+    K8V4 = "k8v4"
+    INT4 = "int4"
 
 
 class DraftMode(StrEnum):
@@ -95,6 +106,36 @@ HostMemoryOption = Annotated[
         parser=parse_size,
         metavar="SIZE",
         help="Host memory for prefixes that the KV cache has no room for, e.g. 4GiB; 0 is off.",
+    ),
+]
+KVFormatOption = Annotated[
+    KVFormat,
+    typer.Option(
+        "--kv-cache",
+        help="Form of keys and values: 16bit (the dtype), fp8, int8, k8v4 (keys int8, values int4) or int4; auto: what "
+        "the checkpoint records, else 16bit.",
+    ),
+]
+KVRotateOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--kv-rotate/--no-kv-rotate",
+        help="Spread outliers of quantized keys by a Hadamard matrix. Default: for int4.",
+        show_default=False,
+    ),
+]
+KVSinksOption = Annotated[
+    int | None,
+    typer.Option("--kv-sinks", min=0, metavar="TOKENS", help="First tokens whose keys and values stay in 16 bits."),
+]
+KVRecentOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-recent",
+        min=0,
+        metavar="TOKENS",
+        help="Last tokens that every token sees in 16 bits: most of the quality back for a few MiB per sequence, but "
+        "prefixes cannot be cached then.",
     ),
 ]
 SequencesOption = Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")]

@@ -18,7 +18,7 @@ import typer
 from compress.checkpoint.option_groups import with_groups
 from runtime.cli.limit_options import LimitOptions
 from runtime.cli.listen import listen, url_of
-from runtime.cli.option_groups import ComputeOptions, ContextOptions, DraftOptions, runtime_config
+from runtime.cli.option_groups import ComputeOptions, ContextOptions, DraftOptions, KVOptions, runtime_config
 from runtime.cli.options import (
     HostMemoryOption,
     MemoryOption,
@@ -46,6 +46,7 @@ def serve(
     name: Annotated[str | None, typer.Option("--name", help="Model name for clients; default: the folder's.")] = None,
     compute: ComputeOptions,
     seed: SeedOption = None,
+    kv: KVOptions,
     context: ContextOptions,
     drafts: DraftOptions,
     kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
@@ -74,6 +75,7 @@ def serve(
     print(f"model     {where}", flush=True)
     config = runtime_config(
         compute,
+        kv,
         context,
         drafts,
         kv_memory_bytes=kv_memory,
@@ -110,11 +112,12 @@ def describe_weights(path: Path) -> None:
 
 def describe_engine(served: ServedModel) -> None:
     """Says what room there is for requests."""
-    from runtime.cli.describe import describe_memory
+    from runtime.cli.describe import describe_kv_form, describe_memory
 
     config = served.engine.config
     print(f"context   {served.engine.runner.max_model_len} tokens")
     print(f"KV cache  {describe_memory(served.engine)}")
+    print(f"KV form   {describe_kv_form(served.engine)}")
     if config.speculate:
         print(f"guesses   {config.speculate}, {config.num_draft_tokens} tokens at most, by {config.draft_mode}")
 

@@ -38,6 +38,8 @@ def check_against_engine(path: Path, config: RuntimeConfig) -> Report:
     assert isinstance(report.plan, MemoryPlan)
     assert report.plan == runner.memory
     assert report.capacity.token_bytes * runner.num_blocks * runner.block_size == runner.pages.memory.nbytes
+    stores = [store for store in (runner.cache.sinks, runner.cache.recent) if store is not None]
+    assert runner.memory.exact_bytes == sum(store.keys.nbytes + store.values.nbytes for store in stores)
     return report
 
 
@@ -46,6 +48,15 @@ def check_against_engine(path: Path, config: RuntimeConfig) -> Report:
 def test_demo_model(dtype: str, kernels: str) -> None:
     report = check_against_engine(demo_model_path(), replace(CONFIG, dtype=dtype, kernels=kernels))
     assert report.stored_bytes == pytest.approx(13.64e6, rel=0.01)
+
+
+@pytest.mark.parametrize("kv_cache", ["fp8", "int8", "k8v4", "int4"])
+def test_forms_of_keys_and_values(kv_cache: str) -> None:
+    exact = inspect(demo_model_path(), "", CONFIG, GIB).capacity
+    small = check_against_engine(demo_model_path(), replace(CONFIG, kv_cache=kv_cache)).capacity
+    assert small.tokens > 1.5 * exact.tokens
+    beside = replace(CONFIG, kv_cache=kv_cache, kv_sinks=4, kv_recent=16, kv_memory_bytes=16 * 2**20)
+    assert check_against_engine(demo_model_path(), beside).capacity.tokens < small.tokens
 
 
 @pytest.mark.parametrize("kind", SCHEMES)

@@ -14,7 +14,9 @@ def test_text_says_what_fits_and_how_to_fit_more(tmp_path: Path) -> None:
     for words in (
         "demo_model: dense bfloat16, 6 layers, context 2048",
         "1.0 GiB  as asked for",
-        "Keys and values of one token: 12.0 KiB in float64, 6.0 KiB in float32, 3.0 KiB in bfloat16 or float16",
+        "Keys and values of one token, served as 16bit in bfloat16:",
+        "  16bit          3.0 KiB  16.00         349,525",
+        "  int4             864 B   4.50       1,242,756",
         "requests of 2,048 tokens (the whole context)",
         "131072 tokens at",
         "To fit more, the cheapest first:",
@@ -34,6 +36,9 @@ def test_json_has_the_same_numbers(tmp_path: Path) -> None:
     used = found["weights_prepared_bytes"] + found["activation_bytes"] + found["process_bytes"]
     assert found["room_bytes"] == 2**30 - used
     assert found["kv_bytes"] == found["tokens"] * 6144
+    # 6 layers, 2 heads of 64: codes, and float16 scale and offset of keys and of values.
+    assert found["kv_formats"]["int4"]["bytes_per_token"] == 6 * 2 * (2 * 32 + 8)
+    assert found["kv_formats"]["fp8"]["tokens_per_gib"] == 2**30 // (6 * 2 * (2 * 64 + 4))
     assert {"command", "cost", "effect", "tokens", "concurrency", "length"} == found["remedies"][0].keys()
 
 
