@@ -16,6 +16,7 @@ from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
 
 BUNDLED = {
+    "int2-gptq-outliers": ("gptq", Scheme(2, 64)),
     "int4-awq": ("awq", Scheme(4, 128)),
     "int4-awq-kv4": ("awq", Scheme(4, 128)),
     "int4-gptq": ("gptq", Scheme(4, 128)),
