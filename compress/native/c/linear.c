@@ -4,7 +4,7 @@
 #include "pool.h"
 
 /* Rows that share one pass over the weights and one decoded run: their sums stay in the second cache. */
-enum { ROWS_PER_CHUNK = 128, ROWS_PER_PREPARATION = 8 };
+enum { ROWS_PER_CHUNK = 128, ROWS_PER_PREPARATION = 8, BLOCKS_WITHOUT_DECODING = 2 };
 /* Rough speed of one core, from which chunks of some ten microseconds are cut. */
 static const double CHUNK_NANOSECONDS = 40000, BYTES_PER_NANOSECOND = 15, PRODUCTS_PER_NANOSECOND = 150;
 
@@ -20,18 +20,20 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- one chunk: some rows by some tiles ---- */
 
-/* One run of a tile for all rows of a chunk. Many rows share a decoded copy of it. */
+/* One run of a tile for all rows of a chunk, in blocks of about the same size. Many blocks share a decoded copy. */
 static void multiply_run(const LinearCall *call, Place place, int64_t num_rows, uint32_t *decoded) {
     const KernelKind *kernels = call->kernels;
     const DecodeKernel decode = kernels->decode[width_index(call->weight->bits)];
+    const int64_t blocks = (num_rows + kernels->most_rows - 1) / kernels->most_rows;
+    const int64_t block = (num_rows + blocks - 1) / blocks;
     int width = width_index(call->weight->bits);
-    if (decode != NULL && num_rows > kernels->most_rows) {
+    if (decode != NULL && blocks > BLOCKS_WITHOUT_DECODING) {
         decode(place.words, &call->prepared, call->prepared.run, decoded);
         place.words = decoded;
         width = width_index(kernels->decoded_bits);
     }
-    for (int64_t done = 0; done < num_rows; done += kernels->most_rows) {
-        const int64_t rows = smaller(num_rows - done, kernels->most_rows);
+    for (int64_t done = 0; done < num_rows; done += block) {
+        const int64_t rows = smaller(num_rows - done, block);
         const Place part = {place.tile, place.run, place.row + done, place.words, place.sums + done * TILE};
         kernels->run[width][rows - 1](call->weight, &call->prepared, &part);
     }

@@ -7,7 +7,6 @@
 #define TARGET FOR_AVX2
 #define LANES 8
 #define VECTORS 4
-#define SLICES 2
 
 typedef __m256 Floats;
 typedef __m256i Words;

@@ -7,7 +7,6 @@
 #define TARGET FOR_AVX512
 #define LANES 16
 #define VECTORS 4
-#define SLICES 1
 
 typedef __m512 Floats, Table;
 typedef __m512i Words;
@@ -71,11 +70,11 @@ INLINE TARGET Words pair(Words word, int j, int bits, Words table) {
     return _mm512_permutexvar_epi16(_mm512_srli_epi16(word, (unsigned)(bits * j)), table);
 }
 
-INLINE TARGET void run_bfloat16(const LinearWeight *weight, const Prepared *input, const Place *place, int bits,
+INLINE TARGET void run_bfloat16(const LinearWeight *weight, const Prepared *input, const Strip *strip, int bits,
                                 int rows) {
-    const uint16_t *x = (const uint16_t *)input->x + place->row * input->stride + place->run * input->run;
+    const uint16_t *x = (const uint16_t *)input->x + strip->row * input->stride + strip->run * input->run;
     const Words table = _mm512_loadu_si512(input->pairs);
-    const uint32_t *words = place->words;
+    const uint32_t *words = strip->words;
     Floats partial[MOST_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -103,7 +102,7 @@ INLINE TARGET void run_bfloat16(const LinearWeight *weight, const Prepared *inpu
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) found[r][v] = partial[r][v];
-    add_run(weight, input, place, 0, rows, (const Floats(*)[VECTORS])found);
+    add_run(weight, input, strip, (const Floats(*)[VECTORS])found);
 }
 
 INLINE TARGET void decode_bfloat16(const uint32_t *words, const Prepared *input, int64_t run, uint32_t *decoded,

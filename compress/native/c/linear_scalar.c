@@ -4,7 +4,6 @@
 #define TARGET
 #define LANES 4
 #define VECTORS 2
-#define SLICES 8
 
 typedef struct {
     float at[LANES];

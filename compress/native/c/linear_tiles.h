@@ -36,6 +36,15 @@ typedef struct {
     float *sums;           /* [rows][TILE] */
 } Place;
 
+/* Some vectors of a tile's features, for some rows. */
+typedef struct {
+    int64_t run, row;
+    int64_t scale; /* index of the first one's scale */
+    int rows;
+    const uint32_t *words;
+    float *sums;
+} Strip;
+
 typedef void (*RunKernel)(const LinearWeight *weight, const Prepared *input, const Place *place);
 /* Decodes a run: to pairs of bfloat16 (width 16) or to float32 (width 32), in the order of inputs. */
 typedef void (*DecodeKernel)(const uint32_t *words, const Prepared *input, int64_t run, uint32_t *decoded);
@@ -60,12 +69,15 @@ INLINE int width_index(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : bits =
 #define RUN_KERNEL(kind, bits, rows)                                                                                  \
     static TARGET void kind##_##bits##_##rows(const LinearWeight *weight, const Prepared *input,                      \
                                               const Place *place) {                                                   \
-        run_##kind(weight, input, place, bits, rows);                                                                 \
+        for (int first = 0; first < TILE; first += VECTORS * LANES) {                                                 \
+            const Strip strip = strip_at(weight, input, place, first, rows);                                          \
+            run_##kind(weight, input, &strip, bits, rows);                                                            \
+        }                                                                                                             \
     }
 #define RUN_KERNELS_2(kind, bits) RUN_KERNEL(kind, bits, 1) RUN_KERNEL(kind, bits, 2)
 #define RUN_KERNELS_6(kind, bits)                                                                                     \
-    RUN_KERNELS_2(kind, bits) RUN_KERNEL(kind, bits, 3) RUN_KERNEL(kind, bits, 4) RUN_KERNEL(kind, bits, 5)           \
-        RUN_KERNEL(kind, bits, 6)
+    RUN_KERNELS_2(kind, bits) RUN_KERNEL(kind, bits, 3) RUN_KERNEL(kind, bits, 4)                                     \
+    RUN_KERNEL(kind, bits, 5) RUN_KERNEL(kind, bits, 6)
 #define RUN_NAMES_2(kind, bits) {kind##_##bits##_1, kind##_##bits##_2}
 #define RUN_NAMES_6(kind, bits)                                                                                       \
     {kind##_##bits##_1, kind##_##bits##_2, kind##_##bits##_3, kind##_##bits##_4, kind##_##bits##_5, kind##_##bits##_6}
@@ -74,9 +86,9 @@ INLINE int width_index(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : bits =
         decode_##kind(words, input, run, decoded, bits);                                                              \
     }
 
-/* Where the scales of a run begin. */
-INLINE int64_t scale_index(const Prepared *input, const Place *place) {
-    return (place->tile * input->num_groups + place->run / input->runs_per_group) * TILE;
+INLINE Strip strip_at(const LinearWeight *weight, const Prepared *input, const Place *place, int first, int rows) {
+    const int64_t group = weight->bits == 16 ? 0 : place->tile * input->num_groups + place->run / input->runs_per_group;
+    return (Strip){place->run, place->row, group * TILE + first, rows, place->words + first, place->sums + first};
 }
 
 /* Bit at which the code of input k of a word (0 <= k < 32 / bits) begins. */
