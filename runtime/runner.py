@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import ToolkitError
+from runtime.attention.gpu import TritonAttention
+from runtime.attention.gpu import refuse as refuse_triton
 from runtime.attention.native import NativeAttention
 from runtime.attention.paged import PagedAttention
 from runtime.attention.step_keys import StepKeys
@@ -43,6 +45,7 @@ class ModelRunner:
 
     Attributes:
         sample: turns logits into tokens and verifies drafts; by match unless somebody sets another way.
+        triton_refusal: why attention does not run in Triton; empty when it does.
     """
 
     def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
@@ -53,6 +56,8 @@ class ModelRunner:
         if memory.reach.window is not None:
             self.windows = (memory.reach.window,) * decoder.config.num_layers
         self.cache = KVCache(decoder, memory)
+        has_exact_tokens = bool(self.cache.sinks or self.cache.recent or memory.reach.sinks)
+        self.triton_refusal = refuse_triton(decoder.device, decoder.dtype, decoder.config.head_dim, has_exact_tokens)
 
     @property
     def pages(self) -> KVPages:
@@ -110,8 +115,10 @@ class ModelRunner:
 
     def _attention(self, batch: Batch) -> Attention:
         if isinstance(self.pages, NativePages):
-            return NativeAttention(self.cache.turn, self.pages, batch, self.windows)
+            return NativeAttention(self.pages, batch, self.windows, self.cache.scheme.rotate)
         keys = StepKeys(self.cache, batch, self.cache.place(self.decoder, batch.entries))
+        if not self.triton_refusal:
+            return TritonAttention(keys, self.windows)
         reach = self.reach
         if reach.window is not None and reach.sinks:
             return StreamingAttention(keys, reach.sinks, reach.window, self.decoder.rotary)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -31,12 +30,19 @@ class _PagedAttention(ctypes.Structure):
     )
 
 
+class _Hadamard(ctypes.Structure):
+    """`Hadamard` of glue.h."""
+
+    _fields_ = (("rows", c_int64), ("heads", c_int64), ("head_dim", c_int64), ("x", c_void_p), ("stride", c_int64))
+
+
 class NativeAttention:
     """As `PagedAttention`: stores the step's keys and values, then all spans of all sequences attend in one call.
 
     Args:
-        turn: query and key heads into the basis in which keys are stored (`KVCache.turn`).
         windows: sliding window of every layer; None is none.
+        turned: keys are stored turned by a Hadamard matrix (`KVCacheScheme.rotate`); then queries and keys are turned
+            where they stand.
         instruction_set: of the compiled code.
 
     Raises:
@@ -45,18 +51,20 @@ class NativeAttention:
 
     def __init__(
         self,
-        turn: Callable[[Tensor], Tensor],
         pages: NativePages,
         batch: Batch,
         windows: tuple[int | None, ...],
+        turned: bool = False,
         instruction_set: int = BEST,
     ) -> None:
         native = library()
         if native is None:
             raise ValueError("there is no native library")
         self._attend = native.paged_attention
-        self._attend.argtypes, self._attend.restype = (c_void_p, c_int), c_int
-        self.turn, self.pages, self.batch, self.windows = turn, pages, batch, windows
+        self._hadamard = native.hadamard
+        for function in (self._attend, self._hadamard):
+            function.argtypes, function.restype = (c_void_p, c_int), c_int
+        self.turned, self.pages, self.batch, self.windows = turned, pages, batch, windows
         self.instruction_set = instruction_set
         self._spans = torch.tensor(_spans(batch.groups), dtype=torch.int64)
         self._blocks = torch.cat([group.blocks for group in batch.groups])
@@ -68,8 +76,10 @@ class NativeAttention:
         )
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query = self.turn(query)
-        self.pages.write(layer, self.batch.slots, self.turn(key), value)
+        if self.turned:
+            self._turn(query)
+            self._turn(key)
+        self.pages.write(layer, self.batch.slots, key, value)
         out = query.new_empty(query.shape)
         call = self._call
         call.pages = ctypes.addressof(self.pages.addresses[layer])
@@ -78,6 +88,11 @@ class NativeAttention:
         if self._attend(ctypes.addressof(call), self.instruction_set):
             raise ValueError(f"this machine lacks instruction set {self.instruction_set}")
         return out
+
+    def _turn(self, heads: Tensor) -> None:
+        job = _Hadamard(*heads.shape, heads.data_ptr(), token_stride(heads))
+        if self._hadamard(ctypes.addressof(job), self.instruction_set):
+            raise ValueError(f"this machine lacks instruction set {self.instruction_set}")
 
 
 def _spans(groups: tuple[AttentionGroup, ...]) -> list[tuple[int, int, int, int]]:

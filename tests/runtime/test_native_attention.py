@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.kv_numerics import dequantize_heads, quantize_heads, read_back
+from compress.checkpoint.kv_numerics import dequantize_heads, quantize_heads, read_back, rotate_heads
 from compress.native.library import best_instruction_set, library, set_threads
 from runtime.attention.native import NativeAttention
 from runtime.batch import AttentionGroup, Batch
@@ -105,9 +105,8 @@ class World:
 
     def attend(self, window: int | None, instruction_set: int, chosen: list[int] | None = None) -> Tensor:
         rows = self.rows(chosen)
-        attention = NativeAttention(
-            lambda heads: heads, self.pages, self.batch(chosen), (window,) * LAYERS, instruction_set
-        )
+        windows = (window,) * LAYERS
+        attention = NativeAttention(self.pages, self.batch(chosen), windows, instruction_set=instruction_set)
         empty = self.query.new_empty(0, self.kv_heads, self.dim)
         return attention(LAYER, self.query[rows], empty, empty)
 
@@ -183,6 +182,21 @@ def test_neighbours_threads_and_spans_change_no_bit(format: str) -> None:
         set_threads(0)
 
 
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_keys_and_queries_are_turned_as_the_scheme_turns_them(shape: Shape, instruction_set: int) -> None:
+    world = World(shape, "16bit", ((1, 1),))
+    query, key = world.normal(1, world.heads), world.normal(1, world.kv_heads)
+    batch = replace(world.batch(), slots=world.tables[0][:1] * world.block_size)
+    expected = rotate_heads(query), rotate_heads(key)
+    attention = NativeAttention(world.pages, batch, (None,) * LAYERS, turned=True, instruction_set=instruction_set)
+    value = world.normal(1, world.kv_heads)
+    out = attention(LAYER, query, key, value)
+    assert torch.equal(query, expected[0])
+    assert torch.equal(world.pages.gather(LAYER, world.tables[0])[0][:1], expected[1])
+    assert torch.equal(out, value.repeat_interleave(world.heads // world.kv_heads, 1))
+
+
 def test_a_token_gets_the_same_alone_as_in_a_span() -> None:
     world = World(SHAPES[0], "int8", ((40, 513),))
     together = world.attend(None, -1)
@@ -197,7 +211,7 @@ def replace_span(world: World, token: int) -> Tensor:
     position = keys - tokens + token
     batch = world.batch()
     group = replace(batch.groups[0], rows=slice(0, 1), positions=torch.tensor([position]), num_keys=position + 1)
-    attention = NativeAttention(lambda heads: heads, world.pages, replace(batch, groups=(group,)), (None,) * LAYERS)
+    attention = NativeAttention(world.pages, replace(batch, groups=(group,)), (None,) * LAYERS)
     empty = world.query.new_empty(0, world.kv_heads, world.dim)
     return attention(LAYER, world.query[token : token + 1], empty, empty)
 

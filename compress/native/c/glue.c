@@ -77,6 +77,30 @@ ALWAYS_INLINE void rotate_rows(void *context, int64_t chunk) {
         }
 }
 
+/* Blocks of `block` dimensions, a power of two, each by itself. */
+ALWAYS_INLINE void hadamard_head(uint16_t *x, int64_t size, int64_t block) {
+    float turned[LARGEST_HEAD];
+    for (int64_t d = 0; d < size; d++) turned[d] = float_of_bfloat16(x[d]);
+    for (int64_t half = 1; half < block; half *= 2)
+        for (int64_t first = 0; first < size; first += 2 * half)
+            for (int64_t d = first; d < first + half; d++) {
+                const float sum = turned[d] + turned[d + half];
+                turned[d + half] = turned[d] - turned[d + half];
+                turned[d] = sum;
+            }
+    const Lanes norm = lanes_of(sqrtf((float)block));
+    for (int64_t d = 0; d < size; d += LANES) lanes_store_bfloat16(x + d, lanes_load(turned + d) / norm);
+}
+
+ALWAYS_INLINE void hadamard_rows(void *context, int64_t chunk) {
+    const Share *share = context;
+    const Hadamard *job = share->job;
+    const int64_t block = job->head_dim & -job->head_dim;
+    for (int64_t row = first_row(share, chunk); row < last_row(share, chunk); row++)
+        for (int64_t head = 0; head < job->heads; head++)
+            hadamard_head(job->x + row * job->stride + head * job->head_dim, job->head_dim, block);
+}
+
 ALWAYS_INLINE void silu_multiply_rows(void *context, int64_t chunk) {
     const Share *share = context;
     const SiluMultiply *job = share->job;
@@ -94,20 +118,25 @@ ALWAYS_INLINE void silu_multiply_rows(void *context, int64_t chunk) {
 
 static void add_norm_scalar(void *share, int64_t chunk) { add_norm_rows(share, chunk); }
 static void rotate_scalar(void *share, int64_t chunk) { rotate_rows(share, chunk); }
+static void hadamard_scalar(void *share, int64_t chunk) { hadamard_rows(share, chunk); }
 static void silu_multiply_scalar(void *share, int64_t chunk) { silu_multiply_rows(share, chunk); }
 #if ON_X86
 FOR_AVX2 static void add_norm_avx2(void *share, int64_t chunk) { add_norm_rows(share, chunk); }
 FOR_AVX2 static void rotate_avx2(void *share, int64_t chunk) { rotate_rows(share, chunk); }
+FOR_AVX2 static void hadamard_avx2(void *share, int64_t chunk) { hadamard_rows(share, chunk); }
 FOR_AVX2 static void silu_multiply_avx2(void *share, int64_t chunk) { silu_multiply_rows(share, chunk); }
 FOR_AVX512 static void add_norm_avx512(void *share, int64_t chunk) { add_norm_rows(share, chunk); }
 FOR_AVX512 static void rotate_avx512(void *share, int64_t chunk) { rotate_rows(share, chunk); }
+FOR_AVX512 static void hadamard_avx512(void *share, int64_t chunk) { hadamard_rows(share, chunk); }
 FOR_AVX512 static void silu_multiply_avx512(void *share, int64_t chunk) { silu_multiply_rows(share, chunk); }
 static const PoolTask ADD_NORM[] = {add_norm_scalar, add_norm_avx2, add_norm_avx512};
 static const PoolTask ROTATE[] = {rotate_scalar, rotate_avx2, rotate_avx512};
+static const PoolTask HADAMARD[] = {hadamard_scalar, hadamard_avx2, hadamard_avx512};
 static const PoolTask SILU_MULTIPLY[] = {silu_multiply_scalar, silu_multiply_avx2, silu_multiply_avx512};
 #else
 static const PoolTask ADD_NORM[] = {add_norm_scalar, add_norm_scalar, add_norm_scalar};
 static const PoolTask ROTATE[] = {rotate_scalar, rotate_scalar, rotate_scalar};
+static const PoolTask HADAMARD[] = {hadamard_scalar, hadamard_scalar, hadamard_scalar};
 static const PoolTask SILU_MULTIPLY[] = {silu_multiply_scalar, silu_multiply_scalar, silu_multiply_scalar};
 #endif
 
@@ -117,6 +146,10 @@ int add_norm(const AddNorm *job, int instruction_set) {
 
 int rotate(const Rotate *job, int instruction_set) {
     return run(ROTATE, job, job->rows, job->heads * job->head_dim, instruction_set);
+}
+
+int hadamard(const Hadamard *job, int instruction_set) {
+    return run(HADAMARD, job, job->rows, job->heads * job->head_dim, instruction_set);
 }
 
 int silu_multiply(const SiluMultiply *job, int instruction_set) {

@@ -87,8 +87,9 @@ static int glue(int set) {
     uint16_t *x = numbers(rows * heads * dim), *norm = numbers(heads * dim), *cos = numbers(rows * dim), *sin = numbers(rows * dim);
     const AddNorm add = {rows, size, hidden, draw(2) ? update : NULL, weight, 1e-5f, out};
     const Rotate turn = {rows, heads, dim, x, heads * dim, draw(2) ? norm : NULL, 1e-5f, cos, sin};
+    const Hadamard mix = {rows, heads, dim, x, heads * dim};
     const SiluMultiply gate = {rows, size, gate_up, out};
-    const int wrong = add_norm(&add, set) || rotate(&turn, set) || silu_multiply(&gate, set);
+    const int wrong = add_norm(&add, set) || rotate(&turn, set) || hadamard(&mix, set) || silu_multiply(&gate, set);
     free(hidden), free(update), free(weight), free(gate_up), free(out), free(x), free(norm), free(cos), free(sin);
     return wrong ? FAILED_STATUS : 0;
 }
