@@ -1,0 +1,62 @@
+"""Grids and arguments of attention over pages: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from runtime.kernels.gpu.attention import join_splits, paged_attention
+
+FORMS = {"16bit": 0, "fp8": 1, "int8": 2, "int4": 3}
+"""Of keys and of values, as the kernel knows them."""
+
+
+def block_keys(block_rows: int) -> int:
+    """Keys of one program's step: 64 rows leave registers for 32."""
+    return 64 if block_rows < 64 else 32
+
+
+def attend(
+    query: Tensor,
+    pages: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    formats: tuple[str, str],
+    blocks: Tensor,
+    positions: Tensor,
+    window: int | None,
+    block_rows: int,
+    splits: int,
+) -> Tensor:
+    """Attention `[B * n, heads, D]` of n tokens of each of B sequences, in the dtype of the query.
+
+    Args:
+        query: `[B * n, heads, D]`, contiguous, in the basis of the keys.
+        pages, scales: of keys and of values, `[blocks, block_size, kv_heads, ...]`.
+        formats: of keys and of values, a name of `FORMS` each.
+        blocks: int64 `[B, blocks each]`.
+        positions: int64 `[B * n]`, of each token among the keys of its blocks.
+        block_rows: rows of one program, 16 to 64.
+        splits: into which the context is cut.
+    """
+    tokens, heads, head_dim = query.shape
+    _, block_size, kv_heads, _ = pages[0].shape
+    tokens_each = tokens // len(blocks)
+    rows_each = tokens_each * (heads // kv_heads)
+    parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
+    weights = query.new_empty(tokens, heads, splits, dtype=torch.float32)
+    grid = (len(blocks) * triton.cdiv(rows_each, block_rows), kv_heads, splits)
+    paged_attention[grid](
+        query, pages[0], scales[0], pages[1], scales[1], blocks, positions, parts, weights,
+        head_dim**-0.5, heads * head_dim, blocks.shape[1], block_size, tokens_each, rows_each, splits, window or 0,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, KEY_FORM=FORMS[formats[0]], VALUE_FORM=FORMS[formats[1]],
+        WINDOWED=window is not None, BLOCK_R=block_rows, BLOCK_T=block_keys(block_rows), STAGES=2,
+        INTERPRETED=triton.knobs.runtime.interpret, num_warps=4,
+    )  # fmt: skip
+    out = torch.empty_like(query)
+    join_splits[(tokens * heads,)](
+        parts, weights, out, splits, HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(splits), num_warps=4
+    )
+    return out
