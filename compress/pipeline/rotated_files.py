@@ -44,6 +44,10 @@ class RotatedFiles(TensorFiles):
     added: dict[str, str] = field(default_factory=dict)
     description: str = ""
 
+    @classmethod
+    def over(cls, files: TensorFiles, turned: dict[str, Read], added: dict[str, str], description: str) -> RotatedFiles:
+        return cls(files.path, files.files, files._owner, turned, added, description)
+
     def names(self) -> list[str]:
         return sorted([*super().names(), *self.added])
 
@@ -110,7 +114,7 @@ class RotatedSource:
     ) -> RotatedSource:
         """Turns a source. Raises RecipeError, see `rotate_files`."""
         turned = rotate_files(files, skeleton, stage, seed)
-        if turned.added:
+        if skeleton.ties_head and f"{skeleton.architecture.head}.weight" in turned.turned:
             config = config | {"tie_word_embeddings": False}
             skeleton = open_skeleton(files.path, config, trust_remote_code)
         return cls(turned, config, skeleton)
@@ -155,8 +159,7 @@ class _Builder:
         if self._heads is not None:
             words.append(f"value heads by a {self._heads.kind}")
         words += ["the norms' weights move into the linears behind them", *self._turn_ends()]
-        files = self._files
-        return RotatedFiles(files.path, files.files, files._owner, self._turned, self._added, "; ".join(words))
+        return RotatedFiles.over(self._files, self._turned, self._added, "; ".join(words))
 
     def _turn_ends(self) -> list[str]:
         """Embedding, final norm and head. Returns what there is to say of them."""
@@ -174,7 +177,8 @@ class _Builder:
         self._turned[norm] = lambda: torch.ones_like(gamma)
         if not tied:
             return []
-        self._added[head] = embedding
+        if head not in self._files:
+            self._added[head] = embedding
         added = self._files.tensor_nbytes(embedding)
         return [f"the head can no longer be the embedding and becomes a matrix of its own, {added:,} bytes more"]
 

@@ -35,6 +35,16 @@ def rotate(model: Path, out: Path, *stages: Stage, seed: int = 0) -> RunResult:
     return run(prepared(model, out, *(stages or (RotateStage(),)), seed=seed), quiet=True)
 
 
+def test_a_copy_of_the_embedding_that_is_stored_as_head_counts_once(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "dense", dtype=torch.float64, tie_word_embeddings=True)
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    rotate(model, tmp_path / "rotated")
+    before, after = (reference_logits(load_reference(tmp_path / name), TOKENS) for name in ("dense", "rotated"))
+    assert float((after - before).abs().max()) < 1e-9
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
