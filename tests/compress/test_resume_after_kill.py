@@ -16,6 +16,7 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, Recipe
 from compress.stages.quantize import QuantizeStage
+from compress.stages.tuning import Tuning
 
 # A fresh process that has torch loaded already, and no threads yet when it forks.
 SPAWN = multiprocessing.get_context("forkserver")
@@ -31,7 +32,8 @@ SPAWN.set_forkserver_preload(
 
 
 def make_request(model: Path, out: Path, method: str = "awq", **options) -> RunRequest:
-    recipe = Recipe((QuantizeStage(method, Scheme(4, 64)),), CalibrationOptions(samples=4, length=48))
+    tuning = Tuning(steps=4, lr=0.002, batch=2) if method == "signround" else None
+    recipe = Recipe((QuantizeStage(method, Scheme(4, 64), tuning=tuning),), CalibrationOptions(samples=4, length=48))
     return RunRequest(model, str(model), recipe, out, measure=False, **options)
 
 
@@ -87,6 +89,7 @@ def uninterrupted(tiny_model, tmp_path):
 DEATHS = {
     "awq": [(1, "before"), (2, "before"), (2, "after"), (1, "after"), (3, "before"), (1, "after"), (1, "before")],
     "gptq": [(4, "before"), (3, "after"), (1, "after")],
+    "signround": [(2, "after"), (2, "before")],
     "rtn": [(2, "before"), (1, "after"), (2, "before"), (1, "after")],
 }
 

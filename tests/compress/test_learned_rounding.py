@@ -1,0 +1,131 @@
+"""Learned rounding in a run: it lowers the block's error or keeps its start, and refuses what it cannot do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from calibration.sources import load_texts
+from calibration.tokenizer import load_tokenizer
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import RecipeError
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.evaluate.perplexity import evaluate
+from compress.evaluate.scorers import RuntimeScorer
+from compress.evaluate.windows import cut_windows
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import RunResult, run
+from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.prune import PruneStage
+from compress.stages.quantize import QuantizeStage
+from compress.stages.table import Stage
+from compress.stages.tuning import Tuning
+
+SMALL = CalibrationOptions(samples=6, length=48)
+SHORT = Tuning(steps=20, lr=0.002, batch=3)
+
+
+def compress(model: Path, out: Path, *stages: Stage, calibration: CalibrationOptions = SMALL, **options) -> RunResult:
+    request = RunRequest(model, str(model), Recipe(stages, calibration), out, measure=False, **options)
+    return run(prepare(request), quiet=True)
+
+
+def same_weights(left: Path, right: Path) -> bool:
+    first, second = PackedCheckpoint.open(left), PackedCheckpoint.open(right)
+    return all(torch.equal(first.weight(each).codes, second.weight(each).codes) for each in first.modules)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+@pytest.mark.parametrize("scheme", [Scheme(2, 32), Scheme(3, None, symmetric=False)], ids=str)
+def test_learning_is_reported_and_what_is_written_verifies(tiny_model, tmp_path, family, scheme) -> None:
+    result = compress(tiny_model(family), tmp_path / "packed", QuantizeStage("signround", scheme, tuning=SHORT))
+    assert result.structure.ok
+    for block in result.report["blocks"]:
+        tuning = block["tuning"]
+        assert tuning["steps"] == SHORT.steps
+        assert tuning["loss_after"] <= tuning["loss_before"]
+        assert (tuning["changed"] > 0) == (tuning["best_step"] > 0)
+        assert {linear["method"] for linear in block["linears"]} == {"signround"}
+
+
+def test_learning_lowers_the_error_of_a_trained_model(tmp_path) -> None:
+    stage = QuantizeStage("signround", Scheme(2, 64), tuning=Tuning(steps=10, lr=0.005, batch=4))
+    text = CalibrationOptions(samples=16, length=64)
+    report = compress(demo_model_path(), tmp_path / "packed", stage, calibration=text).report
+    gains = [block["tuning"]["loss_after"] / block["tuning"]["loss_before"] for block in report["blocks"]]
+    assert min(gains) < 0.95
+
+
+def test_the_number_of_sequences_in_memory_changes_nothing_but_last_bits(tiny_model, tmp_path) -> None:
+    stage = QuantizeStage("signround", Scheme(3, 32), tuning=Tuning(steps=6, batch=4))
+    reports = [
+        compress(tiny_model(), tmp_path / str(size), stage, micro_batch=size, dtype="float32").report for size in (2, 4)
+    ]
+    losses = [[block["tuning"]["loss_before"] for block in report["blocks"][:1]] for report in reports]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_start_that_cannot_be_bettered_is_kept_and_that_is_said(tiny_model, tmp_path) -> None:
+    wild = Tuning(steps=1, lr=0.5, batch=1)
+    result = compress(tiny_model(), tmp_path / "tuned", QuantizeStage("signround", Scheme(8, 32), tuning=wild))
+    compress(tiny_model(), tmp_path / "gptq", QuantizeStage("gptq", Scheme(8, 32)))
+    assert same_weights(tmp_path / "tuned", tmp_path / "gptq")
+    assert len(result.report["recovered"]) == len(PackedCheckpoint.open(tmp_path / "gptq").modules)
+    assert "did not lower" in result.report["recovered"][0]["recovery"]
+
+
+def test_goes_with_other_methods_in_the_same_block(tiny_model, tmp_path) -> None:
+    stages = (
+        QuantizeStage("awq", Scheme(4, 32)),
+        QuantizeStage("signround", Scheme(2, 32), targets=("down_proj",), tuning=SHORT),
+    )
+    result = compress(tiny_model(), tmp_path / "packed", *stages)
+    assert result.structure.ok
+    methods = {
+        linear["module"].rpartition(".")[2]: linear["method"] for linear in result.report["blocks"][0]["linears"]
+    }
+    assert methods["down_proj"] == "signround"
+    assert methods["q_proj"] == "awq"
+    assert result.report["blocks"][0]["tuning"]["steps"] == SHORT.steps
+
+
+@pytest.mark.parametrize(
+    ("stages", "problem"),
+    [
+        ((PruneStage("wanda", Sparsity()), QuantizeStage("signround")), "is pruned"),
+        (
+            (QuantizeStage("signround"), QuantizeStage("signround", targets=("down_proj",), tuning=Tuning(7))),
+            "stages of signround differ",
+        ),
+    ],
+    ids=["pruned", "in two ways"],
+)
+def test_refuses_before_anything_runs(tiny_model, tmp_path, stages, problem) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        prepare(RunRequest(tiny_model(), "tiny", Recipe(stages, SMALL), tmp_path / "packed"))
+
+
+def test_refuses_options_that_mean_nothing() -> None:
+    with pytest.raises(RecipeError, match="rounds them"):
+        QuantizeStage("signround", Scheme(8, None, activation_bits=8))
+    with pytest.raises(RecipeError, match="learns nothing in steps"):
+        QuantizeStage("gptq", tuning=Tuning(100))
+    for options in ({"steps": 0}, {"lr": 0.0}, {"lr": 0.7}, {"batch": 0}):
+        with pytest.raises(RecipeError):
+            Tuning(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [Scheme(3, 64), Scheme(2, 64)], ids=str)
+def test_beats_gptq_on_a_trained_model(tmp_path, scheme) -> None:
+    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=512, max_tokens=16384)
+    dense, kl = RuntimeScorer(demo_model_path(), dtype="float32"), {}
+    for method in ("gptq", "signround"):
+        stage = QuantizeStage(method, scheme)
+        calibration = CalibrationOptions(samples=64, length=512)
+        compress(demo_model_path(), tmp_path / method, stage, calibration=calibration, dtype="float32")
+        kl[method] = evaluate(RuntimeScorer(tmp_path / method, dtype="float32"), windows, dense).kl_mean
+    assert kl["signround"] < 0.9 * kl["gptq"]
