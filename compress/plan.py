@@ -36,11 +36,20 @@ class Pruning:
 
 @dataclass(frozen=True, slots=True)
 class Factoring:
-    """How a linear becomes two factors. `by_block`: the planned rank may change, see `compress.ranks.share_out`."""
+    """How a linear becomes two factors.
+
+    Attributes:
+        allocation: block and model share ranks out when more is known (`compress.ranks.share_out`), so that the planned
+            rank may change; uniform keeps it.
+    """
 
     method: str
     keep: float
-    by_block: bool
+    allocation: str = "uniform"
+
+    @property
+    def is_shared(self) -> bool:
+        return self.allocation != "uniform"
 
     def __str__(self) -> str:
         return f"{self.method} {self.keep:.0%}"
@@ -74,7 +83,12 @@ class Assignment:
     @property
     def needs_first_pass(self) -> bool:
         """Whether the whole model has to be looked at before it is known what this linear gets."""
-        return bool(self.pruning and self.pruning.layerwise)
+        return bool(self.pruning and self.pruning.layerwise) or self.shares_ranks
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether its rank is decided beside those of the whole model."""
+        return self.factoring is not None and self.factoring.allocation == "model"
 
     @property
     def quantized(self) -> Scheme | None:
@@ -84,7 +98,7 @@ class Assignment:
     def __str__(self) -> str:
         work = [str(self.pruning)] if self.pruning else []
         if self.factoring and self.scheme:
-            work.append(f"{self.factoring} {'about ' if self.factoring.by_block else ''}rank {self.scheme.rank}")
+            work.append(f"{self.factoring} {'about ' if self.factoring.is_shared else ''}rank {self.scheme.rank}")
         stored = self.scheme.factor if self.factoring and self.scheme else self.scheme
         return " + ".join([*work, f"{self.method} {stored}"] if self.method else work)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compress.checkpoint.scheme import Scheme
 
@@ -94,16 +94,62 @@ def share_out(linears: Mapping[str, RankedLinear], keep: float) -> dict[str, int
             continue
         left -= portion.cost
         ranks[portion.name] = portion.rank
+    return _spend(linears, ranks, left)
+
+
+def _spend(linears: Mapping[str, RankedLinear], ranks: dict[str, int | None], left: float) -> dict[str, int | None]:
+    """Buys single steps with what is left where being whole was a bargain that nobody could pay."""
+    steps = [
+        portion
+        for name, rank in ranks.items()
+        if rank is not None
+        for portion in _steps(name, linears[name])
+        if portion.rank is not None and portion.rank > rank
+    ]
+    for portion in sorted(steps, key=lambda step: -step.value):
+        if portion.cost <= left:
+            left -= portion.cost
+            ranks[portion.name] = portion.rank
     return ranks
+
+
+def share_out_over_blocks(blocks: Sequence[Mapping[str, RankedLinear]], keep: float) -> dict[str, int | None]:
+    """Ranks of all blocks' linears within one budget, see `share_out`.
+
+    Outputs of different depths have different sizes, and what they lose does not compare. So the loss of a block counts
+    in units of what it would lose if it shared out a budget of its own: ranks move from block to block where that loses
+    less than it gains, as a share.
+    """
+    units = [_lost_alone(linears, keep) for linears in blocks]
+    together = {
+        name: replace(linear, energies=[energy / unit for energy in linear.energies])
+        for linears, unit in zip(blocks, units, strict=True)
+        for name, linear in linears.items()
+    }
+    return share_out(together, keep)
+
+
+def _lost_alone(linears: Mapping[str, RankedLinear], keep: float) -> float:
+    """Energy that a block loses by itself; 1 where it loses nothing."""
+    ranks = share_out(linears, keep)
+    dropped = (linears[name].energies[rank:] for name, rank in ranks.items() if rank is not None)
+    return sum(map(sum, dropped)) or 1.0
+
+
+def _steps(name: str, linear: RankedLinear) -> list[_Portion]:
+    """One for each step of the rank, their values falling."""
+    cost = linear.step * (linear.rows + linear.columns)
+    most = largest_rank(linear.rows, linear.columns, linear.step)
+    return [
+        _Portion(name, rank, sum(linear.energies[rank - linear.step : rank]), cost)
+        for rank in range(linear.step, most + 1, linear.step)
+    ]
 
 
 def _portions(name: str, linear: RankedLinear) -> list[_Portion]:
     """One for each step of the rank and one for the rest of the weight, their values falling but for the first."""
-    portions: list[_Portion] = []
+    portions = _steps(name, linear)
     most = largest_rank(linear.rows, linear.columns, linear.step)
-    for rank in range(linear.step, most + 1, linear.step):
-        energy = sum(linear.energies[rank - linear.step : rank])
-        portions.append(_Portion(name, rank, energy, linear.step * (linear.rows + linear.columns)))
     spent = sum(portion.cost for portion in portions)
     portions.append(_Portion(name, None, sum(linear.energies[most:]), linear.weights - spent))
     # Being whole can be a bargain after the last rank. Together with ranks before it, it is one that has to be earned.

@@ -184,8 +184,12 @@ class _Reader:
         return self._build(body, PruneStage, **options)
 
     def _factorize(self, body: yaml.Node) -> FactorizeStage:
-        values = self._mapping(body, ("method", "keep", "allocation", "targets", "ignore"), "factorize")
+        keys = ("method", "keep", "allocation", "target_size", "targets", "ignore")
+        values = self._mapping(body, keys, "factorize")
         options = self._options(values, {"method": str, "keep": float, "allocation": str})
+        if "target_size" in values:
+            size = str(values["target_size"].value)
+            options["target_size"] = self._meant(values["target_size"], lambda: parse_size(size))
         return self._build(body, FactorizeStage, **options)
 
     def _kv_cache(self, body: yaml.Node) -> KVCacheStage:

@@ -11,6 +11,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
+from compress.search.goal import parse_size
 from compress.stages.factorize import FactorizeStage
 from compress.stages.quantize import PER_CHANNEL, QuantizeStage, group_size_from
 from compress.stages.table import Stage
@@ -26,8 +27,12 @@ def factorize(
     ] = "svd-llm",
     keep: Annotated[float, typer.Option(help="Share of the weights that stay.")] = 0.8,
     allocation: Annotated[
-        str, typer.Option(help="block shares ranks out among the layers of a block; uniform gives each its own.")
+        str, typer.Option(help="block shares ranks out among the layers of a block, model among all; uniform: none.")
     ] = "block",
+    target_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="5GB, 700MB: decides --keep, with --allocation model.", show_default=False),
+    ] = None,
     bits: Annotated[int | None, typer.Option(help="Round both factors to 2 to 8 bits.")] = None,
     group_size: Annotated[
         int, typer.Option(help="Columns of a factor that share a scale, with --bits; -1 is one scale per row.")
@@ -41,8 +46,9 @@ def factorize(
     Both are stored and multiplied one after the other. Layers that would not become smaller are kept whole.
     """
     left_out = tuple(ignore or ())
-    stages: list[Stage] = [FactorizeStage(method, keep, allocation, ignore=left_out)]
-    name = f"{method}-{keep:g}"
+    size = None if target_size is None else parse_size(target_size)
+    stages: list[Stage] = [FactorizeStage(method, keep, allocation, size, ignore=left_out)]
+    name = f"{method}-{keep:g}" if target_size is None else f"{method}-{target_size}"
     if bits is not None:
         rounding = "gptq" if stages[0].needs_calibration else "rtn"
         stages.append(QuantizeStage(rounding, Scheme(bits, group_size_from(group_size)), ignore=left_out))

@@ -9,6 +9,8 @@ exactly the sum of the squares of the singular values that were dropped.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +115,28 @@ def whiten(second_moment: Tensor, damping: tuple[float, ...] = DAMPING) -> White
     return Whitening(torch.linalg.cholesky(floored), None, recovery)
 
 
+def spectrum(weight: Tensor, whitening: Whitening) -> Tensor:
+    """The energies of `decompose` without the factors, float64 `[min(O, I)]`, for a fraction of the time.
+
+    Raises:
+        NumericsError: as `decompose`.
+    """
+    with _searching(weight):
+        return torch.linalg.svdvals(whitening.apply(weight.double())).square()
+
+
+@contextmanager
+def _searching(weight: Tensor) -> Iterator[None]:
+    require_finite(weight, "the weight")
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        raise NumericsError(
+            f"the singular values of a weight {tuple(weight.shape)} were not found: {error}",
+            "Leave this layer out with --ignore, or use --method svd",
+        ) from error
+
+
 def decompose(weight: Tensor, whitening: Whitening, most: int) -> Decomposition:
     """Exact singular value decomposition of the whitened `weight [O, I]`, in float64.
 
@@ -122,14 +146,8 @@ def decompose(weight: Tensor, whitening: Whitening, most: int) -> Decomposition:
     Raises:
         NumericsError: NaN or infinity in the weight, or no decomposition was found.
     """
-    require_finite(weight, "the weight")
-    try:
+    with _searching(weight):
         left, sigma, right = torch.linalg.svd(whitening.apply(weight.double()), full_matrices=False)
-    except torch.linalg.LinAlgError as error:
-        raise NumericsError(
-            f"the singular values of a weight {tuple(weight.shape)} were not found: {error}",
-            "Leave this layer out with --ignore, or use --method svd",
-        ) from error
     roots = sigma[:most].sqrt()
     right = whitening.undo(roots.unsqueeze(1) * right[:most])
     return Decomposition((left[:, :most] * roots).float(), right.float(), sigma.square())

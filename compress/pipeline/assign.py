@@ -66,7 +66,7 @@ def _apply(stage: TensorStage, before: Assignment, ignored: bool, in_features: i
     pruning, factoring = before.pruning, before.factoring
     method, scheme, alpha, tuning = before.method, before.quantized, before.alpha, before.tuning
     if isinstance(stage, FactorizeStage):
-        factoring = None if ignored else Factoring(stage.method, stage.keep, stage.allocation == "block")
+        factoring = None if ignored else Factoring(stage.method, stage.keep, stage.allocation)
     elif isinstance(stage, PruneStage):
         pruning = None if ignored else _pruning(stage)
     elif ignored:

@@ -101,7 +101,13 @@ def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
             "weights of low rank are stored as two factors, which only this runtime reads; others read `compress "
             "export --format dense`, which is as large as the source"
         )
-    if any(each.by_block for each in factoring):
+    if any(each.allocation == "model" for each in factoring):
+        notes.append(
+            "a first pass over all blocks finds what each rank keeps, and ranks are shared out over the whole model: "
+            "those of the plan are the uniform ones, and a layer whose factors would be no smaller than itself is kept "
+            "whole"
+        )
+    if any(each.allocation == "block" for each in factoring):
         notes.append(
             "ranks are shared out inside each block when it is reached: those of the plan are the uniform ones, and a "
             "layer whose factors would be no smaller than itself is kept whole"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from compress.checkpoint.low_rank import Factor, LowRankWeight, values
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme
 from compress.methods.gptq import quantize_gptq
 from compress.methods.hessian import HessianFactor, factorize
-from compress.methods.low_rank import Decomposition, Whitening, decompose, scale_inputs, whiten
+from compress.methods.low_rank import Decomposition, Whitening, decompose, scale_inputs, spectrum, whiten
 from compress.methods.rtn import quantize_rtn
 from compress.plan import Assignment
 from compress.ranks import RankedLinear, largest_rank, rank_step, share_out
@@ -47,16 +47,37 @@ def decompose_block(
     """
     chosen = {name: each for name, each in assignments.items() if each.factoring}
     parts: dict[str, tuple[Decomposition, Whitening]] = {}
-    # Linears that share their input share its whitening.
-    known: dict[tuple[str, int], Whitening] = {}
+    known = _Whitenings(statistics)
     for name, assignment in chosen.items():
-        key = (_method(assignment), id(statistics.get(name)))
-        if key not in known:
-            known[key] = _whitening(key[0], statistics.get(name))
-        most = largest_rank(*_shape(weights[name]), 1)
-        parts[name] = decompose(weights[name], known[key], most), known[key]
+        whitening, most = known.of(name, assignment), largest_rank(*_shape(weights[name]), 1)
+        parts[name] = decompose(weights[name], whitening, most), whitening
     ranks = _ranks(chosen, weights, {name: decomposition for name, (decomposition, _) in parts.items()})
     return {name: Ranked(*parts[name], ranks[name]) for name in parts}
+
+
+def energies(
+    weights: Mapping[str, Tensor], assignments: Mapping[str, Assignment], statistics: Mapping[str, InputStatistics]
+) -> dict[str, Tensor]:
+    """What each rank of linears that are to be factorized would keep, float64 `[min(O, I)]`, falling; arguments as
+    those of `decompose_block`. Raises NumericsError from the decomposition."""
+    known = _Whitenings(statistics)
+    return {
+        name: _comparable(each, spectrum(weights[name], known.of(name, each))) for name, each in assignments.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Whitenings:
+    """Linears that share their input share its whitening."""
+
+    statistics: Mapping[str, InputStatistics]
+    known: dict[tuple[str, int], Whitening] = field(default_factory=dict)
+
+    def of(self, name: str, assignment: Assignment) -> Whitening:
+        key = (_method(assignment), id(self.statistics.get(name)))
+        if key not in self.known:
+            self.known[key] = _whitening(key[0], self.statistics.get(name))
+        return self.known[key]
 
 
 def _ranks(
@@ -64,9 +85,11 @@ def _ranks(
 ) -> dict[str, int | None]:
     """Planned ranks, or for those that are allocated by block the ranks of least loss; stages allocate on their own."""
     ranks = {name: each.scheme.rank if each.scheme else None for name, each in chosen.items()}
-    for factoring in {each.factoring for each in chosen.values() if each.factoring and each.factoring.by_block}:
+    for factoring in {each.factoring for each in chosen.values() if each.factoring and each.factoring.is_shared}:
         members = {
-            name: RankedLinear(*_shape(weights[name]), rank_step(each.scheme.factor), _energies(each, parts[name]))
+            name: RankedLinear(
+                *_shape(weights[name]), rank_step(each.scheme.factor), _comparable(each, parts[name].energies).tolist()
+            )
             for name, each in chosen.items()
             if each.factoring == factoring and each.scheme
         }
@@ -74,12 +97,12 @@ def _ranks(
     return ranks
 
 
-def _energies(assignment: Assignment, part: Decomposition) -> list[float]:
+def _comparable(assignment: Assignment, energies: Tensor) -> Tensor:
     """What each rank is worth beside those of other linears. Whitened, it is error of an output, in the units of the
     model; otherwise units differ from layer to layer, and only shares of each layer's total compare."""
     if _method(assignment) == "svd-llm":
-        return part.energies.tolist()
-    return (part.energies / part.energies.sum().clamp(min=torch.finfo(torch.float64).tiny)).tolist()
+        return energies
+    return energies / energies.sum().clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def _method(assignment: Assignment) -> str:

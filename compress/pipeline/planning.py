@@ -17,6 +17,7 @@ from compress.pipeline.rotated_files import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Assignment, Plan, PlanRow, shape_bytes
 from compress.recipe import Recipe
+from compress.sized import with_keep
 
 
 def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
@@ -31,6 +32,11 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
         CheckpointError: weights the model needs are not in the checkpoint.
     """
     _check_present(skeleton, files)
+    sized = with_keep(recipe, lambda each: _plan(skeleton, files, each, scale_dtype).bytes_after)
+    return _plan(skeleton, files, sized, scale_dtype)
+
+
+def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
     linears, ends = _linear_shapes(skeleton), find_ends(skeleton, files)
     assignments, reasons = assign(recipe.tensor_stages, linears, ends)
     matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
@@ -93,7 +99,7 @@ def packed_bytes(assignment: Assignment, shape: tuple[int, ...], scale_dtype: st
         raise ValueError("a weight without a scheme is not packed")
     scale_bits = {"float64": 64, "float32": 32}.get(scale_dtype, 16)
     bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits)
-    if factoring and factoring.by_block and scheme.rank:
+    if factoring and factoring.is_shared and scheme.rank:
         bits *= factoring.keep * math.prod(shape) / (scheme.rank * sum(shape))
     return math.ceil(bits / 8) + shape_bytes(scheme)
 

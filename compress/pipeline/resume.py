@@ -25,6 +25,7 @@ from torch import Tensor
 
 from compress.checkpoint.disk import atomic_file, partial_folder
 from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.safetensors_file import MappedFile
 from compress.checkpoint.writer import PieceStore
 
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
@@ -99,6 +100,10 @@ class Progress:
     def facts(self, index: int) -> dict[str, Any]:
         """What was recorded with a finished block."""
         return self.pieces.read_metadata(self._key(index))
+
+    def piece(self, index: int) -> MappedFile:
+        """The tensors of a finished block."""
+        return self.pieces.open(self._key(index))
 
     def ends(self) -> list[str]:
         """Pieces of the embedding and the head, as far as they are made."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from compress.checkpoint.scheme import Scheme
 from compress.layerwise import BlockShare, block_patterns, block_shares
 from compress.pipeline.planning import packed_bytes
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.resume import Progress
 from compress.pipeline.survey import survey
-from compress.plan import Assignment, Plan, PlanRow, Pruning
+from compress.plan import Assignment, Factoring, Plan, PlanRow, Pruning
+from compress.ranks import RankedLinear, rank_step, share_out_over_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,9 @@ def settle(prepared: Prepared, progress: Progress, quiet: bool) -> Settled:
         found = _share_out(prepared, pruning, members, [each["outliers"].get(str(pruning), 0.0) for each in facts])
         shares += found
         changed |= _with_shares(members, found)
+    energies = _energies(progress.survey, prepared.skeleton.num_blocks)
+    for factoring, members in _ranked(prepared.plan).items():
+        changed |= _with_ranks(prepared.plan, energies, factoring, members)
     return Settled(replace(prepared, plan=_replaced(prepared.plan, changed)), tuple(shares))
 
 
@@ -81,6 +86,47 @@ def _with_shares(members: Mapping[str, Assignment], shares: Sequence[BlockShare]
             scheme = replace(assignment.scheme, sparsity=found.pattern) if assignment.scheme else None
             changed[name] = replace(assignment, pruning=pruning, scheme=scheme)
     return changed
+
+
+def _ranked(plan: Plan) -> dict[Factoring, dict[str, Assignment]]:
+    """Linears whose ranks are shared out over the model, those of one stage together."""
+    members: dict[Factoring, dict[str, Assignment]] = {}
+    for name, assignment in plan.assignments.items():
+        if assignment.factoring and assignment.shares_ranks:
+            members.setdefault(assignment.factoring, {})[name] = assignment
+    return members
+
+
+def _energies(survey: Progress, num_blocks: int) -> list[dict[str, list[float]]]:
+    """What each rank of a linear would keep, block by block, by full name."""
+    files = (survey.piece(index) for index in range(num_blocks))
+    return [{name: file.tensor(name).tolist() for name in file.entries} for file in files]
+
+
+def _with_ranks(
+    plan: Plan,
+    energies: Sequence[Mapping[str, list[float]]],
+    factoring: Factoring,
+    members: Mapping[str, Assignment],
+) -> dict[str, Assignment]:
+    """Final ranks; a linear that had better stay whole loses its rank, and its record says why."""
+    shapes = {row.tensor.removesuffix(".weight"): row.shape for row in plan.rows}
+    steps = {name: rank_step(each.scheme.factor) for name, each in members.items() if each.scheme}
+    blocks = [
+        {name: RankedLinear(*shapes[name], steps[name], values) for name, values in found.items() if name in steps}
+        for found in energies
+    ]
+    settled = replace(factoring, allocation="uniform")
+    return {
+        name: replace(members[name], scheme=_ranked_scheme(members[name], rank), factoring=settled)
+        for name, rank in share_out_over_blocks(blocks, factoring.keep).items()
+    }
+
+
+def _ranked_scheme(assignment: Assignment, rank: int | None) -> Scheme | None:
+    if assignment.scheme is None or rank is None:
+        return assignment.scheme.factor if assignment.scheme else None
+    return replace(assignment.scheme, rank=rank)
 
 
 def _replaced(plan: Plan, changed: Mapping[str, Assignment]) -> Plan:

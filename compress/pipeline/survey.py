@@ -18,9 +18,10 @@ from compress.layerwise import OutlierShares
 from compress.methods.outliers import outlier_ratio
 from compress.methods.pruning import scores
 from compress.pipeline.block_job import BlockJob, Calibration
-from compress.pipeline.blocks import LoadedBlock
-from compress.pipeline.calibrated import CalibratedRunner
+from compress.pipeline.blocks import LoadedBlock, read_block
+from compress.pipeline.calibrated import CalibratedRunner, block_job
 from compress.pipeline.capture import run_all
+from compress.pipeline.low_rank_work import energies
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.observe import Need, observe
 from compress.pipeline.prepare import Prepared
@@ -34,12 +35,14 @@ class BlockSurvey:
     """What one block shows.
 
     Attributes:
+        energies: what each rank of a linear would keep, by full name, float64 `[min(O, I)]`: `low_rank_work.energies`.
         outliers: share of outliers among the scores of the linears of each kind of pruning, by its text.
         hidden: `[N, L, H]`, input of the next block.
         reference: not asked for: the blocks are dense.
     """
 
     outliers: dict[str, float] = field(default_factory=dict)
+    energies: dict[str, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
     reference: Tensor | None = None
 
@@ -60,11 +63,11 @@ def survey(prepared: Prepared, progress: Progress, quiet: bool) -> None:
     if done == total:
         return
     with RunDisplay(total, done, quiet, unit="first pass, block") as display:
-        runner = CalibratedRunner(prepared, survey_block, progress, done, display)
+        runner = CalibratedRunner(prepared, survey_block, progress, done, display) if prepared.sequences else None
         for index in range(done, total):
-            found = runner.run(index)
-            facts = found.facts() | {"micro_batch": runner.micro_batch}
-            progress.save_block(index, {}, facts, None if index + 1 == total else found.hidden)
+            found = runner.run(index) if runner else _survey_plainly(prepared, index)
+            facts = found.facts() | {"micro_batch": runner.micro_batch if runner else 0}
+            progress.save_block(index, found.energies, facts, None if index + 1 == total else found.hidden)
             display.finish(_line(found))
             return_freed_memory()
 
@@ -81,11 +84,12 @@ def survey_block(
     chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
     found = BlockSurvey()
     if chosen:
-        needs = dict.fromkeys(chosen, Need())
+        needs = {name: Need(each.shares_ranks and each.needs_hessian) for name, each in chosen.items()}
         observed = observe(
             block, calibration.inputs, job.index, needs, device, lambda share: step("statistics", share / 2)
         )
         found.outliers = _outliers(block, chosen, observed.statistics)
+        found.energies = _energies(block, chosen, observed.statistics)
     found.hidden = run_all(
         block.module,
         block.name,
@@ -95,6 +99,22 @@ def survey_block(
         lambda share: step("next inputs", 0.5 + share / 2),
     )
     return found
+
+
+@torch.no_grad()
+def _survey_plainly(prepared: Prepared, index: int) -> BlockSurvey:
+    """What weights alone say."""
+    job = block_job(prepared, index)
+    chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
+    block = read_block(prepared.skeleton, prepared.files, index, set(chosen), prepared.device)
+    return BlockSurvey(energies=_energies(block, chosen, {}))
+
+
+def _energies(
+    block: LoadedBlock, chosen: Mapping[str, Assignment], statistics: Mapping[str, InputStatistics]
+) -> dict[str, Tensor]:
+    shared = {name: each for name, each in chosen.items() if each.shares_ranks}
+    return {f"{block.name}.{name}": each.cpu() for name, each in energies(block.weights, shared, statistics).items()}
 
 
 def _outliers(
@@ -118,4 +138,7 @@ def _ratio(
 
 
 def _line(found: BlockSurvey) -> str:
-    return ", ".join(f"outliers {ratio:.3%}" for ratio in found.outliers.values())
+    parts = [f"outliers {ratio:.3%}" for ratio in found.outliers.values()]
+    if found.energies:
+        parts.append(f"spectra of {len(found.energies)} layers")
+    return ", ".join(parts) or "nothing to look at"

@@ -120,7 +120,7 @@ def test_factorized_layers_stand_beside_smoothed_ones(tiny_model, tmp_path) -> N
 def test_unreached_layers_say_that_they_were_decomposed_plainly() -> None:
     ranked = decompose_block(
         {"up": torch.randn(32, 64)},
-        {"up": Assignment(None, Scheme(16, None, rank=8), factoring=Factoring("svd-llm", 0.8, False))},
+        {"up": Assignment(None, Scheme(16, None, rank=8), factoring=Factoring("svd-llm", 0.8))},
         {},
     )
     assert ranked["up"].rank == 8
@@ -236,7 +236,7 @@ def test_whitened_beats_scaled_beats_plain_on_the_trained_model(tmp_path) -> Non
     [
         ({"method": "svdllm"}, "Did you mean 'svd-llm'"),
         ({"keep": 1.0}, "not between 0 and 1"),
-        ({"allocation": "model"}, "allocation 'model' does not exist"),
+        ({"allocation": "layer"}, "allocation 'layer' does not exist"),
     ],
 )
 def test_stages_that_mean_nothing_are_refused(options, problem) -> None:

@@ -87,6 +87,11 @@ def test_no_other_ranks_of_that_size_lose_less() -> None:
     assert ranks == {"steep": 8, "flat": None}
 
 
+def test_a_budget_that_cannot_pay_for_a_whole_weight_is_spent_on_ranks() -> None:
+    flat = RankedLinear(64, 64, 8, [0.97**index for index in range(64)])
+    assert share_out({"a": flat}, 0.75) == {"a": 24}
+
+
 def test_a_budget_below_the_smallest_factors_still_gives_them() -> None:
     linear = RankedLinear(64, 64, 8, [1.0] * 64)
     assert share_out({"a": linear}, 0.01) == {"a": 8}
