@@ -57,7 +57,7 @@ def write_model(folder: Path, shape: Shape, seed: int = 0) -> int:
         parameters += sum(tensor.numel() for tensor in tensors.values())
     index = {"metadata": {"total_size": 2 * parameters}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
+    (folder / "config.json").write_text(json.dumps(config_of(shape), indent=2))
     for file in demo_model_path().glob("tokenizer*"):
         shutil.copy(file, folder)
     return parameters
@@ -72,7 +72,8 @@ def write_calibration(path: Path, tokens: int) -> None:
             stream.writelines(json.dumps({"text": document}) + "\n" for document in documents)
 
 
-def _config(shape: Shape) -> dict:
+def config_of(shape: Shape) -> dict:
+    """As config.json holds it."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
