@@ -6,7 +6,8 @@ Along the last axis, of length head_dim, `x ~ code * scale + offset`:
     fp8          codes are the bits of e4m3 numbers; scale = max |x| / 448, no offset
 
 Scale and offset are rounded to float16 first, and codes are chosen against the rounded ones. Arithmetic is float32, or
-float64 for float64 input. Where float16 ends, at 65504, scales and offsets do too, and values saturate. A head that is
+float64 for float64 input. Where float16 ends, at 65504, scales and offsets do too, and values saturate; where it
+begins, fp8 heads below 1.3e-5 vanish. A head that is
 not finite gets a scale that is not a number, so what is read back is not finite either and its row fails.
 """
 
