@@ -62,7 +62,7 @@ def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
         typer.echo(json.dumps(result.report, indent=2))
         return None
     print_choice(survey, result.report["search"], files.recipe)
-    return print_result(survey.prepared, result)
+    return print_result(survey.prepared, result, with_tip=False)
 
 
 def _stop_at_recipe(findings: Findings, files: Files, as_json: bool) -> None:

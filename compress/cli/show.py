@@ -65,8 +65,8 @@ def describe_run(prepared: Prepared) -> str:
     )
 
 
-def print_result(prepared: Prepared, result: RunResult) -> None:
-    """Sizes, verification, quality, and the next command to type."""
+def print_result(prepared: Prepared, result: RunResult, with_tip: bool = True) -> None:
+    """Sizes, verification, quality, and the next command to type; a tip only where its option exists."""
     console = wide_console()
     structure, before = result.structure, prepared.plan.bytes_before
     table = Table(show_header=False)
@@ -75,7 +75,7 @@ def print_result(prepared: Prepared, result: RunResult) -> None:
         f"{megabytes(before)} MB -> {megabytes(structure.total_bytes)} MB "
         f"({before / structure.total_bytes:.2f} times smaller)",
     )
-    if tip := embedding_tip(prepared.plan, structure.total_bytes):
+    if with_tip and (tip := embedding_tip(prepared.plan, structure.total_bytes)):
         table.add_row("tip", tip)
     table.add_row(
         "bits per weight",

@@ -147,7 +147,7 @@ def _names(places: Sequence[tuple[float, float, str, bool]]) -> list[str]:
         leftwards = x - 9 - room > LEFT if not dominated else x + 9 + room > RIGHT
         anchor, at, left = ("end", x - 9, x - 9 - room) if leftwards else ("start", x + 9, x + 9)
         beside = [other for begin, end, other in taken if left < end and begin < left + room]
-        y = _free(y + 2, beside, -2) if dominated else _free(y + 8, beside, 2)
+        y = _free(y - 1, beside, -2) if dominated else _free(y + 4, beside, 2)
         taken.append((left, left + room, y))
         parts.append(_text(at, y, shown, "ink halo", anchor))
     return parts

@@ -1,0 +1,51 @@
+"""On a trained model, a search beats one scheme everywhere at the same size, on text that it never saw.
+
+`docs/search.md` has the same at more sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from compress.checkpoint.demo import demo_model_path
+from compress.evaluate.session import EvaluationRequest, run_evaluation
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.recipe import CalibrationOptions, Recipe
+from compress.search.goal import Goal
+from compress.search.menu import parse_menu, word
+from compress.search.request import SearchRequest
+from compress.search.search import Files, carry_out, find
+from compress.search.survey import survey
+from compress.stages.quantize import QuantizeStage
+
+TEXT = CalibrationOptions("bundled", samples=32, length=512)
+TOKENS = 8192
+
+
+def measured(folder: Path) -> tuple[int, float]:
+    """Bytes of the weights, and KL to the dense model."""
+    request = EvaluationRequest(folder, demo_model_path(), max_tokens=TOKENS, dtype="float32")
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return size, run_evaluation(request).result.kl_mean
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_search_beats_one_scheme_everywhere(tmp_path: Path) -> None:
+    menu = parse_menu("w3g128,w4g128,w5g128,w6g128")
+    uniform = menu[1]
+    recipe = Recipe((QuantizeStage("gptq", uniform),), TEXT)
+    request = RunRequest(demo_model_path(), "demo", recipe, tmp_path / word(uniform), measure=False)
+    same = run(prepare(request), quiet=True)
+    search = SearchRequest(Goal(size=same.structure.total_bytes), menu, calibration=TEXT)
+    files = Files(tmp_path / "figures.json", tmp_path / "found.yaml", "compress search")
+    found = survey(search, replace(request, out=tmp_path / "searched"))
+    searched = carry_out(find(found, files, quiet=True), files, quiet=True)
+    size, divergence = measured(same.out)
+    found_size, found_divergence = measured(searched.out)
+    assert found_size <= size
+    assert found_divergence < 0.85 * divergence
