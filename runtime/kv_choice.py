@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme, wished_kv_cache
+from compress.checkpoint.kv_measured import KVCacheRecord, kv_cache_warning
 from runtime.config import RuntimeConfig
 from runtime.reach import Reach
 
@@ -25,13 +26,16 @@ class KVCacheChoice:
 DEFAULT_CHOICE = KVCacheChoice()
 
 
-def choose_kv_cache(recorded: KVCacheScheme | None, config: RuntimeConfig, reach: Reach) -> KVCacheChoice:
+def choose_kv_cache(
+    recorded: KVCacheScheme | None, config: RuntimeConfig, reach: Reach, measured: KVCacheRecord | None = None
+) -> KVCacheChoice:
     """The form of keys and values.
 
     Args:
         recorded: the checkpoint's default.
         reach: what tokens look at. Sinks that they lose sight of need not be exact, and neither does what lies behind
             their window.
+        measured: what forms were measured to cost this checkpoint; one above its limit is warned of.
 
     Raises:
         SchemeError: an unknown format, or options that mean nothing for it.
@@ -40,7 +44,9 @@ def choose_kv_cache(recorded: KVCacheScheme | None, config: RuntimeConfig, reach
     reason = "as asked for"
     if scheme == (recorded or UNCOMPRESSED):
         reason = "the default" if recorded is None else "the checkpoint's default"
-    return _within(scheme, reach, reason, config.prefix_caching)
+    choice = _within(scheme, reach, reason, config.prefix_caching)
+    warning = kv_cache_warning(measured, scheme)
+    return choice if warning is None else replace(choice, notes=(warning, *choice.notes))
 
 
 def _within(scheme: KVCacheScheme, reach: Reach, reason: str, prefix_caching: bool) -> KVCacheChoice:

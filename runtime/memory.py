@@ -122,7 +122,7 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
             attention window that does not fit in the context.
     """
     reach = find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
-    choice = choose_kv_cache(model.kv_cache, config, reach)
+    choice = choose_kv_cache(model.kv_cache, config, reach, model.kv_measured)
     token_bytes, exact_token_bytes = (
         kv_token_bytes(model, choice.scheme, itemsize),
         kv_token_bytes(model, itemsize=itemsize),

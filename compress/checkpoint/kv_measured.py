@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from compress.checkpoint.config import compression_block
-from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.kv_cache import KVCacheScheme
 
 KV_MEASURED_KEY = "kv_cache_measured"
@@ -98,20 +98,13 @@ def measured_kv_caches(config: Mapping[str, Any]) -> KVCacheRecord | None:
     return None if block is None else KVCacheRecord.from_dict(block)
 
 
-def kv_cache_warning(config: Mapping[str, Any], scheme: KVCacheScheme) -> str | None:
-    """Why this form should not serve this checkpoint, by what was measured when it was made; None where it may.
-
-    Never raises: a record that cannot be read is itself the warning.
-    """
-    try:
-        record = measured_kv_caches(config)
-    except (CheckpointError, SchemeError) as error:
-        return f"what KV caches cost this checkpoint is not known: {error.problem}"
+def kv_cache_warning(record: KVCacheRecord | None, scheme: KVCacheScheme) -> str | None:
+    """Why this form should not serve a checkpoint, by what was measured when it was made; None where it may."""
     found = record.find(scheme) if record else None
     if record is None or found is None or record.passes(found):
         return None
     return (
-        f"a KV cache in {scheme} was measured to change this checkpoint by a mean KL of {found.kl_mean:.4g} nats "
-        f"(perplexity {record.perplexity:.2f} -> {found.perplexity:.2f}, {record.tokens:,} tokens of {record.data}), "
-        f"more than the {record.max_kl:g} its recipe allows"
+        f"measured to change this checkpoint by a mean KL of {found.kl_mean:.4g} nats (perplexity "
+        f"{record.perplexity:.2f} -> {found.perplexity:.2f}, {record.tokens:,} tokens of {record.data}), more than the "
+        f"{record.max_kl:g} its recipe allows"
     )

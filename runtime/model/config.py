@@ -11,6 +11,7 @@ from typing import Any
 from compress.checkpoint.config import dtype_name
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.kv_cache import KVCacheScheme, stored_kv_cache
+from compress.checkpoint.kv_measured import KVCacheRecord, measured_kv_caches
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GENERATION_FILE = "generation_config.json"
@@ -59,6 +60,7 @@ class DecoderConfig:
         dtype: the checkpoint's, by name.
         eos_token_ids: tokens that end a sequence.
         kv_cache: form of keys and values that the checkpoint records for serving.
+        kv_measured: what forms were measured to cost when the checkpoint was made.
     """
 
     model_type: str
@@ -80,6 +82,7 @@ class DecoderConfig:
     dtype: str
     eos_token_ids: frozenset[int]
     kv_cache: KVCacheScheme | None = None
+    kv_measured: KVCacheRecord | None = None
 
 
 def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
@@ -118,6 +121,7 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
         dtype=dtype_name(config),
         eos_token_ids=_eos_token_ids(config, generation or {}),
         kv_cache=stored_kv_cache(config),
+        kv_measured=measured_kv_caches(config),
     )
 
 

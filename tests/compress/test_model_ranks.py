@@ -41,7 +41,7 @@ def test_ranks_move_to_where_they_save_the_larger_share() -> None:
     assert alone == [{"a": 24}, {"b": 24}]
     ranks = share_out_over_blocks([steep, flat], 0.75)
     assert ranks == {"a": None, "b": 16}
-    # One budget; and as a share of what each block loses alone, less is lost: nothing of one, a little more of the other.
+    # One budget; and as a share of what each block loses alone, nothing of one is lost, a little more of the other.
     assert 64 * 64 + 16 * 128 <= 0.75 * 2 * 64 * 64
     energies = flat["b"].energies
     assert sum(energies[16:]) / sum(energies[24:]) < 2
