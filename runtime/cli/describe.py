@@ -32,6 +32,14 @@ def describe_kv_form(engine: Engine) -> str:
     return runner.memory.kv_choice.describe() if isinstance(runner, ModelRunner) else str(UNCOMPRESSED)
 
 
+def describe_attention(engine: Engine) -> str:
+    """What computes attention, and why it: `compiled, reads pages as they are`."""
+    from runtime.runner import ModelRunner
+
+    runner = engine.runner
+    return runner.cache.reason if isinstance(runner, ModelRunner) else "none"
+
+
 def describe_memory(engine: Engine) -> str:
     """Room in the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
     runner, config = engine.runner, engine.config
