@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ("quantize", "prune", "factorize", "eval", "run", "verify", "export", "report", "compare")
+COMMANDS = ("quantize", "prune", "factorize", "search", "eval", "run", "verify", "export", "report", "compare")
 QUICK = ("--samples", "4", "--length", "48", "--group-size", "64")
 
 
