@@ -47,7 +47,7 @@ def factorize(
     """
     left_out = tuple(ignore or ())
     size = None if target_size is None else parse_size(target_size)
-    stages: list[Stage] = [FactorizeStage(method, keep, allocation, size, ignore=left_out)]
+    stages: list[Stage] = [FactorizeStage(method, keep, allocation, ignore=left_out, target_size=size)]
     name = f"{method}-{keep:g}" if target_size is None else f"{method}-{target_size}"
     if bits is not None:
         rounding = "gptq" if stages[0].needs_calibration else "rtn"

@@ -20,17 +20,17 @@ class FactorizeStage:
         keep: share of the weights that stay: a rank of `keep * O * I / (O + I)`, rounded down to a multiple of 8.
         allocation: block shares the ranks out among the linears of a block for the least loss; model among those of all
             blocks, after a first pass; uniform gives each linear its own share.
-        target_size: bytes of the whole checkpoint's tensors, which decide `keep`; for allocation model.
         targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
         ignore: patterns of modules that stay as they are.
+        target_size: bytes of the whole checkpoint's tensors, which decide `keep`; for allocation model.
     """
 
     method: str = "svd-llm"
     keep: float = 0.8
     allocation: str = "block"
-    target_size: int | None = None
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    target_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.method not in FACTORIZING_METHODS:
