@@ -17,6 +17,7 @@ from compress.stages.quantize import QuantizeStage
 
 BUNDLED = {
     "int2-gptq-outliers": ("gptq", Scheme(2, 64)),
+    "int2-rotate-gptaq": ("gptaq", Scheme(2, 64)),
     "int4-awq": ("awq", Scheme(4, 128)),
     "int4-awq-kv4": ("awq", Scheme(4, 128)),
     "int4-gptq": ("gptq", Scheme(4, 128)),
@@ -38,7 +39,8 @@ SEARCH = "smallest-kl"
 def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
     recipe = load_recipe(name)
     method, *schemes = BUNDLED[name]
-    assert recipe.stages[0].method == method
+    assert recipe.tensor_stages[0].method == method
+    assert (recipe.rotate is not None) == ("rotate" in name)
     assert [stage.scheme for stage in recipe.stages if isinstance(stage, QuantizeStage)] == schemes
     assert [str(stage.pattern) for stage in recipe.stages if isinstance(stage, PruneStage)] == (
         ["2:4"] if "sparse24" in name else []
