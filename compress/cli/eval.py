@@ -59,6 +59,14 @@ def evaluate(
     ] = None,
     kv_sinks: Annotated[int | None, typer.Option(min=0, help="First tokens that stay in 16 bits.")] = None,
     kv_recent: Annotated[int | None, typer.Option(min=0, help="Last tokens that stay in 16 bits.")] = None,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="MODE",
+            help="How weights of the model are multiplied: auto; w4a8 (activations in 8 bits, on CPUs); reference. "
+            "The baseline stays as it is.",
+        ),
+    ] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Measure perplexity and KL by the standard protocol.
@@ -76,7 +84,7 @@ def evaluate(
     path = model.expanduser() if model else _default_model(console)
     baseline = baseline.expanduser() if baseline else None
     cache = wished_kv_cache(stored_kv_cache(read_config(path)), kv_cache, kv_rotate, kv_sinks, kv_recent)
-    request = EvaluationRequest(path, baseline, data, length, tokens, backend, device, dtype, cache)
+    request = EvaluationRequest(path, baseline, data, length, tokens, backend, device, dtype, cache, kernels)
     with _progress(console) as progress:
         task = progress.add_task("scoring", total=None)
         report = run_evaluation(request, lambda done, total: progress.update(task, completed=done, total=total))

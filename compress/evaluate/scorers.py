@@ -70,6 +70,7 @@ def open_scorer(
     device: str = "auto",
     dtype: str = "auto",
     kv_cache: KVCacheScheme = UNCOMPRESSED,
+    kernels: str = "auto",
 ) -> Scorer:
     """A scorer for a dense or packed checkpoint.
 
@@ -77,9 +78,10 @@ def open_scorer(
         backend: `runtime` or `transformers`.
         dtype: `auto` takes the checkpoint's.
         kv_cache: how keys and values are read; for `runtime` only.
+        kernels: how weights are multiplied; for `runtime` only.
     """
     if backend == "runtime":
-        return RuntimeScorer(path, device=device, dtype=dtype, kv_cache=kv_cache)
+        return RuntimeScorer(path, device=device, dtype=dtype, kernels=kernels, kv_cache=kv_cache)
     return TransformersScorer(path, device=device, dtype=dtype)
 
 

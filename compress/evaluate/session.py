@@ -40,6 +40,7 @@ class EvaluationRequest:
         length: tokens of a window.
         max_tokens: stop after this many tokens; None takes all the text.
         kv_cache: keys and values of the model, not of the baseline, are read as such a cache gives them back.
+        kernels: of the model, not of the baseline: a mode or a kernel of `runtime.kernels.registry`.
     """
 
     model: Path
@@ -51,6 +52,7 @@ class EvaluationRequest:
     device: str = "auto"
     dtype: str = "auto"
     kv_cache: KVCacheScheme = UNCOMPRESSED
+    kernels: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class EvaluationReport:
             "backend": self.request.backend,
             "dtype": self.request.dtype,
             "kv_cache": self.request.kv_cache.to_dict(),
+            "kernels": self.request.kernels,
             "calibration_overlap": self.overlap,
             "bits_per_byte": asdict(self.domain) if self.domain else None,
             "warnings": list(self.warnings),
@@ -108,8 +111,13 @@ def run_evaluation(
     seen = SeenText.of(calibration) if calibration else SeenText.recorded(compression_block(config), tokenizer)
     shared = shared_spans(seen, windows)
     model, reference = (
-        open_scorer(path, request.backend, device=request.device, dtype=request.dtype, kv_cache=cache) if path else None
-        for path, cache in ((request.model, request.kv_cache), (baseline, UNCOMPRESSED))
+        open_scorer(path, request.backend, device=request.device, dtype=request.dtype, kv_cache=cache, kernels=kernels)
+        if path
+        else None
+        for path, cache, kernels in (
+            (request.model, request.kv_cache, request.kernels),
+            (baseline, UNCOMPRESSED, "auto"),
+        )
     )
     result = evaluate(model, windows, reference, on_progress)
     warnings += overlap_warning(shared, seen, windows)
@@ -136,6 +144,8 @@ def _check_choices(request: EvaluationRequest) -> None:
             f"{request.backend} cannot read keys and values as {request.kv_cache}",
             "Use --backend runtime, or --kv-cache 16bit",
         )
+    if request.backend != "runtime" and request.kernels != "auto":
+        raise DataError(f"{request.backend} has no kernels {request.kernels}", "Use --backend runtime")
 
 
 def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[Path | None, tuple[str, ...]]:

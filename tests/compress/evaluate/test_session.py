@@ -136,6 +136,7 @@ def test_other_text_and_vanished_text_are_no_warning(make_packed, text: Path):
         ({"dtype": "int3"}, "dtype 'int3' is unknown", "bfloat16"),
         ({"data": "./nowhere.txt"}, "does not exist", "pydoc"),
         ({"length": 1}, "predict nothing", "--length 2"),
+        ({"backend": "transformers", "kernels": "w4a8"}, "has no kernels w4a8", "--backend runtime"),
     ],
 )
 def test_unusable_options_are_refused(make_model, options: dict, problem: str, remedy: str):
