@@ -131,6 +131,12 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
     exact_bytes = num_exact * exact_tokens(choice.scheme) * exact_token_bytes
     longest, reason = longest_wanted(model, config)
     needed = reach.blocks_for(longest, config.max_span_tokens, config.block_size)
+    if exact_bytes >= config.kv_memory_bytes and not config.num_blocks:
+        raise ToolkitError(
+            f"{exact_tokens(choice.scheme)} exact tokens of each of {num_exact} sequences take "
+            f"{format_bytes(exact_bytes)}, all of the {format_bytes(config.kv_memory_bytes)} of KV memory",
+            "Keep fewer of them exact (--kv-recent, --kv-sinks), allow fewer --max-sequences or more --kv-memory",
+        )
     affordable = config.num_blocks or max(0, config.kv_memory_bytes - exact_bytes) // (token_bytes * config.block_size)
     if affordable < 1 or (config.max_model_len is not None and affordable < needed):
         raise ToolkitError(

@@ -84,3 +84,14 @@ def test_a_pool_larger_than_memory_is_refused_before_it_is_touched(tmp_path):
         build_runner(decoder, RuntimeConfig(num_blocks=10**12))
     with pytest.raises(ToolkitError, match=r"KV blocks of \d+\.\d GiB do not fit in .* of free cpu memory"):
         build_runner(decoder, RuntimeConfig(host_memory_bytes=10**15))
+
+
+def test_exact_tokens_are_part_of_the_memory() -> None:
+    options = {"kv_cache": "int8", "kv_recent": 16, "kv_sinks": 4, "max_num_sequences": 8}
+    found = plan(kv_memory_bytes=2**20, **options)
+    assert found.exact_bytes == 8 * (16 + 17 + 4) * TOKEN_BYTES
+    assert found.kv_bytes <= 2**20
+    assert not any("exact" in line for line in plan(kv_cache="int8").explain().splitlines())
+    assert any(line.startswith("exact ") for line in found.explain().splitlines())
+    with pytest.raises(ToolkitError, match="37 exact tokens of each of 8 sequences take"):
+        plan(kv_memory_bytes=found.exact_bytes, **options)
