@@ -62,7 +62,6 @@ def test_the_table_without_native_kernels(scheme, in_features, target, name, mon
         (Scheme(4, 16), 256, BF16, "auto", "dequantized"),
         (Scheme(4, None), 100, BF16, "auto", "dequantized"),
         (Scheme(4, 128), 256, Target(CPU, torch.float64), "auto", "dequantized"),
-        (Scheme(4, 128), 256, Target(CUDA, torch.bfloat16), "auto", "dequantized"),
     ],
 )
 def test_the_table_with_native_kernels(scheme, in_features, target, mode, name):
