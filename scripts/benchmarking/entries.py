@@ -56,7 +56,8 @@ def orders_of(setting: str) -> tuple[Order, ...]:
     if setting == "w8a8":
         return (Order("smoothquant", "rtn"),)
     if setting.startswith("w"):
-        return (Order("awq", "rtn"), Order("gptq", "rtn", strict=True))
+        learned = (Order("signround", "gptq", strict=True),) if setting.startswith(("w2", "w3")) else ()
+        return (Order("awq", "rtn"), Order("gptq", "rtn", strict=True), *learned)
     if "+" in setting:
         return (Order(JOINT, AFTERWARDS),)
     ladder = ("svd-llm", "asvd", "svd") if setting.startswith("rank") else ("sparsegpt", "wanda", "magnitude")

@@ -14,10 +14,13 @@ from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
+from compress.stages.tuning import Tuning
 
 BUNDLED = {
     "int2-gptq-outliers": ("gptq", Scheme(2, 64)),
     "int2-rotate-gptaq": ("gptaq", Scheme(2, 64)),
+    "int2-signround": ("signround", Scheme(2, 64)),
+    "int3-signround": ("signround", Scheme(3, 64)),
     "int4-awq": ("awq", Scheme(4, 128)),
     "int4-awq-kv4": ("awq", Scheme(4, 128)),
     "int4-gptq": ("gptq", Scheme(4, 128)),
@@ -48,6 +51,12 @@ def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
     assert (recipe.kv_cache is not None) == name.endswith("kv4")
     assert recipe.name == name
     assert recipe.needs_calibration == (BUNDLED[name][0] != "rtn")
+
+
+def test_learned_rounding_in_a_recipe() -> None:
+    text = "stages:\n  - quantize: {method: signround, bits: 2, steps: 50, lr: 0.01, batch: 8}\n"
+    (stage,) = parse_recipe(text, "r.yaml").stages
+    assert stage == QuantizeStage("signround", Scheme(2, 128), tuning=Tuning(50, 0.01, 8))
 
 
 def test_low_rank_in_a_recipe() -> None:
