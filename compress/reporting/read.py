@@ -59,6 +59,7 @@ def read_report(path: Path) -> RunReport:
         quality=None if "not_measured" in quality else _quality(quality),
         not_measured=quality.text("not_measured", ""),
         kv_cache=kv_cache_facts(fields.child("kv_cache")) if "kv_cache" in fields else None,
+        search=read_search(fields.child("search")) if "search" in fields else None,
     )
 
 

@@ -154,6 +154,7 @@ class RunReport:
     quality: Quality | None
     not_measured: str
     kv_cache: KVCacheFacts | None = None
+    search: SearchRecord | None = None
 
     @property
     def folder(self) -> Path:
