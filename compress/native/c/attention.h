@@ -11,7 +11,7 @@
 
 #include "kv_pages.h"
 
-enum { PART = 256, TILE = 8, LONGEST_HEAD = 256 };
+enum { PART = 256, TILE = 8 };
 
 typedef struct {
     int64_t first_row, num_tokens; /* rows of the token axis */

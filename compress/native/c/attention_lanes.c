@@ -2,26 +2,26 @@
 #include "attention_part.h"
 
 /* Member j of sixteen words of 4-bit codes, less the middle code; of 8-bit codes the `plane` 0 or 1. */
-ALWAYS_INLINE Lanes centred(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
+INLINE Lanes centred(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
     Lanes code = __builtin_convertvector((IntLanes)(word >> word_bit(j) & 15), Lanes);
     if (bits == 8 && plane == 0) return code;
     code -= lanes_of(8.0f);
     return bits == 8 ? code * lanes_of(16.0f) : code;
 }
 
-ALWAYS_INLINE Lanes member(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
+INLINE Lanes member(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
     if (bits == 16) return (Lanes)(j ? word & 0xffff0000u : word << 16);
     return centred(word, j, bits, plane);
 }
 
-ALWAYS_INLINE WordLanes load_words(const uint32_t *from) {
+INLINE WordLanes load_words(const uint32_t *from) {
     WordLanes words;
     memcpy(&words, from, sizeof words);
     return words;
 }
 
 /* Products of each row's query with sixteen tokens. */
-ALWAYS_INLINE void multiply_keys(const Part *part, const Strip *strip, Lanes *products, const int width) {
+INLINE void multiply_keys(const Part *part, const Strip *strip, Lanes *products, const int width) {
     const KvPages *pages = part->attention->pages;
     const int64_t bits = pages->key_bits, members = bits == 16 ? 2 : 8, planes = bits == 8 ? 2 : 1;
     const uint32_t *words = strip->keys;
@@ -38,7 +38,7 @@ ALWAYS_INLINE void multiply_keys(const Part *part, const Strip *strip, Lanes *pr
 }
 
 /* Sixteen dimensions of the weighted sum of values. */
-ALWAYS_INLINE void multiply_values(const Part *part, int64_t d, Lanes weights[TILE][STRIPS], Lanes *sums, const int width) {
+INLINE void multiply_values(const Part *part, int64_t d, Lanes weights[TILE][STRIPS], Lanes *sums, const int width) {
     const KvPages *pages = part->attention->pages;
     const int64_t bits = pages->value_bits, members = bits == 16 ? 2 : 8, planes = bits == 8 ? 2 : 1;
     for (int row = 0; row < width; row++) sums[row] = (Lanes){0};
@@ -55,7 +55,7 @@ ALWAYS_INLINE void multiply_values(const Part *part, int64_t d, Lanes weights[TI
         }
 }
 
-ALWAYS_INLINE void attend(const Part *part, PartResult *result, const int width) {
+INLINE void attend(const Part *part, PartResult *result, const int width) {
     const KvPages *pages = part->attention->pages;
     Lanes scores[TILE][STRIPS], lanes[TILE];
     Grid values[STRIPS];
@@ -74,7 +74,7 @@ ALWAYS_INLINE void attend(const Part *part, PartResult *result, const int width)
     }
 }
 
-ALWAYS_INLINE void attend_part(const Part *part, PartResult *result) {
+INLINE void attend_part(const Part *part, PartResult *result) {
     switch (part->width) {
         case 1: attend(part, result, 1); break;
         case 2: attend(part, result, 2); break;

@@ -36,14 +36,14 @@ void attend_part_avx512(const Part *part, PartResult *result);
 /* Stands for the score of a key that is not seen. Finite, so that the difference of two of them is a number. */
 static const float UNSEEN = -3e38f;
 
-ALWAYS_INLINE float largest_lane(Lanes x) {
+INLINE float largest_lane(Lanes x) {
     float most = x[0];
     for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
     return most;
 }
 
 /* All bits set where a row sees the strip's token. */
-ALWAYS_INLINE IntLanes visible(const Part *part, int row, const Strip *strip) {
+INLINE IntLanes visible(const Part *part, int row, const Strip *strip) {
     const IntLanes place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t first = part->first[row] - strip->first_key, last = part->last[row] - strip->first_key;
     const int32_t low = first < 0 ? 0 : first > STRIP ? STRIP : (int32_t)first;
@@ -57,21 +57,21 @@ typedef struct {
     Lanes scale, middle;
 } Grid;
 
-ALWAYS_INLINE Grid load_grid(const uint16_t *scales, int64_t block_size, int64_t bits) {
+INLINE Grid load_grid(const uint16_t *scales, int64_t block_size, int64_t bits) {
     if (bits == 16) return (Grid){lanes_of(1.0f), lanes_of(0.0f)};
     Lanes scale = lanes_load_float16(scales), offset = lanes_load_float16(scales + block_size);
     return (Grid){scale, offset + scale * lanes_of(bits == 8 ? 128.0f : 8.0f)};
 }
 
 /* Scores from the products of a row's query with sixteen keys, or with their centred codes. */
-ALWAYS_INLINE Lanes to_scores(const Part *part, int row, const Strip *strip, Lanes products, Grid keys) {
+INLINE Lanes to_scores(const Part *part, int row, const Strip *strip, Lanes products, Grid keys) {
     products = products * keys.scale + keys.middle * lanes_of(part->query_sum[row]);
     return lanes_select(visible(part, row, strip), products * lanes_of(part->attention->scale), lanes_of(UNSEEN));
 }
 
 /* Turns a row's scores into weights of what stands in the pages, and sums them up: the scale of values goes into the
  * weights; the share of what their codes are centred on, the same for all dimensions, is returned. */
-ALWAYS_INLINE float to_weights(const Part *part, int row, Lanes *scores, const Grid *values, PartResult *result) {
+INLINE float to_weights(const Part *part, int row, Lanes *scores, const Grid *values, PartResult *result) {
     Lanes most = lanes_of(UNSEEN), sum = {0}, middles = {0};
     for (int64_t i = 0; i < part->num_strips; i++) most = lanes_max(most, scores[i]);
     const float largest = largest_lane(most);

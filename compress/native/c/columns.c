@@ -22,7 +22,7 @@ typedef struct {
     int64_t output, filled;
 } Tile;
 
-ALWAYS_INLINE void load_tile(const ColumnStretch *s, Tile *tile) {
+INLINE void load_tile(const ColumnStretch *s, Tile *tile) {
     memset(tile->target, 0, sizeof tile->target);
     memset(tile->error, 0, sizeof tile->error);
     memset(tile->kept, 0xff, sizeof tile->kept);
@@ -35,7 +35,7 @@ ALWAYS_INLINE void load_tile(const ColumnStretch *s, Tile *tile) {
     }
 }
 
-ALWAYS_INLINE void store_tile(const ColumnStretch *s, const Tile *tile) {
+INLINE void store_tile(const ColumnStretch *s, const Tile *tile) {
     for (int64_t i = 0; i < s->count; i++) {
         int64_t to = (s->first + i) * s->outputs + tile->output;
         if (!s->codes) memcpy(s->targets + to, tile->target[i], (size_t)tile->filled * sizeof(float));
@@ -46,12 +46,12 @@ ALWAYS_INLINE void store_tile(const ColumnStretch *s, const Tile *tile) {
 }
 
 /* What error j adds to column i, both counted within the stretch. */
-ALWAYS_INLINE float feedback_to(const ColumnStretch *s, int64_t j, int64_t i) {
+INLINE float feedback_to(const ColumnStretch *s, int64_t j, int64_t i) {
     return s->feedback[(s->first + j) * s->feedback_row + (s->first + i) * s->feedback_column];
 }
 
 /* The target of column i, given the errors of `known` columns of the stretch. */
-ALWAYS_INLINE void with_feedback(const ColumnStretch *s, const Tile *tile, int64_t i, int64_t known, Lanes *sum) {
+INLINE void with_feedback(const ColumnStretch *s, const Tile *tile, int64_t i, int64_t known, Lanes *sum) {
     for (int step = 0; step < STEPS; step++) sum[step] = tile->target[i][step];
     for (int64_t j = 0; j < known; j++) {
         Lanes weight = lanes_of(feedback_to(s, j, i));
@@ -62,7 +62,7 @@ ALWAYS_INLINE void with_feedback(const ColumnStretch *s, const Tile *tile, int64
 /* SparseGPT's choice among `pattern_of` columns from `begin`: the highest scores, of equal ones the first.
  * A target counts on every column before it having its final value; these have none yet, so what they feed each other
  * is taken back first: change = (target - original) (I - among)^-1, column by column. */
-ALWAYS_INLINE void choose(const ColumnStretch *s, Tile *tile, int64_t begin) {
+INLINE void choose(const ColumnStretch *s, Tile *tile, int64_t begin) {
     Lanes change[LARGEST_PATTERN][STEPS], score[LARGEST_PATTERN][STEPS];
     const int64_t size = s->pattern_of;
     for (int64_t i = 0; i < size; i++) {
@@ -87,7 +87,7 @@ ALWAYS_INLINE void choose(const ColumnStretch *s, Tile *tile, int64_t begin) {
 }
 
 /* The nearest value on the grid; its code is written, the zero point for what is pruned. */
-ALWAYS_INLINE Lanes on_grid(const ColumnStretch *s, const Tile *tile, int64_t i, int step, Lanes target) {
+INLINE Lanes on_grid(const ColumnStretch *s, const Tile *tile, int64_t i, int step, Lanes target) {
     int64_t from = tile->output + step * LANES, left = tile->filled - step * LANES;
     if (left <= 0) return target;
     int64_t row = s->group[s->first + i] * s->outputs + from;
@@ -100,7 +100,7 @@ ALWAYS_INLINE Lanes on_grid(const ColumnStretch *s, const Tile *tile, int64_t i,
     return (code - zero) * scale;
 }
 
-ALWAYS_INLINE void change_tile(const ColumnStretch *s, int64_t number) {
+INLINE void change_tile(const ColumnStretch *s, int64_t number) {
     Tile tile;
     tile.output = number * WIDTH;
     tile.filled = s->outputs - tile.output < WIDTH ? s->outputs - tile.output : WIDTH;

@@ -6,6 +6,8 @@
 #define NATIVE_DISPATCH_H
 
 #define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
 
 enum { SCALAR, AVX2, AVX512, NUM_INSTRUCTION_SETS, INSTRUCTION_SET_BEST = -1 };
 

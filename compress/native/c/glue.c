@@ -13,9 +13,9 @@ typedef struct {
     int64_t rows, per_chunk;
 } Share;
 
-ALWAYS_INLINE int64_t first_row(const Share *share, int64_t chunk) { return chunk * share->per_chunk; }
+INLINE int64_t first_row(const Share *share, int64_t chunk) { return chunk * share->per_chunk; }
 
-ALWAYS_INLINE int64_t last_row(const Share *share, int64_t chunk) {
+INLINE int64_t last_row(const Share *share, int64_t chunk) {
     const int64_t stop = (chunk + 1) * share->per_chunk;
     return stop < share->rows ? stop : share->rows;
 }
@@ -29,7 +29,7 @@ static int run(const PoolTask *tasks, const void *job, int64_t rows, int64_t row
 }
 
 /* Writes x / sqrt(mean square + eps) * weight; x and out may be the same. */
-ALWAYS_INLINE void normalize(const uint16_t *x, const uint16_t *weight, int64_t size, float eps, uint16_t *out) {
+INLINE void normalize(const uint16_t *x, const uint16_t *weight, int64_t size, float eps, uint16_t *out) {
     Lanes sum[2] = {{0}, {0}};
     for (int64_t i = 0; i < size; i += LANES) {
         const Lanes value = lanes_load_bfloat16(x + i);
@@ -40,7 +40,7 @@ ALWAYS_INLINE void normalize(const uint16_t *x, const uint16_t *weight, int64_t 
         lanes_store_bfloat16(out + i, lanes_round_bfloat16(lanes_load_bfloat16(x + i) * factor) * lanes_load_bfloat16(weight + i));
 }
 
-ALWAYS_INLINE void add_norm_rows(void *context, int64_t chunk) {
+INLINE void add_norm_rows(void *context, int64_t chunk) {
     const Share *share = context;
     const AddNorm *job = share->job;
     for (int64_t row = first_row(share, chunk); row < last_row(share, chunk); row++) {
@@ -54,7 +54,7 @@ ALWAYS_INLINE void add_norm_rows(void *context, int64_t chunk) {
     }
 }
 
-ALWAYS_INLINE void rotate_head(uint16_t *x, int64_t size, const uint16_t *cos, const uint16_t *sin) {
+INLINE void rotate_head(uint16_t *x, int64_t size, const uint16_t *cos, const uint16_t *sin) {
     uint16_t before[LARGEST_HEAD];
     memcpy(before, x, (size_t)size * sizeof *x);
     for (int64_t d = 0; d < size; d += LANES) {
@@ -65,7 +65,7 @@ ALWAYS_INLINE void rotate_head(uint16_t *x, int64_t size, const uint16_t *cos, c
     }
 }
 
-ALWAYS_INLINE void rotate_rows(void *context, int64_t chunk) {
+INLINE void rotate_rows(void *context, int64_t chunk) {
     const Share *share = context;
     const Rotate *job = share->job;
     const int64_t size = job->head_dim;
@@ -78,7 +78,7 @@ ALWAYS_INLINE void rotate_rows(void *context, int64_t chunk) {
 }
 
 /* Blocks of `block` dimensions, a power of two, each by itself. */
-ALWAYS_INLINE void hadamard_head(uint16_t *x, int64_t size, int64_t block) {
+INLINE void hadamard_head(uint16_t *x, int64_t size, int64_t block) {
     float turned[LARGEST_HEAD];
     for (int64_t d = 0; d < size; d++) turned[d] = float_of_bfloat16(x[d]);
     for (int64_t half = 1; half < block; half *= 2)
@@ -92,7 +92,7 @@ ALWAYS_INLINE void hadamard_head(uint16_t *x, int64_t size, int64_t block) {
     for (int64_t d = 0; d < size; d += LANES) lanes_store_bfloat16(x + d, lanes_load(turned + d) / norm);
 }
 
-ALWAYS_INLINE void hadamard_rows(void *context, int64_t chunk) {
+INLINE void hadamard_rows(void *context, int64_t chunk) {
     const Share *share = context;
     const Hadamard *job = share->job;
     const int64_t block = job->head_dim & -job->head_dim;
@@ -101,7 +101,7 @@ ALWAYS_INLINE void hadamard_rows(void *context, int64_t chunk) {
             hadamard_head(job->x + row * job->stride + head * job->head_dim, job->head_dim, block);
 }
 
-ALWAYS_INLINE void silu_multiply_rows(void *context, int64_t chunk) {
+INLINE void silu_multiply_rows(void *context, int64_t chunk) {
     const Share *share = context;
     const SiluMultiply *job = share->job;
     for (int64_t row = first_row(share, chunk); row < last_row(share, chunk); row++) {

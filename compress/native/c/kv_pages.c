@@ -5,7 +5,6 @@
 #include "numbers.h"
 #include "pool.h"
 
-enum { LARGEST_HEAD = 256 };
 static const float FLOAT16_MAX = 65504.0f;
 
 typedef struct {
@@ -18,7 +17,7 @@ typedef struct {
 
 /* Codes of one head of one token. */
 typedef struct {
-    uint8_t code[LARGEST_HEAD];
+    uint8_t code[LONGEST_HEAD];
     uint16_t scale, offset;
 } Quantized;
 
@@ -26,13 +25,6 @@ typedef struct {
 static uint16_t stored(float x) {
     if (!isfinite(x)) return 0x7e00;
     return float16_of(x > FLOAT16_MAX ? FLOAT16_MAX : x < -FLOAT16_MAX ? -FLOAT16_MAX : x);
-}
-
-static float read_float16(uint16_t half) {
-    uint16_t halves[LANES] = {half};
-    float floats[LANES];
-    lanes_store(floats, lanes_load_float16(halves));
-    return floats[0];
 }
 
 static void quantize(const uint16_t *head, int64_t size, int64_t bits, Quantized *out) {
@@ -45,7 +37,7 @@ static void quantize(const uint16_t *head, int64_t size, int64_t bits, Quantized
     }
     out->scale = stored(high / levels - low / levels);
     out->offset = stored(low);
-    const float scale = read_float16(out->scale), offset = read_float16(out->offset);
+    const float scale = float_of_float16(out->scale), offset = float_of_float16(out->offset);
     for (int64_t d = 0; d < size; d++) {
         float code = scale == 0 ? 0 : (float_of_bfloat16(head[d]) - offset) / scale;
         code = code > 0 ? code : 0; /* NaN, too */

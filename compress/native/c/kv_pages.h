@@ -18,10 +18,13 @@
 
 #include "dispatch.h"
 
-enum { STRIP = 16 }; /* tokens that stand side by side; divides the tokens of a block */
+enum {
+    STRIP = 16,         /* tokens that stand side by side; divides the tokens of a block */
+    LONGEST_HEAD = 256, /* head_dim at most */
+};
 
 typedef struct {
-    int64_t kv_heads, head_dim; /* head_dim: a multiple of 32, at most 256 */
+    int64_t kv_heads, head_dim; /* head_dim: a multiple of 32, at most LONGEST_HEAD */
     int64_t block_size;         /* tokens: 16, 32, 64, 128 or 256 */
     int64_t key_bits, value_bits; /* 16, 8 or 4 */
     uint8_t *keys, *values;       /* of block 0 */

@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#include "dispatch.h"
 
 enum { LANES = 16 };
 
@@ -16,52 +16,52 @@ typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t IntLanes __attribute__((vector_size(64)));
 typedef uint32_t WordLanes __attribute__((vector_size(64)));
 
-ALWAYS_INLINE Lanes lanes_of(float x) {
+INLINE Lanes lanes_of(float x) {
     return x - (Lanes){0};
 }
 
-ALWAYS_INLINE Lanes lanes_load(const float *from) {
+INLINE Lanes lanes_load(const float *from) {
     Lanes x;
     memcpy(&x, from, sizeof x);
     return x;
 }
 
-ALWAYS_INLINE void lanes_store(float *to, Lanes x) {
+INLINE void lanes_store(float *to, Lanes x) {
     memcpy(to, &x, sizeof x);
 }
 
 /* The first `count` lanes, at most all of them; `rest` in the others. */
-ALWAYS_INLINE Lanes lanes_load_some(const float *from, int64_t count, float rest) {
+INLINE Lanes lanes_load_some(const float *from, int64_t count, float rest) {
     Lanes x = lanes_of(rest);
     memcpy(&x, from, (size_t)(count < LANES ? count : LANES) * sizeof *from);
     return x;
 }
 
 /* Conditions are all bits or none per lane. They are made from sign bits: compilers take comparisons of lanes apart. */
-ALWAYS_INLINE Lanes lanes_select(IntLanes condition, Lanes yes, Lanes no) {
+INLINE Lanes lanes_select(IntLanes condition, Lanes yes, Lanes no) {
     return (Lanes)((condition & (IntLanes)yes) | (~condition & (IntLanes)no));
 }
 
-ALWAYS_INLINE IntLanes lanes_negative(IntLanes x) { return x >> 31; }
+INLINE IntLanes lanes_negative(IntLanes x) { return x >> 31; }
 
 /* a < b, for numbers whose difference is one. */
-ALWAYS_INLINE IntLanes lanes_below(Lanes a, Lanes b) { return lanes_negative((IntLanes)(a - b)); }
+INLINE IntLanes lanes_below(Lanes a, Lanes b) { return lanes_negative((IntLanes)(a - b)); }
 
-ALWAYS_INLINE Lanes lanes_max(Lanes a, Lanes b) { return lanes_select(lanes_below(a, b), b, a); }
+INLINE Lanes lanes_max(Lanes a, Lanes b) { return lanes_select(lanes_below(a, b), b, a); }
 
-ALWAYS_INLINE Lanes lanes_clamp(Lanes x, float low, float high) {
+INLINE Lanes lanes_clamp(Lanes x, float low, float high) {
     x = lanes_max(x, lanes_of(low));
     return lanes_select(lanes_below(lanes_of(high), x), lanes_of(high), x);
 }
 
 /* To the nearest whole number, half to even; for magnitudes below 2^22. */
-ALWAYS_INLINE Lanes lanes_round(Lanes x) {
+INLINE Lanes lanes_round(Lanes x) {
     Lanes shift = lanes_of(12582912.0f); /* 1.5 * 2^23: no bits are left behind the point */
     return (x + shift) - shift;
 }
 
 /* e^x for x <= 0, within 2 units in the last place; what is below -87 counts as -87, and NaN stays. */
-ALWAYS_INLINE Lanes lanes_exp(Lanes x) {
+INLINE Lanes lanes_exp(Lanes x) {
     Lanes near = lanes_max(x, lanes_of(-87.0f));
     Lanes n = lanes_round(near * lanes_of(1.44269504f));
     Lanes r = near - n * lanes_of(0.693359375f) + n * lanes_of(2.12194440e-4f); /* ln 2 in two pieces */
@@ -75,7 +75,7 @@ ALWAYS_INLINE Lanes lanes_exp(Lanes x) {
     return p * (Lanes)((__builtin_convertvector(n, IntLanes) + 127) << 23) + x * lanes_of(0.0f);
 }
 
-ALWAYS_INLINE float sum_of_lanes(Lanes x) {
+INLINE float sum_of_lanes(Lanes x) {
     float half[8], sum = 0;
     for (int lane = 0; lane < 8; lane++) half[lane] = x[lane] + x[lane + 8];
     for (int lane = 0; lane < 8; lane++) sum += half[lane];

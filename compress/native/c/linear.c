@@ -49,7 +49,7 @@ static void finish_row(const LinearCall *call, int64_t row, int64_t tile, const 
         return;
     }
     uint16_t *y = (uint16_t *)call->y + row * call->y_stride + first;
-    for (int64_t i = 0; i < count; i++) y[i] = float_to_bfloat16(values[i]);
+    for (int64_t i = 0; i < count; i++) y[i] = bfloat16_of(values[i]);
 }
 
 static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int64_t num_rows) {
@@ -84,7 +84,7 @@ static void prepare_chunk(void *context, int64_t chunk) {
 static void fill_tables(Prepared *prepared, const LinearWeight *weight) {
     const int mask = weight->bits == 2 ? 3 : 15;
     for (int i = 0; i < 16; i++) prepared->floats[i] = weight->table[i & mask];
-    for (int i = 0; i < 32; i++) prepared->pairs[i] = float_to_bfloat16(weight->table[i & mask]);
+    for (int i = 0; i < 32; i++) prepared->pairs[i] = bfloat16_of(weight->table[i & mask]);
 }
 
 static void cut_chunks(LinearCall *call) {

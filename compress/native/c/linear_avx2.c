@@ -5,7 +5,7 @@
 #include <immintrin.h>
 
 #define TARGET FOR_AVX2
-#define LANES 8
+#define PER_VECTOR 8
 #define VECTORS 4
 
 typedef __m256 Floats;

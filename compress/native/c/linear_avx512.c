@@ -5,7 +5,7 @@
 #include <immintrin.h>
 
 #define TARGET FOR_AVX512
-#define LANES 16
+#define PER_VECTOR 16
 #define VECTORS 4
 
 typedef __m512 Floats, Table;
@@ -114,7 +114,7 @@ INLINE TARGET void decode_bfloat16(const uint32_t *words, const Prepared *input,
 #pragma GCC unroll 8
         for (int j = 0; j < 16 / bits; j++, decoded += TILE)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) _mm512_storeu_si512(decoded + v * LANES, pair(word[v], j, bits, table));
+            for (int v = 0; v < VECTORS; v++) _mm512_storeu_si512(decoded + v * PER_VECTOR, pair(word[v], j, bits, table));
     }
 }
 

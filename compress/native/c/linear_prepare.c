@@ -19,7 +19,7 @@ static void load_activations(const LinearCall *call, int64_t row, int64_t start,
         return;
     }
     const uint16_t *halves = (const uint16_t *)call->x + at;
-    for (int i = 0; i < INPUT_MULTIPLE; i++) values[i] = bfloat16_to_float(halves[i]);
+    for (int i = 0; i < INPUT_MULTIPLE; i++) values[i] = float_of_bfloat16(halves[i]);
 }
 
 /* Of `run` inputs, in an order that has no part in which row it is. */
@@ -40,16 +40,16 @@ static float largest_magnitude(const LinearCall *call, int64_t row, int64_t star
     for (int64_t k = 0; k < count; k += INPUT_MULTIPLE) {
         load_activations(call, row, start + k, values);
         for (int i = 0; i < INPUT_MULTIPLE; i++) {
-            const int32_t bits = (int32_t)(float_to_bits(values[i]) & 0x7fffffff);
+            const int32_t bits = (int32_t)(bits_of_float(values[i]) & 0x7fffffff);
             largest[i] = bits > largest[i] ? bits : largest[i];
         }
     }
     for (int i = 0; i < INPUT_MULTIPLE; i++) found = largest[i] > found ? largest[i] : found;
-    return bits_to_float((uint32_t)found);
+    return float_of_bits((uint32_t)found);
 }
 
 /* Rounded half to even: adding 1.5 * 2^23 leaves no bits behind the point. */
-static int32_t round_level(float value) { return (int32_t)(float_to_bits(value + 12582912.0f) - 0x4b400000u); }
+static int32_t round_level(float value) { return (int32_t)(bits_of_float(value + 12582912.0f) - 0x4b400000u); }
 
 INLINE void order_levels(const int32_t *rounded, int bits, int8_t *levels) {
     const int per_word = 32 / bits;

@@ -1,6 +1,7 @@
-/* The products of one run with one strip of a tile, a few vectors of features, written once over the vectors of an instruction set. A file that includes this defines
+/* The products of one run with one strip of a tile, a few vectors of features, written once over the vectors of an
+ * instruction set. A file that includes this defines
  *     TARGET                     the attribute of its functions
- *     LANES, VECTORS             features per vector, and vectors per strip
+ *     PER_VECTOR, VECTORS        features per vector, and vectors per strip
  *     Floats, Words, Table       vectors of float32 and of 32-bit words, the 16 entries of a table
  *     floats_zero, floats_all, floats_load, floats_store, floats_add, floats_mul, floats_fma (a * b + c)
  *     floats_of, floats_from_bits    of integers, and of the same bits
@@ -10,15 +11,15 @@
  *     words_bytes(word, shift, bits) codes from bit `shift` of every byte on, masked
  *     words_dot(sum, codes, levels)  sum + products of 4 unsigned bytes with 4 signed ones of `levels` (a word)
  *     table_load, table_look_up(table, word, shift)  of codes from bit `shift` on, whatever is above them
- *     load_scale(weight, index), load_bytes(address)  LANES scales as Floats, LANES bytes as Words */
+ *     load_scale(weight, index), load_bytes(address)  PER_VECTOR scales as Floats, PER_VECTOR bytes as Words */
 
 enum { AHEAD = 2048 };
 
 INLINE TARGET void load_words(const uint32_t *words, Words word[VECTORS]) {
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
-        word[v] = words_load(words + v * LANES);
-        if (v * LANES % 16 == 0) __builtin_prefetch((const char *)(words + v * LANES) + AHEAD);
+        word[v] = words_load(words + v * PER_VECTOR);
+        if (v * PER_VECTOR % 16 == 0) __builtin_prefetch((const char *)(words + v * PER_VECTOR) + AHEAD);
     }
 }
 
@@ -28,7 +29,7 @@ INLINE TARGET void load_words(const uint32_t *words, Words word[VECTORS]) {
 NOINLINE TARGET void add_numbers(const Strip *strip, const Floats (*partial)[VECTORS]) {
     for (int r = 0; r < strip->rows; r++)
         for (int v = 0; v < VECTORS; v++) {
-            float *to = strip->sums + r * TILE + v * LANES;
+            float *to = strip->sums + r * TILE + v * PER_VECTOR;
             floats_store(to, floats_add(floats_load(to), partial[r][v]));
         }
 }
@@ -36,10 +37,10 @@ NOINLINE TARGET void add_numbers(const Strip *strip, const Floats (*partial)[VEC
 /* sums += partial * scale */
 NOINLINE TARGET void add_symmetric(const LinearWeight *weight, const Strip *strip, const Floats (*partial)[VECTORS]) {
     Floats scale[VECTORS];
-    for (int v = 0; v < VECTORS; v++) scale[v] = load_scale(weight, strip->scale + v * LANES);
+    for (int v = 0; v < VECTORS; v++) scale[v] = load_scale(weight, strip->scale + v * PER_VECTOR);
     for (int r = 0; r < strip->rows; r++)
         for (int v = 0; v < VECTORS; v++) {
-            float *to = strip->sums + r * TILE + v * LANES;
+            float *to = strip->sums + r * TILE + v * PER_VECTOR;
             floats_store(to, floats_fma(partial[r][v], scale[v], floats_load(to)));
         }
 }
@@ -50,13 +51,13 @@ NOINLINE TARGET void add_asymmetric(const LinearWeight *weight, const Prepared *
     const Words center = words_all(1 << (weight->bits - 1));
     Floats scale[VECTORS], zero[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
-        scale[v] = load_scale(weight, strip->scale + v * LANES);
-        zero[v] = floats_of(words_sub(center, load_bytes(weight->zeros + strip->scale + v * LANES)));
+        scale[v] = load_scale(weight, strip->scale + v * PER_VECTOR);
+        zero[v] = floats_of(words_sub(center, load_bytes(weight->zeros + strip->scale + v * PER_VECTOR)));
     }
     for (int r = 0; r < strip->rows; r++) {
         const Floats sum = floats_all(input->sums[(strip->row + r) * input->num_runs + strip->run]);
         for (int v = 0; v < VECTORS; v++) {
-            float *to = strip->sums + r * TILE + v * LANES;
+            float *to = strip->sums + r * TILE + v * PER_VECTOR;
             const Floats moved = floats_fma(zero[v], sum, partial[r][v]);
             floats_store(to, floats_fma(moved, scale[v], floats_load(to)));
         }
@@ -122,11 +123,11 @@ INLINE TARGET void decode_float32(const uint32_t *words, const Prepared *input, 
                                   int bits) {
     const Table table = table_load(input->floats);
     for (int64_t k = 0; k < run; k += 32 / bits, words += TILE, decoded += TILE * 32 / bits)
-        for (int v = 0; v < TILE / LANES; v++) {
-            const Words word = words_load(words + v * LANES);
+        for (int v = 0; v < TILE / PER_VECTOR; v++) {
+            const Words word = words_load(words + v * PER_VECTOR);
 #pragma GCC unroll 16
             for (int j = 0; j < 32 / bits; j++)
-                floats_store((float *)decoded + j * TILE + v * LANES, number(word, j, bits, table));
+                floats_store((float *)decoded + j * TILE + v * PER_VECTOR, number(word, j, bits, table));
         }
 }
 
@@ -138,7 +139,7 @@ NOINLINE TARGET void add_levels(const LinearWeight *weight, const Prepared *inpu
     Floats scale[VECTORS];
     Words zero[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
-        const int64_t index = strip->scale + v * LANES;
+        const int64_t index = strip->scale + v * PER_VECTOR;
         scale[v] = load_scale(weight, index);
         zero[v] = weight->zeros == NULL ? words_all(1 << (weight->bits - 1)) : load_bytes(weight->zeros + index);
     }
@@ -147,7 +148,7 @@ NOINLINE TARGET void add_levels(const LinearWeight *weight, const Prepared *inpu
         const Words sum = words_all(input->level_sums[at]);
         const Floats level_scale = floats_all(input->level_scales[at]);
         for (int v = 0; v < VECTORS; v++) {
-            float *to = strip->sums + r * TILE + v * LANES;
+            float *to = strip->sums + r * TILE + v * PER_VECTOR;
             const Floats moved = floats_of(words_sub(dot[r][v], words_mul(zero[v], sum)));
             floats_store(to, floats_fma(moved, floats_mul(scale[v], level_scale), floats_load(to)));
         }

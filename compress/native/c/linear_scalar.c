@@ -2,14 +2,14 @@
 #include "linear_tiles.h"
 
 #define TARGET
-#define LANES 4
+#define PER_VECTOR 4
 #define VECTORS 2
 
 typedef struct {
-    float at[LANES];
+    float at[PER_VECTOR];
 } Floats;
 typedef struct {
-    uint32_t at[LANES];
+    uint32_t at[PER_VECTOR];
 } Words;
 typedef struct {
     const float *at;
@@ -24,21 +24,21 @@ INLINE Floats floats_load(const float *from) {
 }
 INLINE void floats_store(float *to, Floats x) { memcpy(to, &x, sizeof x); }
 INLINE Floats floats_add(Floats a, Floats b) {
-    for (int i = 0; i < LANES; i++) a.at[i] += b.at[i];
+    for (int i = 0; i < PER_VECTOR; i++) a.at[i] += b.at[i];
     return a;
 }
 INLINE Floats floats_mul(Floats a, Floats b) {
-    for (int i = 0; i < LANES; i++) a.at[i] *= b.at[i];
+    for (int i = 0; i < PER_VECTOR; i++) a.at[i] *= b.at[i];
     return a;
 }
 /* Two roundings: a fused operation would be a call of a function here. */
 INLINE Floats floats_fma(Floats a, Floats b, Floats c) {
-    for (int i = 0; i < LANES; i++) c.at[i] += a.at[i] * b.at[i];
+    for (int i = 0; i < PER_VECTOR; i++) c.at[i] += a.at[i] * b.at[i];
     return c;
 }
 INLINE Floats floats_of(Words x) {
     Floats y;
-    for (int i = 0; i < LANES; i++) y.at[i] = (float)(int32_t)x.at[i];
+    for (int i = 0; i < PER_VECTOR; i++) y.at[i] = (float)(int32_t)x.at[i];
     return y;
 }
 INLINE Floats floats_from_bits(Words x) {
@@ -57,27 +57,27 @@ INLINE Words words_load(const uint32_t *from) {
     return x;
 }
 INLINE Words words_sub(Words a, Words b) {
-    for (int i = 0; i < LANES; i++) a.at[i] -= b.at[i];
+    for (int i = 0; i < PER_VECTOR; i++) a.at[i] -= b.at[i];
     return a;
 }
 INLINE Words words_mul(Words a, Words b) {
-    for (int i = 0; i < LANES; i++) a.at[i] *= b.at[i];
+    for (int i = 0; i < PER_VECTOR; i++) a.at[i] *= b.at[i];
     return a;
 }
 INLINE Words words_code(Words word, int shift, int bits) {
-    for (int i = 0; i < LANES; i++) word.at[i] = word.at[i] >> shift & ((1u << bits) - 1);
+    for (int i = 0; i < PER_VECTOR; i++) word.at[i] = word.at[i] >> shift & ((1u << bits) - 1);
     return word;
 }
 INLINE Words words_high_half(Words word, int shift) {
-    for (int i = 0; i < LANES; i++) word.at[i] = word.at[i] >> shift << 16;
+    for (int i = 0; i < PER_VECTOR; i++) word.at[i] = word.at[i] >> shift << 16;
     return word;
 }
 INLINE Words words_bytes(Words word, int shift, int bits) {
-    for (int i = 0; i < LANES; i++) word.at[i] = word.at[i] >> shift & ((1u << bits) - 1) * 0x01010101u;
+    for (int i = 0; i < PER_VECTOR; i++) word.at[i] = word.at[i] >> shift & ((1u << bits) - 1) * 0x01010101u;
     return word;
 }
 INLINE Words words_dot(Words sum, Words codes, int32_t levels) {
-    for (int i = 0; i < LANES; i++)
+    for (int i = 0; i < PER_VECTOR; i++)
         for (int byte = 0; byte < 4; byte++) {
             const int32_t code = (int32_t)(codes.at[i] >> 8 * byte & 0xff);
             sum.at[i] += (uint32_t)(code * (int8_t)((uint32_t)levels >> 8 * byte));
@@ -88,27 +88,21 @@ INLINE Words words_dot(Words sum, Words codes, int32_t levels) {
 INLINE Table table_load(const float *table) { return (Table){table}; }
 INLINE Floats table_look_up(Table table, Words word, int shift) {
     Floats x;
-    for (int i = 0; i < LANES; i++) x.at[i] = table.at[word.at[i] >> shift & 15];
+    for (int i = 0; i < PER_VECTOR; i++) x.at[i] = table.at[word.at[i] >> shift & 15];
     return x;
 }
 
 INLINE Words load_bytes(const uint8_t *from) {
     Words x;
-    for (int i = 0; i < LANES; i++) x.at[i] = from[i];
+    for (int i = 0; i < PER_VECTOR; i++) x.at[i] = from[i];
     return x;
-}
-INLINE float half_to_float(uint16_t half) {
-    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
-    if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | magnitude << 13); /* infinity, NaN */
-    const float value = magnitude < 0x400 ? (float)magnitude * 0x1p-24f : bits_to_float((magnitude << 13) + (112u << 23));
-    return sign ? -value : value;
 }
 INLINE Floats load_scale(const LinearWeight *weight, int64_t index) {
     if (weight->scale_type == FLOAT32) return floats_load((const float *)weight->scales + index);
     const uint16_t *from = (const uint16_t *)weight->scales + index;
     Floats x;
-    for (int i = 0; i < LANES; i++)
-        x.at[i] = weight->scale_type == FLOAT16 ? half_to_float(from[i]) : bfloat16_to_float(from[i]);
+    for (int i = 0; i < PER_VECTOR; i++)
+        x.at[i] = weight->scale_type == FLOAT16 ? float_of_float16(from[i]) : float_of_bfloat16(from[i]);
     return x;
 }
 

@@ -10,9 +10,7 @@
 #include <string.h>
 
 #include "linear.h"
-
-#define INLINE static inline __attribute__((always_inline))
-#define NOINLINE static __attribute__((noinline))
+#include "scalars.h"
 
 enum { MOST_ROWS = 6, NUM_WIDTHS = 5 };
 
@@ -69,7 +67,7 @@ INLINE int width_index(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : bits =
 #define RUN_KERNEL(kind, bits, rows)                                                                                  \
     static TARGET void kind##_##bits##_##rows(const LinearWeight *weight, const Prepared *input,                      \
                                               const Place *place) {                                                   \
-        for (int first = 0; first < TILE; first += VECTORS * LANES) {                                                 \
+        for (int first = 0; first < TILE; first += VECTORS * PER_VECTOR) {                                            \
             const Strip strip = strip_at(weight, input, place, first, rows);                                          \
             run_##kind(weight, input, &strip, bits, rows);                                                            \
         }                                                                                                             \
@@ -98,27 +96,6 @@ INLINE int code_shift(int k, int bits) { return k / 2 * bits + k % 2 * 16; }
 INLINE int level_input(int i, int bits) {
     const int shift = i % 4 * 8 + i / 4 * bits;
     return shift % 16 / bits * 2 + shift / 16;
-}
-
-INLINE float bits_to_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE uint32_t float_to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-INLINE float bfloat16_to_float(uint16_t bits) { return bits_to_float((uint32_t)bits << 16); }
-
-/* To nearest, ties to even; NaN stays NaN. */
-INLINE uint16_t float_to_bfloat16(float value) {
-    const uint32_t bits = float_to_bits(value);
-    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
 }
 
 INLINE int32_t load_word(const void *address) {

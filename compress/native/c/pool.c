@@ -9,30 +9,30 @@
 #include <xmmintrin.h>
 #endif
 
-/* Bits of `door`: whether the current job may be entered, and how many helpers are inside. */
+/* Bits of `door`: whether the current job may be entered, and how many workers are inside. */
 static const uint32_t OPEN = 1u << 31;
-/* How long helpers look for the next job before they sleep, and callers for the last helper. */
+/* How long workers look for the next job before they sleep, and callers for the last worker. */
 static const int64_t SPIN_NANOSECONDS = 20000;
-/* Load is judged over jobs that took so long together; helpers that lost time rest, longer each time. */
+/* Load is judged over jobs that took so long together; workers that lost time rest, longer each time. */
 static const int64_t WINDOW_NANOSECONDS = 10000000;
 static const int64_t FIRST_REST_NANOSECONDS = 50000000;
 static const int64_t LONGEST_REST_NANOSECONDS = 800000000;
 
 typedef struct {
-    int64_t busy, lost, gained; /* nanoseconds: in jobs, waiting for helpers, of work that helpers did */
+    int64_t busy, lost, gained; /* nanoseconds: in jobs, waiting for workers, of work that workers did */
     int64_t rest, rest_until;
-    _Atomic int active; /* helpers in use */
+    _Atomic int active; /* workers in use */
 } Load;
 
 typedef struct {
-    pthread_mutex_t mutex; /* guards sleeping helpers and callers */
+    pthread_mutex_t mutex; /* guards sleeping workers and callers */
     pthread_cond_t wake, left;
     atomic_flag busy;            /* held by the caller whose job runs */
     _Atomic uint32_t generation; /* counts jobs */
     _Atomic uint32_t door;
     _Atomic int sleeping;
-    _Atomic int limit; /* helpers that may enter */
-    _Atomic int helpers; /* wanted */
+    _Atomic int limit; /* workers that may enter */
+    _Atomic int workers; /* wanted */
     int started;
     _Atomic int64_t next; /* chunk */
     PoolTask task;
@@ -119,20 +119,20 @@ static void *help(void *argument) {
     return NULL;
 }
 
-/* The child of fork() has none of the helpers, and locks in any state. */
+/* The child of fork() has none of the workers, and locks in any state. */
 static void reset_after_fork(void) {
-    const int helpers = atomic_load(&pool.helpers);
+    const int workers = atomic_load(&pool.workers);
     pool = (Pool){.busy = ATOMIC_FLAG_INIT};
     pthread_mutex_init(&pool.mutex, NULL);
     pthread_cond_init(&pool.wake, NULL);
     pthread_cond_init(&pool.left, NULL);
-    atomic_store(&pool.helpers, helpers);
-    pool.load.active = helpers;
+    atomic_store(&pool.workers, workers);
+    pool.load.active = workers;
 }
 
 static void prepare(void) { pthread_atfork(NULL, NULL, reset_after_fork); }
 
-static void start_helpers(int wanted) {
+static void start_workers(int wanted) {
     for (; pool.started < wanted; pool.started++) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, help, (void *)(intptr_t)pool.started)) return;
@@ -140,7 +140,7 @@ static void start_helpers(int wanted) {
     }
 }
 
-static void wait_for_helpers(void) {
+static void wait_for_workers(void) {
     const int64_t deadline = now() + SPIN_NANOSECONDS;
     do {
         for (int i = 0; i < 64; i++) {
@@ -153,32 +153,32 @@ static void wait_for_helpers(void) {
     pthread_mutex_unlock(&pool.mutex);
 }
 
-/* How many helpers the next job gets: half of them rest when waiting for them cost more than they did. */
-static int helpers_now(Load *load, int helpers, int64_t time) {
+/* How many workers the next job gets: half of them rest when waiting for them cost more than they did. */
+static int workers_now(Load *load, int workers, int64_t time) {
     if (load->busy > WINDOW_NANOSECONDS) {
         if (load->lost > load->gained / 2) {
             load->rest = load->rest ? load->rest * 2 : FIRST_REST_NANOSECONDS;
             if (load->rest > LONGEST_REST_NANOSECONDS) load->rest = LONGEST_REST_NANOSECONDS;
             load->rest_until = time + load->rest;
             load->active = load->active / 2;
-        } else if (load->active == helpers) {
+        } else if (load->active == workers) {
             load->rest = 0;
         }
         load->busy = load->lost = load->gained = 0;
     }
-    if (time >= load->rest_until || load->active > helpers) load->active = helpers;
+    if (time >= load->rest_until || load->active > workers) load->active = workers;
     return load->active;
 }
 
 static void run_together(PoolTask task, void *context, int64_t num_chunks) {
     const int64_t begin = now();
-    int helpers = helpers_now(&pool.load, atomic_load(&pool.helpers), begin);
-    if (helpers > num_chunks - 1) helpers = (int)(num_chunks - 1);
-    start_helpers(helpers);
+    int workers = workers_now(&pool.load, atomic_load(&pool.workers), begin);
+    if (workers > num_chunks - 1) workers = (int)(num_chunks - 1);
+    start_workers(workers);
     pool.task = task, pool.context = context, pool.num_chunks = num_chunks;
     atomic_store(&pool.next, 0);
-    atomic_store(&pool.limit, helpers);
-    if (helpers) {
+    atomic_store(&pool.limit, workers);
+    if (workers) {
         atomic_store(&pool.door, OPEN);
         atomic_fetch_add(&pool.generation, 1);
         if (atomic_load(&pool.sleeping)) {
@@ -189,9 +189,9 @@ static void run_together(PoolTask task, void *context, int64_t num_chunks) {
     }
     const int64_t done = take_chunks(task, context, &pool.next, num_chunks);
     const int64_t finished = now();
-    if (!helpers) return;
+    if (!workers) return;
     atomic_fetch_and(&pool.door, ~OPEN);
-    wait_for_helpers();
+    wait_for_workers();
     const int64_t end = now();
     pool.load.busy += end - begin;
     pool.load.lost += end - finished;
@@ -200,7 +200,7 @@ static void run_together(PoolTask task, void *context, int64_t num_chunks) {
 
 void pool_run(PoolTask task, void *context, int64_t num_chunks) {
     pthread_once(&prepared, prepare);
-    if (num_chunks < 2 || !atomic_load(&pool.helpers) || atomic_flag_test_and_set(&pool.busy)) {
+    if (num_chunks < 2 || !atomic_load(&pool.workers) || atomic_flag_test_and_set(&pool.busy)) {
         _Atomic int64_t next = 0;
         take_chunks(task, context, &next, num_chunks);
         return;
@@ -212,13 +212,13 @@ void pool_run(PoolTask task, void *context, int64_t num_chunks) {
 int pool_set_threads(int count) {
     if (count < 1) count = 1;
     if (count > POOL_MAX_THREADS) count = POOL_MAX_THREADS;
-    atomic_store(&pool.helpers, count - 1);
+    atomic_store(&pool.workers, count - 1);
     return count;
 }
 
-int pool_threads(void) { return atomic_load(&pool.helpers) + 1; }
+int pool_threads(void) { return atomic_load(&pool.workers) + 1; }
 
 int pool_active_threads(void) {
-    const int helpers = atomic_load(&pool.helpers), active = atomic_load(&pool.load.active);
-    return (active < helpers ? active : helpers) + 1;
+    const int workers = atomic_load(&pool.workers), active = atomic_load(&pool.load.active);
+    return (active < workers ? active : workers) + 1;
 }
