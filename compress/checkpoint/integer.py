@@ -56,3 +56,7 @@ class IntegerWeight:
             offsets = codes.unflatten(1, (scale.shape[1], -1)).to(exact) - zero.to(exact).unsqueeze(-1)
             out.copy_((offsets * scale.to(exact).unsqueeze(-1)).flatten(1))
         return values
+
+    def cpu(self) -> IntegerWeight:
+        """The same in host memory."""
+        return IntegerWeight(self.codes.cpu(), self.scale.cpu(), self.zero.cpu(), self.scheme)

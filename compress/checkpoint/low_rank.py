@@ -55,6 +55,10 @@ class LowRankWeight:
         left, right = (values(factor, exact) for factor in self.factors)
         return (left @ right).to(dtype)
 
+    def cpu(self) -> LowRankWeight:
+        """The same in host memory."""
+        return LowRankWeight(self.left.cpu(), self.right.cpu(), self.scheme)
+
 
 def values(factor: Factor, dtype: torch.dtype) -> Tensor:
     """A factor as plain numbers."""

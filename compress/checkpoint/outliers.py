@@ -55,6 +55,10 @@ class OutlierWeight:
         values[:, self.columns.long()] = self.values.to(dtype)
         return values
 
+    def cpu(self) -> OutlierWeight:
+        """The same in host memory."""
+        return OutlierWeight(self.base.cpu(), self.columns.cpu(), self.values.cpu(), self.scheme)
+
 
 def without_columns(weight: IntegerWeight, columns: Tensor) -> IntegerWeight:
     """The same integers with the zero point in every code of `columns [k]`."""

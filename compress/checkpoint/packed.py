@@ -8,4 +8,4 @@ from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.pruned import PrunedWeight
 
 PackedWeight = IntegerWeight | PrunedWeight | LowRankWeight | OutlierWeight
-"""All know their `scheme` and `shape` and can `dequantize`."""
+"""All know their `scheme` and `shape`, can `dequantize`, and go to host memory with `cpu`."""

@@ -44,3 +44,7 @@ class PrunedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight `[O, I]`."""
         return self.values.to(dtype)
+
+    def cpu(self) -> PrunedWeight:
+        """The same in host memory."""
+        return PrunedWeight(self.values.cpu(), self.scheme)

@@ -54,6 +54,10 @@ class HessianFactor:
     recovery: str
     dead_columns: int
 
+    def facts(self) -> dict[str, float | str | None]:
+        """What it took, for the report."""
+        return {"recovery": self.recovery, "damping": self.damping, "dead_columns": self.dead_columns}
+
     def equivalent_inputs(self) -> Tensor | None:
         """`[I, I]` rows, columns in original order, whose second moments are in proportion to the damped Hessian."""
         if self.feedback is None or self.spread is None:

@@ -8,72 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibration.difference import InputDifference
 from calibration.statistics import InputStatistics
 from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.low_rank import Factor, LowRankWeight
-from compress.checkpoint.outliers import OutlierWeight
+from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.pruned import PrunedWeight
-from compress.checkpoint.scales import GroupScales
 from compress.checkpoint.scheme import Scheme
-from compress.methods.awq import quantize_awq, search_clip
-from compress.methods.gptaq import DEFAULT_ALPHA, DriftedFactor, quantize_gptaq
-from compress.methods.gptq import quantize_gptq
-from compress.methods.hessian import GptqOptions, HessianFactor, factorize
-from compress.methods.hqq import quantize_hqq
-from compress.methods.outlier_columns import beside_outliers, quantize_gptq_beside
+from compress.methods.hessian import GptqOptions
 from compress.methods.pruning import PER_OUTPUT, keep_pattern, keep_share, scores
-from compress.methods.rtn import quantize_rtn
 from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
 from compress.methods.sparsegpt import prune_sparsegpt
 from compress.pipeline.block_job import LinearRecord
 from compress.pipeline.low_rank_work import UNREACHED, WHOLE, FactorRounding, Ranked
+from compress.pipeline.shared_factors import SharedFactors
+from compress.pipeline.weight_rounding import WeightRounding
 from compress.plan import Assignment, Pruning
-from compress.stages.quantize import DATA_FREE_METHODS
-
-CLIP_ROWS = 512
-# Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
-_UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
 
 Stored = PackedWeight | Tensor
 """What becomes of a weight `[O, I]`: packed, or a dense tensor in the model's dtype, zeros and all."""
-
-
-@dataclass
-class SharedFactors:
-    """Factorized Hessians of linears that share their input, each made when first asked for.
-
-    Attributes:
-        statistics: of the input before smoothing; None when nothing is known.
-        scale: `[I]`, what smoothing divided the input by; None when nothing was folded.
-        difference: of the input to the dense model's; None when it is not known.
-    """
-
-    statistics: InputStatistics | None
-    scale: Tensor | None = None
-    difference: InputDifference | None = None
-    factors: dict[GptqOptions, HessianFactor] = field(default_factory=dict)
-    with_drift: dict[float, DriftedFactor] = field(default_factory=dict)
-
-    def get(self, options: GptqOptions) -> HessianFactor:
-        if self.statistics is None:
-            raise ValueError("a Hessian was asked for, and nothing was observed")
-        if options not in self.factors:
-            self.factors[options] = factorize(self._smoothed(self.statistics.hessian), options)
-        return self.factors[options]
-
-    def drifted(self, alpha: float) -> DriftedFactor | None:
-        """The Hessian's factor for GPTAQ; None when the difference is not known."""
-        if self.difference is None:
-            return None
-        if alpha not in self.with_drift:
-            moment = self._smoothed(self.difference.moment)
-            self.with_drift[alpha] = DriftedFactor.of(self.get(GptqOptions()), moment, alpha)
-        return self.with_drift[alpha]
-
-    def _smoothed(self, moment: Tensor) -> Tensor:
-        return moment if self.scale is None else moment / self.scale / self.scale.unsqueeze(-1)
 
 
 @dataclass
@@ -131,9 +83,12 @@ class LinearWork:
         scheme = self._scheme
         if scheme is None or self.assignment.method is None:
             return self.finish(self._unquantized(weight))
+        rounding = WeightRounding(
+            self.module, self.assignment, self.model_dtype, factors, self.importance, self.details
+        )
         if self.outliers is not None:
-            return self.finish(self._quantize_beside(weight, self.outliers, scheme, factors))
-        return self.finish(self._quantize(weight, kept, scheme, factors))
+            return self.finish(rounding.beside(weight, scheme, self.outliers))
+        return self.finish(rounding.codes(weight, scheme, kept))
 
     @property
     def is_learned(self) -> bool:
@@ -165,7 +120,7 @@ class LinearWork:
         factor = factors.get(SPARSEGPT_OPTIONS)
         # GPTQ after SparseGPT is one loop, which makes up for both at once.
         joint = self.assignment.quantized if self.assignment.method == "gptq" else None
-        self._note(factor)
+        self.details |= factor.facts()
         return prune_sparsegpt(self.weight, factor, pruning.pattern, pruning.share, joint, self.model_dtype)
 
     def _mask(self, pruning: Pruning) -> Tensor:
@@ -178,64 +133,10 @@ class LinearWork:
             return keep_pattern(score, pruning.pattern)
         return keep_share(score, pruning.share, per_output=method in PER_OUTPUT)
 
-    def _quantize(self, weight: Tensor, kept: Tensor | None, scheme: Scheme, factors: SharedFactors) -> IntegerWeight:
-        method = self.assignment.method
-        if method not in DATA_FREE_METHODS and self.statistics is None:
-            self.details["recovery"] = f"rtn: {UNREACHED}"
-            method = "rtn"
-        match method:
-            case "gptq" | "signround":
-                # Rounding is learned from GPTQ's codes on: see `compress.pipeline.tuning`.
-                factor = factors.get(GptqOptions())
-                self._note(factor)
-                return quantize_gptq(weight, factor, scheme, self.model_dtype, kept)
-            case "gptaq":
-                return self._gptaq(weight, kept, scheme, factors)
-            case "awq":
-                clip = self._clip(weight, scheme)
-                self.details["clipped"] = clip is not None
-                return quantize_awq(weight, scheme, self.importance, clip, self.model_dtype)
-            case "hqq":
-                return quantize_hqq(weight, scheme, self.model_dtype)
-            case _:
-                return quantize_rtn(weight, scheme, self.importance, self.model_dtype)
-
-    def _quantize_beside(
-        self, weight: Tensor, columns: Tensor, scheme: Scheme, factors: SharedFactors
-    ) -> OutlierWeight:
-        if self.assignment.method == "gptq" and self.statistics is not None:
-            factor = factors.get(GptqOptions(last=tuple(columns.tolist())))
-            self._note(factor)
-            return quantize_gptq_beside(weight, factor, scheme, columns, self.model_dtype)
-        codes = self._quantize(weight.index_fill(1, columns, 0.0), None, scheme.base, factors)
-        return beside_outliers(weight, codes, columns, scheme)
-
-    def _gptaq(self, weight: Tensor, kept: Tensor | None, scheme: Scheme, factors: SharedFactors) -> IntegerWeight:
-        alpha = DEFAULT_ALPHA if self.assignment.alpha is None else self.assignment.alpha
-        drifted, factor = factors.drifted(alpha), factors.get(GptqOptions())
-        self._note(factor)
-        if drifted is None:
-            self.details["recovery"] = "gptq: its inputs in the dense model are of other tokens"
-            return quantize_gptq(weight, factor, scheme, self.model_dtype, kept)
-        return quantize_gptaq(weight, drifted, scheme, self.model_dtype, kept)
-
     def _unquantized(self, weight: Tensor) -> Stored:
         values = weight.to(self.model_dtype)
         scheme = self._scheme
         return values if scheme is None else PrunedWeight(values, scheme)
-
-    def _clip(self, weight: Tensor, scheme: Scheme) -> GroupScales | None:
-        if self.statistics is None or any(part in self.module for part in _UNCLIPPED):
-            return None
-        rows = self.statistics.sample(CLIP_ROWS).float()
-        return search_clip(weight, rows if self.scale is None else rows / self.scale, scheme, self.model_dtype)
-
-    def _note(self, factor: HessianFactor) -> None:
-        self.details |= {
-            "recovery": factor.recovery,
-            "damping": factor.damping,
-            "dead_columns": factor.dead_columns,
-        }
 
     def finish(self, stored: Stored) -> tuple[Stored, LinearRecord]:
         """What becomes of the weight, in host memory, and the record of it."""
@@ -250,7 +151,7 @@ class LinearWork:
             input_outlier=_outlier(self.statistics),
             **self.details,
         )
-        return _on_host(stored), record
+        return stored.cpu(), record
 
 
 def values_of(stored: Stored) -> Tensor:
@@ -272,25 +173,3 @@ def _outlier(statistics: InputStatistics | None) -> float | None:
         return None
     typical = float(statistics.abs_max.median())
     return float(statistics.abs_max.max()) / typical if typical else None
-
-
-def _on_host(stored: Stored) -> Stored:
-    if isinstance(stored, LowRankWeight):
-        left, right = map(_factor_on_host, stored.factors)
-        return LowRankWeight(left, right, stored.scheme)
-    if isinstance(stored, Tensor):
-        return stored.cpu()
-    if isinstance(stored, PrunedWeight):
-        return PrunedWeight(stored.values.cpu(), stored.scheme)
-    if isinstance(stored, OutlierWeight):
-        base = _integers_on_host(stored.base)
-        return OutlierWeight(base, stored.columns.cpu(), stored.values.cpu(), stored.scheme)
-    return _integers_on_host(stored)
-
-
-def _integers_on_host(weight: IntegerWeight) -> IntegerWeight:
-    return IntegerWeight(weight.codes.cpu(), weight.scale.cpu(), weight.zero.cpu(), weight.scheme)
-
-
-def _factor_on_host(factor: Factor) -> Factor:
-    return factor.cpu() if isinstance(factor, Tensor) else _integers_on_host(factor)

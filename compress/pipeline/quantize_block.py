@@ -18,10 +18,11 @@ from compress.pipeline.block_job import BlockJob, BlockOutcome, Calibration, Edg
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, run_all
 from compress.pipeline.dense_stream import follow_dense
-from compress.pipeline.linear_work import CLIP_ROWS, LinearWork, SharedFactors, values_of
+from compress.pipeline.linear_work import LinearWork, values_of
 from compress.pipeline.low_rank_work import decompose_block
 from compress.pipeline.observe import Need, Observed, observe
 from compress.pipeline.outlier_work import choose_columns, outlier_columns
+from compress.pipeline.shared_factors import SharedFactors
 from compress.pipeline.smoothing import (
     ModuleTrace,
     activations_quantized,
@@ -31,6 +32,7 @@ from compress.pipeline.smoothing import (
     trace_modules,
 )
 from compress.pipeline.tuning import KEPT_START, BlockTuning
+from compress.pipeline.weight_rounding import CLIP_ROWS
 
 Step = Callable[[str, float], None]
 # Where each part of the work on a block begins and ends; what they really take differs by method and device.

@@ -7,7 +7,8 @@ import torch
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.pipeline.linear_work import LinearWork, SharedFactors, values_of
+from compress.pipeline.linear_work import LinearWork, values_of
+from compress.pipeline.shared_factors import SharedFactors
 from compress.plan import Assignment, Pruning
 
 
