@@ -111,7 +111,8 @@ class _Reader:
             size = str(values["target_size"].value)
             target["size"] = self._meant(values["target_size"], lambda: parse_size(size))
         if "menu" in values:
-            words = [self._scalar(item, str, "menu") for item in self._items(values["menu"], "menu")]
+            # As for patterns, the text counts.
+            words = [str(item.value) for item in self._items(values["menu"], "menu")]
             options["menu"] = self._meant(values["menu"], lambda: parse_menu(",".join(words)))
         options |= self._options(values, {"method": str, "measured": int, "tries": int, "ends": bool})
         return self._build(body, SearchRequest, goal=self._build(body, Goal, **target), **options)

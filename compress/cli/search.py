@@ -1,4 +1,4 @@
-"""`compress search`: the scheme of every layer by its measured sensitivity."""
+"""`compress search`: bits, rank or sparsity of every layer by its measured sensitivity."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def search(
     menu: Annotated[
         str,
         typer.Option(
-            metavar="SCHEME,...", help="Schemes to choose from: width, columns that share a scale; asym, if wanted."
+            metavar="FORM,...",
+            help="What layers may become: w4g64 (width, columns that share a scale), rank0.8 or asvd0.8 (share of the "
+            "weights in two factors), 2:4 (pruned), rank0.8w8, 2:4w4g128, dense.",
         ),
     ] = DEFAULT_MENU,
     method: Annotated[str, typer.Option(help="gptq, or rtn (needs no calibration, and loses more).")] = "gptq",
@@ -42,15 +44,18 @@ def search(
     tries: Annotated[int, typer.Option(help="Checkpoints that --max-kl may make to come close.")] = DEFAULT_TRIES,
     ignore: Ignore = None,
     ends: Annotated[
-        bool, typer.Option("--ends", help="Decide about token embedding and head too; then only this runtime loads it.")
+        bool,
+        typer.Option(
+            "--ends", help="Decide about the bits of token embedding and head too; then only this runtime loads it."
+        ),
     ] = False,
     files: SearchFiles,
     text: TextOptions,
     job: JobOptions,
 ) -> None:
-    """Find the scheme of every layer that fits a target best, and compress with it.
+    """Find what every layer should become to fit a target best, and compress so.
 
-    Measures how far each layer alone, in each scheme, moves the whole model's output (KL on calibration text), and
+    Measures how far each layer alone, in each form, moves the whole model's output (KL on calibration text), and
     chooses so that these add up to least. Writes the choice as a recipe, runs it, verifies and measures the result.
     Figures are kept as they come: interrupted, the same command continues, and another target needs no new ones.
     """

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from compress.cli.show import describe_run, gigabytes, megabytes, wide_console
-from compress.search.menu import word
 from compress.targets import without_indices
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def print_survey(survey: Survey) -> None:
     for unit in survey.menus:
         kinds.setdefault(tuple(map(without_indices, unit.modules)), []).append(unit)
     for modules, units in kinds.items():
-        sizes = [f"{word(scheme)} {megabytes(survey.cost(units[0], scheme))}" for scheme in survey.menus[units[0]]]
+        sizes = [f"{form} {megabytes(survey.cost(units[0], form))}" for form in survey.menus[units[0]]]
         table.add_row("\n".join(modules), str(len(units)), ", ".join(sizes))
     console = wide_console()
     console.print(table)
@@ -50,8 +49,8 @@ def describe_survey(survey: Survey) -> list[str]:
 
 
 def print_choice(survey: Survey, search: dict[str, Any], recipe: Path) -> None:
-    """What was found: which schemes, how often, by kind."""
-    words = [word(scheme) for scheme in survey.request.menu]
+    """What was found: which forms, how often, by kind."""
+    words = list(map(str, survey.request.menu))
     table = Table(title=f"Found for {search['target']}", title_justify="left")
     table.add_column("decided together", overflow="fold")
     for each in words:

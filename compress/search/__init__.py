@@ -1,1 +1,1 @@
-"""Which scheme each layer gets: measured sensitivities, an allocation for a target, and the recipe that says so."""
+"""What each layer becomes: measured sensitivities, an allocation for a target, and the recipe that says so."""

@@ -1,4 +1,4 @@
-"""From sensitivities to a recipe: the scheme of every unit for a budget or a limit. Free of torch."""
+"""From sensitivities to a recipe: the form of every unit for a budget or a limit. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from compress.checkpoint.errors import RecipeError
-from compress.checkpoint.scheme import Scheme
 from compress.search.allocate import Allocation, Frontier, Option
+from compress.search.form import Form
 from compress.search.units import Unit
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The scheme of every unit, the bytes they take together, and the sum of their sensitivities."""
+    """The form of every unit, the bytes they take together, and the sum of their sensitivities."""
 
-    schemes: dict[Unit, Scheme]
+    forms: dict[Unit, Form]
     cost: int
     predicted: float
 
@@ -24,24 +24,24 @@ class Chooser:
     """All best choices of a search.
 
     Args:
-        menus: schemes that each unit may get.
-        cost: bytes of a unit in a scheme.
+        menus: forms that each unit may get.
+        cost: bytes of a unit in a form.
         loss: its sensitivity.
     """
 
     def __init__(
         self,
-        menus: Mapping[Unit, Sequence[Scheme]],
-        cost: Callable[[Unit, Scheme], int],
-        loss: Callable[[Unit, Scheme], float],
+        menus: Mapping[Unit, Sequence[Form]],
+        cost: Callable[[Unit, Form], int],
+        loss: Callable[[Unit, Form], float],
     ) -> None:
         self._menus = menus
         self._frontier = Frontier(
-            [[Option(cost(unit, scheme), loss(unit, scheme)) for scheme in menu] for unit, menu in menus.items()]
+            [[Option(cost(unit, form), loss(unit, form)) for form in menu] for unit, menu in menus.items()]
         )
 
     def within_budget(self, budget: int) -> Choice:
-        """The least sum of sensitivities. Raises RecipeError where even the smallest schemes take more bytes."""
+        """The least sum of sensitivities. Raises RecipeError where even the smallest forms take more bytes."""
         found = self._frontier.within_cost(budget)
         if found is None:
             raise RecipeError(
@@ -50,7 +50,7 @@ class Chooser:
         return self._choice(found)
 
     def within_loss(self, limit: float) -> Choice:
-        """The fewest bytes; where even the best schemes lose more, those."""
+        """The fewest bytes; where even the best forms lose more, those."""
         return self._choice(self._frontier.within_loss(max(limit, self._frontier.least_loss)))
 
     def _choice(self, allocation: Allocation) -> Choice:

@@ -1,4 +1,4 @@
-"""Sensitivities: the divergence that each unit alone causes in each scheme while all else is dense.
+"""Sensitivities: the divergence that each unit alone causes in each form while all else is dense.
 
 Divergence is nearly quadratic in small changes of the weights, and the changes that rounding makes in different layers
 are nearly uncorrelated, so what single layers cause adds up to nearly what they cause together.
@@ -11,25 +11,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from calibration.statistics import InputStatistics
-from compress.checkpoint.scheme import Scheme
 from compress.pipeline.blocks import LoadedBlock, read_block
 from compress.pipeline.capture import BlockInputs, capture_inputs, run_all
-from compress.pipeline.linear_work import LinearWork, SharedFactors, values_of
 from compress.pipeline.observe import Need, observe
 from compress.pipeline.progress import RunDisplay
-from compress.plan import Assignment
 from compress.report import tool_version
-from compress.search.menu import word
+from compress.search.changed import ChangedUnit
+from compress.search.form import Form
 from compress.search.resident import ResidentModel
 from compress.search.sensitivities import Sensitivities
 from compress.search.survey import Survey
 from compress.search.units import EMBEDDING, Unit
 
-Wanted = Mapping[Unit, Sequence[Scheme]]
-Found = Callable[[Unit, Scheme, float], None]
+Wanted = Mapping[Unit, Sequence[Form]]
+Found = Callable[[Unit, Form, float], None]
 
 
 def identity(survey: Survey) -> dict[str, Any]:
@@ -57,22 +54,22 @@ def measure(survey: Survey, known: Sensitivities, display: RunDisplay) -> None:
         NumericsError: NaN or infinity on the way.
     """
     wanted = {unit: [each for each in menu if known.get(unit, each) is None] for unit, menu in survey.menus.items()}
-    wanted = {unit: schemes for unit, schemes in wanted.items() if schemes}
+    wanted = {unit: forms for unit, forms in wanted.items() if forms}
     if not wanted:
         return
     survey.require_memory()
     display.step("loading the model")
     meter = _Meter.open(survey)
 
-    def found(unit: Unit, scheme: Scheme, divergence: float) -> None:
-        known.add(unit, scheme, divergence)
-        display.finish(f"{unit.name} {word(scheme)}: KL {divergence:.6f}")
+    def found(unit: Unit, form: Form, divergence: float) -> None:
+        known.add(unit, form, divergence)
+        display.finish(f"{unit.name} {form}: KL {divergence:.6f}")
 
     for index in range(EMBEDDING, 1 + max(unit.block for unit in wanted)):
-        inside = {unit: schemes for unit, schemes in wanted.items() if unit.block == index}
+        inside = {unit: forms for unit, forms in wanted.items() if unit.block == index}
         if index not in range(len(meter.model.blocks)):
-            for unit, schemes in inside.items():
-                meter.measure_end(unit, schemes, found)
+            for unit, forms in inside.items():
+                meter.measure_end(unit, forms, found)
             continue
         if inside:
             display.step(f"statistics of block {index}")
@@ -114,45 +111,37 @@ class _Meter:
         block = read_block(prepared.skeleton, prepared.files, index, inside, prepared.device)
         block.module = self.model.blocks[index]
         statistics = self._statistics(block, index) if self.survey.request.method != "rtn" else {}
-        for unit, schemes in wanted.items():
-            leaves = [module.removeprefix(f"{name}.") for module in unit.modules]
+        for unit, forms in wanted.items():
+            leaves = {module: module.removeprefix(f"{name}.") for module in unit.modules}
+            weights = {module: block.weights[leaf] for module, leaf in leaves.items()}
             # Linears of one unit share their input.
-            seen = statistics.get(leaves[0])
-            factors = SharedFactors(seen)
-            for scheme in schemes:
-                for leaf in leaves:
-                    block.set_weight(leaf, self._rounded(block, leaf, scheme, seen, factors))
-                found(unit, scheme, self.model.divergence(index))
-            for leaf in leaves:
-                block.set_weight(leaf, block.weights[leaf])
+            changed = ChangedUnit(weights, self._scale_dtype, statistics.get(leaves[unit.name]))
+            for form in forms:
+                for module, assignment in self.survey.assignments(unit, form).items():
+                    block.set_weight(leaves[module], changed.values(module, assignment))
+                found(unit, form, 0.0 if form.is_dense else self.model.divergence(index))
+            for module, leaf in leaves.items():
+                block.set_weight(leaf, weights[module])
 
-    def measure_end(self, unit: Unit, schemes: Sequence[Scheme], found: Found) -> None:
+    def measure_end(self, unit: Unit, forms: Sequence[Form], found: Found) -> None:
         """All that is wanted of the embedding or of the head."""
         prepared, (module,) = self.survey.prepared, unit.modules
         parameter = self.model.weight(module)
         weight = prepared.files.tensor(f"{module}.weight").to(parameter.device, torch.float32)
-        method = self.survey.request.method_of(unit)
         seen = None
-        if method != "rtn":
+        if self.survey.request.method_of(unit) != "rtn":
             seen = InputStatistics(weight.shape[1], module, device=prepared.device)
             self.model.observe_head(self.calibration.hidden.split(prepared.micro_batch), seen.update)
-        factors = SharedFactors(seen)
-        for scheme in schemes:
-            work = LinearWork(module, weight, Assignment(method, scheme), self._scale_dtype, seen)
-            parameter.data = values_of(work.apply(factors)[0]).to(parameter.device)
-            found(unit, scheme, self.model.divergence(unit.block))
+        changed = ChangedUnit({module: weight}, self._scale_dtype, seen)
+        for form in forms:
+            for assignment in self.survey.assignments(unit, form).values():
+                parameter.data = changed.values(module, assignment)
+            found(unit, form, 0.0 if form.is_dense else self.model.divergence(unit.block))
         parameter.data = weight
 
     @property
     def _scale_dtype(self) -> torch.dtype:
         return getattr(torch, self.survey.prepared.plan.scale_dtype)
-
-    def _rounded(
-        self, block: LoadedBlock, leaf: str, scheme: Scheme, seen: InputStatistics | None, factors: SharedFactors
-    ) -> Tensor:
-        weight, assignment = block.weights[leaf], Assignment(self.survey.request.method, scheme)
-        work = LinearWork(f"{block.name}.{leaf}", weight, assignment, self._scale_dtype, seen)
-        return values_of(work.apply(factors)[0]).to(weight.device)
 
     def _statistics(self, block: LoadedBlock, index: int) -> dict[str, InputStatistics]:
         needs = {leaf: Need(hessian=True) for leaf in block.weights}

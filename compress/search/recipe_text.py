@@ -8,7 +8,10 @@ from pathlib import Path
 from compress.checkpoint.disk import atomic_file
 from compress.checkpoint.errors import CheckpointError
 from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
 from compress.stages.quantize import PER_CHANNEL, QuantizeStage
+from compress.stages.table import Stage
 
 HEADER = "# Found by compress search."
 
@@ -22,13 +25,11 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str]) -> None:
 
 
 def recipe_text(recipe: Recipe, remarks: Sequence[str]) -> str:
-    """YAML with remarks in front. The recipe's stages must all be of quantization."""
+    """YAML with remarks in front. Its stages must be such as a search finds."""
     lines = [HEADER, *(f"# {remark}" for remark in remarks)]
     lines += [f"name: {_quoted(recipe.name)}", f"seed: {recipe.seed}", *_calibration(recipe.calibration), "stages:"]
     for stage in recipe.stages:
-        if not isinstance(stage, QuantizeStage):
-            raise TypeError(f"a search writes no {type(stage).__name__}")
-        lines += _quantize(stage)
+        lines += _stage(stage)
     return "\n".join(lines) + "\n"
 
 
@@ -42,17 +43,20 @@ def _calibration(options: CalibrationOptions) -> list[str]:
     return [*lines, f"  samples: {options.samples}", f"  length: {options.length}"]
 
 
-def _quantize(stage: QuantizeStage) -> list[str]:
-    scheme = stage.scheme
-    return [
-        "  - quantize:",
-        f"      method: {stage.method}",
-        f"      bits: {scheme.bits}",
-        f"      group_size: {scheme.group_size or PER_CHANNEL}",
-        f"      symmetric: {'true' if scheme.symmetric else 'false'}",
-        "      targets:",
-        *(f"        - {target}" for target in stage.targets),
-    ]
+def _stage(stage: Stage) -> list[str]:
+    match stage:
+        case QuantizeStage(scheme=scheme):
+            group = scheme.group_size or PER_CHANNEL
+            symmetric = "true" if scheme.symmetric else "false"
+            name, fields = "quantize", {"bits": scheme.bits, "group_size": group, "symmetric": symmetric}
+        case PruneStage(pattern=pattern) if pattern:
+            name, fields = "prune", {"pattern": _quoted(str(pattern))}
+        case FactorizeStage():
+            name, fields = "factorize", {"keep": stage.keep, "allocation": stage.allocation}
+        case _:
+            raise TypeError(f"a search writes no {type(stage).__name__}")
+    lines = [f"  - {name}:", f"      method: {stage.method}", *(f"      {key}: {fields[key]}" for key in fields)]
+    return [*lines, "      targets:", *(f"        - {target}" for target in stage.targets)]
 
 
 def _quoted(text: str) -> str:

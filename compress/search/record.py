@@ -16,7 +16,6 @@ from compress.checkpoint.verify import verify_structure
 from compress.pipeline.run import RunResult
 from compress.recipe import Recipe
 from compress.search.choose import Choice
-from compress.search.menu import word
 from compress.search.sensitivities import Sensitivities
 from compress.search.survey import Survey
 from compress.search.tries import Try
@@ -32,10 +31,10 @@ def record(survey: Survey, known: Sensitivities, choice: Choice, tries: Sequence
         "units": [
             {
                 "modules": list(unit.modules),
-                "chosen": word(scheme),
-                "sensitivity": {word(each): known.of(unit, each) for each in survey.menus[unit]},
+                "chosen": str(form),
+                "sensitivity": {str(each): known.of(unit, each) for each in survey.menus[unit]},
             }
-            for unit, scheme in choice.schemes.items()
+            for unit, form in choice.forms.items()
         ],
         "tries": [asdict(each) for each in tries],
     }

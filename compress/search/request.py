@@ -9,8 +9,9 @@ from typing import Any
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme
 from compress.recipe import CalibrationOptions, Recipe
+from compress.search.form import Form
 from compress.search.goal import Goal
-from compress.search.menu import DEFAULT_MENU, parse_menu, word
+from compress.search.menu import DEFAULT_MENU, parse_menu
 from compress.search.units import EMBEDDING, Unit
 from compress.stages.quantize import SMOOTHING_METHODS, QuantizeStage
 from compress.stages.words import nearest
@@ -26,16 +27,17 @@ class SearchRequest:
 
     Attributes:
         goal: what it aims at.
-        menu: schemes that a layer may get.
+        menu: what a layer may become.
         method: how weights are rounded, both where sensitivities are measured and in the end.
         measured: sequences of the calibration text that sensitivities are measured on; rounding does not see them.
         tries: checkpoints that may be made before a target of KL is met as closely as it can be.
         ignore: patterns of modules that stay dense.
-        ends: whether the token embedding and the output head get schemes too; only this runtime reads the former.
+        ends: whether the token embedding and the output head take part. They are rounded and nothing else; only this
+            runtime reads a rounded embedding.
     """
 
     goal: Goal
-    menu: tuple[Scheme, ...] = field(default_factory=lambda: parse_menu(DEFAULT_MENU))
+    menu: tuple[Form, ...] = field(default_factory=lambda: parse_menu(DEFAULT_MENU))
     method: str = "gptq"
     measured: int = DEFAULT_MEASURED
     tries: int = DEFAULT_TRIES
@@ -54,6 +56,14 @@ class SearchRequest:
         for name, value in (("measured", self.measured), ("tries", self.tries)):
             if value < 1:
                 raise RecipeError(f"{name}={value} leaves nothing to go by", f"Use {name} 4 or more")
+        for form in self.menu:
+            self._check(form)
+
+    def _check(self, form: Form) -> None:
+        """Raises RecipeError for a form that looks at inputs where rounding does not: its run would have no text."""
+        if self.method == "rtn" and any(stage.needs_calibration for stage in form.stages(self.method, ())):
+            problem = f"{form} is found by inputs, and with rtn nothing looks at them"
+            raise RecipeError(problem, "Search with gptq, or make factors by plain svd, e.g. svd0.8w8")
 
     def probe(self) -> Recipe:
         """A recipe that takes the same layers and texts: what a search is prepared with."""
@@ -66,17 +76,27 @@ class SearchRequest:
         """How a unit is rounded. Rows of an embedding are looked up, not multiplied: nothing can make up for errors."""
         return "rtn" if unit.block == EMBEDDING else self.method
 
-    def recipe(self, chosen: Mapping[Unit, Scheme]) -> Recipe:
-        """The recipe that gives every unit its scheme: one stage for each scheme, narrow ones first."""
-        targets: dict[tuple[str, Scheme], list[str]] = {}
-        for unit, scheme in chosen.items():
-            targets.setdefault((self.method_of(unit), scheme), []).extend(unit.modules)
-        order = sorted(
-            targets, key=lambda each: (each[1].bits, -(each[1].group_size or 1 << 30), word(each[1]), each[0])
-        )
-        stages = tuple(QuantizeStage(method, scheme, tuple(targets[method, scheme])) for method, scheme in order)
-        return Recipe(stages, self.calibration, self.seed, self.name)
+    def recipe(self, chosen: Mapping[Unit, Form]) -> Recipe:
+        """The recipe that gives every unit its form: the stages of each form together, small ones first.
+
+        Raises:
+            RecipeError: all units stay dense.
+        """
+        targets: dict[tuple[str, Form], list[str]] = {}
+        for unit, form in chosen.items():
+            targets.setdefault((self.method_of(unit), form), []).extend(unit.modules)
+        order = sorted(targets, key=lambda each: (_order(each[1]), each[0]))
+        stages = [stage for each in order for stage in each[1].stages(each[0], targets[each])]
+        if not stages:
+            raise RecipeError(f"{self.goal} leaves every layer dense", "Ask for less, or leave dense out of --menu")
+        return Recipe(tuple(stages), self.calibration, self.seed, self.name)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for the report."""
-        return asdict(self) | {"menu": [word(scheme) for scheme in self.menu]}
+        return asdict(self) | {"menu": list(map(str, self.menu))}
+
+
+def _order(form: Form) -> tuple[float, int, str]:
+    """Few bits first, and of the same bits those with fewer scales."""
+    group = form.scheme.group_size if form.scheme else None
+    return form.bits_per_weight, -(group or 1 << 30), str(form)

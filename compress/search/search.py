@@ -13,7 +13,6 @@ from compress.pipeline.run import RunResult, run
 from compress.recipe import Recipe
 from compress.search.choose import Choice, Chooser
 from compress.search.measure import identity, measure
-from compress.search.menu import word
 from compress.search.recipe_text import write_recipe
 from compress.search.record import made_before, put_in_place, record
 from compress.search.sensitivities import Sensitivities
@@ -63,12 +62,12 @@ def find(survey: Survey, files: Files, quiet: bool = False) -> Findings:
         ToolkitError: as `compress.search.measure.measure`; what is on disk is of another model, text or method.
     """
     known = Sensitivities.open(files.sensitivities, identity(survey), survey.run.restart)
-    done = sum(known.get(unit, scheme) is not None for unit, menu in survey.menus.items() for scheme in menu)
+    done = sum(known.get(unit, form) is not None for unit, menu in survey.menus.items() for form in menu)
     with RunDisplay(survey.measurements, done, quiet, "measurement") as display:
         if done:
             display.say(f"{done} of {survey.measurements} sensitivities are in {known.path} already")
         measure(survey, known, display)
-    return Findings(survey, known, Chooser(survey.menus, survey.cost, lambda unit, scheme: known.of(unit, scheme)))
+    return Findings(survey, known, Chooser(survey.menus, survey.cost, known.of))
 
 
 def write_choice(findings: Findings, choice: Choice, files: Files, kl: float | None = None) -> Recipe:
@@ -78,7 +77,7 @@ def write_choice(findings: Findings, choice: Choice, files: Files, kl: float | N
         kl: what the finished checkpoint was measured with; None before there is one.
     """
     survey = findings.survey
-    recipe = survey.request.recipe(choice.schemes)
+    recipe = survey.request.recipe(choice.forms)
     remarks = [
         f"  {files.command}",
         f"Target: {survey.request.goal}. {survey.bits_per_weight(choice.cost):.3f} bits per weight in these layers, "
@@ -113,7 +112,7 @@ def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tu
     allowed = next_allowed(tries, limit)
     while allowed is not None and len(tries) < findings.survey.request.tries:
         choice = findings.chooser.within_loss(allowed)
-        if any(choice.schemes == other.schemes for other, _ in made):
+        if any(choice.forms == other.forms for other, _ in made):
             break
         out = findings.survey.run.out
         result = _make(findings, choice, out.with_name(f"{out.name}.try{len(tries) + 1}"), quiet)
@@ -135,7 +134,7 @@ def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tu
 def _make(findings: Findings, choice: Choice, out: Path, quiet: bool) -> RunResult:
     """Runs the recipe of a choice, unless an interrupted search has done so."""
     request = findings.survey.run
-    recipe = findings.survey.request.recipe(choice.schemes)
+    recipe = findings.survey.request.recipe(choice.forms)
     if before := made_before(out, recipe):
         return before
     return run(prepare(replace(request, recipe=recipe, out=out)), quiet)
@@ -161,10 +160,10 @@ def _say(tries: list[Try], limit: float) -> None:
 def _unmet(findings: Findings, tries: list[Try], limit: float) -> RecipeError:
     least = min(tries, key=lambda each: each.measured)
     exhausted = len(tries) == findings.survey.request.tries
-    widest = word(max(findings.survey.request.menu, key=lambda scheme: scheme.bits))
+    widest = max(findings.survey.request.menu, key=lambda form: form.bits_per_weight)
     return RecipeError(
         f"no checkpoint of {len(tries)} tries has KL {limit:g} or less: the best has {least.measured:.4g} with "
         f"{least.bytes / 1e6:,.2f} MB",
         f"Use --max-kl {least.measured * 1.05:.2g}"
-        + (", or more --tries" if exhausted else f", or a scheme better than {widest} in --menu"),
+        + (", or more --tries" if exhausted else f", or something better than {widest} in --menu"),
     )

@@ -10,8 +10,7 @@ from typing import Any
 
 from compress.checkpoint.disk import atomic_file
 from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.scheme import Scheme
-from compress.search.menu import word
+from compress.search.form import Form
 from compress.search.units import Unit
 
 FORMAT_VERSION = 1
@@ -19,14 +18,14 @@ FORMAT_VERSION = 1
 
 @dataclass
 class Sensitivities:
-    """The divergence that each unit alone causes, by scheme, in nats.
+    """The divergence that each unit alone causes, by form, in nats.
 
     They depend on neither menu nor target, so that a second search of the same model finds them here.
 
     Attributes:
         path: the file.
         identity: what they depend on.
-        values: by name of the unit, then by scheme.
+        values: by name of the unit, then by form.
     """
 
     path: Path
@@ -61,16 +60,16 @@ class Sensitivities:
             )
         return cls(path, plain, values)
 
-    def get(self, unit: Unit, scheme: Scheme) -> float | None:
-        return self.values.get(unit.name, {}).get(word(scheme))
+    def get(self, unit: Unit, form: Form) -> float | None:
+        return self.values.get(unit.name, {}).get(str(form))
 
-    def of(self, unit: Unit, scheme: Scheme) -> float:
+    def of(self, unit: Unit, form: Form) -> float:
         """A figure that is known."""
-        return self.values[unit.name][word(scheme)]
+        return self.values[unit.name][str(form)]
 
-    def add(self, unit: Unit, scheme: Scheme, divergence: float) -> None:
+    def add(self, unit: Unit, form: Form, divergence: float) -> None:
         """Keeps one figure, on disk too."""
-        self.values.setdefault(unit.name, {})[word(scheme)] = divergence
+        self.values.setdefault(unit.name, {})[str(form)] = divergence
         stored = {"format_version": FORMAT_VERSION, "identity": self.identity, "values": self.values}
         with atomic_file(self.path) as stream:
             stream.write(json.dumps(stored, indent=1).encode())

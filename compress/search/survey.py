@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, DataError, RecipeError
-from compress.checkpoint.scheme import Scheme
 from compress.pipeline.outside import find_ends
+from compress.pipeline.planning import packed_bytes
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
-from compress.plan import shape_bytes
+from compress.plan import Assignment, shape_bytes
+from compress.search.fit import assignments_of, menu_for
+from compress.search.form import Form
 from compress.search.goal import Goal
-from compress.search.menu import word
 from compress.search.request import SearchRequest
-from compress.search.units import EMBEDDING, Unit, menu_for, units_of
+from compress.search.units import EMBEDDING, Unit, units_of
 
 _FLOAT32 = 4
-# A tensor's entry in the header of a weight file beside its name, and how many entries a packed weight has at most.
-_ENTRY_BYTES, _ENTRIES = 128, 4
+# A tensor's entry in the header of a weight file beside its name.
+_ENTRY_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Survey:
         request: what is asked for.
         run: the model, the folder to write and how to compute; its recipe means nothing.
         prepared: a run of the same layers and texts, whose recipe is only a probe.
-        menus: the schemes that each unit may get.
+        menus: what each unit may become.
         calibration, measured: int64 `[N, L]`, what rounding and what divergence is measured on.
         fixed_bytes: of the weight files, whatever is chosen; rounded up.
     """
@@ -42,7 +43,7 @@ class Survey:
     request: SearchRequest
     run: RunRequest
     prepared: Prepared
-    menus: dict[Unit, list[Scheme]]
+    menus: dict[Unit, list[Form]]
     calibration: Tensor
     measured: Tensor
     fixed_bytes: int
@@ -51,22 +52,34 @@ class Survey:
     def measurements(self) -> int:
         return sum(map(len, self.menus.values()))
 
-    def cost(self, unit: Unit, scheme: Scheme) -> int:
-        """Bytes of a unit in the file."""
-        return unit.stored_bytes(scheme, self.prepared.plan.scale_dtype)
+    def assignments(self, unit: Unit, form: Form) -> dict[str, Assignment]:
+        """What a form does to each linear of a unit; empty where they stay dense."""
+        return assignments_of(unit, form, self.request.method_of(unit))
+
+    def cost(self, unit: Unit, form: Form) -> int:
+        """Bytes of a unit's weights in the file: values and their places, both factors, scales, zero points."""
+        if form.is_dense:
+            dense = {f"{module}.weight" for module in unit.modules}
+            return sum(row.bytes_before for row in self.prepared.plan.rows if row.tensor in dense)
+        dtype, assignments = self.prepared.plan.scale_dtype, self.assignments(unit, form)
+        packed = sum(
+            packed_bytes(assignments[module], shape, dtype)
+            for module, shape in zip(unit.modules, unit.shapes, strict=True)
+        )
+        return packed - _shape_bytes(assignments)
 
     @property
     def smallest(self) -> int:
-        """Bytes of all units where each gets its smallest scheme."""
-        return sum(min(self.cost(unit, scheme) for scheme in menu) for unit, menu in self.menus.items())
+        """Bytes of all units where each is as small as it can be."""
+        return sum(min(self.cost(unit, form) for form in menu) for unit, menu in self.menus.items())
 
     @property
     def largest(self) -> int:
-        return sum(max(self.cost(unit, scheme) for scheme in menu) for unit, menu in self.menus.items())
+        return sum(max(self.cost(unit, form) for form in menu) for unit, menu in self.menus.items())
 
     def bits_per_weight(self, cost: int) -> float:
         """Of units that take `cost` bytes in all."""
-        return 8 * (cost - self._shape_bytes) / sum(unit.weights for unit in self.menus)
+        return 8 * cost / sum(unit.weights for unit in self.menus)
 
     def budget(self, goal: Goal) -> int:
         """Bytes that the units may take. Raises RecipeError for a size that nothing can reach; says what can be."""
@@ -74,14 +87,14 @@ class Survey:
             budget = goal.size - self.fixed_bytes
         elif goal.bits_per_weight is not None:
             weights = sum(unit.weights for unit in self.menus)
-            budget = math.floor(goal.bits_per_weight * weights / 8) + self._shape_bytes
+            budget = math.floor(goal.bits_per_weight * weights / 8)
         else:
             raise ValueError("a goal of quality has no budget")
         if budget < self.smallest:
             raise RecipeError(
-                f"{goal} cannot be reached: the menu's smallest schemes take {self.bits_per_weight(self.smallest):.3f} "
+                f"{goal} cannot be reached: the menu's smallest forms take {self.bits_per_weight(self.smallest):.3f} "
                 f"bits per weight, {(self.smallest + self.fixed_bytes) / 1e6:,.2f} MB in all",
-                "Allow that much, or add a smaller scheme to --menu, e.g. w2g128",
+                "Allow that much, or add something smaller to --menu, e.g. w2g128",
             )
         return budget
 
@@ -120,11 +133,6 @@ class Survey:
                 "Use --dtype bfloat16 or fewer --measured sequences, or a machine with more memory",
             )
 
-    @property
-    def _shape_bytes(self) -> int:
-        """Of the shapes beside the weights, which are no weights."""
-        return sum(shape_bytes(menu[0]) * len(unit.modules) for unit, menu in self.menus.items())
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: what `--dry-run --json` prints."""
         return {
@@ -132,7 +140,7 @@ class Survey:
             "out": str(self.prepared.request.out),
             "search": self.request.to_dict(),
             "units": [
-                {"modules": list(unit.modules), "bytes": {word(scheme): self.cost(unit, scheme) for scheme in menu}}
+                {"modules": list(unit.modules), "bytes": {str(form): self.cost(unit, form) for form in menu}}
                 for unit, menu in self.menus.items()
             ],
             "measurements": self.measurements,
@@ -150,7 +158,7 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
     """Opens and checks everything; reads no weights.
 
     Args:
-        run: see `Survey`. Where its dtype is `auto`, sensitivities are measured in float32: those of wide schemes are
+        run: see `Survey`. Where its dtype is `auto`, sensitivities are measured in float32: those of wide integers are
             smaller than what half precision rounds away.
 
     Raises:
@@ -168,9 +176,9 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
         if f"{name}.{leaf}" in searched
     }
     units = [*units_of(blocks, shapes, skeleton.architecture), *(_ends(prepared) if search.ends else ())]
-    menus = {unit: menu_for(unit, search.menu) for unit in units}
+    menus = {unit: menu_for(unit, _offered(unit, prepared, search), search.method_of(unit)) for unit in units}
     calibration, measured = _split(prepared, search)
-    found = Survey(search, run, prepared, menus, calibration, measured, _fixed_bytes(prepared, units))
+    found = Survey(search, run, prepared, menus, calibration, measured, _fixed_bytes(prepared, search, menus))
     if search.goal.kl is None:
         found.budget(search.goal)
     return found
@@ -207,14 +215,37 @@ def _ends(prepared: Prepared) -> list[Unit]:
     return units
 
 
-def _fixed_bytes(prepared: Prepared, units: Sequence[Unit]) -> int:
+def _offered(unit: Unit, prepared: Prepared, search: SearchRequest) -> list[Form]:
+    """Of embedding and head every row is rounded, or they stay dense."""
+    inside = 0 <= unit.block < prepared.skeleton.num_blocks
+    return [form for form in search.menu if inside or form.is_plain or form.is_dense]
+
+
+def _fixed_bytes(prepared: Prepared, search: SearchRequest, menus: Mapping[Unit, Sequence[Form]]) -> int:
+    """Of all that is not weights of units: other tensors, headers, and the shapes beside packed weights."""
     plan = prepared.plan
-    searched = {f"{module}.weight" for unit in units for module in unit.modules}
+    searched = {f"{module}.weight" for unit in menus for module in unit.modules}
     packed = sum(row.bytes_after for row in plan.rows if row.tensor in searched)
     names = [row.tensor for row in plan.rows if row.bytes_after]
     header = sum(_ENTRY_BYTES + len(name) for name in names)
-    header += sum((_ENTRIES - 1) * (_ENTRY_BYTES + len(module)) for unit in units for module in unit.modules)
-    return plan.bytes_after - packed + header
+    shapes = 0
+    for unit, menu in menus.items():
+        entries = max(map(_entries, menu)) - 1
+        header += sum(entries * (_ENTRY_BYTES + len(module)) for module in unit.modules)
+        method = search.method_of(unit)
+        shapes += max(_shape_bytes(assignments_of(unit, form, method)) for form in menu)
+    return plan.bytes_after - packed + header + shapes
+
+
+def _entries(form: Form) -> int:
+    """Tensors in the file: values, or codes, scales, shapes and zero points; places beside them; two factors of all."""
+    tensors = 1 if form.scheme is None else 3 if form.scheme.symmetric else 4
+    return (tensors + bool(form.pattern)) * (2 if form.factorizing else 1)
+
+
+def _shape_bytes(assignments: Mapping[str, Assignment]) -> int:
+    """Of the shapes beside packed weights, which are no weights."""
+    return sum(shape_bytes(each.scheme) for each in assignments.values() if each.scheme)
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> float:

@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compress.architectures.architecture import Architecture
-from compress.checkpoint.errors import SchemeError
-from compress.checkpoint.scheme import Scheme
-from compress.plan import shape_bytes
 
 EMBEDDING = -1
 """Index that stands for a block before the first."""
-_SCALE_BITS = {"float64": 64, "float32": 32}
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One linear, or siblings that engines fuse and that therefore share a scheme.
+    """One linear, or siblings that engines fuse and that therefore share a form.
 
     Attributes:
         block: index of the block it stands in; of the token embedding `EMBEDDING`, of the head the number of blocks.
@@ -37,15 +33,6 @@ class Unit:
     @property
     def weights(self) -> int:
         return sum(map(math.prod, self.shapes))
-
-    def stored_bytes(self, scheme: Scheme, scale_dtype: str) -> int:
-        """Of all its tensors in the file."""
-        bits = _SCALE_BITS.get(scale_dtype, 16)
-        return sum(math.ceil(scheme.stored_bits(*shape, bits) / 8) + shape_bytes(scheme) for shape in self.shapes)
-
-    def takes(self, scheme: Scheme) -> bool:
-        """Whether the groups divide all its rows."""
-        return scheme.group_size is None or not any(columns % scheme.group_size for _, columns in self.shapes)
 
 
 def units_of(blocks: Sequence[str], linears: Mapping[str, tuple[int, int]], architecture: Architecture) -> list[Unit]:
@@ -66,12 +53,3 @@ def units_of(blocks: Sequence[str], linears: Mapping[str, tuple[int, int]], arch
             groups.setdefault(leader.get(name, name), []).append(name)
         units += [Unit(index, tuple(modules), tuple(linears[name] for name in modules)) for modules in groups.values()]
     return units
-
-
-def menu_for(unit: Unit, menu: Sequence[Scheme]) -> list[Scheme]:
-    """The schemes that fit a unit. Raises SchemeError when none does."""
-    fitting = [scheme for scheme in menu if unit.takes(scheme)]
-    if not fitting:
-        widths = ", ".join(str(columns) for _, columns in unit.shapes)
-        raise SchemeError(f"no scheme of the menu divides the {widths} inputs of {unit.name}", "Add w8 or w4 to --menu")
-    return fitting

@@ -16,7 +16,7 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, Recipe
 from compress.search.goal import Goal
-from compress.search.menu import parse_menu, word
+from compress.search.menu import parse_menu
 from compress.search.request import SearchRequest
 from compress.search.search import Files, carry_out, find
 from compress.search.survey import survey
@@ -38,8 +38,8 @@ def measured(folder: Path) -> tuple[int, float]:
 def test_a_search_beats_one_scheme_everywhere(tmp_path: Path) -> None:
     menu = parse_menu("w3g128,w4g128,w5g128,w6g128")
     uniform = menu[1]
-    recipe = Recipe((QuantizeStage("gptq", uniform),), TEXT)
-    request = RunRequest(demo_model_path(), "demo", recipe, tmp_path / word(uniform), measure=False)
+    recipe = Recipe((QuantizeStage("gptq", uniform.scheme),), TEXT)
+    request = RunRequest(demo_model_path(), "demo", recipe, tmp_path / str(uniform), measure=False)
     same = run(prepare(request), quiet=True)
     search = SearchRequest(Goal(size=same.structure.total_bytes), menu, calibration=TEXT)
     files = Files(tmp_path / "figures.json", tmp_path / "found.yaml", "compress search")

@@ -11,7 +11,6 @@ import torch
 
 from compress.checkpoint.errors import CheckpointError, RecipeError
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions
@@ -19,8 +18,9 @@ from compress.recipe_file import load_recipe
 from compress.reporting.headers import read_headers
 from compress.reporting.read import read_report
 from compress.reporting.report_page import report_page
+from compress.search.form import Form
 from compress.search.goal import Goal
-from compress.search.menu import parse_menu, word
+from compress.search.menu import parse_menu
 from compress.search.request import SearchRequest
 from compress.search.resident import ResidentModel
 from compress.search.search import Files, carry_out, find, write_choice
@@ -49,7 +49,7 @@ def test_a_search_for_bits_ends_in_a_checkpoint_that_its_recipe_makes_again(tiny
     result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True)
     assert result.structure.bits_per_weight <= 4.0 < 0.2 + result.structure.bits_per_weight
     schemes = PackedCheckpoint.open(out).schemes
-    assert {word(scheme) for scheme in schemes.values()} <= {"w2g64", "w4g64", "w8"}
+    assert {str(Form(scheme)) for scheme in schemes.values()} <= {"w2g64", "w4g64", "w8"}
     for block in range(3):
         for siblings in (
             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -63,6 +63,54 @@ def test_a_search_for_bits_ends_in_a_checkpoint_that_its_recipe_makes_again(tiny
     search = json.loads((out / "compression_report.json").read_text())["search"]
     assert search["predicted"] == pytest.approx(sum(unit["sensitivity"][unit["chosen"]] for unit in search["units"]))
     assert len(search["units"]) == 12
+
+
+def test_rank_and_sparsity_are_chosen_beside_widths(tiny_model, tmp_path: Path) -> None:
+    """One form after the other over the units, so that all are made and read back; then what the search chooses."""
+    out, model = tmp_path / "out", tiny_model("llama", num_hidden_layers=2)
+    menu = parse_menu("rank0.5,asvd0.8w8,2:4,2:4w4g64,w8,dense")
+    found = opened(model, out, asked(Goal(bits_per_weight=6.0), menu=menu), measure=False)
+    findings = find(found, files(out), quiet=True)
+    assert all(findings.known.of(unit, form) > 0 for unit, forms in found.menus.items() for form in forms[:-1])
+    assert all(findings.known.of(unit, Form()) == 0 for unit in found.menus)
+    mixed = {unit: menu[index % len(menu)] for index, unit in enumerate(found.menus)}
+    cost = sum(found.cost(unit, form) for unit, form in mixed.items())
+    made = run(prepare(replace(found.run, recipe=found.request.recipe(mixed), out=tmp_path / "mixed")), quiet=True)
+    assert not made.structure.problems
+    assert 0.97 < made.structure.total_bytes / (cost + found.fixed_bytes) <= 1
+    result = carry_out(findings, files(out), quiet=True)
+    recipe = load_recipe(str(files(out).recipe))
+    again = run(prepare(replace(found.run, recipe=recipe, out=tmp_path / "again")), quiet=True)
+    assert len({(folder / "model.safetensors").read_bytes() for folder in (result.out, again.out)}) == 1
+
+
+def test_a_rank_costs_and_loses_what_the_run_of_its_recipe_does(tiny_model, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, out = tiny_model("qwen3", torch.float32), tmp_path / "out"
+    found = opened(model, out, asked(Goal(kl=1.0), menu=parse_menu("svd0.4,svd0.7,w8"), method="rtn"))
+    known = find(found, files(out), quiet=True).known
+    unit = next(unit for unit in found.menus if unit.block == 1 and "gate_proj" in unit.name)
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        dense = torch.log_softmax(whole(found.measured).logits, -1)
+        for module in unit.modules:
+            weight = whole.get_submodule(module).weight
+            rank = found.assignments(unit, found.menus[unit][0])[module].scheme.rank
+            left, sigma, right = torch.linalg.svd(weight.double(), full_matrices=False)
+            weight.copy_((left[:, :rank] * sigma[:rank]) @ right[:rank])
+        changed = torch.log_softmax(whole(found.measured).logits, -1)
+    expected = (dense.exp() * (dense - changed)).sum(-1).mean()
+    low, high, _ = found.menus[unit]
+    assert known.of(unit, low) == pytest.approx(float(expected), rel=1e-3)
+    assert known.of(unit, low) > known.of(unit, high)
+    assert found.cost(unit, low) < found.cost(unit, high) < 4 * unit.weights
+
+
+def test_low_rank_is_not_offered_where_it_would_be_no_smaller(tiny_model, tmp_path: Path) -> None:
+    found = opened(tiny_model("llama"), tmp_path / "out", asked(Goal(kl=1.0), menu=parse_menu("rank0.9w8g128,2:4,w8")))
+    offered = {unit.name.rpartition(".")[2]: list(map(str, menu)) for unit, menu in found.menus.items()}
+    assert all("2:4" in menu and "rank0.9w8g128" not in menu for menu in offered.values())
 
 
 def test_files_stay_within_a_target_of_size(tiny_model, tmp_path: Path) -> None:
@@ -115,7 +163,7 @@ def test_embedding_and_head_are_measured_and_chosen_like_layers(tiny_model, tmp_
         changed = torch.log_softmax(whole(found.measured).logits, -1)
     expected = (dense.exp() * (dense - changed)).sum(-1).mean()
     chosen = stored.schemes["model.embed_tokens"]
-    assert findings.known.of(embedding, chosen) == pytest.approx(float(expected), rel=1e-3, abs=1e-7)
+    assert findings.known.of(embedding, Form(chosen)) == pytest.approx(float(expected), rel=1e-3, abs=1e-7)
 
 
 def test_an_interrupted_search_goes_on_with_what_it_has(tiny_model, tmp_path: Path, monkeypatch) -> None:
@@ -184,7 +232,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, tmp_p
 def test_schemes_whose_groups_do_not_divide_a_layer_are_not_offered_to_it(tiny_model, tmp_path: Path) -> None:
     model = tiny_model("llama", intermediate_size=160)
     found = opened(model, tmp_path / "out", asked(Goal(kl=1.0)))
-    offered = {unit.name.rpartition(".")[2]: [word(each) for each in menu] for unit, menu in found.menus.items()}
+    offered = {unit.name.rpartition(".")[2]: [str(each) for each in menu] for unit, menu in found.menus.items()}
     assert offered["down_proj"] == ["w8"]
     assert offered["q_proj"] == ["w2g64", "w4g64", "w8"]
 
@@ -196,9 +244,8 @@ def test_ignored_layers_take_no_part(tiny_model, tmp_path: Path) -> None:
     findings = find(found, files(out), quiet=True)
     choice = findings.first_choice()
     recipe = write_choice(findings, choice, files(out))
-    assert set(choice.schemes.values()) <= set(MENU)
+    assert set(choice.forms.values()) <= set(MENU)
     assert not any("down_proj" in target for stage in recipe.stages for target in stage.targets)
-    assert Scheme(8, None) in MENU
 
 
 def test_the_report_draws_what_was_found(tiny_model, tmp_path: Path) -> None:

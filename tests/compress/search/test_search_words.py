@@ -5,26 +5,69 @@ from __future__ import annotations
 import pytest
 
 from calibration.parts import Part
-from compress.checkpoint.errors import CheckpointError, RecipeError
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.errors import CheckpointError, RecipeError, ToolkitError
+from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.recipe import CalibrationOptions, Recipe
 from compress.recipe_file import load_recipe, load_work, parse_recipe, parse_work
+from compress.search.form import Form
 from compress.search.goal import Goal, parse_size
-from compress.search.menu import DEFAULT_MENU, parse_menu, word
+from compress.search.menu import DEFAULT_MENU, parse_menu
 from compress.search.recipe_text import recipe_text, write_recipe
 from compress.search.request import SearchRequest
 from compress.search.units import Unit
+from compress.stages.factorize import FactorizeStage
+from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
 
 
 def test_menu_words() -> None:
-    assert parse_menu("w2g64, w3g64asym,w8,w2g64") == (Scheme(2, 64), Scheme(3, 64, False), Scheme(8, None))
-    assert ",".join(map(word, parse_menu(DEFAULT_MENU))) == DEFAULT_MENU
+    assert parse_menu("w2g64, w3g64asym,w8,w2g64") == tuple(
+        map(Form, (Scheme(2, 64), Scheme(3, 64, False), Scheme(8, None)))
+    )
+    assert ",".join(map(str, parse_menu(DEFAULT_MENU))) == DEFAULT_MENU
 
 
-@pytest.mark.parametrize(("text", "said"), [("w4", "leaves nothing to choose"), ("w4g128,four", "'four' is no scheme")])
+@pytest.mark.parametrize(
+    ("word", "stages"),
+    [
+        ("rank0.8", (FactorizeStage("svd-llm", 0.8, "uniform", ("q",)),)),
+        (
+            "asvd0.75w8",
+            (FactorizeStage("asvd", 0.75, "uniform", ("q",)), QuantizeStage("gptq", Scheme(8, None), ("q",))),
+        ),
+        ("2:4", (PruneStage(pattern=Sparsity(2, 4), targets=("q",)),)),
+        (
+            "4:8w4g128asym",
+            (PruneStage(pattern=Sparsity(4, 8), targets=("q",)), QuantizeStage("gptq", Scheme(4, 128, False), ("q",))),
+        ),
+        ("dense", ()),
+    ],
+)
+def test_words_for_rank_and_sparsity(word: str, stages: tuple) -> None:
+    form, _ = parse_menu(f"{word},w8")
+    assert str(form) == word
+    assert form.stages("gptq", ("q",)) == stages
+
+
+def test_forms_know_about_how_many_bits_they_take() -> None:
+    bits = [form.bits_per_weight for form in parse_menu("dense,2:4,2:4w4g128,rank0.5,rank0.5w8,w3")]
+    assert bits == [16, 9, 3, 8, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("w4", "leaves nothing to choose"),
+        ("w4g128,four", "'four' is nothing a layer can become"),
+        ("w4,", "'' is nothing a layer can become"),
+        ("w4,2:4rank0.8", "2:4rank0.8 is both pruned and factorized"),
+        ("w4,rank1.0", "keep=1.0 is not between 0 and 1"),
+        ("w4,2:3", "sparsity pattern 2:3 is not supported"),
+        ("w4,4:8w4g4", "groups of 4 cut through the 4:8 pattern"),
+    ],
+)
 def test_menus_that_mean_nothing(text: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(ToolkitError, match=said):
         parse_menu(text)
 
 
@@ -60,7 +103,7 @@ def test_a_search_in_a_recipe() -> None:
     )
     expected = SearchRequest(
         Goal(size=5_000_000),
-        (Scheme(2, 64), Scheme(4, 128)),
+        (Form(Scheme(2, 64)), Form(Scheme(4, 128))),
         "rtn",
         4,
         ignore=("o_proj",),
@@ -92,7 +135,7 @@ def test_mistakes_in_a_search_are_named_with_their_line(body: str, said: str) ->
 def test_the_bundled_search() -> None:
     search = load_work("smallest-kl")
     assert isinstance(search, SearchRequest)
-    assert (search.goal, ",".join(map(word, search.menu))) == (Goal(kl=0.05), DEFAULT_MENU)
+    assert (search.goal, ",".join(map(str, search.menu))) == (Goal(kl=0.05), DEFAULT_MENU)
     with pytest.raises(RecipeError, match="compress run smallest-kl"):
         load_recipe("smallest-kl")
 
@@ -108,12 +151,41 @@ UNITS = (
 def test_a_written_recipe_reads_as_what_was_meant(source) -> None:
     search = SearchRequest(Goal(kl=0.1), calibration=CalibrationOptions(source, 8, 64), seed=5, name="search-kl0.1")
     narrow, wide = Scheme(3, 64, False), Scheme(8, None)
-    recipe = search.recipe(dict(zip(UNITS, (wide, narrow, narrow), strict=True)))
+    recipe = search.recipe(dict(zip(UNITS, map(Form, (wide, narrow, narrow)), strict=True)))
     assert recipe.stages == (
         QuantizeStage("gptq", narrow, ("b.0.o", "b.1.o")),
         QuantizeStage("gptq", wide, ("b.0.q", "b.0.k")),
     )
     assert parse_recipe(recipe_text(recipe, ["a remark: #1"]), "x.yaml") == recipe
+
+
+def test_rank_and_sparsity_are_written_as_stages_of_their_own() -> None:
+    search = SearchRequest(Goal(kl=0.1), calibration=CalibrationOptions(samples=8, length=64), name="n")
+    low, pruned, _ = parse_menu("asvd0.75w8,2:4w4g64,dense")
+    recipe = search.recipe(dict(zip(UNITS, (low, pruned, Form()), strict=True)))
+    assert [type(stage) for stage in recipe.stages] == [PruneStage, QuantizeStage, FactorizeStage, QuantizeStage]
+    assert [stage.targets for stage in recipe.stages] == [
+        ("b.0.o",),
+        ("b.0.o",),
+        ("b.0.q", "b.0.k"),
+        ("b.0.q", "b.0.k"),
+    ]
+    assert parse_recipe(recipe_text(recipe, []), "x.yaml") == recipe
+    with pytest.raises(RecipeError, match=r"KL at most 0\.1 leaves every layer dense"):
+        search.recipe(dict.fromkeys(UNITS, Form()))
+
+
+@pytest.mark.parametrize("word", ["rank0.8", "asvd0.8", "2:4"])
+def test_rounding_to_nearest_goes_with_nothing_that_looks_at_inputs(word: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{word} is found by inputs"):
+        SearchRequest(Goal(kl=0.1), parse_menu(f"{word},w8"), "rtn")
+    assert SearchRequest(Goal(kl=0.1), parse_menu("svd0.8,w8"), "rtn").method == "rtn"
+
+
+def test_menus_of_recipes_have_patterns_without_quotes() -> None:
+    search = parse_work("search: {max_kl: 1, menu: [2:4, rank0.8, dense]}\n", "r.yaml")
+    assert isinstance(search, SearchRequest)
+    assert list(map(str, search.menu)) == ["2:4", "rank0.8", "dense"]
 
 
 def test_only_recipes_of_searches_are_written_over(tmp_path) -> None:
