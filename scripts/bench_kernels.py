@@ -1,0 +1,142 @@
+"""Packed linears on a GPU beside cuBLAS and PyTorch's own int4 product: one shape and number of tokens after the other.
+
+Every time is the median of replays of one CUDA graph over copies that do not fit in the cache. Bytes are those of
+weights, inputs and outputs; the last column is their rate over the measured read stream of the card.
+
+    python scripts/bench_kernels.py
+    python scripts/bench_kernels.py --shapes 8192x8192 --tokens 1 16 256 2048 --json kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from benchmarking.entry import leave_with
+from benchmarking.gpu_timing import num_copies, read_stream, require_gpu, seconds_per_call
+from benchmarking.machine import environment
+from benchmarking.tables import Row, describe, print_with_markdown, write_json
+from rich.console import Console
+from torch import Tensor
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.base import Target
+from runtime.kernels.dense import DenseLinear
+from runtime.kernels.gpu_linears import BYTES, LEVELS, PLANES
+
+SHAPES = ("4096x4096", "6144x4096", "28672x4096", "4096x14336", "8192x8192")
+TOKENS = (1, 4, 16, 64, 256, 2048)
+KERNELS = {
+    "int4 g128": (PLANES, Scheme(4, 128)),
+    "int2 g64": (PLANES, Scheme(2, 64)),
+    "int8": (BYTES, Scheme(8, None)),
+    "w8a8": (LEVELS, Scheme(8, None, True, 8)),
+}
+DENSE, TINYGEMM = "cuBLAS bf16", "torch int4"
+
+
+@dataclass(frozen=True)
+class Measured:
+    shape: str
+    tokens: int
+    name: str
+    seconds: float
+    nbytes: int
+
+
+def random_codes(rows: int, columns: int, scheme: Scheme, device: torch.device) -> IntegerWeight:
+    codes = torch.randint(0, scheme.max_code + 1, (rows, columns), dtype=torch.uint8, device=device)
+    groups = rows, scheme.num_groups(columns)
+    scale = torch.rand(groups, device=device).mul_(0.01).add_(0.001).bfloat16()
+    zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8, device=device)
+    return IntegerWeight(codes, scale, zero, scheme)
+
+
+def linears(name: str, rows: int, columns: int, device: torch.device) -> list[Callable[[Tensor], Tensor]]:
+    """Copies of one linear, enough to leave the cache behind."""
+    target = Target(device, torch.bfloat16)
+
+    def make() -> Callable[[Tensor], Tensor]:
+        if name == DENSE:
+            return DenseLinear(torch.randn(rows, columns, device=device, dtype=torch.bfloat16) * 0.02, None)
+        if name == TINYGEMM:
+            return tinygemm(rows, columns, device)
+        kernel, scheme = KERNELS[name]
+        return kernel.prepare(random_codes(rows, columns, scheme, device), None, target)
+
+    first = make()
+    return [first, *(make() for _ in range(num_copies(weight_bytes(name, rows, columns)) - 1))]
+
+
+def tinygemm(rows: int, columns: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """`torch.ops.aten._weight_int4pack_mm` in groups of 128."""
+    pairs = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
+    packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+    scales = torch.rand(columns // 128, rows, 2, device=device, dtype=torch.bfloat16)
+    return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, 128, scales)
+
+
+def weight_bytes(name: str, rows: int, columns: int) -> int:
+    if name == DENSE:
+        return rows * columns * 2
+    scheme = Scheme(4, 128) if name == TINYGEMM else KERNELS[name][1]
+    return rows * columns * scheme.bits // 8 + rows * scheme.num_groups(columns) * (4 if name == TINYGEMM else 2)
+
+
+def measure(shape: str, tokens: int, name: str, device: torch.device) -> Measured:
+    rows, columns = map(int, shape.split("x"))
+    x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
+    calls = [lambda linear=linear: linear(x) for linear in linears(name, rows, columns, device)]
+    nbytes = weight_bytes(name, rows, columns) + 2 * tokens * (rows + columns)
+    return Measured(shape, tokens, name, seconds_per_call(calls), nbytes)
+
+
+def table(measured: Sequence[Measured], stream: float) -> list[Row]:
+    dense = {(each.shape, each.tokens): each.seconds for each in measured if each.name == DENSE}
+    return [
+        {
+            "shape": each.shape,
+            "tokens": str(each.tokens),
+            "kernel": each.name,
+            "microseconds": f"{each.seconds * 1e6:.1f}",
+            "x cuBLAS bf16": f"{dense[each.shape, each.tokens] / each.seconds:.2f}",
+            "GB/s": f"{each.nbytes / each.seconds / 1e9:.0f}",
+            "of the stream": f"{each.nbytes / each.seconds / stream:.0%}",
+        }
+        for each in measured
+    ]
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x columns")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options, console = parse_options(arguments), Console(width=160, highlight=False)
+    device = require_gpu()
+    facts, stream = environment(), read_stream(device)
+    console.print(describe(facts))
+    console.print(f"read stream: {stream / 1e9:.0f} GB/s")
+    measured = [
+        measure(shape, tokens, name, device)
+        for shape in options.shapes
+        for tokens in options.tokens
+        for name in (DENSE, TINYGEMM, *options.kernels)
+    ]
+    print_with_markdown("Medians over replays", table(measured, stream), console)
+    if options.json:
+        write_json(options.json, {"facts": facts, "stream": stream, "rows": [asdict(each) for each in measured]})
+    return 0
+
+
+if __name__ == "__main__":
+    leave_with(main)

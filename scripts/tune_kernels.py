@@ -1,0 +1,105 @@
+"""Measures every configuration of the int4 kernels on this GPU, and writes the table that loading reads.
+
+For each shape and number of tokens the fastest configuration is kept. A configuration that does not compile or does not
+fit in shared memory is passed over and counted.
+
+    python scripts/tune_kernels.py --shapes 28672x4096 4096x14336
+    python scripts/tune_kernels.py --out table.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarking.entry import leave_with
+from rich.console import Console
+
+from runtime.kernels.gpu.configs import BUCKETS, EXPAND, NARROW, WIDE, KernelConfig, to_json
+
+Timer = Callable[[int, KernelConfig], float]
+"""Seconds for so many tokens; raises RuntimeError where a configuration cannot run."""
+
+
+def candidates(tokens: int) -> Iterator[KernelConfig]:
+    """What is worth trying for a number of tokens."""
+    if tokens <= 128:
+        for block_n in (64, 128):
+            for num_warps in (4, 8):
+                for num_stages in (3, 4, 5):
+                    for splits in (1, 2, 4, 8, 16):
+                        yield KernelConfig(NARROW, block_n, min(64, max(16, tokens)), num_warps, num_stages, splits)
+    if tokens >= 64:
+        for block_m in (64, 128, 256):
+            for num_stages in (2, 3):
+                yield KernelConfig(WIDE, 128, block_m, 8, num_stages)
+    if tokens >= 256:
+        yield KernelConfig(EXPAND)
+
+
+def tune(buckets: Sequence[int], timer: Timer) -> tuple[dict[int, KernelConfig], int]:
+    """The fastest configuration for each number of tokens, and how many could not run."""
+    best: dict[int, KernelConfig] = {}
+    refused = 0
+    for tokens in buckets:
+        times: dict[KernelConfig, float] = {}
+        for config in candidates(tokens):
+            try:
+                times[config] = timer(tokens, config)
+            except RuntimeError:
+                refused += 1
+        best[tokens] = min(times, key=lambda config: times[config])
+    return best, refused
+
+
+def timer_of(rows: int, columns: int) -> Timer:
+    """On this GPU, for int4 weights in groups of 128."""
+    import torch
+    from bench_kernels import random_codes
+    from benchmarking.gpu_timing import num_copies, require_gpu, seconds_per_call
+
+    from compress.checkpoint.scheme import Scheme
+    from runtime.kernels.gpu.launch import multiply
+    from runtime.kernels.gpu.packing import pack_planes
+
+    device = require_gpu()
+    packed = pack_planes(random_codes(rows, columns, Scheme(4, 128), device), device)
+    weights = [packed, *(pack_planes(random_codes(rows, columns, Scheme(4, 128), device), device)
+                         for _ in range(num_copies(packed.nbytes) - 1))]  # fmt: skip
+
+    def time(tokens: int, config: KernelConfig) -> float:
+        x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
+        return seconds_per_call([lambda weight=weight: multiply(x, weight, None, config) for weight in weights])
+
+    return time
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=("6144x4096", "4096x4096", "28672x4096", "4096x14336"))
+    parser.add_argument("--tokens", nargs="+", type=int, default=BUCKETS, choices=BUCKETS)
+    parser.add_argument("--out", type=Path, help="default: the package's own table for this GPU")
+    options, console = parser.parse_args(arguments), Console(width=160, highlight=False)
+    from benchmarking.gpu_timing import require_gpu
+
+    require_gpu()
+    import torch
+
+    from runtime.kernels.gpu_linears import table_path
+
+    gpu = torch.cuda.get_device_name()
+    found = {}
+    for shape in options.shapes:
+        rows, columns = map(int, shape.split("x"))
+        found[rows, columns], refused = tune(options.tokens, timer_of(rows, columns))
+        console.print(f"{shape}: {found[rows, columns]}; {refused} configurations could not run")
+    out = options.out or table_path(gpu)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(to_json(gpu, found), encoding="utf-8")
+    console.print(f"written: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    leave_with(main)
