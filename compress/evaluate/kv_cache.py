@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ def measure_kv_caches(
         ToolkitError: a path or text that cannot be used.
         NumericsError: logits that are not finite.
     """
+    from runtime.memory import kv_token_bytes
     from runtime.model.load import load_model
 
     windows = cut_windows(load_texts(data), load_tokenizer(path), length=length, max_tokens=tokens)
@@ -90,8 +92,8 @@ def measure_kv_caches(
             positions.append(part)
         on_progress(index + 1, len(windows.tokens))
     results = tuple(Evaluation.of(Positions(*map(torch.cat, zip(*parts, strict=True))), True) for parts in found)
-    sizes = tuple(_token_bytes(decoder, scheme) for scheme in schemes)
-    return KVCacheMeasurement(windows, results, _token_bytes(decoder, UNCOMPRESSED), sizes)
+    size = partial(kv_token_bytes, decoder.config, itemsize=decoder.dtype.itemsize)
+    return KVCacheMeasurement(windows, results, size(UNCOMPRESSED), tuple(map(size, schemes)))
 
 
 @torch.inference_mode()
@@ -118,8 +120,3 @@ def _log_probabilities(decoder: Decoder, hidden: Tensor) -> Tensor:
     if not torch.isfinite(logits).all():
         raise NumericsError("the model gave NaN or infinite logits", "Run compress verify on the checkpoint")
     return torch.log_softmax(logits, -1).unsqueeze(0)
-
-
-def _token_bytes(decoder: Decoder, scheme: KVCacheScheme) -> int:
-    config = decoder.config
-    return config.num_layers * config.num_kv_heads * scheme.head_bytes(config.head_dim, decoder.dtype.itemsize)

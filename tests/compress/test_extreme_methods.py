@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed_runs import killed_after_block
 
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.reader import PackedCheckpoint
@@ -13,7 +14,6 @@ from compress.checkpoint.scheme import Scheme
 from compress.methods.hqq import quantize_hqq
 from compress.pipeline import quantize_block
 from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.resume import Progress
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, Recipe
 from compress.stages.quantize import QuantizeStage
@@ -68,20 +68,11 @@ def test_only_gptaq_follows_the_dense_model_and_counts_what_that_takes(tiny_mode
     assert beside.disk - plain.disk == 2 * states
 
 
-def test_a_killed_run_of_gptaq_continues_to_the_same_bytes(tiny_model, tmp_path: Path, monkeypatch) -> None:
+def test_a_killed_run_of_gptaq_continues_to_the_same_bytes(tiny_model, tmp_path: Path) -> None:
     model, stages = tiny_model(), (gptaq(), gptaq(3, targets=("down_proj",)))
     compress(model, tmp_path / "whole", *stages)
-    saved = Progress.save_block
-
-    def save_and_die(self, index, *rest, **options):
-        saved(self, index, *rest, **options)
-        if index == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Progress, "save_block", save_and_die)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_after_block(1):
         compress(model, tmp_path / "killed", *stages)
-    monkeypatch.setattr(Progress, "save_block", saved)
     compress(model, tmp_path / "killed", *stages)
     whole, killed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed"))
     assert whole == killed

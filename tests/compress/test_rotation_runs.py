@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed_runs import killed_after_block
 from safetensors.torch import load_file, save_file
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
@@ -14,7 +15,6 @@ from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
-from compress.pipeline.resume import Progress
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, Recipe
 from compress.recipe_file import parse_recipe
@@ -114,20 +114,11 @@ def test_the_seed_decides_and_heads_may_be_left_out(tmp_path: Path) -> None:
     torch.testing.assert_close(plain.norm(), turned.norm())
 
 
-def test_a_rotated_and_quantized_run_that_was_killed_ends_in_the_same_bytes(tiny_model, tmp_path, monkeypatch) -> None:
+def test_a_rotated_and_quantized_run_that_was_killed_ends_in_the_same_bytes(tiny_model, tmp_path) -> None:
     model, stages = tiny_model(tie_word_embeddings=True), (RotateStage(), QuantizeStage("gptq", Scheme(3, None)))
     rotate(model, tmp_path / "whole", *stages)
-    saved = Progress.save_block
-
-    def save_and_die(self, index, *rest, **options):
-        saved(self, index, *rest, **options)
-        if index == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Progress, "save_block", save_and_die)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_after_block(1):
         rotate(model, tmp_path / "killed", *stages)
-    monkeypatch.setattr(Progress, "save_block", saved)
     rotate(model, tmp_path / "killed", *stages)
     whole, killed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed"))
     assert whole == killed

@@ -1,0 +1,26 @@
+"""Runs that die on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from compress.pipeline.resume import Progress
+
+
+@contextmanager
+def killed_after_block(last: int) -> Iterator[None]:
+    """What runs inside is interrupted once the block of that number is saved; if it gets past it, the test fails."""
+    save_block = Progress.save_block
+
+    def save_and_die(self: Progress, index: int, *rest: object, **options: object) -> None:
+        save_block(self, index, *rest, **options)
+        if index == last:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "save_block", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            yield
