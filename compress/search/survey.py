@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, DataError, RecipeError
 from compress.pipeline.outside import find_ends
-from compress.pipeline.planning import packed_bytes
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
-from compress.plan import Assignment, shape_bytes
+from compress.plan import Assignment
+from compress.search.file_bytes import fixed_bytes, unit_bytes
 from compress.search.fit import assignments_of, menu_for
 from compress.search.form import Form
 from compress.search.goal import Goal
@@ -23,8 +22,6 @@ from compress.search.request import SearchRequest
 from compress.search.units import EMBEDDING, Unit, units_of
 
 _FLOAT32 = 4
-# A tensor's entry in the header of a weight file beside its name.
-_ENTRY_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +54,8 @@ class Survey:
         return assignments_of(unit, form, self.request.method_of(unit))
 
     def cost(self, unit: Unit, form: Form) -> int:
-        """Bytes of a unit's weights in the file: values and their places, both factors, scales, zero points."""
-        if form.is_dense:
-            dense = {f"{module}.weight" for module in unit.modules}
-            return sum(row.bytes_before for row in self.prepared.plan.rows if row.tensor in dense)
-        dtype, assignments = self.prepared.plan.scale_dtype, self.assignments(unit, form)
-        packed = sum(
-            packed_bytes(assignments[module], shape, dtype)
-            for module, shape in zip(unit.modules, unit.shapes, strict=True)
-        )
-        return packed - _shape_bytes(assignments)
+        """Bytes of a unit's weights in the file."""
+        return unit_bytes(self.prepared.plan, unit, form, self.request.method_of(unit))
 
     @property
     def smallest(self) -> int:
@@ -178,7 +167,8 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
     units = [*units_of(blocks, shapes, skeleton.architecture), *(_ends(prepared) if search.ends else ())]
     menus = {unit: menu_for(unit, _offered(unit, prepared, search), search.method_of(unit)) for unit in units}
     calibration, measured = _split(prepared, search)
-    found = Survey(search, run, prepared, menus, calibration, measured, _fixed_bytes(prepared, search, menus))
+    fixed = fixed_bytes(prepared.plan, menus, search.method_of)
+    found = Survey(search, run, prepared, menus, calibration, measured, fixed)
     if search.goal.kl is None:
         found.budget(search.goal)
     return found
@@ -219,33 +209,6 @@ def _offered(unit: Unit, prepared: Prepared, search: SearchRequest) -> list[Form
     """Of embedding and head every row is rounded, or they stay dense."""
     inside = 0 <= unit.block < prepared.skeleton.num_blocks
     return [form for form in search.menu if inside or form.is_plain or form.is_dense]
-
-
-def _fixed_bytes(prepared: Prepared, search: SearchRequest, menus: Mapping[Unit, Sequence[Form]]) -> int:
-    """Of all that is not weights of units: other tensors, headers, and the shapes beside packed weights."""
-    plan = prepared.plan
-    searched = {f"{module}.weight" for unit in menus for module in unit.modules}
-    packed = sum(row.bytes_after for row in plan.rows if row.tensor in searched)
-    names = [row.tensor for row in plan.rows if row.bytes_after]
-    header = sum(_ENTRY_BYTES + len(name) for name in names)
-    shapes = 0
-    for unit, menu in menus.items():
-        entries = max(map(_entries, menu)) - 1
-        header += sum(entries * (_ENTRY_BYTES + len(module)) for module in unit.modules)
-        method = search.method_of(unit)
-        shapes += max(_shape_bytes(assignments_of(unit, form, method)) for form in menu)
-    return plan.bytes_after - packed + header + shapes
-
-
-def _entries(form: Form) -> int:
-    """Tensors in the file: values, or codes, scales, shapes and zero points; places beside them; two factors of all."""
-    tensors = 1 if form.scheme is None else 3 if form.scheme.symmetric else 4
-    return (tensors + bool(form.pattern)) * (2 if form.factorizing else 1)
-
-
-def _shape_bytes(assignments: Mapping[str, Assignment]) -> int:
-    """Of the shapes beside packed weights, which are no weights."""
-    return sum(shape_bytes(each.scheme) for each in assignments.values() if each.scheme)
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> float:
