@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from compress.checkpoint.errors import ToolkitError
 from runtime.attention.gpu import TritonAttention
 from runtime.attention.gpu import refuse as refuse_triton
 from runtime.attention.native import NativeAttention
+from runtime.attention.native_layers import NativeLayers, refuse_layers
 from runtime.attention.paged import PagedAttention
 from runtime.attention.step_keys import StepKeys
 from runtime.attention.streaming import StreamingAttention
@@ -45,6 +47,7 @@ class ModelRunner:
 
     Attributes:
         sample: turns logits into tokens and verifies drafts; by match unless somebody sets another way.
+        native_layers: computes all layers in one call where that is possible.
         triton_refusal: why attention does not run in Triton; empty when it does.
     """
 
@@ -56,6 +59,9 @@ class ModelRunner:
         if memory.reach.window is not None:
             self.windows = (memory.reach.window,) * decoder.config.num_layers
         self.cache = KVCache(decoder, memory)
+        self.native_layers: NativeLayers | None = None
+        if isinstance(self.pages, NativePages) and not refuse_layers(decoder):
+            self.native_layers = NativeLayers(decoder, self.pages, self.windows)
         has_exact_tokens = bool(self.cache.sinks or self.cache.recent or memory.reach.sinks)
         self.triton_refusal = refuse_triton(decoder.device, decoder.dtype, decoder.config.head_dim, has_exact_tokens)
 
@@ -106,12 +112,18 @@ class ModelRunner:
             return StepOutput({})
         batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.reach)
         self.pages.memory.clear(batch.fresh_blocks)
-        hidden = self.decoder.forward(batch.token_ids, batch.positions, self._attention(batch))
+        hidden = self._forward(batch)
         return StepOutput(
             self._sample(hidden, batch) if batch.sampling else {},
             prompt_logprobs(self.decoder, hidden, batch),
             hidden_sums(self.decoder, hidden, batch),
         )
+
+    def _forward(self, batch: Batch) -> Tensor:
+        attention, run_layers = self._attention(batch), None
+        if self.native_layers is not None and isinstance(attention, NativeAttention):
+            run_layers = partial(self.native_layers, attention=attention)
+        return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
 
     def _attention(self, batch: Batch) -> Attention:
         if isinstance(self.pages, NativePages):

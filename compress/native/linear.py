@@ -53,6 +53,10 @@ class NativeLinear:
         codebook: what the codes stand for, before scales, instead of `code - 2^(bits - 1)`: as many float numbers as
             there are codes of 2 or 4 bits. The weight's zero points are then not looked at.
 
+    Attributes:
+        address: of the C structure, for compiled code that multiplies by itself.
+        activations: a value of `Activations`.
+
     Raises:
         ToolkitError: there is no library.
         SchemeError: groups or inputs that are no multiple of 32.
@@ -70,7 +74,7 @@ class NativeLinear:
         instruction_set: int = BEST,
     ) -> None:
         self.out_features, self.in_features = weight.shape
-        self._activations, self._instruction_set = int(activations), instruction_set
+        self.activations, self._instruction_set = int(activations), instruction_set
         self._bias = None if bias is None else bias.float().contiguous()
         self._weight = _Weight(out_features=self.out_features, in_features=self.in_features)
         self._scale: Tensor | None = None
@@ -81,7 +85,7 @@ class NativeLinear:
             self._pack_numbers(weight)
         self._weight.words = self._words.data_ptr()
         self._weight.bias = None if self._bias is None else self._bias.data_ptr()
-        self._address = ctypes.addressof(self._weight)
+        self.address = ctypes.addressof(self._weight)
         self._multiply = _functions().linear_multiply
 
     @property
@@ -105,8 +109,8 @@ class NativeLinear:
             ToolkitError: no memory, or not the instruction set that was asked for.
         """
         status = self._multiply(
-            self._address,
-            self._activations,
+            self.address,
+            self.activations,
             TYPES[x.dtype],
             x.shape[0],
             x.data_ptr(),

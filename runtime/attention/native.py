@@ -13,7 +13,7 @@ from runtime.batch import AttentionGroup, Batch
 from runtime.model.pages_native import NativePages, token_stride
 
 
-class _PagedAttention(ctypes.Structure):
+class PagedAttentionCall(ctypes.Structure):
     """`PagedAttention` of attention.h."""
 
     _fields_ = (
@@ -45,6 +45,9 @@ class NativeAttention:
             where they stand.
         instruction_set: of the compiled code.
 
+    Attributes:
+        call: what one call needs that all layers share.
+
     Raises:
         ValueError: an instruction set that this machine lacks, when it is called.
     """
@@ -68,7 +71,7 @@ class NativeAttention:
         self.instruction_set = instruction_set
         self._spans = torch.tensor(_spans(batch.groups), dtype=torch.int64)
         self._blocks = torch.cat([group.blocks for group in batch.groups])
-        self._call = _PagedAttention(
+        self.call = PagedAttentionCall(
             num_spans=len(self._spans),
             spans=self._spans.data_ptr(),
             blocks=self._blocks.data_ptr(),
@@ -81,7 +84,7 @@ class NativeAttention:
             self._turn(key)
         self.pages.write(layer, self.batch.slots, key, value)
         out = query.new_empty(query.shape)
-        call = self._call
+        call = self.call
         call.pages = ctypes.addressof(self.pages.addresses[layer])
         call.heads, call.window = query.shape[1], self.windows[layer] or 0
         call.query, call.query_row, call.out = query.data_ptr(), token_stride(query), out.data_ptr()

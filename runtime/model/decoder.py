@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from runtime.kernels.base import Linear
 from runtime.model.config import DecoderConfig
 from runtime.model.embedding import Embedding
-from runtime.model.ops import Ops, TorchOps, rms_norm
+from runtime.model.ops import Ops, TorchOps
 from runtime.model.rope import Rotary
 
 
@@ -21,6 +22,10 @@ class Attention(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output `[T, heads, D]` of query `[T, heads, D]`, key and value `[T, kv_heads, D]`."""
         ...
+
+
+RunLayers = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From embeddings `[T, H]`, cosine and signed sine `[T, 1, D]` to hidden states `[T, H]`; may overwrite the first."""
 
 
 @dataclass(slots=True)
@@ -68,13 +73,18 @@ class Decoder:
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return self.embedding.nbytes + self.head.nbytes + sum(linear.nbytes for linear in linears)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, run_layers: RunLayers | None = None
+    ) -> Tensor:
         """Hidden states `[T, H]` before the final norm, of int64 `token_ids [T]` at int64 `positions [T]`.
 
-        Tokens of several sequences may stand in any order; `attention` knows which belong together.
+        Tokens of several sequences may stand in any order; `attention` knows which belong together. `run_layers` stands
+        in for all that is between the embedding and the final norm.
         """
         cos, sin = self.rotary.at(positions)
         hidden = self.embedding(token_ids)
+        if run_layers is not None:
+            return run_layers(hidden, cos, sin)
         eps, update = self.config.norm_eps, None
         for index, layer in enumerate(self.layers):
             normed = self.ops.add_norm(hidden, update, layer.attention_norm, eps)
@@ -85,7 +95,7 @@ class Decoder:
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """What the output head sees, `[T, H] -> [T, H]`; transformers calls it the last hidden state."""
-        return rms_norm(hidden, self.norm, self.config.norm_eps)
+        return self.ops.add_norm(hidden, None, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output head: `[T, H] -> [T, V]` in float32, or float64 for a float64 model."""

@@ -144,7 +144,7 @@ static void write_out(const Plan *plan, const Tile *tile, const PartResult *resu
         const int64_t token = (tile->first_row + row) / shared, head = tile->head * shared + (tile->first_row + row) % shared;
         uint16_t *to = attention->out + ((tile->span->first_row + token) * attention->heads + head) * size;
         const float share = 1.0f / result->sum[row];
-        for (int64_t d = 0; d < size; d++) to[d] = bfloat16_of(result->values[row][d] * share);
+        for (int64_t d = 0; d < size; d++) to[d] = bfloat16_of(result->values[row][d] * share + 0.0f); /* no -0 */
     }
 }
 
@@ -153,8 +153,14 @@ static void attend_tile(void *context, int64_t number) {
     const Tile *tile = &plan->tiles[number];
     Part part;
     PartResult all, one;
-    clear(&all);
     set_queries(plan, tile, &part);
+    if (tile->num_parts == 1) { /* what joining with nothing gives */
+        set_strips(plan, tile, tile->first_part, &part);
+        plan->attend(&part, &one);
+        write_out(plan, tile, &one);
+        return;
+    }
+    clear(&all);
     for (int64_t i = 0; i < tile->num_parts; i++) {
         set_strips(plan, tile, tile->first_part + i, &part);
         plan->attend(&part, &one);

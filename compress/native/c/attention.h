@@ -11,8 +11,6 @@
 
 #include "kv_pages.h"
 
-enum { PART = 256, TILE = 8 };
-
 typedef struct {
     int64_t first_row, num_tokens; /* rows of the token axis */
     int64_t first_block;           /* in the table */

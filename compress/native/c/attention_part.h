@@ -5,7 +5,7 @@
 #include "attention.h"
 #include "numbers.h"
 
-enum { STRIPS = PART / STRIP };
+enum { PART = 256, TILE = 8, STRIPS = PART / STRIP };
 
 /* Sixteen tokens of one head of one block. */
 typedef struct {

@@ -39,18 +39,36 @@ static void multiply_run(const LinearCall *call, Place place, int64_t num_rows, 
     }
 }
 
-static void finish_row(const LinearCall *call, int64_t row, int64_t tile, const float *sums) {
+INLINE void finish_row(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
     const int64_t first = tile * TILE, count = smaller(call->weight->out_features - first, TILE);
+    const int64_t at = row * call->y_stride + first;
     const float *bias = call->weight->bias;
-    float values[TILE];
-    for (int64_t i = 0; i < count; i++) values[i] = bias == NULL ? sums[i] : sums[i] + bias[first + i];
-    if (call->type == FLOAT32) {
-        memcpy((float *)call->y + row * call->y_stride + first, values, (size_t)count * sizeof(float));
-        return;
-    }
-    uint16_t *y = (uint16_t *)call->y + row * call->y_stride + first;
-    for (int64_t i = 0; i < count; i++) y[i] = bfloat16_of(values[i]);
+    if (bias != NULL)
+        for (int64_t i = 0; i < count; i++) sums[i] += bias[first + i];
+    if (call->type == FLOAT32)
+        memcpy((float *)call->y + at, sums, (size_t)count * sizeof *sums);
+    else
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)call->y)[at + i] = bfloat16_of(sums[i]);
 }
+
+static void finish_scalar(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
+    finish_row(call, row, tile, sums);
+}
+#if ON_X86
+FOR_AVX2 static void finish_avx2(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
+    finish_row(call, row, tile, sums);
+}
+FOR_AVX512 static void finish_avx512(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
+    finish_row(call, row, tile, sums);
+}
+#endif
+static const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = {
+    [SCALAR] = finish_scalar,
+#if ON_X86
+    [AVX2] = finish_avx2,
+    [AVX512] = finish_avx512,
+#endif
+};
 
 static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int64_t num_rows) {
     float sums[ROWS_PER_CHUNK * TILE];
@@ -60,7 +78,7 @@ static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int
     Place place = {tile, 0, row, call->weight->words + tile * call->prepared.num_runs * run_words, sums};
     for (; place.run < call->prepared.num_runs; place.run++, place.words += run_words)
         multiply_run(call, place, num_rows, decoded);
-    for (int64_t r = 0; r < num_rows; r++) finish_row(call, row + r, tile, sums + r * TILE);
+    for (int64_t r = 0; r < num_rows; r++) call->finish(call, row + r, tile, sums + r * TILE);
 }
 
 static void multiply_chunk(void *context, int64_t chunk) {
@@ -78,7 +96,7 @@ static void multiply_chunk(void *context, int64_t chunk) {
 static void prepare_chunk(void *context, int64_t chunk) {
     const LinearCall *call = context;
     const int64_t first = chunk * ROWS_PER_PREPARATION, last = smaller(first + ROWS_PER_PREPARATION, call->rows);
-    for (int64_t row = first; row < last; row++) prepare_row(call, row);
+    for (int64_t row = first; row < last; row++) call->prepare(call, row);
 }
 
 static void fill_tables(Prepared *prepared, const LinearWeight *weight) {
@@ -135,6 +153,8 @@ int linear_multiply(const LinearWeight *weight, int activations, int type, int64
     if (rows < 1) return LINEAR_OK;
     LinearCall call = {.weight = weight,
                        .kernels = choose_kernels(kernel_sets[set], (Activations)activations, (NumberType)type),
+                       .prepare = prepare_by_set[set],
+                       .finish = finish_by_set[set],
                        .type = (NumberType)type,
                        .activations = (Activations)activations,
                        .x = x,

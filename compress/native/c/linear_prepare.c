@@ -12,7 +12,7 @@ int64_t run_of(int64_t group) {
 }
 
 /* Inputs [start, start + INPUT_MULTIPLE) as float32. */
-static void load_activations(const LinearCall *call, int64_t row, int64_t start, float *values) {
+INLINE void load_activations(const LinearCall *call, int64_t row, int64_t start, float *values) {
     const int64_t at = row * call->x_stride + start;
     if (call->type == FLOAT32) {
         memcpy(values, (const float *)call->x + at, INPUT_MULTIPLE * sizeof *values);
@@ -23,7 +23,7 @@ static void load_activations(const LinearCall *call, int64_t row, int64_t start,
 }
 
 /* Of `run` inputs, in an order that has no part in which row it is. */
-static float sum_run(const LinearCall *call, int64_t row, int64_t start) {
+INLINE float sum_run(const LinearCall *call, int64_t row, int64_t start) {
     float values[INPUT_MULTIPLE], sums[INPUT_MULTIPLE] = {0}, sum = 0;
     for (int64_t k = 0; k < call->prepared.run; k += INPUT_MULTIPLE) {
         load_activations(call, row, start + k, values);
@@ -34,7 +34,7 @@ static float sum_run(const LinearCall *call, int64_t row, int64_t start) {
 }
 
 /* As bits, so that NaN is larger than any number and is not lost. */
-static float largest_magnitude(const LinearCall *call, int64_t row, int64_t start, int64_t count) {
+INLINE float largest_magnitude(const LinearCall *call, int64_t row, int64_t start, int64_t count) {
     float values[INPUT_MULTIPLE];
     int32_t largest[INPUT_MULTIPLE] = {0}, found = 0;
     for (int64_t k = 0; k < count; k += INPUT_MULTIPLE) {
@@ -49,7 +49,7 @@ static float largest_magnitude(const LinearCall *call, int64_t row, int64_t star
 }
 
 /* Rounded half to even: adding 1.5 * 2^23 leaves no bits behind the point. */
-static int32_t round_level(float value) { return (int32_t)(bits_of_float(value + 12582912.0f) - 0x4b400000u); }
+INLINE int32_t round_level(float value) { return (int32_t)(bits_of_float(value + 12582912.0f) - 0x4b400000u); }
 
 INLINE void order_levels(const int32_t *rounded, int bits, int8_t *levels) {
     const int per_word = 32 / bits;
@@ -60,7 +60,7 @@ INLINE void order_levels(const int32_t *rounded, int bits, int8_t *levels) {
 
 /* Inputs of one run as levels of a scale, in the order that codes lie in; returns their sum. A scale that is not finite
  * makes the row NaN by itself, so its levels do not matter; nor do those of scale 0. */
-static int32_t quantize_run(const LinearCall *call, int64_t row, int64_t start, float scale, int8_t *levels) {
+INLINE int32_t quantize_run(const LinearCall *call, int64_t row, int64_t start, float scale, int8_t *levels) {
     const bool usable = scale > 0;
     float values[INPUT_MULTIPLE];
     int32_t rounded[INPUT_MULTIPLE] = {0}, sums[INPUT_MULTIPLE] = {0}, sum = 0;
@@ -80,12 +80,12 @@ static int32_t quantize_run(const LinearCall *call, int64_t row, int64_t start, 
 }
 
 /* NaN for a row that is not finite; comparisons with it are false. */
-static float level_scale(const LinearCall *call, int64_t row, int64_t start, int64_t count) {
+INLINE float level_scale(const LinearCall *call, int64_t row, int64_t start, int64_t count) {
     const float scale = largest_magnitude(call, row, start, count) / (float)LAST_LEVEL;
     return scale <= FLT_MAX ? scale : NAN;
 }
 
-static void prepare_levels(const LinearCall *call, int64_t row) {
+INLINE void prepare_levels(const LinearCall *call, int64_t row) {
     const Prepared *prepared = &call->prepared;
     const int64_t inputs = call->weight->in_features;
     const float whole = call->activations == ACTIVATIONS_INT8_ROW ? level_scale(call, row, 0, inputs) : 0;
@@ -98,7 +98,7 @@ static void prepare_levels(const LinearCall *call, int64_t row) {
     }
 }
 
-void prepare_row(const LinearCall *call, int64_t row) {
+INLINE void prepare_row(const LinearCall *call, int64_t row) {
     const int64_t inputs = call->weight->in_features, runs = call->prepared.num_runs;
     if (call->activations != ACTIVATIONS_FLOAT) {
         prepare_levels(call, row);
@@ -110,3 +110,18 @@ void prepare_row(const LinearCall *call, int64_t row) {
     if (call->sums != NULL)
         for (int64_t run = 0; run < runs; run++) call->sums[row * runs + run] = sum_run(call, row, run * call->prepared.run);
 }
+
+/* In plain C: the compiler makes of it what each instruction set has. */
+static void prepare_scalar(const LinearCall *call, int64_t row) { prepare_row(call, row); }
+#if ON_X86
+FOR_AVX2 static void prepare_avx2(const LinearCall *call, int64_t row) { prepare_row(call, row); }
+FOR_AVX512 static void prepare_avx512(const LinearCall *call, int64_t row) { prepare_row(call, row); }
+#endif
+
+const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS] = {
+    [SCALAR] = prepare_scalar,
+#if ON_X86
+    [AVX2] = prepare_avx2,
+    [AVX512] = prepare_avx512,
+#endif
+};

@@ -4,10 +4,18 @@
 
 #include "linear_tiles.h"
 
+typedef struct LinearCall LinearCall;
+/* One row: converts it and sums up its runs. */
+typedef void (*PrepareRow)(const LinearCall *call, int64_t row);
+/* The sums of one row and tile, with the bias, as results. */
+typedef void (*FinishRow)(const LinearCall *call, int64_t row, int64_t tile, float *sums);
+
 /* What one call of linear_multiply works on. */
-typedef struct {
+struct LinearCall {
     const LinearWeight *weight;
     const KernelKind *kernels;
+    PrepareRow prepare;
+    FinishRow finish;
     NumberType type; /* of x and y */
     Activations activations;
     const void *x;
@@ -19,10 +27,9 @@ typedef struct {
     int32_t *level_sums;
     Prepared prepared;
     int64_t rows_per_chunk, tiles_per_chunk, num_tiles;
-} LinearCall;
+};
 
-/* One row: converts it and sums up its runs. */
-void prepare_row(const LinearCall *call, int64_t row);
+extern const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS];
 
 /* The largest number of inputs that divides a group and is at most LONGEST_RUN. */
 int64_t run_of(int64_t group);

@@ -1,0 +1,154 @@
+"""All layers in one compiled call give the bits of the same functions called one by one, whatever stands in a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.checkpoint.errors import ToolkitError
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.kv_cache import KVCacheScheme
+from compress.checkpoint.scheme import Scheme
+from compress.native.library import INSTRUCTION_SETS, best_instruction_set, library
+from compress.native.linear import Activations, NativeLinear
+from runtime.attention.native import NativeAttention
+from runtime.attention.native_layers import NativeLayers, refuse_layers
+from runtime.batch import AttentionGroup, Batch
+from runtime.model.config import DecoderConfig, RopeConfig
+from runtime.model.decoder import Decoder, Layer
+from runtime.model.embedding import DenseEmbedding
+from runtime.model.ops import TorchOps
+from runtime.model.ops_native import NativeOps
+from runtime.model.pages_native import NativePages
+from runtime.model.rope import Rotary
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, DIM, SIZE, INNER, LAYERS, BLOCK = 6, 2, 32, 96, 160, 3, 16
+WINDOWS = (None, 8, None)
+
+
+def make_config() -> DecoderConfig:
+    flags = {"qkv_bias": True, "output_bias": False, "mlp_bias": False, "qk_norm": True}
+    return DecoderConfig(
+        model_type="qwen3",
+        hidden_size=SIZE,
+        intermediate_size=INNER,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        vocab_size=64,
+        norm_eps=1e-6,
+        rope=RopeConfig("default", 1e4, {}),
+        windows=WINDOWS,
+        context_length=256,
+        dtype="bfloat16",
+        eos_token_ids=frozenset(),
+        **flags,
+    )
+
+
+class World:
+    def __init__(self, *, head_norm: bool = True) -> None:
+        self.random = torch.Generator().manual_seed(0)
+        self.config = make_config()
+        rotary = Rotary(self.config.rope, DIM, torch.bfloat16, CPU)
+        layers = [self._layer(head_norm) for _ in range(LAYERS)]
+        self.decoder = Decoder(
+            self.config,
+            torch.bfloat16,
+            CPU,
+            DenseEmbedding(self.numbers(64, SIZE)),
+            layers,
+            self.numbers(SIZE),
+            NativeLinear(self.numbers(64, SIZE)),
+            rotary,
+            NativeOps(),
+        )
+
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random).mul_(0.2).bfloat16()
+
+    def codes(self, rows: int, columns: int) -> IntegerWeight:
+        codes = torch.randint(0, 16, (rows, columns), generator=self.random, dtype=torch.uint8)
+        scale = torch.rand(rows, columns // 32, generator=self.random).mul_(0.05).half()
+        zero = torch.randint(0, 16, scale.shape, generator=self.random, dtype=torch.uint8)
+        return IntegerWeight(codes, scale, zero, Scheme(4, 32, symmetric=False))
+
+    def _layer(self, head_norm: bool) -> Layer:
+        width = (HEADS + 2 * KV_HEADS) * DIM
+        return Layer(
+            attention_norm=self.numbers(SIZE),
+            qkv=NativeLinear(self.codes(width, SIZE), self.numbers(width)),
+            head_norm=self.numbers(HEADS + KV_HEADS, DIM) if head_norm else None,
+            output=NativeLinear(self.numbers(SIZE, HEADS * DIM)),
+            mlp_norm=self.numbers(SIZE),
+            gate_up=NativeLinear(self.codes(2 * INNER, SIZE), activations=Activations.INT8_GROUP),
+            down=NativeLinear(self.codes(SIZE, INNER)),
+        )
+
+    def pages(self, format: str) -> NativePages:
+        pages = NativePages(self.config, KVCacheScheme(format), 8, BLOCK, torch.bfloat16, CPU)
+        pages.memory.clear(range(8))
+        return pages
+
+    def batch(self, spans: list[tuple[int, int]]) -> Batch:
+        """Of each sequence: the tokens of this step and its keys after it. Earlier keys are zeros."""
+        groups, positions, slots, block, row = [], [], [], 0, 0
+        for tokens, keys in spans:
+            table = torch.arange(block, block + -(-keys // BLOCK))
+            places = torch.arange(keys - tokens, keys)
+            groups.append(AttentionGroup(slice(row, row + tokens), table, places, 1, keys, tokens > 1))
+            positions.append(places)
+            slots.append(places + block * BLOCK)
+            block, row = block + len(table), row + tokens
+        token_ids = torch.randint(0, 64, (row,), generator=self.random)
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Batch((), token_ids, torch.cat(positions), torch.cat(slots), tuple(groups), (), nothing, (), ())
+
+
+@pytest.mark.parametrize("instruction_set", range(best_instruction_set() + 1))
+@pytest.mark.parametrize("format", ["16bit", "int4"])
+@pytest.mark.parametrize(("turned", "head_norm"), [(False, True), (True, False)])
+def test_same_bits_as_one_call_after_the_other(
+    instruction_set: int, format: str, turned: bool, head_norm: bool
+) -> None:
+    world = World(head_norm=head_norm)
+    decoder = replace(world.decoder, ops=NativeOps(instruction_set))
+    for layer in decoder.layers:
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            linear._instruction_set = instruction_set
+    one, other = world.pages(format), world.pages(format)
+    layers = NativeLayers(decoder, other, WINDOWS, instruction_set)
+    for spans in ([(1, 1)], [(1, 20), (1, 3), (5, 30), (33, 33)]):
+        batch = world.batch(spans)
+        attention = NativeAttention(one, batch, WINDOWS, turned, instruction_set)
+        expected = decoder.forward(batch.token_ids, batch.positions, attention)
+        run = partial(layers, attention=NativeAttention(other, batch, WINDOWS, turned, instruction_set))
+        found = decoder.forward(batch.token_ids, batch.positions, attention, run)
+        assert torch.equal(found, expected)
+        assert found.isfinite().all()
+        for name, tensor in one.memory.tensors.items():
+            assert torch.equal(tensor, other.memory.tensors[name]), name
+
+
+def test_what_is_not_compiled_refuses() -> None:
+    decoder = World().decoder
+    assert refuse_layers(decoder) == ""
+    assert refuse_layers(replace(decoder, ops=TorchOps())) == "ops between linears are not compiled"
+    decoder.layers[1].down = lambda x: x  # type: ignore[assignment]
+    assert refuse_layers(decoder) == "takes native linears only, not function"
+
+
+def test_a_missing_instruction_set_is_an_error() -> None:
+    world = World()
+    pages, batch = world.pages("16bit"), world.batch([(1, 1)])
+    layers = NativeLayers(world.decoder, pages, WINDOWS, len(INSTRUCTION_SETS))
+    run = partial(layers, attention=NativeAttention(pages, batch, WINDOWS))
+    with pytest.raises(ToolkitError, match="instruction set"):
+        world.decoder.forward(batch.token_ids, batch.positions, NativeAttention(pages, batch, WINDOWS), run)
