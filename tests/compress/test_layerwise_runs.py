@@ -79,7 +79,7 @@ def test_a_run_broken_off_in_its_first_pass_continues_there(tiny_model, tmp_path
 
 
 def test_owl_beats_uniform_at_seventy_percent_on_the_trained_model(tmp_path) -> None:
-    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=4096)
+    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=2048)
     dense = RuntimeScorer(demo_model_path(), dtype="float32")
     kl = {}
     for layerwise in ("uniform", "owl"):
@@ -87,4 +87,4 @@ def test_owl_beats_uniform_at_seventy_percent_on_the_trained_model(tmp_path) -> 
         calibration = CalibrationOptions(samples=16, length=256)
         compress(demo_model_path(), tmp_path / layerwise, stage, calibration=calibration)
         kl[layerwise] = evaluate(RuntimeScorer(tmp_path / layerwise, dtype="float32"), windows, dense).kl_mean
-    assert kl["owl"] <= kl["uniform"]
+    assert kl["owl"] < 0.9 * kl["uniform"]

@@ -15,7 +15,7 @@ DRIVERS = {
     "attention_driver.c": ("attention*.c", "kv_pages.c", "glue.c", "columns.c"),
 }
 """What drives which sources, beside the pool and the dispatch that all need."""
-SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZED = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
