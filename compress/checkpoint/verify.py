@@ -26,8 +26,6 @@ from compress.checkpoint.safetensors_file import tensor_bytes
 from compress.checkpoint.source import TensorFiles
 from compress.checkpoint.structure import DenseTensor, StructureReport
 
-_PARTS_OF_PACKED = (".weight_scale", ".qweight", ".weight_packed", ".weight_indices")
-
 
 def verify_structure(path: str | Path, source: TensorFiles | None = None) -> StructureReport:
     """Checks config, names, shapes, dtypes, code ranges and finiteness of a whole checkpoint, module by module.

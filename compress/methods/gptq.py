@@ -15,9 +15,7 @@ from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scales import encode, search_scales
 from compress.checkpoint.scheme import Scheme
 from compress.methods.columns import Columns, Grid
-from compress.methods.hessian import GptqOptions, HessianFactor, factorize
-
-__all__ = ["GptqOptions", "HessianFactor", "factorize", "quantize_gptq"]
+from compress.methods.hessian import HessianFactor
 
 
 def quantize_gptq(

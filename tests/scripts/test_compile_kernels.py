@@ -22,8 +22,8 @@ def compile_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def test_some_of_every_kind() -> None:
-    result = compile_kernels("--every", "29")
+def test_some_of_them() -> None:
+    result = compile_kernels("--every", "61")
     assert result.returncode == 0, result.stdout
     assert " 0 failed" in result.stdout
 

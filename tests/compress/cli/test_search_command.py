@@ -57,7 +57,7 @@ def test_a_recipe_alone(compress, tiny_model, tmp_path: Path) -> None:
 
 def test_refusals_are_one_line(compress, tiny_model) -> None:
     _, said = compress("search", tiny_model(), "--target-size", "1KB", *QUICK, code=1)
-    assert said.startswith("error: at most 0.00 MB cannot be reached: the menu's smallest schemes take 4.250 bits per")
+    assert said.startswith("error: at most 0.00 MB cannot be reached: the menu's smallest forms take 4.250 bits per")
     _, said = compress("search", tiny_model(), *QUICK, code=1)
     assert said == "error: a search has one target, and 0 are given. Use --target-bpw, --target-size or --max-kl.\n"
 

@@ -10,7 +10,8 @@ from compress.checkpoint.errors import NumericsError, SchemeError
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scales import encode, range_scales, search_scales
 from compress.checkpoint.scheme import Scheme
-from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
+from compress.methods.gptq import quantize_gptq
+from compress.methods.hessian import GptqOptions, factorize
 from compress.methods.rtn import quantize_rtn
 
 PLAIN = GptqOptions(activation_order=False)

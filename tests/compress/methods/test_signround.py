@@ -10,7 +10,8 @@ from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from compress.methods.gptq import GptqOptions, factorize, quantize_gptq
+from compress.methods.gptq import quantize_gptq
+from compress.methods.hessian import GptqOptions, factorize
 from compress.methods.rtn import quantize_rtn
 from compress.methods.signround import LARGEST_OFFSET, Learned, LearnedRounding, learn
 
