@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.resources import files
@@ -108,8 +109,7 @@ class _Reader:
             if key in values:
                 target[name] = self._number(values[key], key)
         if "target_size" in values:
-            size = str(values["target_size"].value)
-            target["size"] = self._meant(values["target_size"], lambda: parse_size(size))
+            target["size"] = self._size(values["target_size"], "target_size")
         if "menu" in values:
             # As for patterns, the text counts.
             words = [str(item.value) for item in self._items(values["menu"], "menu")]
@@ -138,11 +138,15 @@ class _Reader:
         return self._build(node, Part, source=self._scalar(values["source"], str, "source"), **options)
 
     def _number(self, node: yaml.Node, what: str) -> float:
-        """A number, whole or not."""
+        """A number, whole or not. YAML 1.1 takes `1e-3` for a word, so the text counts unless it is quoted."""
         try:
-            return float(self._scalar(node, float, what))
-        except RecipeError:
-            return float(self._scalar(node, int, what))
+            number = float(node.value) if node.id == "scalar" and node.style is None else None
+        except ValueError:
+            number = None
+        number = self._scalar(node, float, what) if number is None else number
+        if not math.isfinite(number):
+            raise self._refusal(node, f"{what}: {node.value!r} is not finite", "Correct the value")
+        return number
 
     def _stage(self, node: yaml.Node) -> Stage:
         kinds = {
@@ -166,9 +170,7 @@ class _Reader:
     def _quantize(self, body: yaml.Node) -> QuantizeStage:
         scheme_keys = ("bits", "group_size", "symmetric", "activation_bits", "outlier_columns")
         values = self._mapping(body, ("method", *scheme_keys, "alpha", *_TUNING, "targets", "ignore"), "quantize")
-        options = self._options(values, {"method": str, "alpha": float})
-        if "outlier_columns" in values:
-            options["outlier_columns"] = self._number(values["outlier_columns"], "outlier_columns")
+        options = self._options(values, {"method": str, "alpha": float, "outlier_columns": float})
         if tuning := self._scalars(values, _TUNING):
             options["tuning"] = self._build(body, Tuning, **tuning)
         scheme = self._scheme(body, values, default_scheme(options.get("method", "")))
@@ -177,9 +179,8 @@ class _Reader:
     def _prune(self, body: yaml.Node) -> PruneStage:
         keys = ("method", "pattern", "sparsity", "layerwise", "outlier_factor", "spread", "targets", "ignore")
         values = self._mapping(body, keys, "prune")
-        options = self._options(values, {"method": str, "sparsity": float, "layerwise": str, "spread": float})
-        if "outlier_factor" in values:
-            options["outlier_factor"] = self._number(values["outlier_factor"], "outlier_factor")
+        types = {"method": str, "sparsity": float, "layerwise": str, "outlier_factor": float, "spread": float}
+        options = self._options(values, types)
         if "pattern" in values:
             options["pattern"] = self._pattern(values["pattern"])
         return self._build(body, PruneStage, **options)
@@ -189,17 +190,14 @@ class _Reader:
         values = self._mapping(body, keys, "factorize")
         options = self._options(values, {"method": str, "keep": float, "allocation": str})
         if "target_size" in values:
-            size = str(values["target_size"].value)
-            options["target_size"] = self._meant(values["target_size"], lambda: parse_size(size))
+            options["target_size"] = self._size(values["target_size"], "target_size")
         return self._build(body, FactorizeStage, **options)
 
     def _kv_cache(self, body: yaml.Node) -> KVCacheStage:
         types = {"format": str, "rotate": bool, "sinks": int, "recent": int, "data": str, "tokens": int, "length": int}
-        values = self._mapping(body, (*types, "max_kl"), "kv_cache")
-        options = self._options(values, types)
-        if "max_kl" in values:
-            options["max_kl"] = self._number(values["max_kl"], "max_kl")
-        return self._build(body, KVCacheStage, **options)
+        types |= {"max_kl": float}
+        values = self._mapping(body, tuple(types), "kv_cache")
+        return self._build(body, KVCacheStage, **self._scalars(values, types))
 
     def _pattern(self, node: yaml.Node) -> Sparsity:
         """`2:4`. YAML 1.1 reads that as a number to the base of 60, so the text counts, quoted or not."""
@@ -213,7 +211,17 @@ class _Reader:
         return options
 
     def _scalars(self, values: dict[str, yaml.Node], types: dict[str, type]) -> dict[str, Any]:
-        return {key: self._scalar(values[key], types[key], key) for key in types if key in values}
+        given = {key: types[key] for key in types if key in values}
+        return {
+            key: self._number(values[key], key) if kind is float else self._scalar(values[key], kind, key)
+            for key, kind in given.items()
+        }
+
+    def _size(self, node: yaml.Node, what: str) -> int:
+        """Bytes, as `800MB` or a plain number."""
+        if node.id != "scalar":
+            raise self._refusal(node, f"{what} is a {node.id} and no size", "Write 800MB")
+        return self._meant(node, lambda: parse_size(str(node.value)))
 
     def _scheme(self, node: yaml.Node, values: dict[str, yaml.Node], default: Scheme) -> Scheme:
         options: dict[str, Any] = asdict(default)

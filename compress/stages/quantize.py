@@ -65,7 +65,7 @@ class QuantizeStage:
             object.__setattr__(self, "tuning", Tuning())
 
     def _check_outliers(self, wanted: float) -> None:
-        if wanted <= 0 or (wanted > 1 and wanted != int(wanted)):
+        if not (0 < wanted < 1 or (float(wanted).is_integer() and wanted > 0)):
             problem = f"outlier_columns={wanted:g} is neither a share below 1 nor a number of columns"
             raise RecipeError(problem, "Use 0.01 to keep 1 % of the columns in 16 bits")
         if self.method == "signround":

@@ -253,7 +253,7 @@ def test_recipes_and_stages_say_what_makes_no_sense(tiny_model, tmp_path) -> Non
     assert recipe.stages[0].scheme_for(4096).outliers == 41
     assert QuantizeStage("rtn", Scheme(), outlier_columns=5).scheme_for(4096).outliers == 5
     assert QuantizeStage("rtn", Scheme(), outlier_columns=5).needs_calibration
-    for wrong in (0, -1, 1.5):
+    for wrong in (0, -1, 1.5, float("nan"), float("inf")):
         with pytest.raises(RecipeError, match="neither a share below 1 nor a number"):
             QuantizeStage("gptq", Scheme(), outlier_columns=wrong)
     with pytest.raises(RecipeError, match="pruned and has outlier columns"):

@@ -104,6 +104,12 @@ def test_a_whole_recipe(tmp_path) -> None:
         ("stages:\n  - factorize: {keep: 1.5}\n", "r.yaml:2: keep=1.5 is not between 0 and 1"),
         ("stages:\n  - factorize: {rank: 8}\n", "r.yaml:2: unknown key 'rank' in factorize"),
         ("stages:\n  - prune: {sparsity: 2.0}\n", "r.yaml:2: sparsity=2.0 is not between 0 and 1"),
+        ("stages:\n  - factorize: {keep: '0.5'}\n", "r.yaml:2: keep: '0.5' is not of type float"),
+        ("stages:\n  - factorize: {allocation: model, target_size: [3]}\n", "r.yaml:2: target_size is a sequence"),
+        ("search: {target_size: {MB: 3}}\n", "r.yaml:1: target_size is a mapping"),
+        ("stages:\n  - kv_cache: {max_kl: true}\n", "r.yaml:2: max_kl: 'true' is not of type float"),
+        ("stages:\n  - quantize: {outlier_columns: .nan}\n", "r.yaml:2: outlier_columns: '.nan' is not finite"),
+        ("stages:\n  - quantize: {outlier_columns: inf}\n", "r.yaml:2: outlier_columns: 'inf' is not finite"),
         ("stages: {}\n", "r.yaml:1: stages must be a list"),
         ("stages: []\n", "the recipe has no stages"),
         ("- 1\n", "r.yaml:1: recipe must be a mapping"),
@@ -116,6 +122,15 @@ def test_mistakes_are_named_with_file_line_and_key(text: str, problem: str) -> N
     with pytest.raises(RecipeError) as caught:
         parse_recipe(text, "r.yaml")
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("1", 1.0), ("1e-2", 0.01), ("1.0e-2", 0.01), ("1E0", 1.0), (".5", 0.5)]
+)
+def test_numbers_as_people_write_them(written: str, meant: float) -> None:
+    text = f"stages:\n  - quantize: {{method: gptaq, alpha: {written}}}\n  - kv_cache: {{max_kl: {written}}}\n"
+    quantize, kv_cache = parse_recipe(text, "r.yaml").stages
+    assert (quantize.alpha, kv_cache.max_kl) == (meant, meant)
 
 
 def test_a_mixture_of_calibration_texts() -> None:
