@@ -15,18 +15,29 @@ static uint32_t code_at(const Packing *packing, int64_t row, int64_t input) {
     return packing->codes != NULL ? packing->codes[at] : packing->numbers[at];
 }
 
-static void pack_tile(void *context, int64_t tile) {
-    const Packing *packing = context;
-    const int per_word = 32 / packing->bits;
+INLINE void pack_features(const Packing *packing, int64_t tile, const int bits) {
+    const int per_word = 32 / bits;
     const int64_t steps = packing->in_features / per_word;
     uint32_t *words = packing->words + tile * steps * TILE;
     for (int64_t feature = 0; feature < TILE; feature++)
         for (int64_t step = 0; step < steps; step++) {
             uint32_t word = 0;
+#pragma GCC unroll 16
             for (int k = 0; k < per_word; k++)
-                word |= code_at(packing, tile * TILE + feature, step * per_word + k) << code_shift(k, packing->bits);
+                word |= code_at(packing, tile * TILE + feature, step * per_word + k) << code_shift(k, bits);
             words[step * TILE + feature] = word;
         }
+}
+
+/* The width is a constant in each of them. */
+static void pack_tile(void *context, int64_t tile) {
+    const Packing *packing = context;
+    switch (packing->bits) {
+        case 2: pack_features(packing, tile, 2); break;
+        case 4: pack_features(packing, tile, 4); break;
+        case 8: pack_features(packing, tile, 8); break;
+        default: pack_features(packing, tile, 16);
+    }
 }
 
 static void pack(Packing packing) { pool_run(pack_tile, &packing, (packing.out_features + TILE - 1) / TILE); }
