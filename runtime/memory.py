@@ -123,21 +123,12 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
     """
     reach = find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
     choice = choose_kv_cache(model.kv_cache, config, reach, model.kv_measured)
-    token_bytes, exact_token_bytes = (
-        kv_token_bytes(model, choice.scheme, itemsize),
-        kv_token_bytes(model, itemsize=itemsize),
-    )
+    token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
+    exact_token_bytes = kv_token_bytes(model, itemsize=itemsize)
     num_exact = config.max_num_sequences if exact_tokens(choice.scheme) else 0
-    exact_bytes = num_exact * exact_tokens(choice.scheme) * exact_token_bytes
+    affordable = _affordable_blocks(config, choice, token_bytes, num_exact, exact_token_bytes)
     longest, reason = longest_wanted(model, config)
     needed = reach.blocks_for(longest, config.max_span_tokens, config.block_size)
-    if exact_bytes >= config.kv_memory_bytes and not config.num_blocks:
-        raise ToolkitError(
-            f"{exact_tokens(choice.scheme)} exact tokens of each of {num_exact} sequences take "
-            f"{format_bytes(exact_bytes)}, all of the {format_bytes(config.kv_memory_bytes)} of KV memory",
-            "Keep fewer of them exact (--kv-recent, --kv-sinks), allow fewer --max-sequences or more --kv-memory",
-        )
-    affordable = config.num_blocks or max(0, config.kv_memory_bytes - exact_bytes) // (token_bytes * config.block_size)
     if affordable < 1 or (config.max_model_len is not None and affordable < needed):
         raise ToolkitError(
             f"a sequence of {longest} tokens needs {needed} KV blocks "
@@ -162,6 +153,22 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
         exact_token_bytes,
         num_exact,
     )
+
+
+def _affordable_blocks(
+    config: RuntimeConfig, choice: KVCacheChoice, token_bytes: int, num_exact: int, exact_token_bytes: int
+) -> int:
+    """Blocks that were asked for, or that fit in the memory beside `num_exact` sequences' exact tokens."""
+    if config.num_blocks:
+        return config.num_blocks
+    exact_bytes = num_exact * exact_tokens(choice.scheme) * exact_token_bytes
+    if exact_bytes and exact_bytes >= config.kv_memory_bytes:
+        raise ToolkitError(
+            f"{exact_tokens(choice.scheme)} exact tokens of each of {num_exact} sequences take "
+            f"{format_bytes(exact_bytes)}, all of the {format_bytes(config.kv_memory_bytes)} of KV memory",
+            "Keep fewer of them exact (--kv-recent, --kv-sinks), allow fewer --max-sequences or more --kv-memory",
+        )
+    return (config.kv_memory_bytes - exact_bytes) // (token_bytes * config.block_size)
 
 
 def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, itemsize: int = 2) -> int:

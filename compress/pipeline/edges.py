@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.config import is_embedding
@@ -77,8 +77,13 @@ def _scheme_of(assignments: Mapping[str, Assignment], module: str) -> Scheme | N
 
 
 def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
-    """Which engines load what the plan writes, where not all of them do."""
-    schemes = {each.scheme for each in assignments.values() if each.scheme}
+    """Which engines load what the plan writes, where not all of them do, and what the plan cannot know yet."""
+    return [*_own_format_notes(assignments), *_open_notes(assignments.values()), *_engine_notes(assignments.values())]
+
+
+def _own_format_notes(assignments: Mapping[str, Assignment]) -> list[str]:
+    """What only this runtime reads."""
+    schemes = _schemes(assignments.values())
     notes = []
     if any(scheme.sparsity for scheme in schemes):
         notes.append(
@@ -95,33 +100,50 @@ def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
             "16-bit columns beside the codes are read by this runtime only; others read `compress export --format "
             "dense`, which is as large as the source"
         )
-    factoring = {each.factoring for each in assignments.values() if each.factoring}
-    if factoring:
+    if any(each.factoring for each in assignments.values()):
         notes.append(
             "weights of low rank are stored as two factors, which only this runtime reads; others read `compress "
             "export --format dense`, which is as large as the source"
         )
-    if any(each.allocation == "model" for each in factoring):
+    return notes
+
+
+def _open_notes(assignments: Collection[Assignment]) -> list[str]:
+    """What is decided while the run goes on."""
+    allocations = {each.factoring.allocation for each in assignments if each.factoring}
+    notes = []
+    if "model" in allocations:
         notes.append(
             "a first pass over all blocks finds what each rank keeps, and ranks are shared out over the whole model: "
             "those of the plan are the uniform ones, and a layer whose factors would be no smaller than itself is kept "
             "whole"
         )
-    if any(each.allocation == "block" for each in factoring):
+    if "block" in allocations:
         notes.append(
             "ranks are shared out inside each block when it is reached: those of the plan are the uniform ones, and a "
             "layer whose factors would be no smaller than itself is kept whole"
         )
-    if layerwise := {each.pruning.layerwise for each in assignments.values() if each.pruning} - {None}:
+    if layerwise := {each.pruning.layerwise for each in assignments if each.pruning} - {None}:
         shares = ", ".join(sorted(map(str, layerwise)))
         notes.append(
             f"a first pass over all blocks counts outliers and sets how much of each is pruned ({shares}): the plan "
             "shows the mean"
         )
-    if any(each.pruning and not each.pruning.pattern for each in assignments.values()):
+    return notes
+
+
+def _engine_notes(assignments: Collection[Assignment]) -> list[str]:
+    """What makes nothing smaller, and what some engines do not load."""
+    schemes = _schemes(assignments)
+    notes = []
+    if any(each.pruning and not each.pruning.pattern for each in assignments):
         notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")
     if any(not scheme.symmetric for scheme in schemes):
         notes.append("asymmetric codes: transformers loads them only with CompressedTensorsConfig(dequantize=True)")
     if odd := sorted({scheme.bits for scheme in schemes if not scheme.is_float} - {4, 8}):
         notes.append(f"{', '.join(map(str, odd))}-bit codes: vLLM and this runtime load them, SGLang only 4 and 8 bits")
     return notes
+
+
+def _schemes(assignments: Collection[Assignment]) -> set[Scheme]:
+    return {each.scheme for each in assignments if each.scheme}
