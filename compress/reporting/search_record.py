@@ -10,11 +10,11 @@ from compress.reporting.fields import Fields
 
 @dataclass(frozen=True, slots=True)
 class SearchedUnit:
-    """Layers that share a scheme.
+    """Layers that share one choice.
 
     Attributes:
-        chosen: their scheme.
-        sensitivity: KL of the whole model, in nats, when only these layers are rounded, by scheme.
+        chosen: what they become: `w4g128`, `asvd0.8`.
+        sensitivity: KL of the whole model, in nats, when only these layers are changed, by what they become.
     """
 
     modules: tuple[str, ...]

@@ -18,7 +18,7 @@ def search_section(report: RunReport) -> str:
     charts = [each for each in (sensitivity_chart(report, search), sums_chart(report, search)) if each]
     note = (
         f"Target: {search.target}. Sensitivities were measured on {search.measured_tokens:,} tokens of calibration "
-        "text that rounding did not see."
+        "text that no method saw."
     )
     listed = tag("details", tag("summary", text(f"The {len(search.units)} choices")), _choices(search))
     return section("Search", paragraph(note), tag("div", *charts, class_="charts"), _tries(search), listed)
@@ -57,7 +57,7 @@ def sums_chart(report: RunReport, search: SearchRecord) -> str:
         rows.append(Bar("chosen, measured", f"{measured:.4f}", ((measured, 1),)))
     rows.sort(key=lambda row: -row.parts[0][0])
     subtitle = "sums of sensitivities, in nats; measured: the finished checkpoint on the evaluation text"
-    return figure("What rounding adds up to", subtitle, bars("Sums of sensitivities", rows))
+    return figure("What changes add up to", subtitle, bars("Sums of sensitivities", rows))
 
 
 def _choices(search: SearchRecord) -> str:
