@@ -43,14 +43,20 @@ def build(target: Path = LIBRARY) -> Path:
     """Compiles `target`, which appears whole or not at all.
 
     Raises:
-        ToolkitError: no compiler, or one that fails.
+        ToolkitError: no compiler, or one that fails; a folder that cannot be written.
     """
     digest = source_digest()
     sources = sorted(str(file) for file in SOURCES.glob("*.c"))
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as folder:
-        built = Path(folder) / target.name
-        compile_c(["-shared", f'-DNATIVE_DIGEST="{digest}"', *sources, "-o", str(built)])
-        os.replace(built, target)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as folder:
+            built = Path(folder) / target.name
+            compile_c(["-shared", f'-DNATIVE_DIGEST="{digest}"', *sources, "-o", str(built)])
+            os.replace(built, target)
+    except OSError as error:
+        remedy = (
+            "Run python -m compress.native.build as the user who installed this, or pip install it where you may write"
+        )
+        raise ToolkitError(f"cannot write {target} ({error.strerror})", remedy) from error
     return target
 
 

@@ -78,3 +78,8 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     linear = NativeLinear(random_weight((64, 64), Scheme(4, 32)), instruction_set=7)
     with pytest.raises(ToolkitError, match="lacks the instruction set"):
         linear(torch.zeros(1, 64))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match=r"cannot write .*absent.*pip install"):
+        build.build(tmp_path / "absent" / "libnative.so")
