@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from decoder_configs import decoder_config
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
@@ -15,7 +16,7 @@ from compress.checkpoint.kv_numerics import dequantize_heads, quantize_heads, re
 from compress.native.library import best_instruction_set, library, set_threads
 from runtime.attention.native import NativeAttention
 from runtime.batch import AttentionGroup, Batch
-from runtime.model.config import DecoderConfig, RopeConfig
+from runtime.model.config import DecoderConfig
 from runtime.model.pages_native import NativePages, refuse_pages
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
@@ -31,27 +32,8 @@ SPANS = ((1, 1), (1, 5), (1, 16), (1, 257), (1, 600), (3, 40), (20, 20), (17, 29
 """Tokens of a step and keys of a sequence."""
 
 
-def make_config(shape: Shape) -> DecoderConfig:
-    heads, kv_heads, dim, _ = shape
-    rope = RopeConfig("default", 1e4, {})
-    flags = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False}
-    return DecoderConfig(
-        model_type="llama",
-        hidden_size=64,
-        intermediate_size=64,
-        num_layers=LAYERS,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        vocab_size=16,
-        norm_eps=1e-6,
-        rope=rope,
-        windows=(None,) * LAYERS,
-        context_length=4096,
-        dtype="bfloat16",
-        eos_token_ids=frozenset(),
-        **flags,
-    )
+def config_of(shape: Shape) -> DecoderConfig:
+    return decoder_config(*shape[:3], LAYERS)
 
 
 class World:
@@ -63,7 +45,7 @@ class World:
         self.heads, self.kv_heads, self.dim, self.block_size = shape
         counts = [-(-keys // self.block_size) for _, keys in spans]
         total = sum(counts) + 2
-        self.pages = NativePages(make_config(shape), self.scheme, total, self.block_size, torch.bfloat16, CPU)
+        self.pages = NativePages(config_of(shape), self.scheme, total, self.block_size, torch.bfloat16, CPU)
         for tensor in self.pages.memory.tensors.values():
             tensor.view(torch.uint8).fill_(255)  # NaN wherever it is read as numbers
         self.tables = torch.randperm(total, generator=self.random)[: sum(counts)].split(counts)
@@ -234,13 +216,13 @@ def refusals() -> Iterator[tuple[dict, str]]:
     yield {"dtype": torch.float64}, "not float64"
     yield {"scheme": KVCacheScheme("fp8")}, "fp8"
     yield {"scheme": KVCacheScheme("int8", sinks=4)}, "sinks"
-    yield {"config": make_config((2, 2, 48, 16))}, "48"
+    yield {"config": config_of((2, 2, 48, 16))}, "48"
     yield {"device": torch.device("cuda")}, "cuda"
 
 
 @pytest.mark.parametrize(("changed", "said"), tuple(refusals()), ids=str)
 def test_what_it_cannot_hold_it_refuses_with_a_reason(changed: dict, said: str) -> None:
-    usual = {"config": make_config(SHAPES[0]), "scheme": KVCacheScheme(), "block_size": 16}
+    usual = {"config": config_of(SHAPES[0]), "scheme": KVCacheScheme(), "block_size": 16}
     reason = refuse_pages(**{**usual, "dtype": torch.bfloat16, "device": CPU, **changed})
     assert said in reason
     assert bool(reason) == bool(said)

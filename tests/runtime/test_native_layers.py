@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from decoder_configs import decoder_config
 from torch import Tensor
 
 from compress.checkpoint.errors import ToolkitError
@@ -18,7 +19,6 @@ from compress.native.linear import Activations, NativeLinear
 from runtime.attention.native import NativeAttention
 from runtime.attention.native_layers import NativeLayers, refuse_layers
 from runtime.batch import AttentionGroup, Batch
-from runtime.model.config import DecoderConfig, RopeConfig
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import DenseEmbedding
 from runtime.model.ops import TorchOps
@@ -32,31 +32,20 @@ HEADS, KV_HEADS, DIM, SIZE, INNER, LAYERS, BLOCK = 6, 2, 32, 96, 160, 3, 16
 WINDOWS = (None, 8, None)
 
 
-def make_config() -> DecoderConfig:
-    flags = {"qkv_bias": True, "output_bias": False, "mlp_bias": False, "qk_norm": True}
-    return DecoderConfig(
-        model_type="qwen3",
-        hidden_size=SIZE,
-        intermediate_size=INNER,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        vocab_size=64,
-        norm_eps=1e-6,
-        rope=RopeConfig("default", 1e4, {}),
-        windows=WINDOWS,
-        context_length=256,
-        dtype="bfloat16",
-        eos_token_ids=frozenset(),
-        **flags,
-    )
-
-
 class World:
     def __init__(self, *, head_norm: bool = True) -> None:
         self.random = torch.Generator().manual_seed(0)
-        self.config = make_config()
+        self.config = decoder_config(
+            HEADS,
+            KV_HEADS,
+            DIM,
+            LAYERS,
+            hidden_size=SIZE,
+            intermediate_size=INNER,
+            windows=WINDOWS,
+            qkv_bias=True,
+            qk_norm=True,
+        )
         rotary = Rotary(self.config.rope, DIM, torch.bfloat16, CPU)
         layers = [self._layer(head_norm) for _ in range(LAYERS)]
         self.decoder = Decoder(
