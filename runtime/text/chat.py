@@ -1,4 +1,4 @@
-"""Chat templates: jinja2 in a sandbox, with the helpers that templates of Hugging Face models expect."""
+"""Chat templates: jinja2 in a sandbox, with the functions that templates of Hugging Face models expect."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
         ("{{ add_generation_prompt }}{{ eos_token }}", "True</s>"),
     ],
 )
-def test_templates_have_the_usual_helpers(template: str, expected: str) -> None:
+def test_templates_have_the_usual_functions(template: str, expected: str) -> None:
     assert ChatTemplate(template, {"eos_token": "</s>"}).render(MESSAGES) == expected
 
 

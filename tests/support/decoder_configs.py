@@ -7,9 +7,7 @@ from dataclasses import replace
 from runtime.model.config import DecoderConfig, parse_config
 
 
-def decoder_config(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_layers: int, **fields: object
-) -> DecoderConfig:
+def decoder_config(heads: int, kv_heads: int, head_dim: int, num_layers: int, **fields: object) -> DecoderConfig:
     """A small bfloat16 decoder of Llama's family; `fields` of the result may be others."""
     config = {
         "model_type": "llama",

@@ -42,7 +42,7 @@ def test_callers_at_once_get_their_own_results(linear: NativeLinear) -> None:
 @needs_library
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_helpers_of_its_own(linear: NativeLinear) -> None:
+def test_a_forked_child_has_workers_of_its_own(linear: NativeLinear) -> None:
     set_threads(2)
     x = torch.randn(4, 512)
     expected = linear(x)
