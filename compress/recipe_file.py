@@ -175,6 +175,8 @@ class _RecipeReader(NodeReader):
         values = self.mapping(body, keys, "factorize")
         options = self.options(values, {"method": str, "keep": float, "allocation": str})
         if "target_size" in values:
+            if "keep" in values:
+                raise self.refusal(values["keep"], "keep and target_size both decide the ranks", "Give one of them")
             options["target_size"] = self.size(values["target_size"], "target_size")
         return self.build(body, FactorizeStage, **options)
 

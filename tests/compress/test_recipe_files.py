@@ -106,6 +106,10 @@ def test_a_whole_recipe(tmp_path) -> None:
         ("stages:\n  - prune: {sparsity: 2.0}\n", "r.yaml:2: sparsity=2.0 is not between 0 and 1"),
         ("stages:\n  - factorize: {keep: '0.5'}\n", "r.yaml:2: keep: '0.5' is not of type float"),
         ("stages:\n  - factorize: {allocation: model, target_size: [3]}\n", "r.yaml:2: target_size is a sequence"),
+        (
+            "stages:\n  - factorize: {keep: 0.5, allocation: model,\n      target_size: 3MB}\n",
+            "r.yaml:2: keep and target_size both decide the ranks",
+        ),
         ("search: {target_size: {MB: 3}}\n", "r.yaml:1: target_size is a mapping"),
         ("stages:\n  - kv_cache: {max_kl: true}\n", "r.yaml:2: max_kl: 'true' is not of type float"),
         ("stages:\n  - quantize: {outlier_columns: .nan}\n", "r.yaml:2: outlier_columns: '.nan' is not finite"),
