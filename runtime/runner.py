@@ -48,6 +48,7 @@ class ModelRunner:
     Attributes:
         sample: turns logits into tokens and verifies drafts; by match unless somebody sets another way.
         native_layers: computes all layers in one call where that is possible.
+        layers_refusal: why it is not; empty where it is.
         triton_refusal: why attention does not run in Triton; empty when it does.
     """
 
@@ -60,7 +61,10 @@ class ModelRunner:
             self.windows = (memory.reach.window,) * decoder.config.num_layers
         self.cache = KVCache(decoder, memory)
         self.native_layers: NativeLayers | None = None
-        if isinstance(self.pages, NativePages) and not refuse_layers(decoder):
+        self.layers_refusal = "keys and values are not in native pages"
+        if isinstance(self.pages, NativePages):
+            self.layers_refusal = refuse_layers(decoder)
+        if isinstance(self.pages, NativePages) and not self.layers_refusal:
             self.native_layers = NativeLayers(decoder, self.pages, self.windows)
         has_exact_tokens = bool(self.cache.sinks or self.cache.recent or memory.reach.sinks)
         self.triton_refusal = refuse_triton(decoder.device, decoder.dtype, decoder.config.head_dim, has_exact_tokens)

@@ -33,11 +33,14 @@ def describe_kv_form(engine: Engine) -> str:
 
 
 def describe_attention(engine: Engine) -> str:
-    """What computes attention, and why it: `compiled, reads pages as they are`."""
+    """What computes attention, and why it: `compiled, reads pages as they are; all layers in one call`."""
     from runtime.runner import ModelRunner
 
     runner = engine.runner
-    return runner.cache.reason if isinstance(runner, ModelRunner) else "none"
+    if not isinstance(runner, ModelRunner):
+        return "none"
+    layers = f"layer by layer: {runner.layers_refusal}" if runner.layers_refusal else "all layers in one call"
+    return f"{runner.cache.reason}; {layers}"
 
 
 def describe_memory(engine: Engine) -> str:

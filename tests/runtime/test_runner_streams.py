@@ -64,8 +64,8 @@ class Recorder:
     def __getattr__(self, name):
         return getattr(self.decoder, name)
 
-    def forward(self, token_ids, positions, attention):
-        hidden = self.decoder.forward(token_ids, positions, attention)
+    def forward(self, token_ids, positions, attention, run_layers):
+        hidden = self.decoder.forward(token_ids, positions, attention, run_layers)
         self.logits_at |= dict(zip(positions.tolist(), self.decoder.logits(hidden), strict=True))
         return hidden
 

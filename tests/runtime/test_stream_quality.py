@@ -28,8 +28,8 @@ def stream_logits(decoder, tokens: list[int], sinks: int, window: int) -> Tensor
         def __getattr__(self, name):
             return getattr(decoder, name)
 
-        def forward(self, token_ids, positions, attention):
-            hidden = forward(token_ids, positions, attention)
+        def forward(self, token_ids, positions, attention, run_layers):
+            hidden = forward(token_ids, positions, attention, run_layers)
             found.append(decoder.logits(hidden))
             return hidden
 
