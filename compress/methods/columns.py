@@ -13,8 +13,8 @@ from torch import Tensor
 from compress.checkpoint.scales import GroupScales
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.methods.pruning import keep_pattern, keep_share
+from compress.native.binding import BEST, library
 from compress.native.columns import LONGEST_STRETCH, ColumnGrid, ColumnPattern, NativeColumns
-from compress.native.library import BEST, library
 
 # Columns changed one by one before their errors are passed on with one matrix product. A multiple of every pattern.
 _LEAF_COLUMNS = 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compress.native.library import BEST, library
+from compress.native.binding import BEST, library
 
 LONGEST_STRETCH = 64
 """Columns that one call changes, at most; a multiple of every pattern."""

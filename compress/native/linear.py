@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.errors import SchemeError, ToolkitError
 from compress.checkpoint.integer import IntegerWeight
-from compress.native.library import BEST, absence, library
+from compress.native.binding import BEST, absence, library
 
 TILE = 64
 INPUT_MULTIPLE = 32

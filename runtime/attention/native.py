@@ -8,7 +8,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from compress.native.library import BEST, library
+from compress.native.binding import BEST, library
 from runtime.batch import AttentionGroup, Batch
 from runtime.model.pages_native import NativePages, token_stride
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import ToolkitError
-from compress.native.library import BEST, library
+from compress.native.binding import BEST, library
 from compress.native.linear import NativeLinear
 from runtime.attention.native import NativeAttention, PagedAttentionCall
 from runtime.kernels.base import Linear

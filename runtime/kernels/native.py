@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from compress.native.library import absence
+from compress.native.binding import absence
 from compress.native.linear import INPUT_MULTIPLE, Activations, NativeLinear
 from runtime.kernels.base import Kernel, Linear, Target
 

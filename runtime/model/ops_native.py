@@ -9,7 +9,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from compress.native.library import BEST, absence, library
+from compress.native.binding import BEST, absence, library
 from runtime.model.config import DecoderConfig
 from runtime.model.ops import Ops, TorchOps
 from runtime.model.pages_native import LONGEST_HEAD, token_stride

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import EXACT, KVCacheScheme
 from compress.checkpoint.kv_numerics import QuantizedHeads, dequantize_heads
-from compress.native.library import absence, library
+from compress.native.binding import absence, library
 from runtime.model.block_memory import BlockField, BlockMemory
 from runtime.model.config import DecoderConfig
 

@@ -150,7 +150,7 @@ def main() -> None:
 
     from benchmarking.machine import environment
     from benchmarking.tables import describe, print_with_markdown
-    from compress.native.library import set_threads
+    from compress.native.binding import set_threads
 
     torch.set_num_threads(1)
     set_threads(1)

@@ -216,7 +216,7 @@ def _timed(model: Model, task: Task) -> Timing:
 
 
 def _set_native_threads(threads: int) -> None:
-    from compress.native.library import library, set_threads
+    from compress.native.binding import library, set_threads
 
     if library() is not None:
         set_threads(threads)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from compress.native.library import set_threads
+from compress.native.binding import set_threads
 from compress.native.linear import Activations, NativeLinear
 from runtime.kernels import int4pack
 from runtime.kernels.base import Linear, Target

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_numerics import dequantize_heads, quantize_heads, read_back, rotate_heads
-from compress.native.library import best_instruction_set, library, set_threads
+from compress.native.binding import best_instruction_set, library, set_threads
 from runtime.attention.native import NativeAttention
 from runtime.batch import AttentionGroup, Batch
 from runtime.model.config import DecoderConfig

@@ -14,7 +14,7 @@ from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.scheme import Scheme
-from compress.native.library import INSTRUCTION_SETS, best_instruction_set, library
+from compress.native.binding import INSTRUCTION_SETS, best_instruction_set, library
 from compress.native.linear import Activations, NativeLinear
 from runtime.attention.native import NativeAttention
 from runtime.attention.native_layers import NativeLayers, refuse_layers

@@ -10,8 +10,8 @@ from compress.checkpoint.scales import GroupScales, search_scales
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.methods.columns import Choice, Columns, Grid
 from compress.methods.hessian import GptqOptions, HessianFactor, factorize
+from compress.native.binding import best_instruction_set, library, set_threads
 from compress.native.columns import LONGEST_STRETCH, ColumnGrid, NativeColumns
-from compress.native.library import best_instruction_set, library, set_threads
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)

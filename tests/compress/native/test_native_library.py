@@ -10,14 +10,14 @@ from tiny_models import random_weight
 
 from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.scheme import Scheme
-from compress.native import build, library
+from compress.native import binding, build
 from compress.native.linear import NativeLinear, _functions
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch):
     """Forgets what is loaded, and afterwards what the test loaded."""
-    forgotten = (library.library, library.absence, library._load, _functions)
+    forgotten = (binding.library, binding.absence, binding._load, _functions)
     for function in forgotten:
         function.cache_clear()
     yield monkeypatch
@@ -27,12 +27,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_the_library_everything_says_why(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fresh.setattr(library, "LIBRARY", tmp_path / "libnative.so")
-    assert library.library() is None
-    assert library.absence() == "the native kernels are not compiled: run python -m compress.native.build"
-    assert library.best_instruction_set() == -1
+    fresh.setattr(binding, "LIBRARY", tmp_path / "libnative.so")
+    assert binding.library() is None
+    assert binding.absence() == "the native kernels are not compiled: run python -m compress.native.build"
+    assert binding.best_instruction_set() == -1
     with pytest.raises(ToolkitError, match=r"no native kernels.*not compiled"):
-        library.set_threads(1)
+        binding.set_threads(1)
     with pytest.raises(ToolkitError, match="no native kernels"):
         NativeLinear(random_weight((64, 64), Scheme(4, 32)))
 
@@ -40,16 +40,16 @@ def test_without_the_library_everything_says_why(fresh: pytest.MonkeyPatch, tmp_
 def test_a_file_that_is_no_library_is_not_fatal(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "libnative.so"
     file.write_bytes(b"not a library")
-    fresh.setattr(library, "LIBRARY", file)
-    assert library.library() is None
-    assert "cannot be loaded" in library.absence()
+    fresh.setattr(binding, "LIBRARY", file)
+    assert binding.library() is None
+    assert "cannot be loaded" in binding.absence()
 
 
-@pytest.mark.skipif(library.library() is None, reason=library.absence())
+@pytest.mark.skipif(binding.library() is None, reason=binding.absence())
 def test_a_library_older_than_its_sources_is_not_used(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setattr(library, "source_digest", lambda: "other")
-    assert library.library() is None
-    assert "older than their sources" in library.absence()
+    fresh.setattr(binding, "source_digest", lambda: "other")
+    assert binding.library() is None
+    assert "older than their sources" in binding.absence()
 
 
 def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
-    if library.library() is None:
-        pytest.skip(library.absence())
+    if binding.library() is None:
+        pytest.skip(binding.absence())
     linear = NativeLinear(random_weight((64, 64), Scheme(4, 32)), instruction_set=7)
     with pytest.raises(ToolkitError, match="lacks the instruction set"):
         linear(torch.zeros(1, 64))

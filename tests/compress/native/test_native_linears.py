@@ -11,7 +11,7 @@ from tiny_models import random_weight
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from compress.native.library import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
+from compress.native.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from compress.native.linear import Activations, NativeLinear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())

@@ -17,7 +17,7 @@ from tiny_models import random_weight
 
 from compress.checkpoint.scheme import Scheme
 from compress.native import threads
-from compress.native.library import absence, library, set_threads
+from compress.native.binding import absence, library, set_threads
 from compress.native.linear import NativeLinear
 
 needs_library = pytest.mark.skipif(library() is None, reason=absence())

@@ -5,7 +5,7 @@ import torch
 
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
-from compress.native.library import absence
+from compress.native.binding import absence
 from runtime.kernels import int4pack, native
 from runtime.kernels.base import Target
 from runtime.kernels.registry import KERNELS, choose_kernel

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.native.library import best_instruction_set, library, set_threads
+from compress.native.binding import best_instruction_set, library, set_threads
 from runtime.model.config import RopeConfig
 from runtime.model.ops import TorchOps
 from runtime.model.ops_native import NativeOps, choose_ops
