@@ -127,13 +127,13 @@ class NativeLinear:
         bits = self._weight.bits
         words = self._words.view(-1, self.in_features * bits // 32, TILE)
         words = words[indices // TILE, :, indices % TILE]
-        if bits == 16:
+        if self._scale is None:
             return words.view(torch.bfloat16).to(dtype)
         shifts = torch.tensor([k // 2 * bits + k % 2 * 16 for k in range(32 // bits)], dtype=torch.int32)
         codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-        return self._dequantize(codes.flatten(1), indices, dtype)
+        return self._dequantize(codes.flatten(1), self._scale, indices, dtype)
 
-    def _dequantize(self, codes: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    def _dequantize(self, codes: Tensor, scale: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         bits, grouped = self._weight.bits, codes.unflatten(1, (-1, self._weight.group))
         table = torch.tensor(list(self._weight.table), dtype=exact)
@@ -141,8 +141,7 @@ class NativeLinear:
         at = (indices // TILE, slice(None), indices % TILE)
         if self._zero is not None:
             values = values - (self._zero[at].to(exact) - (1 << (bits - 1))).unsqueeze(-1)
-        assert self._scale is not None
-        return (values * self._scale[at].to(exact).unsqueeze(-1)).flatten(1).to(dtype)
+        return (values * scale[at].to(exact).unsqueeze(-1)).flatten(1).to(dtype)
 
     def _pack_codes(self, weight: IntegerWeight, codebook: Tensor | None) -> None:
         bits = stored_bits(weight.scheme.bits)
