@@ -27,6 +27,17 @@ def dequantized_plane(
     return product.to(scale.dtype)
 
 
+@triton.jit
+def zero_and_scale(zero_ptr, scale_ptr, place, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Zero point as float32 and scale as stored, of rows `place [n]` in their arrays."""
+    scale = tl.load(scale_ptr + place)
+    if HAS_ZERO:
+        zero = tl.load(zero_ptr + place).to(tl.float32)
+    else:
+        zero = tl.full(place.shape, MIDPOINT, tl.float32)
+    return zero, scale
+
+
 @triton.jit(do_not_specialize=["M"])
 def wide_product(
     x_ptr, words_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, ROWS, num_tiles,
@@ -50,16 +61,14 @@ def wide_product(
         words = tl.load(words_ptrs)
         for unit in tl.static_range(TILE // UNIT):
             group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
-            scale = tl.load(scale_ptr + group * N + n).to(x_ptr.dtype.element_ty)
-            if HAS_ZERO:
-                zero = tl.load(zero_ptr + group * N + n).to(tl.float32)
-            else:
-                zero = tl.full((BLOCK_N,), MIDPOINT, tl.float32)
+            zero, scale = zero_and_scale(zero_ptr, scale_ptr, group * N + n, MIDPOINT, HAS_ZERO)
             for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
                 k = tile * TILE + plane * 32 + lane
                 inside = has_token[None, :] if EVEN_K else has_token[None, :] & (k < K)[:, None]
                 x = tl.load(x_ptr + m[None, :].to(tl.int64) * K + k[:, None], mask=inside, other=0.0)
-                weight = dequantized_plane(words, zero, scale, plane, BITS, BFLOAT16, PTX, INTERPRETED)
+                weight = dequantized_plane(
+                    words, zero, scale.to(x_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
+                )
                 total = multiply(weight, x, total, INTERPRETED)
         words_ptrs += N * 32
     inside = has_token[None, :] & (n < ROWS)[:, None]
@@ -81,13 +90,11 @@ def expand(
     words = tl.load(words_ptr + (tile.to(tl.int64) * N + n)[:, None] * 32 + lane[None, :])
     for unit in tl.static_range(TILE // UNIT):
         group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
-        scale = tl.load(scale_ptr + group * N + n).to(weight_ptr.dtype.element_ty)
-        if HAS_ZERO:
-            zero = tl.load(zero_ptr + group * N + n).to(tl.float32)
-        else:
-            zero = tl.full((BLOCK_N,), MIDPOINT, tl.float32)
+        zero, scale = zero_and_scale(zero_ptr, scale_ptr, group * N + n, MIDPOINT, HAS_ZERO)
         for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
             k = tile * TILE + plane * 32 + lane
-            weight = dequantized_plane(words, zero, scale, plane, BITS, BFLOAT16, PTX, INTERPRETED)
+            weight = dequantized_plane(
+                words, zero, scale.to(weight_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
+            )
             inside = (row < ROWS)[:, None] & (k < K)[None, :]
             tl.store(weight_ptr + row[:, None].to(tl.int64) * K + k[None, :], weight, mask=inside)
