@@ -50,8 +50,9 @@ class Build:
         cls, arch: int, name: str, path: str, pointers: str, integers: str, constants: dict[str, Any],
         num_warps: int = 4, num_stages: int = 3, **rules: Any,
     ) -> Build:  # fmt: skip
-        """A build in short words: path `gpu.narrow.add_parts`, pointers `part:fp32 y:bf16`, integers `M N%16`, where
-        `%16` marks what is always a multiple of 16, as pointers are; a number of another type is `scale:fp32`."""
+        """A build in short words: path `gpu.narrow.add_parts` (below runtime.kernels, or whole from `compress.` on),
+        pointers `part:fp32 y:bf16`, integers `M N%16`, where `%16` marks what is always a multiple of 16, as pointers
+        are; a number of another type is `scale:fp32`."""
         module, _, kernel = path.rpartition(".")
         pairs = [word.split(":") for word in pointers.split()]
         types = {f"{pointer}_ptr": f"*{kind}" for pointer, kind in pairs}
@@ -59,8 +60,8 @@ class Build:
         for word in integers.split():
             argument, _, kind = word.removesuffix("%16").partition(":")
             types[argument] = kind or "i32"
-        place = f"runtime.kernels.{module}", kernel
-        return cls(arch, name, *place, types, frozenset(aligned), constants, num_warps, num_stages, **rules)
+        place = module if module.startswith("compress.") else f"runtime.kernels.{module}"
+        return cls(arch, name, place, kernel, types, frozenset(aligned), constants, num_warps, num_stages, **rules)
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def _tool(name: str, *arguments: str) -> str:
 def all_builds(arch: int) -> list[Build]:
     """Every kernel and configuration that can be chosen on an architecture."""
     from benchmarking.attention_builds import attention_builds
+    from benchmarking.column_builds import column_builds
     from benchmarking.linear_builds import linear_builds
 
-    return linear_builds(arch) + attention_builds(arch)
+    return linear_builds(arch) + attention_builds(arch) + column_builds(arch)

@@ -1,0 +1,19 @@
+"""The builds of the column loop of GPTQ and SparseGPT: with and without grid and masks, by length of a stretch."""
+
+from __future__ import annotations
+
+from benchmarking.kernel_builds import Build
+
+
+def column_builds(arch: int) -> list[Build]:
+    return [
+        Build.of(
+            arch, f"change_columns {columns}{' grid' if grid else ''}{' kept' if kept else ''}",
+            "compress.methods.columns_gpu.change_columns",
+            "targets:fp32 errors:fp32 feedback:fp32 codes:u8 scale:fp32 zero:fp32 group:i64 kept:i1",
+            "first%16 count outputs%16 feedback_row%16 feedback_column max_code:fp32",
+            {"HAS_GRID": grid, "HAS_KEPT": kept, "COLUMNS": columns, "BLOCK_O": 32}, 1, converts=True,
+        )
+        for columns in (16, 32, 64)
+        for grid, kept in ((True, False), (True, True), (False, True))
+    ]  # fmt: skip
