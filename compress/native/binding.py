@@ -9,7 +9,7 @@ from compress.checkpoint.errors import ToolkitError
 from compress.native.build import LIBRARY, source_digest
 from compress.native.threads import available_threads
 
-INSTRUCTION_SETS = ("scalar", "avx2", "avx512")
+INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "avx512_bf16")
 """From the slowest to the fastest, as `dispatch.h` numbers them."""
 BEST = -1
 """In place of an instruction set: the fastest this machine has."""

@@ -3,8 +3,8 @@
  * A row is one query head of one token. Rows of a span that share a key-value head are taken up to eight at a time, a
  * tile, over stretches of PART keys that begin at multiples of PART; a part gives the largest score, the sum of weights
  * and the weighted sum of values, and parts are joined in order. What a row gets depends on its own keys and on nothing
- * else: not on its tile, its span, other sequences or the number of threads. All sums are float32; with AVX-512 weights
- * are rounded to bfloat16 before they meet the values.
+ * else: not on its tile, its span, other sequences or the number of threads. All sums are float32; where bfloat16
+ * numbers are multiplied in pairs (AVX512_BF16), weights are rounded to bfloat16 before they meet the values.
  */
 #ifndef NATIVE_ATTENTION_H
 #define NATIVE_ATTENTION_H

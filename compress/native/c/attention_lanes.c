@@ -1,4 +1,4 @@
-/* One part in plain C, for instruction sets without products of bfloat16 numbers. */
+/* One part in plain C, for instruction sets below AVX-512. */
 #include "attention_part.h"
 
 /* Member j of sixteen words of 4-bit codes, less the middle code; of 8-bit codes the `plane` 0 or 1. */

@@ -32,6 +32,7 @@ typedef struct {
 void attend_part_scalar(const Part *part, PartResult *result);
 void attend_part_avx2(const Part *part, PartResult *result);
 void attend_part_avx512(const Part *part, PartResult *result);
+void attend_part_avx512_bf16(const Part *part, PartResult *result);
 
 /* Stands for the score of a key that is not seen. Finite, so that the difference of two of them is a number. */
 static const float UNSEEN = -3e38f;

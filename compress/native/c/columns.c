@@ -123,10 +123,8 @@ static void tile_scalar(void *stretch, int64_t number) { change_tile(stretch, nu
 #if ON_X86
 FOR_AVX2 static void tile_avx2(void *stretch, int64_t number) { change_tile(stretch, number); }
 FOR_AVX512 static void tile_avx512(void *stretch, int64_t number) { change_tile(stretch, number); }
-static const PoolTask TILE[NUM_INSTRUCTION_SETS] = {tile_scalar, tile_avx2, tile_avx512};
-#else
-static const PoolTask TILE[NUM_INSTRUCTION_SETS] = {tile_scalar, tile_scalar, tile_scalar};
 #endif
+static const PoolTask TILE[NUM_INSTRUCTION_SETS] = BY_SET(tile);
 
 int columns_change(ColumnStretch *stretch, int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);

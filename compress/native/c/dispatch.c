@@ -8,9 +8,8 @@ int native_best_instruction_set(void) {
 #if ON_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-        __builtin_cpu_supports("avx512bf16"))
-        return AVX512;
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+        return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
     /* Every processor with AVX2 also converts 16-bit floats. */
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
 #endif

@@ -9,15 +9,20 @@
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 
-enum { SCALAR, AVX2, AVX512, NUM_INSTRUCTION_SETS, INSTRUCTION_SET_BEST = -1 };
+enum { SCALAR, AVX2, AVX512, AVX512_BF16, NUM_INSTRUCTION_SETS, INSTRUCTION_SET_BEST = -1 };
 
 #if defined(__x86_64__)
 #define ON_X86 1
-/* AVX2 with FMA and 16-bit floats; AVX-512 with byte and bfloat16 dot products (Zen 4, Sapphire Rapids and later). */
+/* AVX2 with FMA and 16-bit floats; AVX-512 with byte dot products (Cascade Lake, Ice Lake); with bfloat16 dot products as
+ * well (Zen 4, Sapphire Rapids and later). */
 #define FOR_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,fma,f16c")))
+#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")))
+#define FOR_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,fma,f16c")))
+/* The table of a function in plain C that was compiled as name_scalar, name_avx2 and name_avx512. */
+#define BY_SET(name) {name##_scalar, name##_avx2, name##_avx512, name##_avx512}
 #else
 #define ON_X86 0
+#define BY_SET(name) {name##_scalar, name##_scalar, name##_scalar, name##_scalar}
 #endif
 
 /* The fastest set of this machine. */

@@ -129,16 +129,11 @@ FOR_AVX512 static void add_norm_avx512(void *share, int64_t chunk) { add_norm_ro
 FOR_AVX512 static void rotate_avx512(void *share, int64_t chunk) { rotate_rows(share, chunk); }
 FOR_AVX512 static void hadamard_avx512(void *share, int64_t chunk) { hadamard_rows(share, chunk); }
 FOR_AVX512 static void silu_multiply_avx512(void *share, int64_t chunk) { silu_multiply_rows(share, chunk); }
-static const PoolTask ADD_NORM[] = {add_norm_scalar, add_norm_avx2, add_norm_avx512};
-static const PoolTask ROTATE[] = {rotate_scalar, rotate_avx2, rotate_avx512};
-static const PoolTask HADAMARD[] = {hadamard_scalar, hadamard_avx2, hadamard_avx512};
-static const PoolTask SILU_MULTIPLY[] = {silu_multiply_scalar, silu_multiply_avx2, silu_multiply_avx512};
-#else
-static const PoolTask ADD_NORM[] = {add_norm_scalar, add_norm_scalar, add_norm_scalar};
-static const PoolTask ROTATE[] = {rotate_scalar, rotate_scalar, rotate_scalar};
-static const PoolTask HADAMARD[] = {hadamard_scalar, hadamard_scalar, hadamard_scalar};
-static const PoolTask SILU_MULTIPLY[] = {silu_multiply_scalar, silu_multiply_scalar, silu_multiply_scalar};
 #endif
+static const PoolTask ADD_NORM[NUM_INSTRUCTION_SETS] = BY_SET(add_norm);
+static const PoolTask ROTATE[NUM_INSTRUCTION_SETS] = BY_SET(rotate);
+static const PoolTask HADAMARD[NUM_INSTRUCTION_SETS] = BY_SET(hadamard);
+static const PoolTask SILU_MULTIPLY[NUM_INSTRUCTION_SETS] = BY_SET(silu_multiply);
 
 int add_norm(const AddNorm *job, int instruction_set) {
     return run(ADD_NORM, job, job->rows, job->size, instruction_set);

@@ -8,11 +8,15 @@ enum { ROWS_PER_CHUNK = 128, ROWS_PER_PREPARATION = 8, BLOCKS_WITHOUT_DECODING =
 /* Rough speed of one core, from which chunks of some ten microseconds are cut. */
 static const double CHUNK_NANOSECONDS = 40000, BYTES_PER_NANOSECOND = 15, PRODUCTS_PER_NANOSECOND = 150;
 
-static const KernelSet *const kernel_sets[NUM_INSTRUCTION_SETS] = {
-    [SCALAR] = &scalar_kernels,
+/* Without a kind for bfloat16 such activations are widened. */
+static const struct {
+    const KernelKind *float32, *bfloat16, *levels;
+} kernel_sets[NUM_INSTRUCTION_SETS] = {
+    [SCALAR] = {&scalar_float32, NULL, &scalar_levels},
 #if ON_X86
-    [AVX2] = &avx2_kernels,
-    [AVX512] = &avx512_kernels,
+    [AVX2] = {&avx2_float32, NULL, &avx2_levels},
+    [AVX512] = {&avx512_float32, NULL, &avx512_levels},
+    [AVX512_BF16] = {&avx512_float32, &avx512_bfloat16, &avx512_levels},
 #endif
 };
 
@@ -62,13 +66,7 @@ FOR_AVX512 static void finish_avx512(const LinearCall *call, int64_t row, int64_
     finish_row(call, row, tile, sums);
 }
 #endif
-static const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = {
-    [SCALAR] = finish_scalar,
-#if ON_X86
-    [AVX2] = finish_avx2,
-    [AVX512] = finish_avx512,
-#endif
-};
+static const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = BY_SET(finish);
 
 static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int64_t num_rows) {
     float sums[ROWS_PER_CHUNK * TILE];
@@ -141,9 +139,9 @@ static void *make_room(LinearCall *call) {
     return room;
 }
 
-static const KernelKind *choose_kernels(const KernelSet *set, Activations activations, NumberType type) {
-    if (activations != ACTIVATIONS_FLOAT) return &set->levels;
-    return type == BFLOAT16 && set->bfloat16.most_rows ? &set->bfloat16 : &set->float32;
+static const KernelKind *choose_kernels(int set, Activations activations, NumberType type) {
+    if (activations != ACTIVATIONS_FLOAT) return kernel_sets[set].levels;
+    return type == BFLOAT16 && kernel_sets[set].bfloat16 != NULL ? kernel_sets[set].bfloat16 : kernel_sets[set].float32;
 }
 
 int linear_multiply(const LinearWeight *weight, int activations, int type, int64_t rows, const void *x,
@@ -152,7 +150,7 @@ int linear_multiply(const LinearWeight *weight, int activations, int type, int64
     if (set < 0) return LINEAR_NO_INSTRUCTIONS;
     if (rows < 1) return LINEAR_OK;
     LinearCall call = {.weight = weight,
-                       .kernels = choose_kernels(kernel_sets[set], (Activations)activations, (NumberType)type),
+                       .kernels = choose_kernels(set, (Activations)activations, (NumberType)type),
                        .prepare = prepare_by_set[set],
                        .finish = finish_by_set[set],
                        .type = (NumberType)type,

@@ -72,12 +72,10 @@ RUN_KERNELS_2(float32, 16) RUN_KERNELS_2(float32, 32)
 RUN_KERNELS_2(levels, 2) RUN_KERNELS_2(levels, 4) RUN_KERNELS_2(levels, 8)
 DECODE_KERNEL(float32, 2) DECODE_KERNEL(float32, 4) DECODE_KERNEL(float32, 8) DECODE_KERNEL(float32, 16)
 
-const KernelSet avx2_kernels = {
-    .float32 = {2, 32,
-                {RUN_NAMES_2(float32, 2), RUN_NAMES_2(float32, 4), RUN_NAMES_2(float32, 8), RUN_NAMES_2(float32, 16),
-                 RUN_NAMES_2(float32, 32)},
-                {float32_2, float32_4, float32_8, float32_16, NULL}},
-    .levels = {2, 0, {RUN_NAMES_2(levels, 2), RUN_NAMES_2(levels, 4), RUN_NAMES_2(levels, 8)}, {NULL}},
-};
+const KernelKind avx2_float32 = {2, 32,
+                                 {RUN_NAMES_2(float32, 2), RUN_NAMES_2(float32, 4), RUN_NAMES_2(float32, 8),
+                                  RUN_NAMES_2(float32, 16), RUN_NAMES_2(float32, 32)},
+                                 {float32_2, float32_4, float32_8, float32_16, NULL}};
+const KernelKind avx2_levels = {2, 0, {RUN_NAMES_2(levels, 2), RUN_NAMES_2(levels, 4), RUN_NAMES_2(levels, 8)}, {NULL}};
 
 #endif

@@ -118,10 +118,4 @@ FOR_AVX2 static void prepare_avx2(const LinearCall *call, int64_t row) { prepare
 FOR_AVX512 static void prepare_avx512(const LinearCall *call, int64_t row) { prepare_row(call, row); }
 #endif
 
-const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS] = {
-    [SCALAR] = prepare_scalar,
-#if ON_X86
-    [AVX2] = prepare_avx2,
-    [AVX512] = prepare_avx512,
-#endif
-};
+const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS] = BY_SET(prepare);

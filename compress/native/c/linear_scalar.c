@@ -113,9 +113,7 @@ RUN_KERNEL(float32, 16, 1) RUN_KERNEL(float32, 32, 1)
 RUN_KERNEL(levels, 2, 1) RUN_KERNEL(levels, 4, 1) RUN_KERNEL(levels, 8, 1)
 DECODE_KERNEL(float32, 2) DECODE_KERNEL(float32, 4) DECODE_KERNEL(float32, 8) DECODE_KERNEL(float32, 16)
 
-const KernelSet scalar_kernels = {
-    .float32 = {1, 32,
-                {{float32_2_1}, {float32_4_1}, {float32_8_1}, {float32_16_1}, {float32_32_1}},
-                {float32_2, float32_4, float32_8, float32_16, NULL}},
-    .levels = {1, 0, {{levels_2_1}, {levels_4_1}, {levels_8_1}}, {NULL}},
-};
+const KernelKind scalar_float32 = {1, 32,
+                                   {{float32_2_1}, {float32_4_1}, {float32_8_1}, {float32_16_1}, {float32_32_1}},
+                                   {float32_2, float32_4, float32_8, float32_16, NULL}};
+const KernelKind scalar_levels = {1, 0, {{levels_2_1}, {levels_4_1}, {levels_8_1}}, {NULL}};

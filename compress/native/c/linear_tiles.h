@@ -1,7 +1,7 @@
 /* Between linear.c, which prepares activations, goes through a weight and finishes results, and the instruction sets,
  * which multiply one run: up to MOST_ROWS rows of activations by the inputs of one tile that share their scales.
  * Each set has one inlined function per kind of activations, and makes of it a function for every width of codes and
- * number of rows, so that both are constants inside. */
+ * number of rows, so that both are constants inside. linear.c has the table of sets and kinds. */
 #ifndef NATIVE_LINEAR_TILES_H
 #define NATIVE_LINEAR_TILES_H
 
@@ -54,11 +54,8 @@ typedef struct {
     DecodeKernel decode[NUM_WIDTHS]; /* NULL where nothing is gained */
 } KernelKind;
 
-typedef struct {
-    KernelKind float32, bfloat16, levels; /* without bfloat16 (most_rows 0), such activations are widened */
-} KernelSet;
-
-extern const KernelSet scalar_kernels, avx2_kernels, avx512_kernels;
+extern const KernelKind scalar_float32, scalar_levels, avx2_float32, avx2_levels;
+extern const KernelKind avx512_float32, avx512_levels, avx512_bfloat16;
 
 /* Widths are 2, 4, 8, 16 and 32 bits. */
 INLINE int width_index(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : bits == 8 ? 2 : bits == 16 ? 3 : 4; }
