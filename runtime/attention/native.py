@@ -30,19 +30,13 @@ class PagedAttentionCall(ctypes.Structure):
     )
 
 
-class _Hadamard(ctypes.Structure):
-    """`Hadamard` of glue.h."""
-
-    _fields_ = (("rows", c_int64), ("heads", c_int64), ("head_dim", c_int64), ("x", c_void_p), ("stride", c_int64))
-
-
 class NativeAttention:
     """As `PagedAttention`: stores the step's keys and values, then all spans of all sequences attend in one call.
 
     Args:
         windows: sliding window of every layer; None is none.
-        turned: keys are stored turned by a Hadamard matrix (`KVCacheScheme.rotate`); then queries and keys are turned
-            where they stand.
+        turned: keys are stored turned by a Hadamard matrix (`KVCacheScheme.rotate`); then queries are turned
+            where they stand, too.
         instruction_set: of the compiled code.
 
     Attributes:
@@ -64,9 +58,7 @@ class NativeAttention:
         if native is None:
             raise ValueError("there is no native library")
         self._attend = native.paged_attention
-        self._hadamard = native.hadamard
-        for function in (self._attend, self._hadamard):
-            function.argtypes, function.restype = (c_void_p, c_int), c_int
+        self._attend.argtypes, self._attend.restype = (c_void_p, c_int), c_int
         self.turned, self.pages, self.batch, self.windows = turned, pages, batch, windows
         self.instruction_set = instruction_set
         self._spans = torch.tensor(_spans(batch.groups), dtype=torch.int64)
@@ -79,10 +71,8 @@ class NativeAttention:
         )
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.turned:
-            self._turn(query)
-            self._turn(key)
-        self.pages.write(layer, self.batch.slots, key, value)
+        turned = query if self.turned else None
+        self.pages.store(layer, self.batch.slots, key, value, turned, self.instruction_set)
         out = query.new_empty(query.shape)
         call = self.call
         call.pages = ctypes.addressof(self.pages.addresses[layer])
@@ -91,11 +81,6 @@ class NativeAttention:
         if self._attend(ctypes.addressof(call), self.instruction_set):
             raise ValueError(f"this machine lacks instruction set {self.instruction_set}")
         return out
-
-    def _turn(self, heads: Tensor) -> None:
-        job = _Hadamard(*heads.shape, heads.data_ptr(), token_stride(heads))
-        if self._hadamard(ctypes.addressof(job), self.instruction_set):
-            raise ValueError(f"this machine lacks instruction set {self.instruction_set}")
 
 
 def _spans(groups: tuple[AttentionGroup, ...]) -> list[tuple[int, int, int, int]]:

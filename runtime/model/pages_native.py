@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import EXACT, KVCacheScheme
 from compress.checkpoint.kv_numerics import QuantizedHeads, dequantize_heads
-from compress.native.binding import absence, library
+from compress.native.binding import BEST, absence, library
 from runtime.model.block_memory import BlockField, BlockMemory
 from runtime.model.config import DecoderConfig
 
@@ -33,6 +33,21 @@ class PageAddresses(ctypes.Structure):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+    )
+
+
+class _KvStep(ctypes.Structure):
+    """`KvStep` of kv_pages.h."""
+
+    _fields_ = (
+        ("pages", c_void_p),
+        *((name, c_int64) for name in ("rows", "heads")),
+        *((name, c_void_p) for name in ("slots", "query", "key", "value")),
+        *((name, c_int64) for name in ("query_row", "key_row", "value_row")),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("cos", "sin")),
+        ("turned", c_int64),
     )
 
 
@@ -83,20 +98,41 @@ class NativePages:
         native = library()
         if native is None:
             raise ValueError("there is no native library")
-        self._write = native.kv_write
-        self._write.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64)
-        self._write.restype = None
+        self._store = native.kv_store
+        self._store.argtypes, self._store.restype = (c_void_p, c_int), c_int
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        self._write(
-            ctypes.addressof(self.addresses[layer]),
-            len(slots),
-            slots.data_ptr(),
-            key.data_ptr(),
-            token_stride(key),
-            value.data_ptr(),
-            token_stride(value),
+        self.store(layer, slots, key, value)
+
+    def store(
+        self,
+        layer: int,
+        slots: Tensor,
+        key: Tensor,
+        value: Tensor,
+        turned: Tensor | None = None,
+        instruction_set: int = BEST,
+    ) -> None:
+        """As `write`. With queries `turned [T, heads, D]`, keys are turned by a Hadamard matrix before they are stored,
+        and the queries where they stand. Slots whose values share a word (eight neighbours) must follow each other.
+
+        Raises:
+            ValueError: an instruction set that this machine lacks.
+        """
+        step = _KvStep(
+            pages=ctypes.addressof(self.addresses[layer]),
+            rows=len(slots),
+            slots=slots.data_ptr(),
+            key=key.data_ptr(),
+            key_row=token_stride(key),
+            value=value.data_ptr(),
+            value_row=token_stride(value),
         )
+        if turned is not None:
+            step.turned, step.heads = True, turned.shape[1]
+            step.query, step.query_row = turned.data_ptr(), token_stride(turned)
+        if self._store(ctypes.addressof(step), instruction_set):
+            raise ValueError(f"this machine lacks instruction set {instruction_set}")
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self._gather("keys", layer, block_ids), self._gather("values", layer, block_ids)

@@ -32,15 +32,6 @@ typedef struct {
 EXPORT int rotate(const Rotate *job, int instruction_set);
 
 typedef struct {
-    int64_t rows, heads, head_dim;
-    uint16_t *x; /* [rows, heads, head_dim], changed in place; rows are `stride` elements apart */
-    int64_t stride;
-} Hadamard;
-
-/* Times an orthonormal Hadamard matrix, as rotate_heads of compress/checkpoint/kv_numerics.py. */
-EXPORT int hadamard(const Hadamard *job, int instruction_set);
-
-typedef struct {
     int64_t rows, size;
     const uint16_t *gate_up; /* [rows, 2 * size] */
     uint16_t *out;           /* [rows, size]: gate * sigmoid(gate) * up */

@@ -38,10 +38,24 @@ static inline int64_t head_bytes(const KvPages *pages, int64_t bits) {
 
 static inline int word_bit(int64_t member) { return (int)(16 * (member % 2) + 4 * (member / 2)); }
 
-/* Stores bfloat16 keys and values of `tokens` tokens at their slots (block * block_size + offset), quantized if the pages
- * are, as compress/checkpoint/kv_numerics.py says. Tokens are `key_row` and `value_row` elements apart, heads head_dim.
- * Slots must differ. */
-EXPORT void kv_write(const KvPages *pages, int64_t tokens, const int64_t *slots, const uint16_t *key, int64_t key_row,
-                     const uint16_t *value, int64_t value_row);
+/* What a step adds to the pages of one layer: heads of its tokens, which lie side by side, tokens so many elements apart.
+ * Heads of queries and keys are normed, rotated and turned in one pass, each where it is asked for; queries stay where they
+ * are, keys and values go to their slots, quantized if the pages are, as compress/checkpoint/kv_numerics.py says. Numbers
+ * are rounded to bfloat16 where glue.h rounds them. */
+typedef struct {
+    const KvPages *pages;
+    int64_t rows, heads;     /* of queries, which are changed in place; 0: none to change */
+    const int64_t *slots;    /* [rows]: block * block_size + offset. They differ, and slots that share a word follow each other */
+    uint16_t *query;         /* [rows, heads, head_dim] */
+    const uint16_t *key, *value; /* [rows, kv_heads, head_dim] */
+    int64_t query_row, key_row, value_row;
+    const uint16_t *norm;      /* [heads + kv_heads, head_dim] of an RMSNorm over each head, or NULL for none */
+    float eps;
+    const uint16_t *cos, *sin; /* [rows, head_dim], as in Rotate; NULL: heads are rotated */
+    int64_t turned;            /* times an orthonormal Hadamard matrix, after all that */
+} KvStep;
+
+/* 0, or -1 for an instruction set that this machine lacks. */
+EXPORT int kv_store(const KvStep *step, int instruction_set);
 
 #endif

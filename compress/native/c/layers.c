@@ -21,16 +21,27 @@ static int normalize(const LayersStep *step, int64_t size, const uint16_t *updat
     return add_norm(&job, set);
 }
 
-/* Keys and values of the step, and what its tokens see: from `heads` to `attended`. */
+/* Queries, keys and values of the step, and what its tokens see: from `heads` to `attended`. */
 static int attend(const DecoderLayer *layer, LayersStep *step, const Scratch *scratch, int set) {
     const KvPages *pages = layer->pages;
     const int64_t dim = pages->head_dim, heads = layer->output.weight->in_features / dim;
     const int64_t turned = heads + pages->kv_heads, stride = (turned + pages->kv_heads) * dim;
-    const Rotate rotation = {step->rows, turned,    dim,       scratch->heads, stride, layer->head_norm,
-                             step->eps,  step->cos, step->sin};
-    const Hadamard turn = {step->rows, turned, dim, scratch->heads, stride};
-    if (rotate(&rotation, set) || (step->turned && hadamard(&turn, set))) return -1;
-    kv_write(pages, step->rows, step->slots, scratch->heads + heads * dim, stride, scratch->heads + turned * dim, stride);
+    const KvStep kept = {.pages = pages,
+                         .rows = step->rows,
+                         .heads = heads,
+                         .slots = step->slots,
+                         .query = scratch->heads,
+                         .key = scratch->heads + heads * dim,
+                         .value = scratch->heads + turned * dim,
+                         .query_row = stride,
+                         .key_row = stride,
+                         .value_row = stride,
+                         .norm = layer->head_norm,
+                         .eps = step->eps,
+                         .cos = step->cos,
+                         .sin = step->sin,
+                         .turned = step->turned};
+    if (kv_store(&kept, set)) return -1;
     PagedAttention *attention = &step->attention;
     attention->pages = pages, attention->heads = heads, attention->window = layer->window;
     attention->query = scratch->heads, attention->query_row = stride, attention->out = scratch->attended;

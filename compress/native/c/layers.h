@@ -22,11 +22,11 @@ typedef struct {
 typedef struct {
     int64_t rows;
     float eps;
-    int32_t turned;            /* queries and keys are turned by a Hadamard matrix after their rotation */
+    int32_t turned;            /* as in KvStep */
     uint16_t *hidden;          /* bfloat16 [rows, size]; what the last layer adds to it is left in `update` */
     uint16_t *update;          /* [rows, size], written only */
     const uint16_t *cos, *sin; /* [rows, head_dim], as in Rotate */
-    const int64_t *slots;      /* [rows], as in kv_write */
+    const int64_t *slots;      /* [rows], as in KvStep */
     PagedAttention attention;  /* scale, spans and blocks; the rest is filled in */
 } LayersStep;
 
