@@ -11,6 +11,7 @@ from compress.checkpoint.formats import native
 from compress.checkpoint.source import TensorFiles
 from compress.kv_choice import kv_notes
 from compress.pipeline.assign import Shapes, assign, check_groups, check_patterns
+from compress.pipeline.cost_notes import cost_notes
 from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
 from compress.pipeline.outside import find_ends
 from compress.pipeline.rotated_files import RotatedFiles
@@ -47,7 +48,8 @@ def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: s
     edges, notes = usable_edges(skeleton, assignments)
     notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
     notes += kv_notes(recipe, getattr(skeleton.model.config, "max_position_embeddings", None))
-    plan = Plan(tuple(map(rows.row, files.names())), tuple(notes), edges, scale_dtype)
+    planned = tuple(map(rows.row, files.names()))
+    plan = Plan(planned, (*notes, *cost_notes(recipe, planned)), edges, scale_dtype)
     return files.marked(plan) if isinstance(files, RotatedFiles) else plan
 
 

@@ -10,21 +10,24 @@ import torch
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.skeleton import check_supported
 from compress.plan import Plan
 from compress.recipe import CalibrationOptions, Recipe
+from compress.stages.prune import PruneStage
 from compress.stages.quantize import QuantizeStage
+from compress.stages.rotate import RotateStage
+from compress.stages.table import Stage
 
 SMALL = CalibrationOptions(samples=2, length=32)
 
 
-def request(path: Path, *stages: QuantizeStage, **options) -> RunRequest:
+def request(path: Path, *stages: Stage, **options) -> RunRequest:
     return RunRequest(path, str(path), Recipe(stages, SMALL), Path("unwritten"), **options)
 
 
-def plan_for(path: Path, *stages: QuantizeStage) -> Plan:
+def plan_for(path: Path, *stages: Stage) -> Plan:
     return prepare(request(path, *stages)).plan
 
 
@@ -44,6 +47,20 @@ def test_bits_per_weight_count_codes_scales_and_zero_points(tiny_model) -> None:
     path = tiny_model()
     assert plan_for(path, QuantizeStage("rtn", Scheme(4, 128))).bits_per_weight == 4 + 16 / 128
     assert plan_for(path, QuantizeStage("rtn", Scheme(3, 32, False))).bits_per_weight == 3 + (16 + 3) / 32
+
+
+def test_layers_that_get_no_smaller_are_noted(tiny_model) -> None:
+    stage = QuantizeStage("rtn", Scheme(8, 32), outlier_columns=0.99, targets=("*.down_proj",))
+    (note,) = [note for note in plan_for(tiny_model(), stage).notes if "no smaller" in note]
+    assert note.startswith("3 tensors would get no smaller (e.g. model.layers.")
+    assert "down_proj.weight" in note
+    assert not any("no smaller" in note for note in plan_for(tiny_model(), QuantizeStage("rtn", Scheme(4, 128))).notes)
+
+
+def test_pruning_what_a_rotation_spreads_is_noted(tiny_model) -> None:
+    pruning = PruneStage("wanda", Sparsity(2, 4))
+    assert any("a rotation spreads" in note for note in plan_for(tiny_model(), RotateStage(), pruning).notes)
+    assert not any("a rotation spreads" in note for note in plan_for(tiny_model(), pruning).notes)
 
 
 def test_later_stages_win(tiny_model) -> None:
