@@ -21,7 +21,8 @@ class RuntimeConfig:
             `reference` (plain torch, the oracle).
         block_size: tokens per KV block.
         num_blocks: blocks in the pool; None derives it from `kv_memory_bytes`.
-        kv_memory_bytes: memory for the pool when `num_blocks` is not given.
+        kv_memory_bytes: memory for the pool when `num_blocks` is not given; None is 512 MiB on a CPU, and on a GPU what
+            weights and steps leave.
         max_model_len: longest prompt + output; None takes the checkpoint's context.
         max_num_batched_tokens: token budget of one step.
         max_num_sequences: sequences in one step.
@@ -48,7 +49,7 @@ class RuntimeConfig:
     kv_recent: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
-    kv_memory_bytes: int = 512 * 2**20
+    kv_memory_bytes: int | None = None
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
     max_num_sequences: int = 64

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from runtime.config import RuntimeConfig
+from runtime.free_memory import format_bytes
+from runtime.kv_budget import KVBudget, find_budget
 from runtime.kv_choice import DEFAULT_CHOICE, KVCacheChoice, choose_kv_cache
 from runtime.reach import ALL, Reach, find_reach
+from runtime.workspace import gpu_step_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from runtime.model.config import DecoderConfig
 
 
@@ -23,6 +23,8 @@ SPARE_RECENT_TOKENS = 17
 draft overwrote is out of sight then."""
 STREAM_LENGTH = 2**20
 """Longest sequence where tokens look at sinks and a window only, unless another length is asked for."""
+
+NO_BUDGET = KVBudget(0, "as many blocks as asked for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class MemoryPlan:
         kv_choice: form of keys and values.
         exact_token_bytes: keys and values of one token that is kept exactly beside the blocks.
         num_exact_sequences: sequences that have such tokens at the same time, at most.
+        num_sequences: computed in one step, at most.
+        budget: memory that the pool could take, and what stays free beside it.
     """
 
     weight_bytes: int
@@ -55,6 +59,8 @@ class MemoryPlan:
     kv_choice: KVCacheChoice = DEFAULT_CHOICE
     exact_token_bytes: int = 0
     num_exact_sequences: int = 0
+    num_sequences: int = 0
+    budget: KVBudget = NO_BUDGET
 
     @property
     def kv_cache(self) -> KVCacheScheme:
@@ -86,12 +92,21 @@ class MemoryPlan:
                 *(f"         {note}" for note in self.kv_choice.notes),
                 f"KV pool  {format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens = "
                 f"{tokens} tokens at {format_bytes(self.token_bytes)} each",
+                *self._explain_budget(),
                 *self._explain_exact(),
                 f"host KV  {format_bytes(self.host_bytes)}: {host}",
                 f"longest  {self.max_model_len} tokens ({self.reason})",
                 *self._explain_reach(),
             )
         )
+
+    def _explain_budget(self) -> list[str]:
+        budget = self.budget
+        if not budget.step_bytes:
+            return []
+        spare = f", {format_bytes(budget.spare_bytes)} are left to nobody" if budget.spare_bytes else ""
+        limit = f"{format_bytes(budget.nbytes)} at most, {budget.reason}" if budget.nbytes else budget.reason
+        return [f"         {limit}", f"steps    take up to {format_bytes(budget.step_bytes)} of the GPU{spare}"]
 
     def _explain_exact(self) -> list[str]:
         if not self.exact_bytes:
@@ -106,7 +121,9 @@ class MemoryPlan:
         return [f"reach    {self.reach} tokens: {held}"]
 
 
-def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: RuntimeConfig) -> MemoryPlan:
+def plan_memory(
+    model: DecoderConfig, weight_bytes: int, itemsize: int, config: RuntimeConfig, free_gpu_bytes: int | None = None
+) -> MemoryPlan:
     """Decides the number of KV blocks and the longest sequence.
 
     Blocks that no schedule could fill are not allocated. Without a wish for `max_model_len`, a context that the pool
@@ -116,17 +133,22 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
     Args:
         weight_bytes: of the prepared weights.
         itemsize: bytes of one element of keys and values.
+        free_gpu_bytes: of the GPU that serves, beside the weights; None on a CPU.
 
     Raises:
-        ToolkitError: a length beyond the model's context, a pool that cannot hold one sequence of that length, or an
-            attention window that does not fit in the context.
+        ToolkitError: a length beyond the model's context, a pool that cannot hold one sequence of that length, an
+            attention window that does not fit in the context, or a GPU that has nothing left for keys and values.
     """
     reach = find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
     choice = choose_kv_cache(model.kv_cache, config, reach, model.kv_measured)
     token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
     exact_token_bytes = kv_token_bytes(model, itemsize=itemsize)
     num_exact = config.max_num_sequences if exact_tokens(choice.scheme) else 0
-    affordable = _affordable_blocks(config, choice, token_bytes, num_exact, exact_token_bytes)
+    budget = find_budget(config, gpu_step_bytes(model, config, itemsize), free_gpu_bytes)
+    exact_bytes = num_exact * exact_tokens(choice.scheme) * exact_token_bytes
+    if exact_bytes:
+        _check_exact(config, choice, exact_bytes, budget.nbytes)
+    affordable = config.num_blocks or (budget.nbytes - exact_bytes) // (token_bytes * config.block_size)
     longest, reason = longest_wanted(model, config)
     needed = reach.blocks_for(longest, config.max_span_tokens, config.block_size)
     if affordable < 1 or (config.max_model_len is not None and affordable < needed):
@@ -152,23 +174,20 @@ def plan_memory(model: DecoderConfig, weight_bytes: int, itemsize: int, config: 
         choice,
         exact_token_bytes,
         num_exact,
+        config.max_num_sequences,
+        budget,
     )
 
 
-def _affordable_blocks(
-    config: RuntimeConfig, choice: KVCacheChoice, token_bytes: int, num_exact: int, exact_token_bytes: int
-) -> int:
-    """Blocks that were asked for, or that fit in the memory beside `num_exact` sequences' exact tokens."""
-    if config.num_blocks:
-        return config.num_blocks
-    exact_bytes = num_exact * exact_tokens(choice.scheme) * exact_token_bytes
-    if exact_bytes and exact_bytes >= config.kv_memory_bytes:
-        raise ToolkitError(
-            f"{exact_tokens(choice.scheme)} exact tokens of each of {num_exact} sequences take "
-            f"{format_bytes(exact_bytes)}, all of the {format_bytes(config.kv_memory_bytes)} of KV memory",
-            "Keep fewer of them exact (--kv-recent, --kv-sinks), allow fewer --max-sequences or more --kv-memory",
-        )
-    return (config.kv_memory_bytes - exact_bytes) // (token_bytes * config.block_size)
+def _check_exact(config: RuntimeConfig, choice: KVCacheChoice, exact_bytes: int, kv_bytes: int) -> None:
+    """Refuses exact tokens beside which there is no memory for blocks."""
+    if config.num_blocks or exact_bytes < kv_bytes:
+        return
+    raise ToolkitError(
+        f"{exact_tokens(choice.scheme)} exact tokens of each of {config.max_num_sequences} sequences take "
+        f"{format_bytes(exact_bytes)}, all of the {format_bytes(kv_bytes)} of KV memory",
+        "Keep fewer of them exact (--kv-recent, --kv-sinks), allow fewer --max-sequences or more --kv-memory",
+    )
 
 
 def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, itemsize: int = 2) -> int:
@@ -223,27 +242,3 @@ def _host_blocks(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int)
             "Allow more host memory for KV blocks, or none",
         )
     return wanted // block_bytes
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that can be allocated now: of the GPU, or of the machine (what its page cache would give up included)."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def format_bytes(count: int) -> str:
-    """`12.3 MiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -48,7 +48,7 @@ def check_measurable(config: dict[str, Any], nbytes: int, device: str) -> None:
         CheckpointError: it does not.
     """
     from compress.checkpoint.device import resolve_device
-    from runtime.memory import available_bytes, format_bytes
+    from runtime.free_memory import available_bytes, format_bytes
     from runtime.model.config import parse_config
 
     parse_config(config)

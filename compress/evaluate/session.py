@@ -177,7 +177,7 @@ def quick_check(
 def _require_memory(source: Path) -> None:
     """Compressing streams; measuring holds two whole models. Better no figure than a run that is killed at its end."""
     from compress.checkpoint.device import resolve_device
-    from runtime.memory import available_bytes, format_bytes
+    from runtime.free_memory import available_bytes, format_bytes
     from runtime.model.target import resolve_dtype
 
     files = TensorFiles.open(source)

@@ -119,7 +119,7 @@ def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 def _require_memory(source: SourceModel) -> None:
     """Compressing streams; sampling holds the whole dense model. Refused in words rather than killed by the system."""
-    from runtime.memory import available_bytes, format_bytes
+    from runtime.free_memory import available_bytes, format_bytes
 
     files = TensorFiles.open(source.path)
     needed = source.dtype.itemsize * sum(math.prod(files.shape(name)) for name in files.names())

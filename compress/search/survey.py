@@ -112,7 +112,7 @@ class Survey:
 
     def require_memory(self) -> None:
         """Raises CheckpointError where the model does not fit: better than a search that the system kills."""
-        from runtime.memory import available_bytes, format_bytes
+        from runtime.free_memory import available_bytes, format_bytes
 
         available = available_bytes(self.prepared.device)
         if self.peak_memory > available:

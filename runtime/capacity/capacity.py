@@ -10,13 +10,11 @@ from runtime.kv_choice import choose_kv_cache
 from runtime.memory import exact_tokens, kv_token_bytes, longest_wanted
 from runtime.model.config import DecoderConfig
 from runtime.reach import Reach, find_reach
+from runtime.workspace import step_bytes
 
 PROCESS_BYTES = 350 * 2**20
 """Python, torch and the server without any model (measured on Linux with a CPU build)."""
 TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
-LOGITS_COPIES = 4
-"""Of the float32 logits of a step, while tokens are drawn: themselves, tempered, sorted, noisy."""
-FLOAT32 = 4
 ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -105,19 +103,8 @@ class Capacity:
 
 
 def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
-    """Estimate of what the largest step holds beside weights and the pool.
-
-    The widest of three moments, on top of the hidden states and their norm: queries, keys and values with their rotated
-    copy; the feed-forward layer; logits of every sequence. Attention's scores are not kept, its mask is.
-    """
-    tokens = config.max_num_batched_tokens
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    moments = (
-        tokens * 2 * heads * itemsize + config.max_span_tokens * _seen_keys(model, config) * itemsize,
-        tokens * 3 * model.intermediate_size * itemsize,
-        config.max_num_sequences * model.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES,
-    )
-    return tokens * 2 * model.hidden_size * itemsize + max(moments)
+    """Estimate of what the largest step holds beside weights and the pool."""
+    return step_bytes(model, config, itemsize, _seen_keys(model, config))
 
 
 def find_model_reach(model: DecoderConfig, config: RuntimeConfig) -> Reach:

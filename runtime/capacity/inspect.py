@@ -12,8 +12,9 @@ from runtime.capacity.remedies import find_remedies
 from runtime.capacity.report import Report
 from runtime.capacity.weights import Weights
 from runtime.config import RuntimeConfig
+from runtime.free_memory import available_bytes
 from runtime.kernels.base import Target
-from runtime.memory import MemoryPlan, available_bytes, plan_memory
+from runtime.memory import MemoryPlan, plan_memory
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.target import resolve_dtype
 from runtime.model.tensors import check_tensors
@@ -45,14 +46,16 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
         model,
         weights.stored_bytes,
         capacity,
-        _plan(model, weight_bytes, dtype, config),
+        _plan(model, weight_bytes, dtype, config, memory - weight_bytes if device.type == "cuda" else None),
         find_remedies(path, weights, config, capacity),
     )
 
 
-def _plan(model: DecoderConfig, weight_bytes: int, dtype: str, config: RuntimeConfig) -> MemoryPlan | str:
+def _plan(
+    model: DecoderConfig, weight_bytes: int, dtype: str, config: RuntimeConfig, free_gpu_bytes: int | None
+) -> MemoryPlan | str:
     """What serving with this configuration allocates, or the refusal."""
     try:
-        return plan_memory(model, weight_bytes, ITEM_SIZES[dtype], config)
+        return plan_memory(model, weight_bytes, ITEM_SIZES[dtype], config, free_gpu_bytes)
     except ToolkitError as error:
         return str(error)

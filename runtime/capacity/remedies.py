@@ -10,9 +10,10 @@ from compress.checkpoint.scheme import GROUP_SIZES, Scheme
 from runtime.capacity.capacity import ITEM_SIZES, Capacity, estimate
 from runtime.capacity.weights import Weights
 from runtime.config import RuntimeConfig
+from runtime.free_memory import format_bytes
 from runtime.kernels.base import Target
 from runtime.kernels.cpu import is_fast
-from runtime.memory import format_bytes
+from runtime.kv_budget import find_budget
 
 SHORTEST_CONTEXT = 512
 MOST_SEQUENCES = 256
@@ -53,17 +54,20 @@ def _remedy(command: str, cost: str, effect: str, then: Capacity) -> Remedy:
 
 
 def _whole_memory(path: Path, config: RuntimeConfig, now: Capacity, weights: Weights) -> Iterator[Remedy]:
-    """The defaults of the server are far below what a machine may have."""
+    """The default on a CPU is far below what a machine may have; a GPU is used as a whole."""
+    if config.kv_memory_bytes is None and weights.target.device.type == "cuda":
+        return
     sequences = max(config.max_num_sequences, min(now.concurrency(now.context), MOST_SEQUENCES))
     wider = replace(config, max_num_sequences=sequences)
     then = estimate(weights.config, wider, now.dtype, now.weight_bytes, now.memory_bytes)
     used = min(then.num_blocks, sequences * then.reach.blocks_for(then.context, then.step, then.block_size))
     kv_bytes = used * then.block_size * then.token_bytes + then.exact_bytes
-    if kv_bytes <= config.kv_memory_bytes or not used:
+    given = find_budget(config, 0, None).nbytes
+    if kv_bytes <= given or not used:
         return
     options = f"--kv-memory {-(-kv_bytes // 2**20)}MiB"
     options += f" --max-sequences {sequences}" if sequences > config.max_num_sequences else ""
-    effect = f"{format_bytes(kv_bytes)} of KV memory instead of {format_bytes(config.kv_memory_bytes)}"
+    effect = f"{format_bytes(kv_bytes)} of KV memory instead of {format_bytes(given)}"
     tokens, concurrency = used * then.block_size, min(sequences, then.concurrency(then.context))
     yield Remedy(
         f"runtime serve {path} {options}", "nothing: memory that is free", effect, tokens, concurrency, then.context

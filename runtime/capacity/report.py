@@ -9,7 +9,8 @@ from typing import Any
 from compress.checkpoint.kv_cache import KV_FORMATS
 from runtime.capacity.capacity import ITEM_SIZES, Capacity
 from runtime.capacity.remedies import Remedy
-from runtime.memory import MemoryPlan, exact_tokens, format_bytes, kv_token_bytes
+from runtime.free_memory import format_bytes
+from runtime.memory import MemoryPlan, exact_tokens, kv_token_bytes
 from runtime.model.config import DecoderConfig
 
 

@@ -49,7 +49,7 @@ def batch(
     kv: KVOptions,
     seed: SeedOption = None,
     max_model_len: ContextOption = None,
-    kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
+    kv_memory: MemoryOption = None,
     drafts: DraftOptions,
 ) -> None:
     """Answer a file of requests without a server.

@@ -23,7 +23,7 @@ def memory(
     compute: ComputeOptions,
     kv: KVOptions,
     context: ContextOptions,
-    kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
+    kv_memory: MemoryOption = None,
     max_sequences: SequencesOption = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
 ) -> None:

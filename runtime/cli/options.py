@@ -97,7 +97,14 @@ ContextOption = Annotated[
     typer.Option("--max-model-len", min=2, help="Longest prompt plus output in tokens; default: the model's context."),
 ]
 MemoryOption = Annotated[
-    int, typer.Option("--kv-memory", parser=parse_size, metavar="SIZE", help="Memory of the KV cache, e.g. 512MiB.")
+    int | None,
+    typer.Option(
+        "--kv-memory",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Memory of the KV cache, e.g. 4GiB. Default: 512MiB; on a GPU what weights and steps leave.",
+        show_default=False,
+    ),
 ]
 HostMemoryOption = Annotated[
     int,

@@ -49,8 +49,8 @@ def serve(
     kv: KVOptions,
     context: ContextOptions,
     drafts: DraftOptions,
-    kv_memory: MemoryOption = "512MiB",  # type: ignore[assignment]  # Typer parses defaults too
-    host_kv_memory: HostMemoryOption = "0",  # type: ignore[assignment]
+    kv_memory: MemoryOption = None,
+    host_kv_memory: HostMemoryOption = "0",  # type: ignore[assignment]  # Typer parses defaults too
     max_sequences: SequencesOption = 64,
     limits: LimitOptions,
     allowed_host: Annotated[

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from compress.checkpoint.device import resolve_device
 from compress.checkpoint.errors import CheckpointError
+from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
+from runtime.free_memory import available_bytes, format_bytes
 from runtime.kernels.base import Linear, Target
-from runtime.kernels.dense import dense_linear
+from runtime.kernels.dense import choose_dense, dense_linear
 from runtime.kernels.low_rank import LowRank
 from runtime.kernels.outliers import WithOutliers
 from runtime.kernels.registry import MODES, Choice, choose_kernel
-from runtime.memory import available_bytes, format_bytes
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import Embedding, make_embedding
@@ -116,7 +117,7 @@ class _Loader:
     def _ends(self) -> tuple[Embedding, Linear]:
         """Embedding and head, with one matrix for both where that is possible."""
         weight = self.checkpoint.weight(EMBEDDING)
-        if isinstance(weight, LowRankWeight | OutlierWeight):
+        if not isinstance(weight, IntegerWeight | Tensor):
             raise CheckpointError(f"{EMBEDDING} is stored as {weight.scheme}", "Pack embeddings as plain integers")
         if not head_is_embedding(self.checkpoint):
             return make_embedding(weight, self.target), self._linear(HEAD)
@@ -150,8 +151,11 @@ class _Loader:
             what = f"{name} beside {weight.scheme.outliers} columns in 16 bits"
             return WithOutliers(self._prepare(weight.base, what, bias), columns, values)
         if isinstance(weight, Tensor):
-            self.used[f"{name}: dense {str(self.target.dtype).removeprefix('torch.')}"] += 1
-            return dense_linear(weight, bias, self.target, reference=self.kernels == "reference")
+            reference = self.kernels == "reference"
+            choice = choose_dense(weight.shape[1], self.target, reference=reference)
+            dtype = str(self.target.dtype).removeprefix("torch.")
+            self.used[f"{name}: dense {dtype}, kernel {choice.kernel.name} ({choice.reason})"] += 1
+            return dense_linear(weight, bias, self.target, reference=reference)
         choice = self._choose(weight.scheme, weight.shape[1])
         self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1
         return choice.kernel.prepare(weight, bias, self.target)

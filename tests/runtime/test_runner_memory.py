@@ -5,7 +5,8 @@ from tiny_models import SIZES, save_tiny_model
 
 from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
-from runtime.memory import format_bytes, plan_memory
+from runtime.free_memory import format_bytes
+from runtime.memory import plan_memory
 from runtime.model.config import parse_config
 from runtime.model.load import load_model
 from runtime.runner import build_runner
@@ -85,6 +86,76 @@ def test_a_pool_larger_than_memory_is_refused_before_it_is_touched(tmp_path):
         build_runner(decoder, RuntimeConfig(num_blocks=10**12))
     with pytest.raises(ToolkitError, match=r"KV blocks of \d+\.\d GiB do not fit in .* of free cpu memory"):
         build_runner(decoder, RuntimeConfig(host_memory_bytes=10**15))
+
+
+GIB = 2**30
+LARGE = parse_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
+)
+"""The shape of Llama 3 8B: 128 KiB of keys and values per token."""
+
+
+def gpu_plan(free: int, **options):
+    return plan_memory(LARGE, 16 * GIB, 2, RuntimeConfig(**options), free)
+
+
+def test_a_gpu_gives_keys_and_values_what_weights_and_steps_leave():
+    found = gpu_plan(60 * GIB)
+    budget = found.budget
+    assert found.kv_bytes <= budget.nbytes < found.kv_bytes + 16 * found.token_bytes
+    assert budget.nbytes + budget.step_bytes + budget.spare_bytes == 60 * GIB
+    assert budget.spare_bytes == 60 * GIB // 50
+    assert 50 * GIB < found.kv_bytes < 60 * GIB
+    lines = found.explain().splitlines()
+    assert any("what 60.0 GiB beside the weights leave" in line for line in lines)
+    assert any(line.startswith("steps    take up to ") and "1.2 GiB are left to nobody" in line for line in lines)
+
+
+def test_a_large_gpu_allocates_no_blocks_that_nobody_could_fill():
+    found = gpu_plan(130 * GIB, max_num_sequences=4)
+    assert found.num_blocks == 4 * 8192 // 16
+
+
+def test_steps_take_more_with_more_sequences_and_longer_steps():
+    sizes = [
+        gpu_plan(60 * GIB, max_num_sequences=sequences, max_num_batched_tokens=tokens).budget.step_bytes
+        for sequences, tokens in ((8, 512), (64, 512), (64, 8192), (256, 8192))
+    ]
+    assert sizes == sorted(set(sizes))
+    logits = 64 * LARGE.vocab_size * 4
+    assert sizes[1] > 512 * 3 * LARGE.intermediate_size * 2 + 3 * logits
+
+
+def test_a_draft_model_gets_the_other_half():
+    alone, beside = gpu_plan(40 * GIB, speculate="ngram"), gpu_plan(40 * GIB, speculate="self:2bit")
+    assert abs(beside.budget.nbytes - alone.budget.nbytes // 2) < 2
+    assert "the other half is the draft model's" in beside.explain()
+
+
+def test_a_wish_for_kv_memory_is_followed_on_a_gpu():
+    found = gpu_plan(60 * GIB, kv_memory_bytes=4 * GIB)
+    assert found.num_blocks == 4 * GIB // (16 * found.token_bytes)
+    assert found.budget.step_bytes == gpu_plan(60 * GIB).budget.step_bytes
+
+
+def test_a_gpu_without_room_is_refused_with_the_numbers():
+    with pytest.raises(ToolkitError, match=r"1.0 GiB of the GPU are free .*, and steps take [\d.]+ GiB"):
+        gpu_plan(GIB)
+
+
+def test_a_cpu_takes_its_default_and_says_nothing_of_steps():
+    found = plan()
+    assert found.budget.nbytes == 512 * 2**20
+    assert "steps" not in found.explain()
 
 
 def test_exact_tokens_are_part_of_the_memory() -> None:
