@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
+from runtime.draft_tree import ancestor_bits, paths
 from runtime.reach import ALL, Reach
 from runtime.step import ScheduledSequence
+from runtime.upload import upload
 
 MIN_SHARED_BLOCKS = 16
 """Short spans of equally many tokens share one attention call when their block tables round up to the same power of
@@ -31,6 +33,8 @@ class AttentionGroup:
         num_sequences: their rows follow each other.
         num_keys: keys that some row sees, of each sequence.
         ragged: some row sees fewer keys than `num_keys` for a reason other than causality inside a whole prompt.
+        ancestors: int64 `[rows]`, where drafts are trees: of the keys from that of a sequence's first row on, bit k
+            says whether the row sees the k-th. None: all those up to its position.
     """
 
     rows: slice
@@ -39,6 +43,15 @@ class AttentionGroup:
     num_sequences: int
     num_keys: int
     ragged: bool
+    ancestors: Tensor | None = None
+
+    @property
+    def tree(self) -> tuple[Tensor, Tensor] | None:
+        """Of every row the key of its sequence's first row, and its ancestors; None without trees."""
+        if self.ancestors is None:
+            return None
+        positions = self.positions.view(self.num_sequences, -1)
+        return positions[:, :1].expand_as(positions).flatten(), self.ancestors
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +89,27 @@ def build_batch(
     stops = list(accumulate(entry.num_tokens for entry in ordered))
     parts = [
         list(chain.from_iterable(_token_ids(entry) for entry in ordered)),
-        list(chain.from_iterable(range(entry.start, _stop(entry)) for entry in ordered)),
-        list(chain.from_iterable(_slots(entry, block_size) for entry in ordered)),
+        list(chain.from_iterable(_positions(entry) for entry in ordered)),
+        list(chain.from_iterable(slots_of(entry, block_size) for entry in ordered)),
         list(chain.from_iterable(_sample_rows(entry, stop) for entry, stop in zip(ordered, stops, strict=True))),
         list(chain.from_iterable(_key_positions(entry, block_size, reach) for entry in ordered)) if bounded else [],
+        list(chain.from_iterable(ancestor_bits(entry.draft_parents) for entry in ordered if entry.has_tree)),
         *(block_table(group, block_size, reach) for group in groups),
     ]
     # One transfer for everything: on small models, and on a GPU, each small tensor costs as much as a layer.
-    flat = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64, device=device)
-    token_ids, positions, slots, sample_rows, key_positions, *tables = flat.split([len(part) for part in parts])
+    flat = upload(chain.from_iterable(parts), device)
+    sizes = [len(part) for part in parts]
+    token_ids, positions, slots, sample_rows, key_positions, ancestors, *tables = flat.split(sizes)
     return Batch(
         tuple(ordered),
         token_ids,
         positions,
         slots,
-        _attention_groups(groups, tables, key_positions if bounded else positions, block_size, reach),
+        _attention_groups(groups, tables, key_positions if bounded else positions, ancestors, block_size, reach),
         tuple(entry for entry in ordered if entry.samples),
         sample_rows,
         tuple(_prompt_rows(ordered, stops)),
-        tuple(block for entry in ordered for block in _fresh_block(entry, block_size)),
+        tuple(block for entry in ordered for block in fresh_blocks(entry, block_size)),
     )
 
 
@@ -103,12 +118,12 @@ def group_entries(
 ) -> list[list[ScheduledSequence]]:
     """Single tokens, and drafts of the same size, in groups of like length, so that padding at most doubles the work;
     every longer span on its own."""
-    shared: dict[tuple[int, int], list[ScheduledSequence]] = {}
+    shared: dict[tuple[int, int, bool], list[ScheduledSequence]] = {}
     for entry in entries:
         if entry.num_tokens <= MAX_SHARED_TOKENS:
-            last = (_stop(entry) - 1 - _num_hidden(entry, block_size, reach)) // block_size
+            last = (_stop(entry) - 1 - num_hidden_keys(entry, block_size, reach)) // block_size
             blocks = max(MIN_SHARED_BLOCKS, 1 << last.bit_length())
-            shared.setdefault((entry.num_tokens, blocks), []).append(entry)
+            shared.setdefault((entry.num_tokens, blocks, entry.has_tree), []).append(entry)
     groups = [shared[size] for size in sorted(shared)]
     return groups + [[entry] for entry in entries if entry.num_tokens > MAX_SHARED_TOKENS]
 
@@ -116,14 +131,15 @@ def group_entries(
 def block_table(group: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL) -> list[int]:
     """Block ids within reach of each sequence up to its last token, one sequence after the other, all padded to the
     same number."""
-    tables = [_visible_blocks(entry, block_size, reach) for entry in group]
+    tables = [visible_blocks(entry, block_size, reach) for entry in group]
     longest = max(len(table) for table in tables)
     for table in tables:
         table += table[:1] * (longest - len(table))
     return list(chain.from_iterable(tables))
 
 
-def _visible_blocks(entry: ScheduledSequence, block_size: int, reach: Reach) -> list[int]:
+def visible_blocks(entry: ScheduledSequence, block_size: int, reach: Reach) -> list[int]:
+    """Block ids within reach of some token of the span, up to its last one."""
     block_ids, stop = entry.sequence.block_ids, _last_block(entry, block_size) + 1
     if reach.window is None:
         return block_ids[:stop]
@@ -135,30 +151,41 @@ def _attention_groups(
     groups: Sequence[Sequence[ScheduledSequence]],
     tables: Sequence[Tensor],
     positions: Tensor,
+    ancestors: Tensor,
     block_size: int,
     reach: Reach,
 ) -> tuple[AttentionGroup, ...]:
     layout, row = [], 0
     for group, table in zip(groups, tables, strict=True):
         rows = slice(row, row + sum(entry.num_tokens for entry in group))
-        lengths = [_stop(entry) - _num_hidden(entry, block_size, reach) for entry in group]
+        lengths = [_stop(entry) - num_hidden_keys(entry, block_size, reach) for entry in group]
         partial_span = group[0].num_tokens > 1 and (group[0].start > 0 or len(group) > 1)
         ragged = partial_span or min(lengths) < max(lengths)
-        layout.append(AttentionGroup(rows, table, positions[rows], len(group), max(lengths), ragged))
+        bits = None
+        if group[0].has_tree:
+            bits, ancestors = ancestors.tensor_split([rows.stop - row])
+        layout.append(AttentionGroup(rows, table, positions[rows], len(group), max(lengths), ragged, bits))
         row = rows.stop
     return tuple(layout)
 
 
-def _num_hidden(entry: ScheduledSequence, block_size: int, reach: Reach) -> int:
-    """Keys of the blocks out of reach of the whole span."""
+def num_hidden_keys(entry: ScheduledSequence, block_size: int, reach: Reach) -> int:
+    """Keys of the blocks out of reach of the whole span: what is left out before the keys that it looks at."""
     if reach.window is None:
         return 0
     return len(reach.hidden_blocks(entry.start, block_size)) * block_size
 
 
-def _key_positions(entry: ScheduledSequence, block_size: int, reach: Reach) -> range:
-    num_hidden = _num_hidden(entry, block_size, reach)
-    return range(entry.start - num_hidden, _stop(entry) - num_hidden)
+def _key_positions(entry: ScheduledSequence, block_size: int, reach: Reach) -> list[int]:
+    num_hidden = num_hidden_keys(entry, block_size, reach)
+    return [position - num_hidden for position in _positions(entry)]
+
+
+def _positions(entry: ScheduledSequence) -> Iterable[int]:
+    """Of the span's tokens in the text: guesses that follow the same token have the same one."""
+    if entry.has_tree:
+        return [entry.start, *(entry.start + len(path) for path in paths(entry.draft_parents))]
+    return range(entry.start, _stop(entry))
 
 
 def _stop(entry: ScheduledSequence) -> int:
@@ -187,7 +214,8 @@ def _prompt_rows(
             yield entry, slice(stop_row - entry.num_tokens, stop_row)
 
 
-def _slots(entry: ScheduledSequence, block_size: int) -> list[int]:
+def slots_of(entry: ScheduledSequence, block_size: int) -> list[int]:
+    """Where the keys and values of the span's tokens go."""
     block_ids = entry.sequence.block_ids
     span = range(entry.start, _stop(entry))
     return [block_ids[position // block_size] * block_size + position % block_size for position in span]
@@ -197,7 +225,7 @@ def _last_block(entry: ScheduledSequence, block_size: int) -> int:
     return (_stop(entry) - 1) // block_size
 
 
-def _fresh_block(entry: ScheduledSequence, block_size: int) -> list[int]:
+def fresh_blocks(entry: ScheduledSequence, block_size: int) -> list[int]:
     """The last block of a span when it is begun here and not filled: the rest of it must not hold old numbers."""
     last = _last_block(entry, block_size)
     begun = last * block_size >= entry.start

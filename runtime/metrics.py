@@ -78,7 +78,12 @@ class Metrics:
     host_cache_usage_perc: float = _gauge("Share of the host memory for KV blocks in use, 0 to 1.")
     broken_invariants_total: int = _counter("Times that broken bookkeeping was found and rebuilt.")
     request_success_total: Counter[str] = field(
-        default_factory=Counter, metadata={"kind": "labels", "help": "Requests ended, by reason."}
+        default_factory=Counter,
+        metadata={"kind": "labels", "help": "Requests ended, by reason.", "label": "finished_reason"},
+    )
+    steps_by_path_total: Counter[str] = field(
+        default_factory=Counter,
+        metadata={"kind": "labels", "help": "Steps on a GPU: recorded, or why not.", "label": "path"},
     )
     request_queue_time_seconds: Histogram = field(
         default_factory=Histogram, metadata={"kind": "histogram", "help": "From arrival to the first step."}
@@ -132,7 +137,7 @@ class Metrics:
         """All figures in Prometheus' text format."""
         return "\n".join(line for item in fields(self) for line in self._lines(item.name, **item.metadata)) + "\n"
 
-    def _lines(self, field_name: str, kind: str, help: str) -> Iterator[str]:
+    def _lines(self, field_name: str, kind: str, help: str, label: str = "") -> Iterator[str]:
         name, value = PREFIX + field_name, getattr(self, field_name)
         yield f"# HELP {name} {help}"
         yield f"# TYPE {name} {'counter' if kind == 'labels' else kind}"
@@ -140,6 +145,6 @@ class Metrics:
             case "histogram":
                 yield from value.lines(name)
             case "labels":
-                yield from (f'{name}{{finished_reason="{label}"}} {count}' for label, count in sorted(value.items()))
+                yield from (f'{name}{{{label}="{each}"}} {count}' for each, count in sorted(value.items()))
             case _:
                 yield f"{name} {value}"

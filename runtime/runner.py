@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,19 +19,25 @@ from runtime.attention.native_layers import NativeLayers, refuse_layers
 from runtime.attention.paged import PagedAttention
 from runtime.attention.step_keys import StepKeys
 from runtime.attention.streaming import StreamingAttention
-from runtime.batch import Batch, build_batch
+from runtime.batch import Batch, build_batch, fresh_blocks, slots_of
 from runtime.config import RuntimeConfig
+from runtime.draft_tree import follow
 from runtime.draws import build_draws
-from runtime.memory import MemoryPlan, available_bytes, format_bytes, plan_memory
+from runtime.free_memory import available_bytes, format_bytes
+from runtime.memory import MemoryPlan, plan_memory
+from runtime.model.captures import Capture, CudaCapture
 from runtime.model.decoder import Attention, Decoder
 from runtime.model.kv_cache import KVCache
 from runtime.model.pages import KVPages
 from runtime.model.pages_native import NativePages
+from runtime.model.step_buffers import StepBuffers
+from runtime.model.step_graphs import StepGraphs
 from runtime.prompt_rows import hidden_sums, prompt_logprobs
 from runtime.reach import Reach
 from runtime.sampler.sampler import sample_tokens
 from runtime.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.verification import verify_by_match
+from runtime.warm_up import warm_up
 
 logger = logging.getLogger("runtime.runner")
 
@@ -50,6 +56,8 @@ class ModelRunner:
         native_layers: computes all layers in one call where that is possible.
         layers_refusal: why it is not; empty where it is.
         triton_refusal: why attention does not run in Triton; empty when it does.
+        graphs: runs steps of one token per sequence from recordings; None where nothing is recorded.
+        graphs_refusal: why nothing is; empty where it is.
     """
 
     def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
@@ -66,8 +74,18 @@ class ModelRunner:
             self.layers_refusal = refuse_layers(decoder)
         if isinstance(self.pages, NativePages) and not self.layers_refusal:
             self.native_layers = NativeLayers(decoder, self.pages, self.windows)
-        has_exact_tokens = bool(self.cache.sinks or self.cache.recent or memory.reach.sinks)
-        self.triton_refusal = refuse_triton(decoder.device, decoder.dtype, decoder.config.head_dim, has_exact_tokens)
+        self.triton_refusal = refuse_triton(
+            decoder.device, decoder.dtype, decoder.config.head_dim, self.cache.scheme.recent
+        )
+        self.graphs: StepGraphs | None = None
+        self.graphs_refusal = self._refuse_graphs()
+        if not self.graphs_refusal:
+            self.record_steps(CudaCapture(decoder.device))
+
+    def record_steps(self, capture: Capture) -> None:
+        """From now on steps of one token per sequence are recorded when they are first needed, and run again."""
+        buffers = StepBuffers(self.decoder, self.memory, self.memory.num_sequences)
+        self.graphs = StepGraphs(self._logits, buffers, capture)
 
     @property
     def pages(self) -> KVPages:
@@ -114,14 +132,35 @@ class ModelRunner:
         self.pages.memory.restore(plan.restores)
         if not plan.entries:
             return StepOutput({})
+        path = ""
+        if self.graphs is not None:
+            path = self.graphs.refuse(plan.entries)
+            if not path:
+                return self._run_again(self.graphs, plan.entries)
         batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.reach)
         self.pages.memory.clear(batch.fresh_blocks)
         hidden = self._forward(batch)
+        tokens = self._sample(hidden, batch) if batch.sampling else {}
+        self._keep_branches(batch, tokens)
         return StepOutput(
-            self._sample(hidden, batch) if batch.sampling else {},
+            tokens,
             prompt_logprobs(self.decoder, hidden, batch),
             hidden_sums(self.decoder, hidden, batch),
+            path,
         )
+
+    def _run_again(self, graphs: StepGraphs, entries: Sequence[ScheduledSequence]) -> StepOutput:
+        self.pages.memory.clear([block for entry in entries for block in fresh_blocks(entry, self.block_size)])
+        tokens = self.sample(entries, graphs.run(entries))
+        return StepOutput(tokens, path=graphs.refuse(entries) or "recorded")
+
+    def _refuse_graphs(self) -> str:
+        """Why no step can be recorded; empty when some can."""
+        if self.decoder.device.type != "cuda":
+            return "recorded steps run on NVIDIA GPUs"
+        if self.triton_refusal:
+            return f"attention is plain torch: Triton {self.triton_refusal}"
+        return "keys and values are kept exactly for some tokens" if self.cache.sinks or self.cache.recent else ""
 
     def _forward(self, batch: Batch) -> Tensor:
         attention, run_layers = self._attention(batch), None
@@ -133,12 +172,28 @@ class ModelRunner:
         if isinstance(self.pages, NativePages):
             return NativeAttention(self.pages, batch, self.windows, self.cache.scheme.rotate)
         keys = StepKeys(self.cache, batch, self.cache.place(self.decoder, batch.entries))
-        if not self.triton_refusal:
-            return TritonAttention(keys, self.windows)
         reach = self.reach
+        if not self.triton_refusal:
+            return TritonAttention(keys, self.windows, reach.sinks, self.decoder.rotary)
         if reach.window is not None and reach.sinks:
             return StreamingAttention(keys, reach.sinks, reach.window, self.decoder.rotary)
         return PagedAttention(keys, self.windows)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """Of every row."""
+        return self.decoder.logits(self._forward(batch))
+
+    def _keep_branches(self, batch: Batch, tokens: Mapping[str, list[SampledToken]]) -> None:
+        """Brings keys and values of the branches that were said to where the next step looks for them."""
+        moves = [move for entry in batch.sampling if entry.has_tree for move in self._moves(entry, tokens)]
+        if moves:
+            self.pages.move(*zip(*moves, strict=True))
+
+    def _moves(self, entry: ScheduledSequence, tokens: Mapping[str, list[SampledToken]]) -> list[tuple[int, int]]:
+        said = [token.token_id for token in tokens[entry.sequence.id]]
+        slots = slots_of(entry, self.block_size)[1:]
+        path = follow(entry.sequence.draft_token_ids, entry.draft_parents, said)
+        return [(slots[number], slots[place]) for place, number in enumerate(path) if place != number]
 
     def _sample(self, hidden: Tensor, batch: Batch) -> dict[str, list[SampledToken]]:
         return self.sample(batch.sampling, self.decoder.logits(hidden.index_select(0, batch.sample_rows)))
@@ -150,18 +205,26 @@ def sample_and_match(entries: Sequence[ScheduledSequence], logits: Tensor) -> di
 
 
 def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
-    """A runner whose pool fits the budget of `config`.
+    """A runner whose pool fits the budget of `config`. On a GPU it has computed the largest steps, so that what serves
+    later finds its memory.
 
     Raises:
-        ToolkitError: a sequence of `max_model_len` tokens does not fit in the pool, or the pool not in memory.
+        ToolkitError: a sequence of `max_model_len` tokens does not fit in the pool, or pool and steps not in memory.
     """
-    plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config)
+    on_gpu = decoder.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()  # loading leaves blocks that nobody uses
+    free = available_bytes(decoder.device) if on_gpu else None
+    plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config, free)
     check_fits(plan, decoder.device)
     for note in plan.kv_choice.notes:
         logger.warning("KV cache %s: %s", plan.kv_cache, note)
     if config.attention_window is not None:
         decoder = replace(decoder, rotary=decoder.rotary.exact())
-    return ModelRunner(decoder, plan)
+    runner = ModelRunner(decoder, plan)
+    if on_gpu:
+        warm_up(runner, config)
+    return runner
 
 
 def check_fits(plan: MemoryPlan, device: torch.device) -> None:
@@ -170,12 +233,14 @@ def check_fits(plan: MemoryPlan, device: torch.device) -> None:
     Raises:
         ToolkitError: with the numbers.
     """
-    host = torch.device("cpu")
+    host, steps = torch.device("cpu"), plan.budget.step_bytes
     wanted = Counter({device: plan.kv_bytes}) + Counter({host: plan.host_bytes})
     for where, size in wanted.items():
-        free = available_bytes(where)
-        if size > free:
+        free, beside = available_bytes(where), steps if where == device else 0
+        if size + beside > free:
+            others = f", of which steps take up to {format_bytes(beside)}" if beside else ""
+            room = f"{format_bytes(free)} of free {where.type} memory{others}"
             raise ToolkitError(
-                f"KV blocks of {format_bytes(size)} do not fit in {format_bytes(free)} of free {where.type} memory",
+                f"KV blocks of {format_bytes(size)} do not fit in {room}",
                 "Allow less KV memory or fewer blocks",
             )

@@ -1,0 +1,216 @@
+"""Recorded steps give what ordinary steps give; here the recording is the function itself, so no GPU is needed."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.model.captures import capture_nothing
+from runtime.model.load import load_model
+from runtime.model.step_graphs import batch_sizes
+from runtime.runner import ModelRunner, build_runner
+from runtime.sampling_params import SamplingParams
+from runtime.step import ScheduledSequence, StepPlan
+from runtime.types import Request, Sequence
+
+GREEDY = SamplingParams(temperature=0, max_tokens=200)
+SIZES = {"num_blocks": 64, "block_size": 4, "max_num_sequences": 6, "prefill_chunk": 8}
+
+
+class SkippingPages:
+    """Pages that write nothing for rows without a slot, as the GPU's kernels do."""
+
+    def __init__(self, pages) -> None:
+        self.pages = pages
+
+    def __getattr__(self, name):
+        return getattr(self.pages, name)
+
+    def write(self, layer, slots, key, value):
+        has_slot = slots >= 0
+        self.pages.write(layer, slots[has_slot], key[has_slot], value[has_slot])
+
+
+class Recorder:
+    """Counts what is recorded; refuses after a while, as a GPU whose memory is full."""
+
+    def __init__(self, limit: int = 100) -> None:
+        self.limit, self.count = limit, 0
+
+    def __call__(self, compute):
+        if self.count == self.limit:
+            raise torch.OutOfMemoryError("no memory for one more")
+        self.count += 1
+        return compute
+
+
+def make_runner(decoder, capture=None, **options) -> ModelRunner:
+    runner = build_runner(decoder, RuntimeConfig(**(SIZES | options)))
+    for tensor in runner.pages.memory.tensors.values():
+        tensor.fill_(9)  # finite: attention in plain torch weighs all that it reads, with zero where nobody may look
+    runner.cache.pages = SkippingPages(runner.cache.pages)
+    if capture is not None:
+        runner.record_steps(capture)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return load_model(save_tiny_model(tmp_path_factory.mktemp("models") / "tiny"), dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    folder = save_tiny_model(tmp_path_factory.mktemp("models") / "windowed", "mistral", sliding_window=6)
+    return load_model(folder, dtype="float64")
+
+
+def sequences(runner: ModelRunner, lengths: list[int]) -> list[Sequence]:
+    """With all tokens but the last one computed, blocks in no order."""
+    chance = random.Random(0)
+    blocks = chance.sample(range(runner.num_blocks), runner.num_blocks)
+    found = []
+    for index, length in enumerate(lengths):
+        tokens = [chance.randrange(112) for _ in range(length)]
+        sequence = Sequence(Request(f"s{index}", tuple(tokens), GREEDY, seed=7), tokens)
+        sequence.block_ids = [blocks.pop() for _ in range(8)]
+        if length > 1:
+            runner.execute(StepPlan((ScheduledSequence(sequence, 0, length - 1),)))
+        found.append(sequence)
+    return found
+
+
+def last_tokens(found: list[Sequence]) -> tuple[ScheduledSequence, ...]:
+    return tuple(ScheduledSequence(sequence, sequence.num_tokens - 1, 1) for sequence in found)
+
+
+def test_sizes_hold_every_batch_and_less_than_half_is_padding():
+    assert batch_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(3) == (1, 2, 3)
+    assert batch_sizes(257)[-5:] == (96, 128, 192, 256, 257)
+    for smaller, larger in pairwise(batch_sizes(1000)):
+        assert larger <= 2 * smaller
+
+
+@pytest.mark.parametrize("model", ["tiny", "windowed"])
+@pytest.mark.parametrize("lengths", [[9], [1, 30], [5, 17, 29], [3, 4, 5, 6, 7, 8]])
+def test_logits_are_those_of_ordinary_steps(model, lengths, request):
+    runner = make_runner(request.getfixturevalue(model), capture_nothing)
+    found = sequences(runner, lengths)
+    logits = runner.graphs.run(last_tokens(found)).clone()
+    for entry, row in zip(last_tokens(found), logits, strict=True):
+        ordinary: list[torch.Tensor] = []
+        runner.sample = lambda entries, rows, kept=ordinary: kept.append(rows) or {}
+        runner.graphs, graphs = None, runner.graphs
+        runner.execute(StepPlan((entry,)))
+        runner.graphs = graphs
+        torch.testing.assert_close(row, ordinary[0][0], rtol=0, atol=1e-10)
+
+
+def test_padding_changes_nothing(tiny):
+    """Three sequences in rows for four: the same bits whatever stood in the fourth row before, and nothing is written
+    but the three slots."""
+    runner = make_runner(tiny, capture_nothing)
+    found = sequences(runner, [5, 17, 29, 11])
+    first = runner.graphs.run(last_tokens(found[:3])).clone()
+    runner.graphs.run(last_tokens(found))
+    before = {name: tensor.clone() for name, tensor in runner.pages.memory.tensors.items()}
+    assert torch.equal(runner.graphs.run(last_tokens(found[:3])), first)
+    for name, tensor in runner.pages.memory.tensors.items():
+        assert torch.equal(tensor, before[name]), name
+    runner.graphs.run(last_tokens(found[1:3]))
+    assert torch.equal(runner.graphs.run(last_tokens(found[:3])), first)
+
+
+def test_shapes_and_lengths_depend_on_the_size_only(tiny):
+    """So does the number of splits, which follows from them: a launch is the same for every step of a size."""
+    runner = make_runner(tiny, capture_nothing)
+    seen = []
+    compute = runner.graphs._compute
+
+    def watch(batch):
+        (group,) = batch.groups
+        seen.append((batch.token_ids.data_ptr(), group.blocks.data_ptr(), len(group.blocks), group.num_keys))
+        return compute(batch)
+
+    runner.graphs._compute = watch
+    for lengths in ([5, 2, 3], [30, 1, 1], [1, 2, 3, 4]):
+        runner.graphs.run(last_tokens(sequences(runner, lengths)))
+    recorded_in_one_size = {each for each in seen if each[2] == seen[-1][2]}
+    assert len(recorded_in_one_size) == 1
+    assert seen[-1][2:] == (4 * runner.memory.blocks_per_sequence, runner.memory.blocks_per_sequence * 4)
+
+
+def test_sizes_are_recorded_when_they_are_needed_and_once(tiny):
+    capture = Recorder()
+    runner = make_runner(tiny, capture)
+    found = sequences(runner, [5, 6, 7])
+    assert capture.count == 0
+    for count, recorded in ((1, 1), (3, 2), (2, 3), (3, 3), (1, 3)):
+        output = runner.execute(StepPlan(last_tokens(found[:count])))
+        assert (output.path, capture.count) == ("recorded", recorded)
+        assert output.tokens.keys() == {sequence.id for sequence in found[:count]}
+
+
+def test_what_is_not_recorded_says_why(tiny):
+    runner = make_runner(tiny, capture_nothing)
+    found = sequences(runner, [5, 6, 7, 8, 9, 10])
+    entries = last_tokens(found)
+    assert runner.graphs.refuse(entries) == ""
+    assert runner.graphs.refuse((*entries, entries[0])) == "too many sequences"
+    assert runner.graphs.refuse((ScheduledSequence(found[0], 3, 2), entries[1])) == "prompts are computed"
+    assert runner.graphs.refuse((ScheduledSequence(found[0], 3, 1), entries[1])) == "prompts are computed"
+    found[0].draft_token_ids = [3]
+    assert runner.graphs.refuse((ScheduledSequence(found[0], 4, 2), entries[1])) == "drafts are verified"
+    output = runner.execute(StepPlan((ScheduledSequence(found[0], 4, 2), entries[1])))
+    assert output.path == "drafts are verified"
+    assert len(output.tokens["s0"]) in (1, 2)
+
+
+def test_where_recording_fails_the_step_runs_all_the_same(tiny, caplog):
+    capture = Recorder(limit=1)
+    runner = make_runner(tiny, capture)
+    found = sequences(runner, [5, 6, 7])
+    expected = make_runner(tiny)
+    copies = sequences(expected, [5, 6, 7])
+    assert runner.execute(StepPlan(last_tokens(found[:1]))).path == "recorded"
+    for _ in range(2):
+        output = runner.execute(StepPlan(last_tokens(found)))
+        assert output.path == "recording failed"
+        assert output.tokens == expected.execute(StepPlan(last_tokens(copies))).tokens
+    assert "no memory for one more" in caplog.text
+    assert runner.execute(StepPlan(last_tokens(found[:1]))).path == "recorded", "its size was recorded before"
+
+
+@pytest.mark.parametrize("kv_cache", ["16bit", "int8"])
+def test_answers_of_an_engine_are_the_same(tiny, kv_cache):
+    """With prompts between decode steps, sequences that come and go, preemption, seeds and grammar-free sampling."""
+
+    def answers(capture) -> tuple[list[list[int]], Engine]:
+        config = RuntimeConfig(**(SIZES | {"num_blocks": 30, "kv_cache": kv_cache}))
+        runner = make_runner(tiny, capture, num_blocks=30, kv_cache=kv_cache)
+        engine, chance, found = Engine(runner, None, config), random.Random(3), {}
+        for index in range(12):
+            params = SamplingParams(temperature=index % 3 / 2, top_p=0.9, seed=index, max_tokens=5 + 2 * index)
+            engine.add_request([chance.randrange(112) for _ in range(1 + 3 * index)], params, str(index))
+            found[str(index)] = []
+        while engine.has_work:
+            for delta in engine.step():
+                found[delta.request_id] += delta.token_ids
+        return list(found.values()), engine
+
+    expected, ordinary = answers(None)
+    assert [len(tokens) for tokens in expected] == [5 + 2 * index for index in range(12)]
+    found, recorded = answers(capture_nothing)
+    assert found == expected
+    assert not ordinary.metrics.steps_by_path_total
+    paths = recorded.metrics.steps_by_path_total
+    assert paths["recorded"] > 20 < paths["prompts are computed"] + paths["recorded"]
+    assert 'runtime_steps_by_path_total{path="recorded"}' in recorded.render_metrics()
