@@ -1,8 +1,9 @@
-"""The compiled library, loaded when it is first asked for; None where there is none."""
+"""The compiled library, loaded when it is first asked for; None where there is none, which is logged once."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import cache
 
 from compress.checkpoint.errors import ToolkitError
@@ -15,6 +16,8 @@ BEST = -1
 """In place of an instruction set: the fastest this machine has."""
 
 _REBUILD = "run python -m compress.native.build"
+
+logger = logging.getLogger("compress.native")
 
 
 @cache
@@ -49,6 +52,15 @@ def set_threads(count: int) -> int:
 
 @cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
+    native, reason = _open()
+    if native is None:
+        logger.warning("%s (until then PyTorch computes in their place, more slowly)", reason)
+    else:
+        native.pool_set_threads(available_threads())
+    return native, reason
+
+
+def _open() -> tuple[ctypes.CDLL | None, str]:
     if not LIBRARY.exists():
         return None, f"the native kernels are not compiled: {_REBUILD}"
     try:
@@ -59,5 +71,4 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"the native kernels cannot be loaded ({error}): {_REBUILD}"
     if digest != source_digest():
         return None, f"the native kernels are older than their sources: {_REBUILD}"
-    native.pool_set_threads(available_threads())
     return native, ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +14,17 @@ from tiny_models import random_weight
 from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.scheme import Scheme
 from compress.native import binding, build
+from compress.native.binding import absence
+from compress.native.binding import library as loaded_library
 from compress.native.linear import NativeLinear, _functions
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch):
     """Forgets what is loaded, and afterwards what the test loaded."""
-    forgotten = (binding.library, binding.absence, binding._load, _functions)
+    forgotten = (loaded_library, absence, binding._load, _functions)
     for function in forgotten:
         function.cache_clear()
     yield monkeypatch
@@ -28,8 +35,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_the_library_everything_says_why(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setattr(binding, "LIBRARY", tmp_path / "libnative.so")
-    assert binding.library() is None
-    assert binding.absence() == "the native kernels are not compiled: run python -m compress.native.build"
+    assert loaded_library() is None
+    assert absence() == "the native kernels are not compiled: run python -m compress.native.build"
     assert binding.best_instruction_set() == -1
     with pytest.raises(ToolkitError, match=r"no native kernels.*not compiled"):
         binding.set_threads(1)
@@ -37,19 +44,58 @@ def test_without_the_library_everything_says_why(fresh: pytest.MonkeyPatch, tmp_
         NativeLinear(random_weight((64, 64), Scheme(4, 32)))
 
 
+def test_its_absence_is_logged_once_with_the_remedy(
+    fresh: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh.setattr(binding, "LIBRARY", tmp_path / "libnative.so")
+    for _ in range(3):
+        assert absence()
+        assert loaded_library() is None
+        assert binding.best_instruction_set() == -1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "run python -m compress.native.build (until then PyTorch computes" in caplog.text
+
+
+@pytest.mark.skipif(loaded_library() is None, reason=absence())
+def test_nothing_is_logged_where_it_is(fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert loaded_library() is not None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("runtime", "generate", "--prompt", "The castle", "--max-tokens", "2", "--temperature", "0"),
+        ("compress", "eval", "--ppl", "--tokens", "128"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_commands_go_on_without_it_and_say_so_once(command: tuple[str, ...], tmp_path: Path) -> None:
+    missing = (
+        f"from pathlib import Path; from compress.native import binding; binding.LIBRARY = Path('{tmp_path}/none')"
+    )
+    code = f"{missing}; from {command[0]}.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, *command[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("run python -m compress.native.build (until then PyTorch computes") == 1, result.stderr
+
+
 def test_a_file_that_is_no_library_is_not_fatal(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "libnative.so"
     file.write_bytes(b"not a library")
     fresh.setattr(binding, "LIBRARY", file)
-    assert binding.library() is None
-    assert "cannot be loaded" in binding.absence()
+    assert loaded_library() is None
+    assert "cannot be loaded" in absence()
 
 
-@pytest.mark.skipif(binding.library() is None, reason=binding.absence())
+@pytest.mark.skipif(loaded_library() is None, reason=absence())
 def test_a_library_older_than_its_sources_is_not_used(fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(binding, "source_digest", lambda: "other")
-    assert binding.library() is None
-    assert "older than their sources" in binding.absence()
+    assert loaded_library() is None
+    assert "older than their sources" in absence()
 
 
 def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,8 +119,8 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
-    if binding.library() is None:
-        pytest.skip(binding.absence())
+    if loaded_library() is None:
+        pytest.skip(absence())
     linear = NativeLinear(random_weight((64, 64), Scheme(4, 32)), instruction_set=7)
     with pytest.raises(ToolkitError, match="lacks the instruction set"):
         linear(torch.zeros(1, 64))
