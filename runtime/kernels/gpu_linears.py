@@ -12,8 +12,10 @@ from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
+from runtime.kernels import handover
 from runtime.kernels.base import Kernel, Target
 from runtime.kernels.gpu.configs import Plan, config_for, default_plan, measured_plan
+from runtime.kernels.handover import InputForm, Prepared, Product
 
 TABLES = Path(__file__).parent / "gpu" / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
@@ -25,34 +27,49 @@ class PlanedLinear:
     """2- to 4-bit codes in planes; which kernel runs is looked up by the number of tokens."""
 
     def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
-        from runtime.kernels.gpu.launch import multiply
+        from runtime.kernels.gpu import launch
         from runtime.kernels.gpu.packing import pack_planes
 
         self._weight = pack_planes(weight, target.device)
         self._bias = bias
         tiles, rows, _ = self._weight.words.shape
         self._plan = _plan(target.device, self._weight.bits, rows, tiles, weight.shape)
-        self._multiply = multiply
+        self._launch = launch
         self.nbytes = self._weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self._weight, self._bias, config_for(self._plan, len(x)))
+        return self._launch.multiply(x, self._weight, self._bias, config_for(self._plan, len(x)))
+
+    def input_form(self, num_tokens: int) -> InputForm:
+        return self._launch.input_form(self._weight, config_for(self._plan, num_tokens))
+
+    def product(self, x: Prepared) -> Product:
+        return self._launch.product(x, self._weight, self._bias, config_for(self._plan, len(x.rows)))
 
 
 class ByteLinear:
     """8-bit codes with 16-bit activations, or with 8-bit ones where the scheme says so."""
 
     def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
-        from runtime.kernels.gpu.launch_bytes import multiply_bytes, multiply_levels, pack_bytes
+        from runtime.kernels.gpu import launch_bytes
 
-        self._weight = pack_bytes(weight, target.device)
+        self._weight = launch_bytes.pack_bytes(weight, target.device)
         self._bias = bias
         self._processors = num_processors(target.device)
-        self._multiply = multiply_bytes if weight.scheme.activation_bits is None else multiply_levels
+        self._rounds = weight.scheme.activation_bits is not None
+        self._launch = launch_bytes
         self.nbytes = self._weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self._weight, self._bias, self._processors)
+        multiply = self._launch.multiply_levels if self._rounds else self._launch.multiply_bytes
+        return multiply(x, self._weight, self._bias, self._processors)
+
+    def input_form(self, num_tokens: int) -> InputForm:
+        return InputForm(handover.LEVELS) if self._rounds else InputForm()
+
+    def product(self, x: Prepared) -> Product:
+        parts = self._launch.level_parts if self._rounds else self._launch.byte_parts
+        return parts(x, self._weight, self._bias, self._processors)
 
 
 def num_processors(device: torch.device) -> int:
@@ -80,7 +97,8 @@ def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[i
     return default_plan(bits, rows, tiles, num_processors(device))
 
 
-def _refuse(scheme: Scheme, in_features: int, target: Target) -> str:
+def refuse_gpu(scheme: Scheme, in_features: int, target: Target) -> str:
+    """Why no Triton linear serves a scheme on a target; empty where one may."""
     if target.device.type != "cuda":
         return "runs on NVIDIA GPUs"
     if not has_triton():
@@ -95,13 +113,13 @@ def _refuse(scheme: Scheme, in_features: int, target: Target) -> str:
 def refuse_planes(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.bits > 4 or scheme.activation_bits is not None:
         return "takes 2 to 4 bits and 16-bit activations"
-    return _refuse(scheme, in_features, target)
+    return refuse_gpu(scheme, in_features, target)
 
 
 def refuse_bytes(scheme: Scheme, in_features: int, target: Target) -> str:
     if not 4 < scheme.bits <= 8 or scheme.activation_bits is not None:
         return "takes 5 to 8 bits and 16-bit activations"
-    return _refuse(scheme, in_features, target)
+    return refuse_gpu(scheme, in_features, target)
 
 
 def refuse_levels(scheme: Scheme, in_features: int, target: Target) -> str:
@@ -109,7 +127,7 @@ def refuse_levels(scheme: Scheme, in_features: int, target: Target) -> str:
         return "needs 8-bit activations"
     if scheme.group_size is not None or not scheme.symmetric:
         return "takes symmetric weights with one scale per channel"
-    return _refuse(scheme, in_features, target)
+    return refuse_gpu(scheme, in_features, target)
 
 
 PLANES = Kernel("triton_planes", "packed 2- to 4-bit codes, float32 sums", refuse_planes, PlanedLinear)

@@ -50,7 +50,7 @@ class Build:
         cls, arch: int, name: str, path: str, pointers: str, integers: str, constants: dict[str, Any],
         num_warps: int = 4, num_stages: int = 3, **rules: Any,
     ) -> Build:  # fmt: skip
-        """A build in short words: path `gpu.narrow.add_parts` (below runtime.kernels, or whole from `compress.` on),
+        """A build in short words: path `gpu.rows.finish_rows` (below runtime.kernels, or whole from `compress.` on),
         pointers `part:fp32 y:bf16`, integers `M N%16`, where `%16` marks what is always a multiple of 16, as pointers
         are; a number of another type is `scale:fp32`."""
         module, _, kernel = path.rpartition(".")
@@ -144,5 +144,6 @@ def all_builds(arch: int) -> list[Build]:
     from benchmarking.attention_builds import attention_builds
     from benchmarking.column_builds import column_builds
     from benchmarking.linear_builds import linear_builds
+    from benchmarking.step_builds import step_builds
 
-    return linear_builds(arch) + attention_builds(arch) + column_builds(arch)
+    return linear_builds(arch) + attention_builds(arch) + column_builds(arch) + step_builds(arch)

@@ -17,7 +17,7 @@ def linear_builds(arch: int) -> list[Build]:
     planes = [
         _planes(arch, config, dtype, *form) for form in FORMATS for config in all_configs(form[0]) for dtype in DTYPES
     ]
-    return planes + [each for dtype in DTYPES for each in (*_around(arch, dtype), *_bytes(arch, dtype))] + _levels(arch)
+    return planes + [each for dtype in DTYPES for each in _bytes(arch, dtype)] + _levels(arch)
 
 
 def _planes(
@@ -46,27 +46,8 @@ def _planes(
     return Build.of(arch, name, kernel, pointers, integers, constants, *shape, wants=TENSOR_CORES)
 
 
-def _around(arch: int, dtype: str) -> list[Build]:
-    """What runs before and after the narrow product."""
-    sums = [
-        Build.of(
-            arch, f"group_sums {unit} {dtype}", "gpu.narrow.group_sums", f"x:{dtype} sums:fp32", "M K%16",
-            {"GROUP": unit, "BLOCK_M": 16},
-        )
-        for unit in (32, 64, 128, 256)
-    ]  # fmt: skip
-    parts = [
-        Build.of(
-            arch, f"add_parts {splits} {dtype}", "gpu.narrow.add_parts", f"part:fp32 bias:{dtype} y:{dtype}",
-            "M N%16 ROWS%16", {"SPLITS": splits, "HAS_BIAS": True, "BLOCK": 512},
-        )
-        for splits in (1, 16)
-    ]  # fmt: skip
-    return sums + parts
-
-
 def _bytes(arch: int, dtype: str) -> list[Build]:
-    products = [
+    return [
         Build.of(
             arch, f"byte_product g{group or 'row'} {dtype} 64x{block_m}", "gpu.bytes.byte_product",
             f"x:{dtype} codes:i8 scale:{dtype} zero:i8 part:fp32", "M N%16 K%16 ROWS%16 blocks_per_split",
@@ -77,23 +58,6 @@ def _bytes(arch: int, dtype: str) -> list[Build]:
         for group in (0, 128, 32)
         for block_m in (16, 32, 64)
     ]  # fmt: skip
-    rows = [
-        Build.of(
-            arch, f"quantize_rows {block} {dtype}", "gpu.bytes.quantize_rows",
-            f"x:{dtype} levels:i8 scale:fp32", "K%16",
-            {"BLOCK": block}, 8, 3,
-        )
-        for block in (4096, 16384)
-    ]  # fmt: skip
-    scales = [
-        Build.of(
-            arch, f"scale_levels {splits} {dtype}", "gpu.bytes.scale_levels",
-            f"part:i32 token_scale:fp32 row_scale:{dtype} bias:{dtype} y:{dtype}", "M ROWS%16",
-            {"SPLITS": splits, "HAS_BIAS": True, "BLOCK": 512}, converts=True,
-        )
-        for splits in (1, 16)
-    ]  # fmt: skip
-    return products + rows + scales
 
 
 def _levels(arch: int) -> list[Build]:

@@ -40,22 +40,6 @@ def byte_product(
     tl.store(part_ptr + (split * M + m[None, :]) * ROWS + n[:, None], total, mask=inside)
 
 
-@triton.jit
-def quantize_rows(x_ptr, levels_ptr, scale_ptr, K, BLOCK: tl.constexpr):
-    """Levels int8 and scale float32 of each token, as `compress.checkpoint.activations` defines them: the largest
-    magnitude becomes 127, halves go to the even level. BLOCK is at least K."""
-    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(x), 0) / 127.0
-    ratio = x / tl.maximum(scale, 1.1754943508222875e-38)
-    whole = tl.floor(ratio)
-    rest = ratio - whole
-    is_odd = whole - 2.0 * tl.floor(whole * 0.5)
-    up = (rest > 0.5) | ((rest == 0.5) & (is_odd > 0.5))
-    tl.store(levels_ptr + row * K + k, tl.where(up, whole + 1.0, whole).to(tl.int8), mask=k < K)
-    tl.store(scale_ptr + row, scale)
-
-
 @triton.jit(do_not_specialize=["M"])
 def level_product(
     levels_ptr, codes_ptr, part_ptr, M, K, ROWS, blocks_per_split,
@@ -79,21 +63,3 @@ def level_product(
         total = tl.dot(levels, codes, total, out_dtype=tl.int32)
     places = (split * M + m).to(tl.int64)[:, None] * ROWS + n[None, :]
     tl.store(part_ptr + places, total, mask=has_token[:, None] & has_row[None, :])
-
-
-@triton.jit(do_not_specialize=["M"])
-def scale_levels(
-    part_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, ROWS,
-    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`y [M, ROWS]` in its own dtype: int32 sums over all splits, times both scales, and the bias."""
-    m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < ROWS
-    total = tl.load(part_ptr + m * ROWS + n, mask=inside, other=0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(part_ptr + (split * M + m) * ROWS + n, mask=inside, other=0)
-    scale = tl.load(row_scale_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    y = total.to(tl.float32) * scale * tl.load(token_scale_ptr + m)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + m * ROWS + n, y.to(y_ptr.dtype.element_ty), mask=inside)

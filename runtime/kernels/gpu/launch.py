@@ -10,50 +10,50 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.kernels.gpu.configs import EXPAND, NARROW, KernelConfig
-from runtime.kernels.gpu.narrow import add_parts, group_sums, narrow_product
+from runtime.kernels.gpu.launch_rows import finish, prepared
+from runtime.kernels.gpu.narrow import narrow_product
 from runtime.kernels.gpu.packing import PlanedWeight, tile_inputs
 from runtime.kernels.gpu.planes import unpack_instructions
 from runtime.kernels.gpu.wide import expand, wide_product
+from runtime.kernels.handover import SUMS, InputForm, Prepared, Product, finished
 
 EXPANDED_ELEMENTS = 12 * 2**20
 """Weights that are dense at one time: 24 MB stay in the second-level cache of a large GPU."""
-OUTPUT_BLOCK = 512
 GROUP_M = 8
 
 
 def multiply(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
     """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16."""
-    x = x.contiguous()
+    return finish(product(prepared(x, input_form(weight, config)), weight, bias, config), x.dtype)
+
+
+def input_form(weight: PlanedWeight, config: KernelConfig) -> InputForm:
+    """What `product` takes: the narrow kernel reads sums of its input."""
+    if config.kernel != NARROW:
+        return InputForm()
+    return InputForm(SUMS, weight.unit, len(weight.words) * tile_inputs(weight.bits) // weight.unit)
+
+
+def product(x: Prepared, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Product:
+    """The product of an input in the form that `input_form` names."""
     if config.kernel == NARROW:
         return _narrow(x, weight, bias, config)
-    return _expanded(x, weight, bias) if config.kernel == EXPAND else _wide(x, weight, bias, config)
+    return finished((_expanded if config.kernel == EXPAND else _wide)(x.rows, weight, bias, config))
 
 
-def _narrow(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
-    (tokens, inputs), (tiles, rows) = x.shape, weight.words.shape[:2]
-    sums = x.new_empty(tiles * tile_inputs(weight.bits) // weight.unit, tokens, dtype=torch.float32)
-    group_sums[(len(sums), triton.cdiv(tokens, 16))](x, sums, tokens, inputs, GROUP=weight.unit, BLOCK_M=16)
+def _narrow(x: Prepared, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Product:
+    (tokens, inputs), (tiles, rows) = x.rows.shape, weight.words.shape[:2]
     tiles_per_split = triton.cdiv(tiles, config.splits)
     splits = triton.cdiv(tiles, tiles_per_split)
-    parts = x.new_empty(splits, tokens, rows, dtype=torch.float32)
+    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
     grid = (rows // config.block_n, splits, triton.cdiv(tokens, config.block_m))
     narrow_product[grid](
-        x, weight.words, weight.scale, _zero(weight), sums, parts, tokens, rows, inputs, tiles, tiles_per_split,
-        **_constants(weight, x.dtype), EVEN_K=_is_even(weight), BLOCK_N=config.block_n, BLOCK_M=config.block_m,
+        x.rows, weight.words, weight.scale, _zero(weight), x.beside, parts,
+        tokens, rows, inputs, tiles, tiles_per_split,
+        **_constants(weight, x.rows.dtype), EVEN_K=_is_even(weight), BLOCK_N=config.block_n, BLOCK_M=config.block_m,
         STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
-    return added(parts, weight.shape[0], bias, x.dtype)
-
-
-def added(parts: Tensor, rows: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Partial sums `[splits, M, at least rows]` added up, with the bias `[rows]`."""
-    splits, tokens, padded = parts.shape
-    y = parts.new_empty(tokens, rows, dtype=dtype)
-    add_parts[(tokens, triton.cdiv(rows, OUTPUT_BLOCK))](
-        parts, parts if bias is None else bias, y, tokens, padded, rows,
-        SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=OUTPUT_BLOCK,
-    )  # fmt: skip
-    return y
+    return Product(parts, weight.shape[0], bias)
 
 
 def _wide(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
@@ -69,7 +69,7 @@ def _wide(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelCo
     return y
 
 
-def _expanded(x: Tensor, weight: PlanedWeight, bias: Tensor | None) -> Tensor:
+def _expanded(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
     rows, inputs = weight.shape
     step = max(64, EXPANDED_ELEMENTS // inputs // 64 * 64)
     panel = x.new_empty(min(step, rows), inputs)

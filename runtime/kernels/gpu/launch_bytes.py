@@ -10,8 +10,10 @@ import triton
 from torch import Tensor
 
 from compress.checkpoint.integer import IntegerWeight
-from runtime.kernels.gpu.bytes import byte_product, level_product, quantize_rows, scale_levels
-from runtime.kernels.gpu.launch import GROUP_M, OUTPUT_BLOCK, added
+from runtime.kernels.gpu.bytes import byte_product, level_product
+from runtime.kernels.gpu.launch import GROUP_M
+from runtime.kernels.gpu.launch_rows import finish, prepared
+from runtime.kernels.handover import LEVELS, InputForm, Prepared, Product
 
 MAX_BLOCK_K = 128
 BLOCK_N = 64
@@ -58,46 +60,50 @@ def pack_bytes(weight: IntegerWeight, device: torch.device) -> ByteWeight:
 
 def multiply_bytes(x: Tensor, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Tensor:
     """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16, with float32 sums."""
-    x = x.contiguous()
-    (tokens, inputs), rows = x.shape, len(weight.codes)
-    block_k = gcd(weight.group_size, MAX_BLOCK_K)
-    block_m = min(64, max(16, triton.next_power_of_2(tokens)))
-    splits, blocks_per_split = _splits(rows, inputs, block_k, tokens, block_m, num_processors)
-    parts = x.new_empty(splits, tokens, rows, dtype=torch.float32)
-    byte_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, block_m))](
-        x, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, parts,
-        tokens, rows, inputs, rows, blocks_per_split,
-        GROUP_SIZE=weight.group_size, HAS_ZERO=weight.zero is not None, BLOCK_N=BLOCK_N, BLOCK_M=block_m,
-        BLOCK_K=block_k, STAGES=4, INTERPRETED=triton.knobs.runtime.interpret, num_warps=4,
-    )  # fmt: skip
-    return added(parts, rows, bias, x.dtype)
+    return finish(byte_parts(prepared(x, InputForm()), weight, bias, num_processors), x.dtype)
 
 
 def multiply_levels(x: Tensor, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Tensor:
     """W8A8: each token of `x [M, K]` is rounded to 8 bits with its own scale, products are summed exactly."""
-    x = x.contiguous()
-    (tokens, inputs), rows = x.shape, len(weight.codes)
-    levels = x.new_empty(tokens, inputs, dtype=torch.int8)
-    token_scale = x.new_empty(tokens, dtype=torch.float32)
-    quantize_rows[(tokens,)](x, levels, token_scale, inputs, BLOCK=triton.next_power_of_2(inputs), num_warps=8)
+    return finish(level_parts(prepared(x, InputForm(LEVELS)), weight, bias, num_processors), x.dtype)
+
+
+def byte_parts(x: Prepared, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Product:
+    """The product of 16-bit rows."""
+    (tokens, inputs), rows = x.rows.shape, len(weight.codes)
+    block_k = gcd(weight.group_size, MAX_BLOCK_K)
+    block_m = min(64, max(16, triton.next_power_of_2(tokens)))
+    splits, blocks_per_split = split_inputs(rows, inputs, block_k, tokens, block_m, num_processors)
+    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
+    byte_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, block_m))](
+        x.rows, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, parts,
+        tokens, rows, inputs, rows, blocks_per_split,
+        GROUP_SIZE=weight.group_size, HAS_ZERO=weight.zero is not None, BLOCK_N=BLOCK_N, BLOCK_M=block_m,
+        BLOCK_K=block_k, STAGES=4, INTERPRETED=triton.knobs.runtime.interpret, num_warps=4,
+    )  # fmt: skip
+    return Product(parts, rows, bias)
+
+
+def level_parts(x: Prepared, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Product:
+    """The product of levels."""
+    if x.beside is None:
+        raise ValueError("levels come with the scale of each token")
+    (tokens, inputs), rows = x.rows.shape, len(weight.codes)
     wide = tokens > 64
     block_m, block_n, warps = (128, 128, 8) if wide else (max(16, triton.next_power_of_2(tokens)), BLOCK_N, 4)
-    splits, blocks_per_split = _splits(rows, inputs, MAX_BLOCK_K, tokens, block_m, num_processors)
-    parts = x.new_empty(splits, tokens, rows, dtype=torch.int32)
+    splits, blocks_per_split = split_inputs(rows, inputs, MAX_BLOCK_K, tokens, block_m, num_processors)
+    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.int32)
     grid = (triton.cdiv(rows, block_n) * triton.cdiv(tokens, block_m), splits)
     level_product[grid](
-        levels, weight.codes, parts, tokens, inputs, rows, blocks_per_split,
+        x.rows, weight.codes, parts, tokens, inputs, rows, blocks_per_split,
         BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=MAX_BLOCK_K, GROUP_M=GROUP_M, STAGES=3, num_warps=warps,
     )  # fmt: skip
-    y = x.new_empty(tokens, rows)
-    scale_levels[(tokens, triton.cdiv(rows, OUTPUT_BLOCK))](
-        parts, token_scale, weight.scale, x if bias is None else bias, y, tokens, rows,
-        SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=OUTPUT_BLOCK,
-    )  # fmt: skip
-    return y
+    return Product(parts, rows, bias, (x.beside, weight.scale))
 
 
-def _splits(rows: int, inputs: int, block_k: int, tokens: int, block_m: int, num_processors: int) -> tuple[int, int]:
+def split_inputs(
+    rows: int, inputs: int, block_k: int, tokens: int, block_m: int, num_processors: int
+) -> tuple[int, int]:
     """How many stretches of K get sums of their own, and the blocks in each: few tokens need them to fill the GPU."""
     blocks = -(-inputs // block_k)
     if tokens > 64:

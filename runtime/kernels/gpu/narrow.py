@@ -12,16 +12,6 @@ from runtime.kernels.gpu.planes import multiply, unpack
 
 
 @triton.jit(do_not_specialize=["M"])
-def group_sums(x_ptr, sums_ptr, M, K, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """`sums [ceil(K / GROUP), M]` float32 of `x [M, K]` over each stretch of GROUP inputs."""
-    group, m = tl.program_id(0), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = group * GROUP + tl.arange(0, GROUP)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(sums_ptr + group * M + m, tl.sum(x, 1), mask=m < M)
-
-
-@triton.jit(do_not_specialize=["M"])
 def narrow_product(
     x_ptr, words_ptr, scale_ptr, zero_ptr, sums_ptr, part_ptr,
     M, N, K, num_tiles, tiles_per_split,
@@ -62,16 +52,3 @@ def narrow_product(
                 total += scale[:, None] * (raw - (OFFSET + MIDPOINT) * x_sum[None, :])
         words_ptrs += N * 32
     tl.store(part_ptr + (split * M + m[None, :]) * N + n[:, None], total, mask=has_token[None, :])
-
-
-@triton.jit(do_not_specialize=["M"])
-def add_parts(part_ptr, bias_ptr, y_ptr, M, N, ROWS, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """`y [M, ROWS]` in its own dtype: the sum of `part [SPLITS, M, N]` in order, and the bias `[ROWS]`."""
-    m, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < ROWS
-    total = tl.load(part_ptr + m * N + n, mask=inside, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(part_ptr + (split * M + m) * N + n, mask=inside, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + m * ROWS + n, total.to(y_ptr.dtype.element_ty), mask=inside)

@@ -126,21 +126,6 @@ def test_levels_against_the_exact_product(gpu, tokens: int) -> None:
     assert relative_error(found, expected) < BOUND[torch.float16]
 
 
-def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
-    from runtime.kernels.gpu.bytes import quantize_rows
-
-    x = activations(4, 200, torch.float16, gpu)
-    x[1] = 0
-    x[2, :128] = torch.arange(-64, 64) / 2  # halves, which go to the even level
-    x[2, 128:] = 127
-    levels = torch.empty(4, 200, dtype=torch.int8, device=gpu)
-    scale = torch.empty(4, dtype=torch.float32, device=gpu)
-    quantize_rows[(4,)](x, levels, scale, 200, BLOCK=256)
-    expected_levels, expected_scale = quantize_tokens(x)
-    assert torch.equal(levels.float(), expected_levels)
-    assert torch.equal(scale, expected_scale[:, 0])
-
-
 def test_a_gpu_serves_every_packed_scheme_with_them() -> None:
     target = Target(torch.device("cuda"), torch.bfloat16)
     names = {

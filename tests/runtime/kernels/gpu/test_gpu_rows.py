@@ -1,0 +1,147 @@
+"""What stands between two products, in Triton, against `TorchOps` on the product that is added up in float64: every
+form of input, splits, biases, scales and ragged rows, with memory poisoned before it is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from poisoned_memory import poisoned_allocations
+from torch import Tensor
+
+from compress.checkpoint.activations import quantize_tokens
+from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product, finished
+from runtime.model.ops import TorchOps
+
+TOKENS, SIZE = 3, 200
+FORMS = [InputForm(ROWS), InputForm(SUMS, 32, 8), InputForm(SUMS, 128, 2), InputForm(LEVELS), InputForm(FLOATS)]
+DTYPES = [torch.bfloat16, torch.float16]
+KINDS = ["rows", "parts", "parts and bias", "levels", "levels and bias"]
+EPS = 1e-5
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_product(kind: str, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Product, Tensor]:
+    """A product, with more columns than rows where they are filled up, and what it adds up to."""
+    bias = numbers(rows, seed=2).to(device, dtype) if "bias" in kind else None
+    exact_bias = 0 if bias is None else bias.double()
+    if kind == "rows":
+        y = numbers(TOKENS, rows).to(device, dtype)
+        return finished(y), y
+    if "levels" in kind:
+        parts = torch.randint(-9000, 9000, (2, TOKENS, rows), generator=torch.Generator().manual_seed(3)).int()
+        scales = numbers(TOKENS, seed=4).abs() * 1e-2, (numbers(rows, seed=5) * 1e-2).to(dtype)
+        exact = parts.double().sum(0) * scales[0].double()[:, None] * scales[1].double()
+        product = Product(parts.to(device), rows, bias, (scales[0].to(device), scales[1].to(device)))
+        return product, (exact.to(device) + exact_bias).float().to(dtype)
+    parts = torch.full((3, TOKENS, rows + 56), float("nan"))
+    parts[..., :rows] = numbers(3, TOKENS, rows).mul(64).round() / 64  # whose sums are exact
+    exact = parts[..., :rows].double().sum(0).to(device)
+    return Product(parts.to(device), rows, bias), (exact + exact_bias).float().to(dtype)
+
+
+def check_form(found: Prepared, form: InputForm, expected: Tensor) -> None:
+    """`expected` holds the 16-bit rows."""
+    if form.kind in (LEVELS, FLOATS):
+        levels, scale = quantize_tokens(expected, fp8=form.kind == FLOATS)
+        rows = found.rows.view(torch.float8_e4m3fn) if form.kind == FLOATS else found.rows
+        assert torch.equal(rows.float(), levels)
+        assert torch.equal(found.beside, scale[:, 0])
+        return
+    assert torch.equal(found.rows, expected)
+    if form.kind == ROWS:
+        assert found.beside is None
+        return
+    filled = torch.nn.functional.pad(expected.double(), (0, form.num_sums * form.unit - expected.shape[1]))
+    sums = filled.view(TOKENS, form.num_sums, form.unit).sum(2).T
+    assert found.beside.shape == sums.shape
+    assert (found.beside.double() - sums).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_in_every_form(gpu, form: InputForm, dtype: torch.dtype) -> None:
+    from runtime.kernels.gpu.launch_rows import prepared
+
+    x = numbers(TOKENS, SIZE).to(gpu, dtype)
+    with poisoned_allocations():
+        check_form(prepared(x, form), form, x)
+
+
+def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
+    from runtime.kernels.gpu.launch_rows import prepared
+
+    x = numbers(3, SIZE).to(gpu, torch.float16)
+    x[1] = 0
+    x[2, :128] = torch.arange(-64, 64) / 2  # halves, which go to the even level
+    x[2, 128:] = 127
+    check_form(prepared(x, InputForm(LEVELS)), InputForm(LEVELS), x)
+    x[0, 7], x[1, 3] = float("nan"), float("-inf")
+    assert prepared(x, InputForm(LEVELS)).beside.isfinite().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_rounded_once(gpu, kind: str, dtype: torch.dtype) -> None:
+    from runtime.kernels.gpu.launch_rows import finish
+
+    product, expected = some_product(kind, SIZE, dtype, gpu)
+    with poisoned_allocations():
+        found = finish(product, dtype)
+    assert found.dtype == dtype
+    assert (found != expected).float().mean() < 0.01  # next to the middle of two numbers
+    assert torch.allclose(found.double(), expected.double(), rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_norm_adds_and_normalizes(gpu, kind: str | None, form: InputForm, dtype: torch.dtype) -> None:
+    from runtime.kernels.gpu.launch_rows import finish, norm, prepared
+
+    hidden, weight = numbers(TOKENS, SIZE, seed=6).to(gpu, dtype), numbers(SIZE, seed=7).to(gpu, dtype)
+    update = None if kind is None else some_product(kind, SIZE, dtype, gpu)[0]
+    expected_hidden = hidden.clone()
+    expected = TorchOps().add_norm(expected_hidden, None if update is None else finish(update, dtype), weight, EPS)
+    with poisoned_allocations():
+        plain = norm(hidden.clone(), update, weight, EPS, InputForm()).rows
+        found = norm(hidden, update, weight, EPS, form)
+    assert torch.equal(hidden, expected_hidden)
+    assert (plain != expected).float().mean() < 0.02  # squares are added in another order
+    assert torch.allclose(plain.double(), expected.double(), rtol=1e-2)
+    in_form = prepared(plain, form)
+    assert torch.equal(found.rows, in_form.rows)
+    assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_of_a_product(gpu, kind: str, form: InputForm, dtype: torch.dtype) -> None:
+    from runtime.kernels.gpu.launch_rows import finish, gate, prepared
+
+    gate_up = some_product(kind, 2 * SIZE, dtype, gpu)[0]
+    expected = TorchOps().silu_multiply(finish(gate_up, dtype))
+    with poisoned_allocations():
+        plain, found = gate(gate_up, InputForm(), dtype).rows, gate(gate_up, form, dtype)
+    assert (plain != expected).float().mean() < 0.02  # another exponential function
+    assert torch.allclose(plain.double(), expected.double(), rtol=1e-2, atol=1e-6)
+    in_form = prepared(plain, form)
+    assert torch.equal(found.rows, in_form.rows)
+    assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["parts", "levels"])
+def test_a_token_does_not_see_its_neighbours(gpu, kind: str) -> None:
+    from runtime.kernels.gpu.launch_rows import gate, norm
+
+    product = some_product(kind, 2 * SIZE, torch.bfloat16, gpu)[0]
+    hidden, weight = numbers(TOKENS, 2 * SIZE).to(gpu, torch.bfloat16), numbers(2 * SIZE).to(gpu, torch.bfloat16)
+    alone = Product(product.parts[:, :1].contiguous(), product.num_rows, None, product.scales)
+    for form in FORMS[2:]:
+        wider = InputForm(form.kind, form.unit, 2 * form.num_sums)
+        assert torch.equal(gate(product, form, torch.bfloat16).rows[:1], gate(alone, form, torch.bfloat16).rows)
+        together = norm(hidden.clone(), product, weight, EPS, wider).rows[:1]
+        assert torch.equal(together, norm(hidden[:1].clone(), alone, weight, EPS, wider).rows)

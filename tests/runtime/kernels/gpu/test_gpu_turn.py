@@ -1,0 +1,113 @@
+"""Head norm, rotary embedding, turn and quantization in one kernel, against the same steps in plain torch: the same
+queries and the same bytes in the pages, and nothing else touched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from poisoned_memory import poison, poisoned_allocations
+from torch import Tensor
+
+from compress.checkpoint.kv_cache import KVCacheScheme
+from compress.checkpoint.kv_numerics import rotate_heads
+from runtime.kernels.handover import Product, finished
+from runtime.model.ops import TorchOps
+from runtime.model.pages import ExactPages, KVPages
+from runtime.model.pages_quantized import QuantizedPages
+
+HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS, EPS = 4, 2, 8, 3, 1e-6
+SLOTS = (17, -1, 3, 20, -1)
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_pages(scheme: KVCacheScheme, head_dim: int, dtype: torch.dtype, device: torch.device) -> KVPages:
+    config = SimpleNamespace(num_layers=2, num_kv_heads=KV_HEADS, head_dim=head_dim)
+    sizes = NUM_BLOCKS, BLOCK_SIZE, dtype, device
+    pages = ExactPages(config, *sizes) if scheme.is_exact else QuantizedPages(config, scheme, *sizes)
+    poison(pages.memory)
+    return pages
+
+
+def by_torch(heads: Tensor, head_norm: Tensor | None, cos: Tensor, sin: Tensor, turned: bool) -> Tensor:
+    rotated = TorchOps().rotate(heads, head_norm, EPS, cos, sin)
+    return rotate_heads(rotated) if turned else rotated
+
+
+def written(qkv: Product, scheme: KVCacheScheme, head_norm, cos, sin, slots) -> tuple[Tensor, KVPages]:
+    from runtime.kernels.gpu.launch_turn import layer_pages, write_turned
+
+    pages = make_pages(scheme, cos.shape[-1], cos.dtype, cos.device)
+    with poisoned_allocations():
+        query = write_turned(qkv, head_norm, EPS, cos, sin, slots, layer_pages(pages.memory.tensors, scheme, 1))
+    return query, pages
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("format", ["16bit", "fp8", "int8", "k8v4", "int4"])
+def test_the_same_bytes_as_plain_torch(gpu, format: str, head_dim: int, dtype: torch.dtype) -> None:
+    scheme, slots = KVCacheScheme.named(format), torch.tensor(SLOTS, device=gpu)
+    normed = head_dim != 64
+    heads = numbers(len(SLOTS), HEADS + 2 * KV_HEADS, head_dim, seed=1).to(gpu, dtype)
+    heads[0, :, 1] = 40  # an outlier, as keys have them
+    heads[2, -1] = 0
+    angles = numbers(len(SLOTS), 1, head_dim, seed=2)
+    cos, sin = angles.cos().to(gpu, dtype), angles.sin().to(gpu, dtype)
+    head_norm = numbers(HEADS + KV_HEADS, head_dim, seed=3).to(gpu, dtype) if normed else None
+    rotated = by_torch(heads[:, : HEADS + KV_HEADS].clone(), head_norm, cos, sin, scheme.rotate)
+    expected = make_pages(scheme, head_dim, dtype, gpu)
+    kept = slots >= 0
+    expected.write(1, slots[kept], rotated[kept, HEADS:], heads[kept, HEADS + KV_HEADS :])
+    query, pages = written(finished(heads.flatten(1)), scheme, head_norm, cos, sin, slots)
+    assert query.dtype == dtype
+    if not normed:
+        assert torch.equal(query, rotated[:, :HEADS])
+    assert torch.allclose(query.double(), rotated[:, :HEADS].double(), rtol=1e-2, atol=2e-2)
+    for name, tensor in expected.memory.tensors.items():
+        found = pages.memory.tensors[name].contiguous().view(torch.uint8)
+        wrong = (found != tensor.contiguous().view(torch.uint8)).float().mean()
+        assert wrong <= (2e-3 if normed else 0), name  # of the norm, squares are added in another order
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_heads_that_are_no_numbers_are_not_hidden(gpu, format: str) -> None:
+    scheme, dtype = KVCacheScheme.named(format), torch.bfloat16
+    heads = numbers(5, HEADS + 2 * KV_HEADS, 32, seed=1).to(gpu, dtype)
+    heads[0, -1, 3], heads[2, -1, 3], heads[3, -1, 3] = float("nan"), float("inf"), float("-inf")
+    heads[4] *= 1e30
+    cos, sin = torch.ones(5, 1, 32, dtype=dtype, device=gpu), torch.zeros(5, 1, 32, dtype=dtype, device=gpu)
+    slots = torch.arange(5, device=gpu)
+    expected = make_pages(scheme, 32, dtype, gpu)
+    rotated = by_torch(heads[:, : HEADS + KV_HEADS].clone(), None, cos, sin, scheme.rotate)
+    expected.write(1, slots, rotated[:, HEADS:], heads[:, HEADS + KV_HEADS :])
+    pages = written(finished(heads.flatten(1)), scheme, None, cos, sin, slots)[1]
+    for name, tensor in expected.memory.tensors.items():
+        assert torch.equal(pages.memory.tensors[name].nan_to_num(777), tensor.nan_to_num(777)), name
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_parts_are_added_up_first(gpu, scaled: bool) -> None:
+    from runtime.kernels.gpu.launch_rows import finish
+
+    scheme, dtype, width = KVCacheScheme.named("int4"), torch.bfloat16, (HEADS + 2 * KV_HEADS) * 32
+    parts, scales = numbers(3, len(SLOTS), width + 64, seed=1), None
+    parts[..., width:] = float("nan")
+    if scaled:
+        parts, scales = (
+            (numbers(2, len(SLOTS), width, seed=2) * 1000).int(),
+            (numbers(5, seed=3), numbers(width, seed=4)),
+        )
+        scales = scales[0].to(gpu) * 1e-3, scales[1].to(gpu, dtype)
+    qkv = Product(parts.to(gpu), width, numbers(width, seed=5).to(gpu, dtype), scales)
+    angles, slots = numbers(len(SLOTS), 1, 32, seed=6), torch.tensor(SLOTS, device=gpu)
+    cos, sin = angles.cos().to(gpu, dtype), angles.sin().to(gpu, dtype)
+    found = written(qkv, scheme, None, cos, sin, slots)
+    expected = written(finished(finish(qkv, dtype)), scheme, None, cos, sin, slots)
+    assert torch.equal(found[0], expected[0])
+    for name, tensor in expected[1].memory.tensors.items():
+        assert torch.equal(found[1].memory.tensors[name].nan_to_num(777), tensor.nan_to_num(777)), name
