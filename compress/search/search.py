@@ -107,7 +107,8 @@ def carry_out(findings: Findings, files: Files, quiet: bool = False) -> RunResul
 
 
 def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tuple[Choice, RunResult]:
-    """Makes checkpoints until the smallest that keeps the limit is found closely enough; the others are removed."""
+    """Makes checkpoints until the smallest that keeps the limit is found closely enough. The others are removed, and
+    all of them when none keeps it: a changed goal begins anew."""
     made: list[tuple[Choice, RunResult]] = []
     allowed = next_allowed(tries, limit)
     while allowed is not None and len(tries) < findings.survey.request.tries:
@@ -122,12 +123,12 @@ def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tu
             _say(tries, limit)
         allowed = next_allowed(tries, limit)
     kept = best(tries, limit)
-    if kept is None:
+    chosen = None if kept is None else made[tries.index(kept)]
+    for each in made:
+        if each is not chosen:
+            shutil.rmtree(each[1].out)
+    if chosen is None:
         raise _unmet(findings, tries, limit)
-    chosen = made[tries.index(kept)]
-    for _, result in made:
-        if result is not chosen[1]:
-            shutil.rmtree(result.out)
     return chosen
 
 

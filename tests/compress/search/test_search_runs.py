@@ -219,6 +219,7 @@ def test_what_cannot_be_reached_is_said_with_what_can(tiny_model, tmp_path: Path
     findings = find(opened(model, out, asked(Goal(kl=1e-9), menu=MENU[:2])), files(out), quiet=True)
     with pytest.raises(RecipeError, match=r"no checkpoint of 1 tries has KL 1e-09 or less: the best has .*w4g64"):
         carry_out(findings, files(out), quiet=True)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, tmp_path: Path, monkeypatch) -> None:
