@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from runtime.attention.step_keys import StepKeys
-from runtime.batch import AttentionGroup
+from runtime.attention.streaming import SinkQueries
+from runtime.kernels.gpu.front import Front
 from runtime.kernels.gpu_linears import has_triton, num_processors
+from runtime.model.rope import Rotary
 
 MAX_ROWS = 64
 MIN_ROWS = 16
@@ -17,29 +19,42 @@ MAX_SPLITS = 64
 
 
 class TritonAttention:
-    """As `PagedAttention`: stores the step's keys and values, then each group of sequences attends in one launch.
+    """As `PagedAttention`, or with sinks as `StreamingAttention`: stores the step's keys and values, then each group of
+    sequences attends in one launch.
 
     Args:
-        keys: what is read; without exact sinks or a recent window.
+        keys: what is read; without a recent window.
         windows: sliding window of every layer; None is none.
+        sinks: first tokens that stay visible beside the window; needs one, the same in all layers.
+        rotary: of the model, with exact angles; for sinks.
     """
 
-    def __init__(self, keys: StepKeys, windows: tuple[int | None, ...]) -> None:
+    def __init__(
+        self, keys: StepKeys, windows: tuple[int | None, ...], sinks: int = 0, rotary: Rotary | None = None
+    ) -> None:
         self.keys, self.windows = keys, windows
         self.processors = num_processors(keys.cache.pages.memory.device)
+        self.sinks = SinkQueries(sinks, windows[0] or 0, rotary, keys.batch.positions) if sinks and rotary else None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cache = self.keys.cache
+        moved = cache.turn(self.sinks.move(query)) if self.sinks else None
         query = cache.turn(query)
         self.keys.write(layer, cache.turn(key), value)
-        parts = [self._attend(layer, group, query[group.rows]) for group in self.keys.batch.groups]
+        return self.attend(layer, query, moved)
+
+    def attend(self, layer: int, query: Tensor, moved: Tensor | None = None) -> Tensor:
+        """Attention of the step's turned queries `[T, heads, D]` over keys and values that are written. With sinks,
+        `moved` are those that look at them."""
+        groups = enumerate(self.keys.batch.groups)
+        parts = [self._attend(layer, i, query[g.rows], None if moved is None else moved[g.rows]) for i, g in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend(self, layer: int, group: AttentionGroup, query: Tensor) -> Tensor:
+    def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor | None) -> Tensor:
         from runtime.kernels.gpu.launch_attention import attend
 
+        group, scheme = self.keys.batch.groups[index], self.keys.cache.scheme
         tensors = self.keys.cache.pages.memory.tensors
-        scheme = self.keys.cache.scheme
         names = ("keys", "values") if scheme.is_exact else ("key_codes", "value_codes")
         pages = [tensors[name][layer] for name in names]
         scales = pages if scheme.is_exact else [tensors[name][layer] for name in ("key_scales", "value_scales")]
@@ -57,6 +72,17 @@ class TritonAttention:
             self.windows[layer],
             block_rows,
             num_splits(group.num_keys, programs, self.processors),
+            self._front(layer, index, moved),
+            group.ancestors,
+        )
+
+    def _front(self, layer: int, index: int, moved: Tensor | None) -> Front:
+        exact, slots = self.keys.cache.sinks, self.keys.sink_slots
+        return Front(
+            self.sinks.count if self.sinks else 0,
+            None if moved is None else moved.contiguous(),
+            (exact.keys[layer], exact.values[layer]) if exact and slots else None,
+            slots[index] if exact and slots else None,
         )
 
 
@@ -65,11 +91,11 @@ def num_splits(num_keys: int, programs: int, processors: int) -> int:
     return max(1, min(2 * processors // programs, num_keys // MIN_SPLIT_TOKENS, MAX_SPLITS))
 
 
-def refuse(device: torch.device, dtype: torch.dtype, head_dim: int, exact_tokens: bool) -> str:
+def refuse(device: torch.device, dtype: torch.dtype, head_dim: int, recent: int) -> str:
     """Why this attention cannot serve; empty when it can.
 
     Args:
-        exact_tokens: some tokens are kept exactly beside quantized pages, or positions are relative to a window.
+        recent: last tokens that are kept exactly beside quantized pages.
     """
     if device.type != "cuda":
         return "runs on NVIDIA GPUs"
@@ -79,4 +105,5 @@ def refuse(device: torch.device, dtype: torch.dtype, head_dim: int, exact_tokens
         return "computes in 16 bits"
     if head_dim & (head_dim - 1) or head_dim < 32:
         return "takes heads of 32, 64, 128 or 256 dimensions"
-    return "reads no exact sinks and no recent window" if exact_tokens else ""
+    # Which keys are exact changes with every token, so they would be a second set of pages with a mask.
+    return "reads no exact recent window" if recent else ""

@@ -52,14 +52,28 @@ def attend_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     return attended.unflatten(2, (-1, shared)).transpose(1, 2).reshape(num_rows, num_heads, head_dim)
 
 
-def visibility_mask(positions: Tensor, num_keys: int, window: int | None, dtype: torch.dtype, sinks: int = 0) -> Tensor:
+def visibility_mask(
+    positions: Tensor,
+    num_keys: int,
+    window: int | None,
+    dtype: torch.dtype,
+    sinks: int = 0,
+    tree: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Additive `[..., num_keys]`: 0 where the token at `positions [...]` may look at key k, minus infinity elsewhere.
 
     It sees keys at its own position and before; with a window only the last `window` of them, and the first `sinks`.
+
+    Args:
+        tree: int64 `[...]` each: a first key, and a bit for it and each one behind it that says whether the token sees
+            it; of the keys before, it sees all. No branch is longer than the window.
     """
     keys = torch.arange(num_keys, device=positions.device)
     last = positions.unsqueeze(-1)
     hidden = keys > last
+    if tree is not None:
+        offset = keys - tree[0].unsqueeze(-1)
+        hidden = (offset >= 0) & (tree[1].unsqueeze(-1) >> offset.clamp(0, 63) & 1 == 0)
     if window is not None:
         hidden = hidden | (keys <= last - window) & (keys >= sinks)
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))

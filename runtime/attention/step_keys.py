@@ -20,13 +20,16 @@ class StepKeys:
     was cut into spans or on what else is in the batch. Exact sinks stand in the place of what the pages hold of them.
     With a recent window exact keys are appended to those of the pages, and of each key a query sees either the one or
     the other: which one depends on its distance only.
+
+    Attributes:
+        sink_slots: of each group, int64 `[num_sequences]` into the exact sinks; None without any.
     """
 
     def __init__(self, cache: KVCache, batch: Batch, places: ExactPlaces) -> None:
         self.cache, self.batch = cache, batch
         stops = list(accumulate(group.num_sequences for group in batch.groups))
         members = [slice(stop - group.num_sequences, stop) for group, stop in zip(batch.groups, stops, strict=True)]
-        self._sinks = None if places.sinks is None else [places.sinks[part] for part in members]
+        self.sink_slots = None if places.sinks is None else [places.sinks[part] for part in members]
         self._rings = None if places.rings is None else [places.rings[part] for part in members]
         self._exact: list[tuple[Tensor, Tensor]] = []
 
@@ -46,10 +49,10 @@ class StepKeys:
             pages.view(group.num_sequences, -1, *pages.shape[1:])[:, : group.num_keys]
             for pages in self.cache.pages.gather(layer, group.blocks)
         )
-        if self.cache.sinks is not None and self._sinks is not None:
+        if self.cache.sinks is not None and self.sink_slots is not None:
             count = min(self.cache.sinks.count, group.num_keys)
-            key[:, :count] = self.cache.sinks.keys[layer, self._sinks[index], :count]
-            value[:, :count] = self.cache.sinks.values[layer, self._sinks[index], :count]
+            key[:, :count] = self.cache.sinks.keys[layer, self.sink_slots[index], :count]
+            value[:, :count] = self.cache.sinks.values[layer, self.sink_slots[index], :count]
         if not self._exact:
             return key, value
         exact_key, exact_value = self._exact[index]
@@ -62,7 +65,7 @@ class StepKeys:
     def mask(self, group: AttentionGroup, window: int | None, dtype: torch.dtype, sinks: int = 0) -> Tensor:
         """Additive `[rows, keys]`; the last `window` tokens and the first `sinks` are visible."""
         recent = self.cache.scheme.recent
-        seen = visibility_mask(group.positions, group.num_keys, window, dtype, sinks)
+        seen = visibility_mask(group.positions, group.num_keys, window, dtype, sinks, group.tree)
         if not recent:
             return seen
         keys = torch.arange(group.num_keys, device=seen.device)

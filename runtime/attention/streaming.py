@@ -15,6 +15,24 @@ from runtime.attention.step_keys import StepKeys
 from runtime.model.rope import Rotary
 
 
+class SinkQueries:
+    """The second query of each token of a step: the one that looks at the sinks.
+
+    Args:
+        count, window: tokens that stay visible, from the first and up to the last one.
+        rotary: of the model, with exact angles.
+        positions: of the tokens, int64 `[T]`.
+    """
+
+    def __init__(self, count: int, window: int, rotary: Rotary, positions: Tensor) -> None:
+        self.count, self._rotary = count, rotary
+        self._cos, self._sin = rotary.by((count + window - 1 - positions).clamp(max=0))
+
+    def move(self, query: Tensor) -> Tensor:
+        """Rotated heads `[T, heads, D]`, moved from their own places to the last one of the cache."""
+        return self._rotary.rotate(query, self._cos, self._sin)
+
+
 class StreamingAttention:
     """As `PagedAttention`, for the same batches.
 
@@ -24,16 +42,15 @@ class StreamingAttention:
     """
 
     def __init__(self, keys: StepKeys, sinks: int, window: int, rotary: Rotary) -> None:
-        self.keys, self.sinks, self.rotary = keys, sinks, rotary
-        batch = keys.batch
-        self.cos, self.sin = rotary.by((sinks + window - 1 - batch.positions).clamp(max=0))
+        self.keys, batch = keys, keys.batch
+        self.sinks = SinkQueries(sinks, window, rotary, batch.positions)
         dtype = torch.promote_types(keys.cache.pages.dtype, torch.float32)
         self.masks = [keys.mask(group, window, dtype, sinks) for group in batch.groups]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         turn = self.keys.cache.turn
         # Keys are turned after they are rotated by their place, and so is the query that was moved to another place.
-        moved = turn(self.rotary.rotate(query, self.cos, self.sin))
+        moved = turn(self.sinks.move(query))
         query = turn(query)
         self.keys.write(layer, turn(key), value)
         groups = enumerate(zip(self.keys.batch.groups, self.masks, strict=True))
@@ -44,9 +61,8 @@ class StreamingAttention:
         key, value = self.keys.read(layer, index)
         shape = (len(key), -1, *query.shape[1:])
         mask = mask.view(len(key), 1, 1, -1, mask.shape[-1])
-        return attend_with_sinks(query.view(shape), moved.view(shape), key, value, mask, self.sinks).reshape(
-            query.shape
-        )
+        attended = attend_with_sinks(query.view(shape), moved.view(shape), key, value, mask, self.sinks.count)
+        return attended.reshape(query.shape)
 
 
 def attend_with_sinks(query: Tensor, moved: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: int) -> Tensor:

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from runtime.kernels.gpu.attention import join_splits, paged_attention
+from runtime.kernels.gpu.front import NO_FRONT, Front
 
 FORMS = {"16bit": 0, "fp8": 1, "int8": 2, "int4": 3}
 """Of keys and of values, as the kernel knows them."""
@@ -29,6 +30,8 @@ def attend(
     window: int | None,
     block_rows: int,
     splits: int,
+    front: Front = NO_FRONT,
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """Attention `[B * n, heads, D]` of n tokens of each of B sequences, in the dtype of the query.
 
@@ -37,9 +40,11 @@ def attend(
         pages, scales: of keys and of values, `[blocks, block_size, kv_heads, ...]`.
         formats: of keys and of values, a name of `FORMS` each.
         blocks: int64 `[B, blocks each]`.
-        positions: int64 `[B * n]`, of each token among the keys of its blocks.
+        positions: int64 `[B * n]`, of each token among the keys of its blocks; -1 is padding, whose result is zeros.
         block_rows: rows of one program, 16 to 64.
         splits: into which the context is cut.
+        front: what is special about the first tokens.
+        ancestors: int64 `[B * n]`, of tokens that are trees of guesses (`AttentionGroup`); None is none.
     """
     tokens, heads, head_dim = query.shape
     _, block_size, kv_heads, _ = pages[0].shape
@@ -47,13 +52,18 @@ def attend(
     rows_each = tokens_each * (heads // kv_heads)
     parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
     weights = query.new_empty(tokens, heads, splits, dtype=torch.float32)
+    exact = front.exact or (query, query)
     grid = (len(blocks) * triton.cdiv(rows_each, block_rows), kv_heads, splits)
     paged_attention[grid](
-        query, pages[0], scales[0], pages[1], scales[1], blocks, positions, parts, weights,
+        query, query if front.moved is None else front.moved, pages[0], scales[0], pages[1], scales[1], *exact,
+        blocks if front.slots is None else front.slots, blocks, positions,
+        positions if ancestors is None else ancestors, parts, weights,
         head_dim**-0.5, heads * head_dim, blocks.shape[1], block_size, tokens_each, rows_each, splits, window or 0,
+        front.sinks, exact[0].shape[1] if front.exact else 0,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, KEY_FORM=FORMS[formats[0]], VALUE_FORM=FORMS[formats[1]],
-        WINDOWED=window is not None, BLOCK_R=block_rows, BLOCK_T=block_keys(block_rows), STAGES=2,
-        INTERPRETED=triton.knobs.runtime.interpret, num_warps=4,
+        WINDOWED=window is not None, STREAMING=front.sinks > 0, EXACT=front.exact is not None,
+        TREE=ancestors is not None, BLOCK_R=block_rows,
+        BLOCK_T=block_keys(block_rows), STAGES=2, INTERPRETED=triton.knobs.runtime.interpret, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(query)
     join_splits[(tokens * heads,)](

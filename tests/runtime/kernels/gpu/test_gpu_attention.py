@@ -14,10 +14,13 @@ from compress.checkpoint.kv_numerics import QuantizedHeads, dequantize_heads, qu
 from runtime.attention.gpu import TritonAttention, num_splits, refuse
 from runtime.attention.paged import PagedAttention
 from runtime.attention.step_keys import StepKeys
+from runtime.attention.streaming import StreamingAttention
 from runtime.batch import AttentionGroup
+from runtime.model.config import RopeConfig
 from runtime.model.kv_cache import ExactPlaces
 from runtime.model.pages import ExactPages
 from runtime.model.pages_quantized import QuantizedPages, pack_halves
+from runtime.model.rope import Rotary
 
 BLOCK_SIZE, NUM_BLOCKS, HEAD_DIM = 16, 24, 32
 
@@ -100,33 +103,106 @@ def test_a_sequence_does_not_see_its_neighbours(gpu) -> None:
     assert alone[1].isnan().all()
 
 
+def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42)), exact_sinks=0, hidden=()):
+    """What an attention gives for one sequence in several steps over poisoned pages, in float64.
+
+    Args:
+        make: from the step's keys to the attention.
+        hidden: blocks of the sequence that no span sees: they are left out of the table.
+    """
+    scheme = KVCacheScheme.named(format, sinks=exact_sinks)
+    config = SimpleNamespace(num_layers=1, num_kv_heads=2, head_dim=HEAD_DIM)
+    sizes = (NUM_BLOCKS, BLOCK_SIZE, torch.float16, device)
+    random = torch.Generator().manual_seed(5)
+    stop = spans[-1][1]
+    query, key, value = (torch.randn(stop, n, HEAD_DIM, generator=random).to(device, torch.float16) for n in (6, 2, 2))
+    pages = ExactPages(config, *sizes) if scheme.is_exact else QuantizedPages(config, scheme, *sizes)
+    poison(pages.memory)
+    pages.memory.clear(range(NUM_BLOCKS))
+    turn = rotate_heads if scheme.rotate else (lambda heads: heads)
+    sinks, places = None, ExactPlaces(None, None)
+    if exact_sinks:
+        stored = (
+            turn(key[:exact_sinks])[None, None].expand(-1, 3, -1, -1, -1),
+            value[:exact_sinks].expand(1, 3, -1, -1, -1),
+        )
+        sinks = SimpleNamespace(count=exact_sinks, keys=stored[0].contiguous(), values=stored[1].contiguous())
+        places = ExactPlaces(torch.tensor([1], device=device), None)
+    cache = SimpleNamespace(pages=pages, scheme=scheme, turn=turn, sinks=sinks, recent=None)
+    table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(6))[: -(-stop // BLOCK_SIZE)]
+    slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(device)
+    seen = torch.tensor([block for index, block in enumerate(table.tolist()) if index not in hidden], device=device)
+    out = []
+    for begin, end in spans:
+        positions = torch.arange(begin, end, device=device)
+        blocks, among = (table.to(device), positions)
+        if begin:
+            blocks, among = seen, positions - len(hidden) * BLOCK_SIZE
+        ragged = 0 < begin < end - 1
+        group = AttentionGroup(slice(0, end - begin), blocks, among, 1, int(among[-1]) + 1, ragged)
+        batch = SimpleNamespace(groups=(group,), slots=slots[begin:end], positions=positions)
+        step = make(StepKeys(cache, batch, places))
+        out.append(step(0, query[begin:end], key[begin:end], value[begin:end]))
+    return torch.cat(out).double()
+
+
+def assert_close(found, wanted) -> None:
+    assert (found - wanted).norm() / wanted.norm() < 2e-3
+
+
 @pytest.mark.parametrize("format", ["16bit", "k8v4", "int4"])
 def test_a_step_agrees_with_plain_torch(gpu, format: str) -> None:
     """Prompt, draft and single tokens of several sequences, written and read through the pages that torch uses."""
-    scheme = KVCacheScheme.named(format)
-    config = SimpleNamespace(num_layers=1, num_kv_heads=2, head_dim=HEAD_DIM)
-    sizes = (NUM_BLOCKS, BLOCK_SIZE, torch.float16, gpu)
-    random = torch.Generator().manual_seed(5)
-    query, key, value = (torch.randn(50, n, HEAD_DIM, generator=random).to(gpu, torch.float16) for n in (6, 2, 2))
-    results = []
-    for attention in (PagedAttention, TritonAttention):
-        pages = ExactPages(config, *sizes) if scheme.is_exact else QuantizedPages(config, scheme, *sizes)
-        poison(pages.memory)
-        pages.memory.clear(range(NUM_BLOCKS))
-        turn = rotate_heads if scheme.rotate else (lambda heads: heads)
-        cache = SimpleNamespace(pages=pages, scheme=scheme, turn=turn, sinks=None, recent=None)
-        table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(6))[:3]
-        slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(gpu)
-        out = []
-        for start, stop in ((0, 37), (37, 41), (41, 42)):
-            positions = torch.arange(start, stop, device=gpu)
-            ragged = 0 < start < stop - 1
-            group = AttentionGroup(slice(0, stop - start), table.to(gpu), positions, 1, stop, ragged)
-            batch = SimpleNamespace(groups=(group,), slots=slots[start:stop], positions=positions)
-            step = attention(StepKeys(cache, batch, ExactPlaces(None, None)), (None,))
-            out.append(step(0, query[start:stop], key[start:stop], value[start:stop]))
-        results.append(torch.cat(out).double())
-    assert (results[1] - results[0]).norm() / results[0].norm() < 2e-3
+    plain, triton = (
+        take_steps(lambda keys, of=of: of(keys, (None,)), gpu, format) for of in (PagedAttention, TritonAttention)
+    )
+    assert_close(triton, plain)
+
+
+@pytest.mark.parametrize(
+    ("format", "window"), [("fp8", None), ("int8", 9), ("k8v4", None), ("int4", None), ("int4", 9)]
+)
+def test_exact_sinks_beside_quantized_pages(gpu, format: str, window: int | None) -> None:
+    """With a window they are seen as long as it reaches them."""
+    options = {"format": format, "spans": ((0, 3), (3, 10), (10, 11), (11, 15))}
+    plain = take_steps(lambda keys: PagedAttention(keys, (window,)), gpu, exact_sinks=5, **options)
+    assert_close(take_steps(lambda keys: TritonAttention(keys, (window,)), gpu, exact_sinks=5, **options), plain)
+    assert (take_steps(lambda keys: PagedAttention(keys, (window,)), gpu, **options) - plain).norm() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("format", "exact_sinks"),
+    [("16bit", 0), ("fp8", 6), ("int8", 3), ("k8v4", 0), ("k8v4", 3), ("int4", 0), ("int4", 6)],
+)
+def test_streams_look_at_their_sinks_with_a_second_query(gpu, format: str, exact_sinks: int) -> None:
+    """Past the window, with blocks between sinks and window given back."""
+    rotary = Rotary(RopeConfig("default", 10000.0, {}), HEAD_DIM, torch.float16, gpu).exact()
+    options = {"format": format, "spans": ((0, 8), (69, 70), (70, 74)), "exact_sinks": exact_sinks, "hidden": (1, 2)}
+    plain = take_steps(lambda keys: StreamingAttention(keys, 6, 20, rotary), gpu, **options)
+    assert_close(take_steps(lambda keys: TritonAttention(keys, (20,), 6, rotary), gpu, **options), plain)
+    assert (take_steps(lambda keys: PagedAttention(keys, (20,)), gpu, **options) - plain).norm() > 0.01
+
+
+@pytest.mark.parametrize(("form", "splits", "window"), [("16bit", 1, None), ("16bit", 3, 8), ("int4", 3, None)])
+def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, window: int | None) -> None:
+    """Rows of padding have position -1: alone in a program, or beside rows that see something."""
+    from runtime.kernels.gpu.launch_attention import attend
+
+    key, value = Pages(form, 2, 1, gpu), Pages(form, 2, 2, gpu)
+    query = torch.randn(3, 4, HEAD_DIM, generator=torch.Generator().manual_seed(3)).half().to(gpu)
+    blocks = torch.tensor([[3, 4, 5], [6, 7, 8], [9, 9, 9]], device=gpu)
+    for pages in (key, value):
+        poisoned = pages.scales if form == "int4" else pages.codes
+        poisoned[9] = float("nan")
+    arguments = (key.codes, value.codes), (key.scales, value.scales), (form, form)
+    with poisoned_allocations():
+        found = attend(query, *arguments, blocks, torch.tensor([40, 7, -1], device=gpu), window, 16, splits)
+        together = attend(query, *arguments, blocks[:1], torch.tensor([40, 7, -1], device=gpu), window, 16, splits)
+    alone = attend(query[:1], *arguments, blocks[:1], torch.tensor([40], device=gpu), window, 16, splits)
+    assert torch.equal(found[0], alone[0])
+    assert torch.isfinite(found[1]).all()
+    assert (found[2] == 0).all()
+    assert (together[2] == 0).all()
 
 
 def test_splits_fill_the_processors_and_are_never_tiny() -> None:
@@ -138,8 +214,8 @@ def test_splits_fill_the_processors_and_are_never_tiny() -> None:
 
 def test_refusals_say_why() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert not refuse(cuda, torch.bfloat16, 128, False)
-    assert "NVIDIA" in refuse(cpu, torch.bfloat16, 128, False)
-    assert "16 bits" in refuse(cuda, torch.float32, 128, False)
-    assert "dimensions" in refuse(cuda, torch.bfloat16, 96, False)
-    assert "exact sinks" in refuse(cuda, torch.bfloat16, 128, True)
+    assert not refuse(cuda, torch.bfloat16, 128, 0)
+    assert "NVIDIA" in refuse(cpu, torch.bfloat16, 128, 0)
+    assert "16 bits" in refuse(cuda, torch.float32, 128, 0)
+    assert "dimensions" in refuse(cuda, torch.bfloat16, 96, 0)
+    assert "recent window" in refuse(cuda, torch.bfloat16, 128, 64)
