@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
+from runtime.draft_tree import paths
 from runtime.sampling_params import SamplingParams
 from runtime.step import ScheduledSequence
 from runtime.types import Constraint, Sequence
@@ -32,13 +33,14 @@ class Draw:
 def build_draws(entry: ScheduledSequence) -> list[Draw]:
     """Draws of the rows `num_tokens - 1` to `num_tokens - 1 + num_draft_tokens` of an entry that samples.
 
-    Draw `i` takes the first `i` draft tokens as said: they are in its history and its constraint has accepted them.
-    The constraint comes back as it was.
+    Draw `i` takes draft token `i - 1` and those before it, its ancestors in a tree, as said: they are in its history
+    and its constraint has accepted them. The constraint comes back as it was; a sequence that has one has no tree.
     """
     sequence = entry.sequence
     draft = sequence.draft_token_ids[: entry.num_draft_tokens]
     masks = _masks(sequence.constraint, draft)
-    return [_draw(sequence, draft[:index], mask) for index, mask in enumerate(masks)]
+    said = [[], *([draft[number] for number in path] for path in paths(entry.draft_parents))]
+    return [_draw(sequence, before, mask) for before, mask in zip(said, masks, strict=True)]
 
 
 def _draw(sequence: Sequence, said: list[int], mask: bytes | None) -> Draw:

@@ -189,6 +189,8 @@ class Engine:
             deltas += self._note_prompts(plan, output)
             for sequence, new in sampled:
                 deltas += self._extend(sequence, new)
+            if output.path:
+                self.metrics.steps_by_path_total[output.path] += 1
         self.metrics.steps_total += 1
         return deltas
 
@@ -219,16 +221,17 @@ class Engine:
             logger.exception("drafting failed; speculative decoding is off from now on")
             self.speculator = None
             for sequence in decodes:
-                sequence.draft_token_ids = []
+                sequence.keep_drafts(0)
 
     def _complete(self, plan: StepPlan, sampled: list[tuple[Sequence, list[SampledToken]]]) -> None:
         """Records a computed step; all but the last token of each sequence are draft tokens that were accepted."""
-        num_accepted = {sequence.id: len(tokens) - 1 for sequence, tokens in sampled}
+        accepted = {sequence.id: [token.token_id for token in tokens[:-1]] for sequence, tokens in sampled}
         if self.speculator is not None:
             self.metrics.spec_decode_num_draft_tokens_total += sum(entry.num_draft_tokens for entry in plan.entries)
+            num_accepted = {name: len(tokens) for name, tokens in accepted.items()}
             self.metrics.spec_decode_num_accepted_tokens_total += sum(num_accepted.values())
             self.speculator.note(plan, num_accepted)
-        self.scheduler.complete(plan, num_accepted)
+        self.scheduler.complete(plan, accepted)
 
     # --- beginning and end of answers -----------------------------------------------------------------------------
 

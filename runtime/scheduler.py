@@ -195,27 +195,25 @@ class Scheduler:
             return []
         return [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1 and s.num_output_tokens]
 
-    def complete(self, plan: StepPlan, num_accepted: Mapping[str, int] | None = None) -> None:
+    def complete(self, plan: StepPlan, accepted: Mapping[str, TokenIds[int]] | None = None) -> None:
         """Records that the plan's spans are computed. Call it before appending the sampled tokens.
 
         Full blocks become findable only here: a step that failed leaves nothing wrong in the cache. Of a draft only the
         accepted tokens count as computed; blocks that were taken for the rest go back.
 
         Args:
-            num_accepted: draft tokens that were accepted, by sequence id.
+            accepted: draft tokens that were accepted, by sequence id.
         """
         self.pool.tier.settle(done=True)
         for entry in plan.entries:
             sequence = entry.sequence
-            num_drafts, accepted = 0, []
-            if sequence.draft_token_ids:
-                num_drafts = entry.num_draft_tokens
-                accepted = sequence.draft_token_ids[: (num_accepted or {}).get(sequence.id, 0)]
+            num_drafts = entry.num_draft_tokens
+            said = (accepted or {}).get(sequence.id, ()) if num_drafts else ()
             first = sequence.num_registered_blocks
-            sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(accepted)
+            sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(said)
             last = sequence.num_computed_tokens // self.pool.block_size
             if self.pool.prefix_caching and last > first:
-                self._extend_hashes(sequence, accepted)
+                self._extend_hashes(sequence, said)
                 for index in range(first, last):
                     if sequence.block_ids[index] != RELEASED:
                         self.pool.register(sequence.block_ids, index, sequence.block_hashes)
@@ -233,7 +231,7 @@ class Scheduler:
         self.stats.num_preempted_tokens += sequence.num_computed_tokens
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.draft_token_ids = []
+        sequence.keep_drafts(0)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         insort(self.waiting, sequence, key=_order)
@@ -381,13 +379,13 @@ class Scheduler:
         # A free block stays for every running sequence, so that no draft makes a later decode preempt.
         num_spare = max(0, self.pool.num_free - len(self.running))
         slots = (len(sequence.block_ids) + num_spare) * self.pool.block_size - sequence.num_tokens
-        del sequence.draft_token_ids[max(0, min(room, slots)) :]
+        sequence.keep_drafts(max(0, min(room, slots)))
         missing = self.pool.blocks_for(sequence.num_tokens + len(sequence.draft_token_ids)) - len(sequence.block_ids)
         sequence.block_ids += self.pool.allocate(max(0, missing))
 
     def _drop_draft(self, sequence: Sequence) -> None:
         """Leaves the sequence with the blocks of its computed tokens, as if there had been no draft."""
-        sequence.draft_token_ids = []
+        sequence.keep_drafts(0)
         num_blocks = self.pool.blocks_for(sequence.num_computed_tokens)
         self.pool.release(sequence.block_ids[num_blocks:])
         del sequence.block_ids[num_blocks:]

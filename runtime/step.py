@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from runtime.draft_tree import chain
 from runtime.reach import Reach
 from runtime.types import Sequence, TokenLogprobs
 
@@ -23,6 +24,16 @@ class ScheduledSequence:
     def num_draft_tokens(self) -> int:
         """Tokens of the span that are guesses."""
         return max(0, self.start + self.num_tokens - self.sequence.num_tokens)
+
+    @property
+    def draft_parents(self) -> list[int]:
+        """The parent of each guess of the span (see `runtime.draft_tree`)."""
+        count = self.num_draft_tokens
+        return self.sequence.draft_parents[:count] or chain(count)
+
+    @property
+    def has_tree(self) -> bool:
+        return bool(self.sequence.draft_parents) and self.num_draft_tokens > 0
 
     @property
     def samples(self) -> bool:
@@ -92,11 +103,13 @@ class StepOutput:
         tokens: for each entry of the plan that samples. A list, because verified drafts yield several.
         prompt_logprobs: of the tokens that follow the span's ones inside the prompt, for sequences that ask for them.
         hidden_sums: sum of the span's final hidden states `[hidden_size]`, for sequences that embed.
+        path: how the step was run, where there are several ways: `recorded`, or why it was not among the recorded ones.
     """
 
     tokens: dict[str, list[SampledToken]]
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     hidden_sums: dict[str, list[float]] = field(default_factory=dict)
+    path: str = ""
 
 
 class Runner(Protocol):

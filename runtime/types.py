@@ -127,6 +127,7 @@ class Sequence:
     `num_registered_blocks` of them, from the first, were offered to the prefix cache or came from it.
     `order` is the place in the queue, smallest first; the scheduler sets it. `draft_token_ids` are guesses that follow
     `token_ids` and live for one step: the drafter sets them, the scheduler may drop some, the runner verifies them.
+    Where they are a tree, `draft_parents` say so (see `runtime.draft_tree`); without any they are a chain.
     """
 
     request: Request
@@ -143,6 +144,7 @@ class Sequence:
     error: str = ""
     num_preemptions: int = 0
     draft_token_ids: list[int] = field(default_factory=list)
+    draft_parents: list[int] = field(default_factory=list)
     constraint: Constraint | None = None
 
     @property
@@ -164,6 +166,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def keep_drafts(self, count: int) -> None:
+        """Drops all guesses but the first `count`."""
+        del self.draft_token_ids[count:]
+        del self.draft_parents[count:]
 
     @property
     def wants_whole_prompt(self) -> bool:

@@ -27,6 +27,7 @@ class PagedAttentionCall(ctypes.Structure):
         ("num_spans", c_int64),
         ("spans", c_void_p),
         ("blocks", c_void_p),
+        ("ancestors", c_void_p),
     )
 
 
@@ -63,10 +64,12 @@ class NativeAttention:
         self.instruction_set = instruction_set
         self._spans = torch.tensor(_spans(batch.groups), dtype=torch.int64)
         self._blocks = torch.cat([group.blocks for group in batch.groups])
+        self._ancestors = _ancestors(batch.groups)
         self.call = PagedAttentionCall(
             num_spans=len(self._spans),
             spans=self._spans.data_ptr(),
             blocks=self._blocks.data_ptr(),
+            ancestors=None if self._ancestors is None else self._ancestors.data_ptr(),
             scale=pages.head_dim**-0.5,
         )
 
@@ -93,3 +96,11 @@ def _spans(groups: tuple[AttentionGroup, ...]) -> list[tuple[int, int, int, int]
             spans.append((group.rows.start + index * num_tokens, num_tokens, block + index * num_blocks, position))
         block += len(group.blocks)
     return spans
+
+
+def _ancestors(groups: tuple[AttentionGroup, ...]) -> Tensor | None:
+    """Of every row of the step, 0 where causality says it all; None where it does for all."""
+    if all(group.ancestors is None for group in groups):
+        return None
+    bits = [torch.zeros_like(group.positions) if group.ancestors is None else group.ancestors for group in groups]
+    return torch.cat(bits)

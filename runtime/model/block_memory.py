@@ -72,6 +72,13 @@ class BlockMemory:
         for tensor in self.tensors.values():
             tensor[:, [copy.target for copy in copies]] = tensor[:, [copy.source for copy in copies]]
 
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Moves single tokens between slots (block * block_size + offset), all read before any is written; for layouts
+        whose fields begin with the tokens of a block."""
+        for tensor in self.tensors.values():
+            slots = tensor.flatten(1, 2)
+            slots[:, list(targets)] = slots[:, list(sources)]
+
     def offload(self, offloads: Iterable[BlockOffload]) -> None:
         """Saves blocks in host memory. Only `restore` reads it, on the same stream, so nobody has to wait."""
         for offload in offloads:

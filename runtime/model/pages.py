@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,9 +17,10 @@ class KVPages(Protocol):
 
     A backend with a layout of its own chooses the fields of its memory and their order; copying, clearing, saving in
     host memory and restoring are the memory's and work for any fields. Its numbers follow the scheme
-    (`compress.checkpoint.kv_numerics`), so that all layouts hold the same codes. A slot is written once, and only moves
-    with its block after that. An attention that reads `memory.tensors` itself needs `gather` for tests only. Whether
-    keys are turned (`KVCache.turn`) is not the layout's business: it stores what it is given.
+    (`compress.checkpoint.kv_numerics`), so that all layouts hold the same codes. A slot is written once; after that its
+    content moves with its block, or alone where a branch of guesses is kept. An attention that reads `memory.tensors`
+    itself needs `gather` for tests only. Whether keys are turned (`KVCache.turn`) is not the layout's business: it
+    stores what it is given.
 
     Attributes:
         memory: the blocks.
@@ -35,6 +37,10 @@ class KVPages(Protocol):
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value `[n * block_size, kv_heads, D]` of blocks `[n]`, in their order, as copies."""
+        ...
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Puts what stands at some slots to others, in all layers. No target is the source of a later move."""
         ...
 
 
@@ -66,3 +72,6 @@ class ExactPages:
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self._pages[layer]
         return keys.index_select(0, block_ids).flatten(0, 1), values.index_select(0, block_ids).flatten(0, 1)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.memory.move_tokens(sources, targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -13,6 +14,7 @@ from compress.checkpoint.kv_numerics import QuantizedHeads, dequantize_heads
 from compress.native.binding import BEST, absence, library
 from runtime.model.block_memory import BlockField, BlockMemory
 from runtime.model.config import DecoderConfig
+from runtime.model.native_slots import move_token
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 LONGEST_HEAD = 256
@@ -136,6 +138,11 @@ class NativePages:
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self._gather("keys", layer, block_ids), self._gather("values", layer, block_ids)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            for name, content in self.memory.tensors.items():
+                move_token(content, name, self.bits.get(name, 16), self.block_size, source, target)
 
     def _gather(self, name: str, layer: int, block_ids: Tensor) -> Tensor:
         size, dim = self.block_size, self.head_dim

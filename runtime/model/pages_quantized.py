@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,9 @@ class QuantizedPages:
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self._key.gather(layer, block_ids, self.dtype), self._value.gather(layer, block_ids, self.dtype)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.memory.move_tokens(sources, targets)
 
 
 class _Part:

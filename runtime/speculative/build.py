@@ -17,13 +17,14 @@ from runtime.sampler.rejection import Proposals, ProposalSampler, RejectionSampl
 from runtime.speculative.base import Drafter
 from runtime.speculative.controller import Gate
 from runtime.speculative.draft_model import ModelDrafter
-from runtime.speculative.ngram import NgramDrafter
+from runtime.speculative.ngram import NgramDrafter, NgramTreeDrafter
 from runtime.speculative.self_draft import round_layers, skip_layers
 from runtime.speculative.speculator import Speculator
 from runtime.text.tokenizer import Tokenizer
 
 MAX_DRAFT_TOKENS = 16
-CHOICES = "ngram, self:2bit, self:3bit, self:skip, self:skip=N, demo, or the folder of a checkpoint"
+TREES = "ngram-tree"
+CHOICES = "ngram, ngram-tree, self:2bit, self:3bit, self:skip, self:skip=N, demo, or the folder of a checkpoint"
 SELF_ROUNDED = re.compile(r"self:([23])bit")
 SELF_SKIPPING = re.compile(r"self:skip(?:=(\d+))?")
 
@@ -43,7 +44,7 @@ def build_speculator(
     """
     if not config.speculate:
         return None
-    _check(config)
+    _check(config, runner)
     proposals: Proposals | None = {} if config.draft_mode == "reject" else None
     drafter = _build_drafter(path, target, runner, config, proposals)
     if proposals is not None:
@@ -51,7 +52,7 @@ def build_speculator(
     return Speculator(drafter, config.num_draft_tokens, Gate())
 
 
-def _check(config: RuntimeConfig) -> None:
+def _check(config: RuntimeConfig, runner: ModelRunner) -> None:
     if not 1 <= config.num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ToolkitError(
             f"{config.num_draft_tokens} draft tokens are not between 1 and {MAX_DRAFT_TOKENS}",
@@ -59,6 +60,19 @@ def _check(config: RuntimeConfig) -> None:
         )
     if config.draft_mode not in ("match", "reject"):
         raise ToolkitError(f"unknown draft mode {config.draft_mode!r}", "Use --draft-mode match or reject")
+    if config.speculate == TREES:
+        _check_trees(config, runner)
+
+
+def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
+    remedy = "Use --speculate ngram"
+    if config.draft_mode == "reject":
+        raise ToolkitError("trees of guesses are verified by match", f"Use --draft-mode match, or {remedy[4:]}")
+    if runner.cache.sinks or runner.cache.recent:
+        raise ToolkitError("trees of guesses have no place among exact sinks and recent tokens", remedy)
+    shortest = min((window for window in runner.windows if window is not None), default=None)
+    if shortest is not None and shortest <= config.num_draft_tokens:
+        raise ToolkitError(f"trees of {config.num_draft_tokens} tokens do not fit in a window of {shortest}", remedy)
 
 
 def _build_drafter(
@@ -66,6 +80,8 @@ def _build_drafter(
 ) -> Drafter:
     if config.speculate == "ngram":
         return NgramDrafter()
+    if config.speculate == TREES:
+        return NgramTreeDrafter()
     decoder = _draft_decoder(path, target, config)
     draft = ModelRunner(decoder, _draft_memory(decoder, target, runner.memory))
     if proposals is not None:
@@ -112,7 +128,15 @@ def _draft_memory(decoder: Decoder, target: Decoder, memory: MemoryPlan) -> Memo
     weight_bytes = decoder.nbytes if decoder.embedding is not target.embedding else 0
     longest = min(memory.max_model_len, model.context_length)
     plan = MemoryPlan(
-        weight_bytes, token_bytes, memory.block_size, memory.num_blocks, longest, "as the target", kv_choice=choice
+        weight_bytes,
+        token_bytes,
+        memory.block_size,
+        memory.num_blocks,
+        longest,
+        "as the target",
+        blocks_per_sequence=-(-longest // memory.block_size),
+        kv_choice=choice,
+        num_sequences=memory.num_sequences,
     )
     check_fits(plan, decoder.device)
     return plan

@@ -49,7 +49,7 @@ class Window:
         return int(self.num_skipped % PROBE_EVERY == 0)
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """One step's outcome. When all were accepted one more might have been."""
+        """One step's outcome; of a tree `num_drafts` is the depth. When all were accepted one more might have been."""
         seen = num_accepted + (num_accepted == num_drafts)
         self.expected += WEIGHT * (seen - self.expected)
 

@@ -1,31 +1,59 @@
-"""Guesses from the sequence itself: what followed when its last few tokens stood there before. No model, no torch."""
+"""Guesses from the sequence itself: what followed when its last few tokens stood there before. No model, no torch.
+
+Where they stood there more than once, the last continuation is the guess, or each one a branch of a tree.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
+from runtime.draft_tree import grow_tree
 from runtime.speculative.base import Wish
 from runtime.types import Sequence
 
 LENGTHS = (3, 2)
 """Numbers of tokens that must agree with an earlier place; the first that is found counts."""
+MAX_BRANCHES = 4
+"""Earlier places that are looked at for a tree."""
+MAX_TREE_TOKENS = 16
+"""Guesses of a tree: as many as the longest chain."""
 
 
 @dataclass(slots=True)
 class _Index:
-    """Of one sequence: where its n-grams ended the last time. Covers ends up to `num_indexed`."""
+    """Of one sequence: where its n-grams ended the last time. Covers ends up to `num_indexed`.
+
+    Attributes:
+        before: of an end and a length, where that n-gram ended before; kept for trees only.
+    """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_indexed: int = 0
+    before: dict[tuple[int, int], int] | None = None
 
     def extend(self, token_ids: list[int]) -> None:
         """Adds every n-gram that ends before the last token; the last ones are what is looked up."""
         for end in range(self.num_indexed + 1, len(token_ids)):
             for length in LENGTHS:
                 if length <= end:
-                    self.ends[tuple(token_ids[end - length : end])] = end
+                    self._add(tuple(token_ids[end - length : end]), end)
         self.num_indexed = max(self.num_indexed, len(token_ids) - 1)
+
+    def _add(self, ngram: tuple[int, ...], end: int) -> None:
+        if self.before is not None and ngram in self.ends:
+            self.before[end, len(ngram)] = self.ends[ngram]
+        self.ends[ngram] = end
+
+    def find_all(self, token_ids: list[int]) -> list[int]:
+        """Where up to `MAX_BRANCHES` such places go on: those that agree about more tokens first, then the latest."""
+        found: list[int] = []
+        for length in LENGTHS:
+            end = self.ends.get(tuple(token_ids[-length:])) if length < len(token_ids) else None
+            while end is not None and len(found) < MAX_BRANCHES:
+                found += [end] if end not in found else []
+                end = self.before.get((end, length)) if self.before is not None else None
+        return found
 
     def find(self, token_ids: list[int]) -> int | None:
         """Where the latest earlier place that looks like the end of the tokens goes on."""
@@ -52,8 +80,35 @@ class NgramDrafter:
         index, token_ids = self._indices[sequence], sequence.token_ids
         index.extend(token_ids)
         start = index.find(token_ids)
-        if start is None:
-            return []
-        # A place so close to the end that the guess runs into the guess itself is a cycle: it goes round.
-        cycle = len(token_ids) - start
-        return [token_ids[start + step % cycle] for step in range(count)]
+        return [] if start is None else continuation(token_ids, start, count)
+
+
+class NgramTreeDrafter:
+    """As `NgramDrafter`, with a branch for each of the last places that went on differently.
+
+    A sequence whose grammar restricts what it says gets a chain.
+    """
+
+    def __init__(self) -> None:
+        self._indices: dict[Sequence, _Index] = {}
+
+    def propose(self, wishes: ListOf[Wish]) -> None:
+        self._indices = {sequence: self._indices.get(sequence) or _Index(before={}) for sequence, _ in wishes}
+        for sequence, count in wishes:
+            branches = self._branches(sequence, count) if count else []
+            sequence.draft_token_ids, sequence.draft_parents = grow_tree(branches, MAX_TREE_TOKENS)
+
+    def _branches(self, sequence: Sequence, count: int) -> list[list[int]]:
+        index, token_ids = self._indices[sequence], sequence.token_ids
+        index.extend(token_ids)
+        starts = index.find_all(token_ids)
+        if sequence.constraint is not None:
+            starts = starts[:1]
+        return [continuation(token_ids, start, count) for start in starts]
+
+
+def continuation(token_ids: list[int], start: int, count: int) -> list[int]:
+    """The `count` tokens from `start` on. A place so close to the end that they run into themselves is a cycle: it goes
+    round."""
+    cycle = len(token_ids) - start
+    return [token_ids[start + step % cycle] for step in range(count)]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 
+from runtime.draft_tree import depth
 from runtime.speculative.base import Drafter
 from runtime.speculative.controller import Gate, Window
 from runtime.step import StepPlan
@@ -58,7 +59,7 @@ class Speculator:
         seconds = self._clock() - self._started
         for entry in plan.entries:
             if entry.num_draft_tokens:
-                self._windows[entry.sequence].note(entry.num_draft_tokens, num_accepted[entry.sequence.id])
+                self._windows[entry.sequence].note(depth(entry.draft_parents), num_accepted[entry.sequence.id])
         only_decodes = all(entry.samples and entry.num_tokens == 1 + entry.num_draft_tokens for entry in plan.entries)
         if self.gate is not None and only_decodes:
             num_tokens = sum(1 + num_accepted[entry.sequence.id] for entry in plan.entries)
@@ -74,8 +75,8 @@ class Speculator:
 
 
 def _cut_forbidden(sequence: Sequence) -> None:
-    """Nothing behind a guess that the sequence's grammar forbids can be accepted."""
+    """Nothing behind a guess that the sequence's grammar forbids can be accepted. Such a sequence has no tree."""
     if sequence.constraint is not None and sequence.draft_token_ids:
         num_allowed = sequence.constraint.accept(sequence.draft_token_ids)
         sequence.constraint.rollback(num_allowed)
-        del sequence.draft_token_ids[num_allowed:]
+        sequence.keep_drafts(num_allowed)

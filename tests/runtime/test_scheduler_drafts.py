@@ -30,8 +30,9 @@ def add_decoding(scheduler: Scheduler, name: str, prompt: int = 6, max_tokens: i
 
 def finish_step(scheduler: Scheduler, plan: StepPlan, accepted: dict[str, int]) -> None:
     new = {e.sequence: [*e.sequence.draft_token_ids[: accepted.get(e.sequence.id, 0)], 7] for e in plan.entries}
+    by_name = {sequence.id: tokens for sequence, tokens in new.items()}
     sampling = [entry.sequence for entry in plan.entries if entry.samples]
-    scheduler.complete(plan, accepted)
+    scheduler.complete(plan, {name: [*new_tokens[:-1]] for name, new_tokens in by_name.items()})
     for sequence in sampling:
         sequence.token_ids += new[sequence]
     scheduler.check()

@@ -90,7 +90,7 @@ def expected(target) -> Tokens:
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("num_blocks", [400, 26], ids=["ample", "scarce"])
-@pytest.mark.parametrize("speculate", ["ngram", "stranger", "itself", "self:2bit", "self:skip"])
+@pytest.mark.parametrize("speculate", ["ngram", "ngram-tree", "stranger", "itself", "self:2bit", "self:skip"])
 def test_tokens_are_those_without_guesses(
     speculate, num_blocks, prefix_caching, folder, target, stranger, expected
 ) -> None:

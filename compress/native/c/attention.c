@@ -31,10 +31,26 @@ static int64_t first_seen(const PagedAttention *attention, int64_t position) {
     return attention->window && position >= attention->window ? position - attention->window + 1 : 0;
 }
 
+/* Ancestors of a token of a span, where it is in a tree of guesses. */
+static uint64_t ancestors_of(const PagedAttention *attention, const Span *span, int64_t token) {
+    return attention->ancestors ? attention->ancestors[span->first_row + token] : 0;
+}
+
+/* Of a token among the keys, as far as a window is concerned. */
+static int64_t position_of(const PagedAttention *attention, const Span *span, int64_t token) {
+    const uint64_t ancestors = ancestors_of(attention, span, token);
+    return span->first_position + (ancestors ? __builtin_popcountll(ancestors) - 1 : token);
+}
+
 static void set_tile(const PagedAttention *attention, Tile *tile) {
     const int64_t shared = queries_per_head(attention), position = tile->span->first_position;
     const int64_t last = position + (tile->first_row + tile->rows - 1) / shared;
-    tile->first_part = first_seen(attention, position + tile->first_row / shared) / PART;
+    int64_t first = first_seen(attention, position + tile->first_row / shared);
+    for (int64_t row = tile->first_row; attention->ancestors && row < tile->first_row + tile->rows; row++) {
+        const int64_t seen = first_seen(attention, position_of(attention, tile->span, row / shared));
+        first = seen < first ? seen : first;
+    }
+    tile->first_part = first / PART;
     tile->num_parts = last / PART + 1 - tile->first_part;
 }
 
@@ -81,7 +97,9 @@ static void set_strips(const Plan *plan, const Tile *tile, int64_t number, Part 
     const PagedAttention *attention = plan->attention;
     const KvPages *pages = attention->pages;
     const int64_t begin = number * PART, last = part->last[tile->rows - 1];
-    int64_t key = part->first[0] > begin ? part->first[0] / STRIP * STRIP : begin;
+    int64_t first = part->first[0];
+    for (int row = 1; row < part->rows; row++) first = part->first[row] < first ? part->first[row] : first;
+    int64_t key = first > begin ? first / STRIP * STRIP : begin;
     for (part->num_strips = 0; key < begin + PART && key <= last; key += STRIP) {
         const int64_t block = attention->blocks[tile->span->first_block + key / pages->block_size];
         const int64_t head = block * pages->kv_heads + tile->head, token = key % pages->block_size;
@@ -102,6 +120,7 @@ static void set_queries(const Plan *plan, const Tile *tile, Part *part) {
     const int64_t shared = queries_per_head(attention), size = attention->pages->head_dim;
     part->attention = attention;
     part->rows = (int)tile->rows;
+    part->first_of_span = tile->span->first_position;
     for (part->width = 1; part->width < part->rows;) part->width *= 2;
     memset(part->query, 0, sizeof part->query);
     for (int64_t row = 0; row < tile->rows; row++) {
@@ -111,11 +130,12 @@ static void set_queries(const Plan *plan, const Tile *tile, Part *part) {
         part->query_sum[row] = 0;
         for (int64_t d = 0; d < size; d++) part->query_sum[row] += float_of_bfloat16(from[d]);
         part->last[row] = tile->span->first_position + token;
-        part->first[row] = first_seen(attention, part->last[row]);
+        part->first[row] = first_seen(attention, position_of(attention, tile->span, token));
+        part->ancestors[row] = ancestors_of(attention, tile->span, token);
     }
     for (int row = part->rows; row < part->width; row++) {
         part->query_sum[row] = 0;
-        part->first[row] = 0, part->last[row] = -1; /* sees nothing */
+        part->first[row] = 0, part->last[row] = -1, part->ancestors[row] = 0; /* sees nothing */
     }
 }
 

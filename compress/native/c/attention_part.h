@@ -20,6 +20,8 @@ typedef struct {
     uint16_t query[TILE][LONGEST_HEAD];
     float query_sum[TILE];
     int64_t first[TILE], last[TILE];            /* keys that a row sees, `last` included */
+    int64_t first_of_span;                      /* key of the span's first token */
+    uint64_t ancestors[TILE];                   /* as in PagedAttention: of the keys from there on, those that a row sees */
     int64_t num_strips;
     Strip strips[STRIPS];
 } Part;
@@ -43,13 +45,24 @@ INLINE float largest_lane(Lanes x) {
     return most;
 }
 
+/* All bits set where the strip's token is before the span, or an ancestor of the row. */
+INLINE IntLanes on_branch(const Part *part, int row, const Strip *strip) {
+    IntLanes found;
+    for (int lane = 0; lane < LANES; lane++) {
+        const int64_t member = strip->first_key + lane - part->first_of_span;
+        found[lane] = member < 0 || (member < 64 && part->ancestors[row] >> member & 1) ? -1 : 0;
+    }
+    return found;
+}
+
 /* All bits set where a row sees the strip's token. */
 INLINE IntLanes visible(const Part *part, int row, const Strip *strip) {
     const IntLanes place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t first = part->first[row] - strip->first_key, last = part->last[row] - strip->first_key;
     const int32_t low = first < 0 ? 0 : first > STRIP ? STRIP : (int32_t)first;
     const int32_t high = last < -1 ? -1 : last > STRIP ? STRIP : (int32_t)last;
-    return ~lanes_negative((place - low) | (high - place));
+    const IntLanes seen = ~lanes_negative((place - low) | (high - place));
+    return part->ancestors[row] ? seen & on_branch(part, row, strip) : seen;
 }
 
 /* x ~ centred code * scale + middle, for sixteen tokens. Codes are taken from the middle of their range, which keeps
