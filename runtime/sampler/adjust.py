@@ -6,14 +6,14 @@ All of it is elementwise within a row and depends on that row's request and hist
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from runtime.draws import Draw
+from runtime.upload import to_device, upload, upload_columns
 
 MIN_REPETITION_PENALTY = 1e-10
 """Lower ones are as good as this, and what is divided by it stays finite."""
@@ -42,9 +42,9 @@ def adjust_logits(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 def _add_bias(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
     pairs = [(row, *pair) for row in rows for pair in draws[row].sampling.logit_bias]
-    index = _integers(scores, (row * scores.shape[-1] + token_id for row, token_id, _ in pairs))
-    bias = torch.tensor([bias for *_, bias in pairs], dtype=scores.dtype, device=scores.device)
-    scores.view(-1).index_add_(0, index, bias)
+    places = [row * scores.shape[-1] + token_id for row, token_id, _ in pairs]
+    index, bias = upload_columns((places,), ([bias for *_, bias in pairs],), scores.device)
+    scores.view(-1).index_add_(0, index, bias.to(scores.dtype))
 
 
 def _forbid(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
@@ -52,13 +52,14 @@ def _forbid(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
     num_bytes = (vocab_size + 7) // 8
     # The model's table may be padded beyond the ids a mask knows: those cannot be said.
     packed = b"".join((draws[row].mask or b"")[:num_bytes].ljust(num_bytes, b"\0") for row in rows)
-    octets = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(scores.device).view(len(rows), num_bytes, 1)
+    octets = to_device(torch.frombuffer(bytearray(packed), dtype=torch.uint8), scores.device)
+    octets = octets.view(len(rows), num_bytes, 1)
     bits = octets.bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=scores.device)).bitwise_and_(1)
     forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
     if len(rows) == len(scores):
         scores.masked_fill_(forbidden, float("-inf"))
     else:
-        index = _integers(scores, rows)
+        index = upload(rows, scores.device)
         scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, float("-inf")))
 
 
@@ -67,15 +68,18 @@ def _penalize(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
     seen, counts = _count_tokens(scores, rows, draws)
     row_of = seen // scores.shape[-1]
     params = [draw.sampling for draw in draws]
-
-    def column(values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=scores.dtype, device=scores.device).index_select(0, row_of)
-
-    repetition = column(max(p.repetition_penalty, MIN_REPETITION_PENALTY) for p in params)
+    columns = (
+        [max(p.repetition_penalty, MIN_REPETITION_PENALTY) for p in params],
+        [p.frequency_penalty for p in params],
+        [p.presence_penalty for p in params],
+    )
+    repetition, frequency, presence = (
+        column.to(scores.dtype).index_select(0, row_of) for column in upload_columns((), columns, scores.device)
+    )
     values = scores.view(-1).index_select(0, seen)
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= counts * column(p.frequency_penalty for p in params)
-    values -= (counts > 0) * column(p.presence_penalty for p in params)
+    values -= counts * frequency
+    values -= (counts > 0) * presence
     scores.view(-1).index_copy_(0, seen, values)
 
 
@@ -83,17 +87,12 @@ def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> tup
     """Where in the flat scores a token of the history stands, each place once, and how often it is in the output."""
     vocab_size = scores.shape[-1]
     histories = [history for row in rows for history in (draws[row].prompt_token_ids, draws[row].output_token_ids)]
-    lengths = _integers(scores, map(len, histories))
-    starts = _integers(scores, (row * vocab_size for row in rows)).repeat_interleave(2)
-    is_output = _integers(scores, [0, 1] * len(rows))
-    places = _integers(scores, chain.from_iterable(histories))
-    places += starts.repeat_interleave(lengths)
+    lengths = upload(map(len, histories), scores.device)
+    starts = upload((row * vocab_size for row in rows), scores.device).repeat_interleave(2)
+    is_output = upload([0, 1] * len(rows), scores.device)
+    places = upload(chain.from_iterable(histories), scores.device)
+    places += starts.repeat_interleave(lengths, output_size=len(places))
     seen, inverse = places.unique(return_inverse=True)
-    counts = torch.zeros_like(seen).index_add_(0, inverse, is_output.repeat_interleave(lengths))
+    counts = torch.zeros_like(seen)
+    counts.index_add_(0, inverse, is_output.repeat_interleave(lengths, output_size=len(places)))
     return seen, counts.to(scores.dtype)
-
-
-def _integers(like: Tensor, values: Iterable[int]) -> Tensor:
-    """int64 `[n]` on the device of `like`; an array in between is several times faster than a list."""
-    numbers = array("q", values)
-    return torch.frombuffer(numbers, dtype=torch.int64).to(like.device) if numbers else like.new_empty(0).long()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from runtime.types import TokenLogprobs
+from runtime.upload import upload
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -16,7 +16,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     Chosen and top values are read from the same tensor: the most likely token has exactly the top's first value.
     """
     logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(-1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(-1))
+    chosen = logprobs.gather(-1, upload(token_ids, logits.device).unsqueeze(-1))
     values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
     rows = zip(chosen.squeeze(-1).tolist(), ids.tolist(), values.tolist(), strict=True)
     return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]

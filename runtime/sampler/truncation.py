@@ -23,16 +23,24 @@ def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> t
         top_p: `[R]`; keeps the highest tokens until their mass reaches p; 1 is off.
         min_p: `[R]`; keeps tokens at least p times as likely as the most likely; 0 is off.
     """
+    likely, ids, unknown = likely_candidates(scores, top_k, top_p, min_p)
+    if not bool(unknown.any()):
+        return likely, ids
+    ordered, ids = scores.sort(-1, descending=True)
+    return ordered.masked_fill(ordered < _threshold(ordered, scores, top_k, top_p, min_p), float("-inf")), ids
+
+
+def likely_candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `candidates`, among the most likely tokens only; and for which rows `[R]` there are others beside them."""
     likely, ids = scores.topk(min(NUM_LIKELY, scores.shape[-1]))
     threshold = _threshold(likely, scores, top_k, top_p, min_p)
     # A k-th score beyond the likely tokens is unknown here, and with it the mass that top-p is a share of. But when a
     # grammar forbids the last of them, there is nothing beyond.
     unknown = (threshold <= likely[:, -1:]) | (top_k > likely.shape[-1]).unsqueeze(-1)
     unknown &= likely[:, -1:] > float("-inf")
-    if likely.shape[-1] < scores.shape[-1] and bool(unknown.any()):
-        likely, ids = scores.sort(-1, descending=True)
-        threshold = _threshold(likely, scores, top_k, top_p, min_p)
-    return likely.masked_fill(likely < threshold, float("-inf")), ids
+    if likely.shape[-1] == scores.shape[-1]:
+        unknown = torch.zeros_like(unknown)
+    return likely.masked_fill(likely < threshold, float("-inf")), ids, unknown.squeeze(-1)
 
 
 def _threshold(likely: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
