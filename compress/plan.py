@@ -222,8 +222,8 @@ class Plan:
 
 
 def shape_bytes(scheme: Scheme) -> int:
-    """Of the shapes that stand beside a packed weight: one for each matrix of integers."""
-    if scheme.is_float:
+    """Of the shapes that stand beside a packed weight: one for each matrix of packed integers."""
+    if scheme.is_float or scheme.activation_bits or scheme.fp8:
         return 0
     return SHAPE_TENSOR_BYTES * (1 if scheme.rank is None else 2)
 

@@ -18,7 +18,13 @@ from compress.search.request import SearchRequest
 from compress.stages.factorize import FactorizeStage
 from compress.stages.kv_cache import KVCacheStage
 from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage, default_scheme, group_size_from
+from compress.stages.quantize import (
+    QuantizeStage,
+    activation_bits_from,
+    default_method,
+    default_scheme,
+    group_size_from,
+)
 from compress.stages.rotate import RotateStage
 from compress.stages.table import Stage
 from compress.stages.tuning import Tuning
@@ -153,12 +159,14 @@ class _RecipeReader(NodeReader):
         return self.build(body, RotateStage, **options)
 
     def _quantize(self, body: yaml.Node) -> QuantizeStage:
-        scheme_keys = ("bits", "group_size", "symmetric", "activation_bits", "outlier_columns")
+        scheme_keys = ("bits", "fp8", "group_size", "symmetric", "activation_bits", "outlier_columns")
         values = self.mapping(body, ("method", *scheme_keys, "alpha", *_TUNING, "targets", "ignore"), "quantize")
-        options = self.options(values, {"method": str, "alpha": float, "outlier_columns": float})
+        fp8 = "fp8" in values and self.scalar(values["fp8"], bool, "fp8")
+        options = {"method": default_method(fp8)}
+        options |= self.options(values, {"method": str, "alpha": float, "outlier_columns": float})
         if tuning := self.scalars(values, _TUNING):
             options["tuning"] = self.build(body, Tuning, **tuning)
-        scheme = self._scheme(body, values, default_scheme(options.get("method", "")))
+        scheme = self._scheme(body, values, default_scheme(options["method"], fp8))
         return self.build(body, QuantizeStage, scheme=scheme, **options)
 
     def _prune(self, body: yaml.Node) -> PruneStage:
@@ -192,8 +200,12 @@ class _RecipeReader(NodeReader):
 
     def _scheme(self, node: yaml.Node, values: dict[str, yaml.Node], default: Scheme) -> Scheme:
         options: dict[str, Any] = asdict(default)
-        for key in {"bits", "activation_bits"} & values.keys():
-            options[key] = self.scalar(values[key], int, key)
+        if "bits" in values:
+            options["bits"] = self.scalar(values["bits"], int, "bits")
+        if "activation_bits" in values:
+            options["activation_bits"] = activation_bits_from(
+                self.scalar(values["activation_bits"], int, "activation_bits")
+            )
         if "group_size" in values:
             options["group_size"] = group_size_from(self.scalar(values["group_size"], int, "group_size"))
         if "symmetric" in values:

@@ -1,4 +1,4 @@
-"""Re-encodes a packed checkpoint in another format, bit for bit the same integers, or refuses and says why."""
+"""Re-encodes a packed checkpoint in another format, bit for bit the same codes, or refuses and says why."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
 
-_PANEL_ELEMENTS = 2**22
+PANEL_ELEMENTS = 2**22
 """Weights whose exact values are in memory at one time while a whole matrix is dequantized."""
 
 
@@ -45,18 +46,26 @@ class IntegerWeight:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight `[O, I]`. The product is exact in float32 and rounded once, so 16-bit results are the correctly
         rounded ones that other loaders also compute."""
         exact = torch.float64 if dtype == torch.float64 or self.scale.dtype == torch.float32 else torch.float32
         values = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
-        rows = max(1, _PANEL_ELEMENTS // max(1, self.shape[1]))
+        rows = max(1, PANEL_ELEMENTS // max(1, self.shape[1]))
         parts = zip(*(each.split(rows) for each in (self.codes, self.zero, self.scale, values)), strict=True)
         for codes, zero, scale, out in parts:
             offsets = codes.unflatten(1, (scale.shape[1], -1)).to(exact) - zero.to(exact).unsqueeze(-1)
             out.copy_((offsets * scale.to(exact).unsqueeze(-1)).flatten(1))
         return values
 
+    def changed(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
+        """The same with each tensor changed: moved, or some of its rows."""
+        return IntegerWeight(change(self.codes), change(self.scale), change(self.zero), self.scheme)
+
     def cpu(self) -> IntegerWeight:
         """The same in host memory."""
-        return IntegerWeight(self.codes.cpu(), self.scale.cpu(), self.zero.cpu(), self.scheme)
+        return self.changed(Tensor.cpu)

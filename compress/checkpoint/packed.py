@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from compress.checkpoint.fp8 import Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.pruned import PrunedWeight
 
-PackedWeight = IntegerWeight | PrunedWeight | LowRankWeight | OutlierWeight
+CodedWeight = IntegerWeight | Fp8Weight
+"""Codes `[O, I]` with scales: what one kernel multiplies by. Every tensor of it has a row for each output."""
+
+PackedWeight = CodedWeight | PrunedWeight | LowRankWeight | OutlierWeight
 """All know their `scheme` and `shape`, can `dequantize`, and go to host memory with `cpu`."""

@@ -1,4 +1,4 @@
-"""Opens any supported checkpoint, packed or dense, ours or another tool's, and gives integer weights by module."""
+"""Opens any supported checkpoint, packed or dense, ours or another tool's, and gives its weights by module."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from compress.checkpoint.config import (
 from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.formats import dense
 from compress.checkpoint.formats.table import Format, find_format
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.outliers import OutlierWeight
-from compress.checkpoint.packed import PackedWeight
+from compress.checkpoint.packed import CodedWeight, PackedWeight
 from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
@@ -97,7 +96,7 @@ class PackedCheckpoint:
         """How a module is quantized; None when it is dense."""
         return self.schemes.get(module)
 
-    def weight(self, module: str) -> IntegerWeight | LowRankWeight | OutlierWeight | Tensor:
+    def weight(self, module: str) -> CodedWeight | LowRankWeight | OutlierWeight | Tensor:
         """The weight `[O, I]` of a linear module: codes when quantized (perhaps with outlier columns beside them), two
         factors when it is of low rank, else the numbers, zeros in place.
 

@@ -46,7 +46,7 @@ class Sparsity:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Integer quantization of a weight `[O, I]`: `W ~ (codes - zero) * scale`, one scale per row and group.
+    """Quantization of a weight `[O, I]`: `W ~ (codes - zero) * scale`, one scale per row and group.
 
     Attributes:
         bits: width of a code, 2 to 8.
@@ -58,6 +58,8 @@ class Scheme:
         rank: the weight is the product of two factors `[O, rank]` and `[rank, I]`, each stored so; with it `bits` may
             be 16, which means factors in the model's own dtype.
         outliers: so many input columns are stored in the model's own dtype, beside codes that are zero there.
+        fp8: codes are 8-bit floats (e4m3) and there are no zero points, `W ~ codes * scale`; 8-bit activations are such
+            floats too.
     """
 
     bits: int = 4
@@ -67,6 +69,7 @@ class Scheme:
     sparsity: Sparsity | None = None
     rank: int | None = None
     outliers: int | None = None
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         if self.sparsity is not None:
@@ -75,6 +78,8 @@ class Scheme:
             self._check_rank(self.rank)
         if self.outliers is not None:
             self._check_outliers(self.outliers)
+        if self.fp8:
+            self._check_fp8()
         if self.is_float:
             return
         if not MIN_BITS <= self.bits <= MAX_BITS:
@@ -109,6 +114,17 @@ class Scheme:
         if self.sparsity is not None or self.rank is not None:
             raise SchemeError(
                 "outlier columns go with neither sparsity nor low rank", "Leave outlier columns out there"
+            )
+
+    def _check_fp8(self) -> None:
+        if (self.bits, self.group_size, self.symmetric) != (8, None, True):
+            raise SchemeError(
+                "8-bit floats have 8 bits, one scale per output channel and no zero points",
+                "Leave bits, group size and asymmetry out beside fp8",
+            )
+        if self.sparsity is not None or self.rank is not None or self.outliers is not None:
+            raise SchemeError(
+                "8-bit floats go with neither N:M sparsity, low rank nor outlier columns", "Use integers there"
             )
 
     @property
@@ -186,6 +202,8 @@ class Scheme:
         structure += f" + {self.outliers} columns" if self.outliers else ""
         if self.is_float:
             return f"w{self.bits}a16{structure}"
+        if self.fp8:
+            return f"w{self.bits}{activation} fp8 {group}"
         return f"w{self.bits}{activation} {group} {'sym' if self.symmetric else 'asym'}{structure}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from compress.checkpoint.config import compression_block, quantization_block
 from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.expected import expected_shape, is_tabled, missing_parameters
 from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.fp8 import Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.kv_cache import stored_kv_cache
 from compress.checkpoint.kv_measured import measured_kv_caches
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.outliers import OutlierWeight
-from compress.checkpoint.packed import PackedWeight
+from compress.checkpoint.packed import CodedWeight, PackedWeight
 from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors_file import tensor_bytes
@@ -80,6 +81,8 @@ def digest(weight: PackedWeight | Tensor) -> str:
         return _joint_digest(*weight.factors)
     if isinstance(weight, Tensor):
         kind, parts = f"{weight.dtype} {tuple(weight.shape)}", [weight]
+    elif isinstance(weight, Fp8Weight):
+        kind, parts = f"fp8 {weight.shape}", [weight.codes, weight.scale.to(torch.float64)]
     else:
         kind = f"{weight.scheme.bits} {weight.scheme.group_size} {weight.shape}"
         parts = [weight.codes, weight.scale.to(torch.float64), weight.zero]
@@ -211,9 +214,9 @@ def _model_bits(packed: PackedCheckpoint) -> int:
     return 8 * packed.dtype.itemsize
 
 
-def _number_problems(name: str, weight: IntegerWeight | Tensor) -> Iterator[str]:
+def _number_problems(name: str, weight: CodedWeight | Tensor) -> Iterator[str]:
     if not isinstance(weight, Tensor):
-        yield from _integer_problems(name, weight)
+        yield from _code_problems(name, weight)
     elif not bool(torch.isfinite(weight.to(torch.float32)).all()):
         yield f"{name} holds NaN or infinity"
 
@@ -228,10 +231,10 @@ def _sparsity_problems(module: str, weight: PackedWeight) -> Iterator[str]:
         yield f"{module} has {crowded} groups with more than {sparsity} values"
 
 
-def _integer_problems(module: str, weight: IntegerWeight) -> Iterator[str]:
-    scheme = weight.scheme
-    if int(weight.codes.max()) > scheme.max_code or int(weight.zero.max()) > scheme.max_code:
-        yield f"{module} has codes or zero points above {scheme.max_code}"
+def _code_problems(module: str, weight: CodedWeight) -> Iterator[str]:
+    largest = weight.scheme.max_code
+    if isinstance(weight, IntegerWeight) and max(int(weight.codes.max()), int(weight.zero.max())) > largest:
+        yield f"{module} has codes or zero points above {largest}"
     bad = int((~torch.isfinite(weight.scale.to(torch.float32))).sum())
     if bad:
         yield f"{module} has {bad} scales that are not finite"

@@ -1,4 +1,4 @@
-"""`compress quantize`: integer weights for the linear layers, in one command."""
+"""`compress quantize`: integers or 8-bit floats for the linear layers, in one command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
 from compress.stages.kv_cache import KVCacheStage
-from compress.stages.quantize import QuantizeStage, default_scheme, end_stages, group_size_from
+from compress.stages.quantize import (
+    QuantizeStage,
+    activation_bits_from,
+    default_method,
+    default_scheme,
+    end_stages,
+    group_size_from,
+)
 from compress.stages.rotate import RotateStage
 from compress.stages.table import Stage
 from compress.stages.tuning import Tuning
@@ -24,15 +31,25 @@ def quantize(
     model: Model = None,
     out: Out = DEFAULT_OUT,
     method: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="awq, gptq, gptaq (gptq that also makes up for the layers before), signround (gptq, then learned "
-            "rounding: slow, best at 2 and 3 bits), smoothquant (W8A8), or without calibration rtn or hqq."
+            "rounding: slow, best at 2 and 3 bits), smoothquant (W8A8), or without calibration rtn or hqq. "
+            "Default: awq; with --fp8: rtn.",
+            show_default=False,
         ),
-    ] = "awq",
+    ] = None,
     bits: Annotated[
         int | None, typer.Option(help="Bits of a weight, 2 to 8. Default: 4; smoothquant: 8.", show_default=False)
     ] = None,
+    fp8: Annotated[
+        bool,
+        typer.Option(
+            "--fp8",
+            help="8-bit floats (e4m3) for weights and inputs in place of integers, for GPUs that multiply them "
+            "(NVIDIA since Ada and Hopper). By rtn or smoothquant.",
+        ),
+    ] = False,
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -44,8 +61,8 @@ def quantize(
     activation_bits: Annotated[
         int | None,
         typer.Option(
-            help="8: inputs of the layers are rounded to 8 bits, token by token (W8A8). "
-            "Default: 16-bit inputs; smoothquant: 8.",
+            help="8: inputs of the layers are rounded to 8 bits, token by token (W8A8). 16: they are not. "
+            "Default: 16; smoothquant and --fp8: 8.",
             show_default=False,
         ),
     ] = None,
@@ -105,17 +122,18 @@ def quantize(
     text: TextOptions,
     job: JobOptions,
 ) -> None:
-    """Quantize a model's linear layers to 2 to 8 bits.
+    """Quantize a model's linear layers to integers of 2 to 8 bits, or to 8-bit floats.
 
     Works block by block with little memory; killed at any moment, the same command continues where it stopped and gives
     the same bytes. The result is checked, measured and loads in vLLM, SGLang and transformers.
     """
-    scheme = make_scheme(method, bits, group_size, symmetric, activation_bits)
+    method = method or default_method(fp8)
+    scheme = make_scheme(method, bits, group_size, symmetric, activation_bits, fp8=fp8)
     tuning = None if steps is None else Tuning(steps)
     left_out = tuple(ignore or ())
     stage = QuantizeStage(method, scheme, ignore=left_out, alpha=alpha, tuning=tuning, outlier_columns=outlier_columns)
     stages: tuple[Stage, ...] = (stage, *end_stages(stage, head_bits, embedding_bits))
-    name = f"int{scheme.bits}-{method}"
+    name = f"{'fp' if fp8 else 'int'}{scheme.bits}-{method}"
     if rotate:
         stages, name = (RotateStage(), *stages), f"{name}-rotated"
     if kv_cache is not None:
@@ -124,13 +142,20 @@ def quantize(
 
 
 def make_scheme(
-    method: str, bits: int | None, group_size: int | None, symmetric: bool, activation_bits: int | None
+    method: str,
+    bits: int | None,
+    group_size: int | None,
+    symmetric: bool,
+    activation_bits: int | None,
+    *,
+    fp8: bool = False,
 ) -> Scheme:
     """What the options say, and for the rest what the method is for."""
-    default = default_scheme(method)
+    default = default_scheme(method, fp8)
     return Scheme(
         default.bits if bits is None else bits,
         default.group_size if group_size is None else group_size_from(group_size),
         symmetric,
-        default.activation_bits if activation_bits is None else activation_bits,
+        default.activation_bits if activation_bits is None else activation_bits_from(activation_bits),
+        fp8=fp8,
     )

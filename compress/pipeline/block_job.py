@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.packed import PackedWeight
+from compress.checkpoint.scheme import Scheme
 from compress.pipeline.capture import BlockInputs
 from compress.plan import Assignment
 from compress.stages.tuning import Tuning
@@ -165,6 +166,7 @@ class BlockJob:
         return next((each.tuning for each in self.assignments.values() if each.tuning is not None), None)
 
     @property
-    def with_quantized_inputs(self) -> list[str]:
+    def with_quantized_inputs(self) -> dict[str, Scheme]:
         """Linears whose inputs are rounded to 8 bits when they are served."""
-        return [name for name, each in self.assignments.items() if each.scheme and each.scheme.activation_bits]
+        schemes = {name: each.scheme for name, each in self.assignments.items() if each.scheme}
+        return {name: scheme for name, scheme in schemes.items() if scheme.activation_bits}

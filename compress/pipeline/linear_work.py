@@ -88,7 +88,7 @@ class LinearWork:
         )
         if self.outliers is not None:
             return self.finish(rounding.beside(weight, scheme, self.outliers))
-        return self.finish(rounding.codes(weight, scheme, kept))
+        return self.finish(rounding.floats(weight, scheme) if scheme.fp8 else rounding.codes(weight, scheme, kept))
 
     @property
     def is_learned(self) -> bool:

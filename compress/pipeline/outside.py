@@ -42,6 +42,8 @@ class End:
             )
         if stage.outlier_columns is not None:
             raise RecipeError(f"{name}, the {self.what}, has no outlier columns", "Leave outlier_columns out of it")
+        if stage.scheme.fp8:
+            raise RecipeError(f"{name}, the {self.what}, takes no 8-bit floats", "Give it a stage of 8-bit integers")
         if stage.scheme.activation_bits:
             raise RecipeError(f"{name}, the {self.what}, takes no 8-bit activations", "Leave activation_bits out of it")
 

@@ -5,7 +5,7 @@ All searches see the block as it was; the folds, which leave the block's functio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from compress.architectures.architecture import SmoothingEdge
 from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.scales import round_in_range
+from compress.checkpoint.scheme import Scheme
 from compress.methods.awq import search_smoothing
 from compress.methods.folding import one_per_value_head, scale_inputs, scale_norm, scale_outputs
+from compress.methods.fp8 import round_to_fp8
 from compress.methods.smoothing import SmoothingResult
 from compress.methods.smoothquant import ALPHAS, search_alpha
 from compress.pipeline.blocks import LoadedBlock
@@ -72,15 +74,16 @@ def search_edge(
     """The scale of one edge that lets the quantized targets reproduce the parent's output best."""
     assignment = assignments[edge.targets[0]]
     scheme = assignment.scheme
+    rounded_inputs = dict.fromkeys(edge.targets, scheme) if scheme.activation_bits else {}
     parent = block.module.get_submodule(edge.parent)
 
     def fake_quantize(weight: Tensor) -> Tensor:
-        return round_in_range(weight, scheme)
+        return round_to_fp8(weight) if scheme.fp8 else round_in_range(weight, scheme)
 
     def loss(weights: list[Tensor], scale: Tensor) -> float:
         for name, weight in zip(edge.targets, weights, strict=True):
             block.set_weight(name, weight)
-        with activations_quantized(block, edge.targets if scheme.activation_bits else (), scale):
+        with activations_quantized(block, rounded_inputs, scale):
             return _mean_square_error(parent, trace)
 
     statistics = observed.statistics[edge.targets[0]]
@@ -99,31 +102,35 @@ def search_edge(
 @contextmanager
 def activations_quantized(
     block: LoadedBlock,
-    names: Iterable[str],
+    schemes: Mapping[str, Scheme],
     scale: Tensor | None = None,
     outliers: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
     """Inside of it the named linears see their inputs as 8-bit activations.
 
     Args:
+        schemes: by linear.
         scale: `[I]`, under which inputs are rounded.
         outliers: columns `[k]` of inputs that stay as they are, by linear.
     """
 
-    def round_input(args: tuple[Any, ...], columns: Tensor | None) -> tuple[Any, ...]:
+    def round_input(args: tuple[Any, ...], columns: Tensor | None, fp8: bool) -> tuple[Any, ...]:
         inputs = args[0] if scale is None else args[0].float() / scale
-        levels, steps = quantize_tokens(inputs if columns is None else inputs.index_fill(-1, columns, 0.0))
+        levels, steps = quantize_tokens(inputs if columns is None else inputs.index_fill(-1, columns, 0.0), fp8)
         rounded = levels * steps if scale is None else levels * steps * scale
         rounded = rounded.to(args[0].dtype)
         if columns is not None:
             rounded[..., columns] = args[0][..., columns]
         return (rounded, *args[1:])
 
-    def hook(columns: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-        return lambda _module, args: round_input(args, columns)
+    def hook(columns: Tensor | None, fp8: bool) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+        return lambda _module, args: round_input(args, columns, fp8)
 
     kept = outliers or {}
-    handles = [block.linear(name).register_forward_pre_hook(hook(kept.get(name))) for name in names]
+    handles = [
+        block.linear(name).register_forward_pre_hook(hook(kept.get(name), scheme.fp8))
+        for name, scheme in schemes.items()
+    ]
     try:
         yield
     finally:

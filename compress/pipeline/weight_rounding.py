@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
+from compress.checkpoint.fp8 import Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.scales import GroupScales
 from compress.checkpoint.scheme import Scheme
 from compress.methods.awq import quantize_awq, search_clip
+from compress.methods.fp8 import quantize_fp8
 from compress.methods.gptaq import DEFAULT_ALPHA, quantize_gptaq
 from compress.methods.gptq import quantize_gptq
 from compress.methods.hessian import GptqOptions
@@ -49,8 +51,12 @@ class WeightRounding:
     importance: Tensor | None
     details: dict[str, Any] = field(default_factory=dict)
 
+    def floats(self, weight: Tensor, scheme: Scheme) -> Fp8Weight:
+        """The nearest 8-bit floats of a float32 weight `[O, I]`. Raises NumericsError for NaN or infinity."""
+        return quantize_fp8(weight, scheme, self.importance, self.model_dtype)
+
     def codes(self, weight: Tensor, scheme: Scheme, kept: Tensor | None = None) -> IntegerWeight:
-        """Codes of a float32 weight `[O, I]`, of which GPTQ changes only what is `kept` (bool `[O, I]`; None is all).
+        """Integers of a float32 weight `[O, I]`; GPTQ changes only what is `kept` (bool `[O, I]`; None is all).
 
         Raises:
             SchemeError, NumericsError: from the methods.

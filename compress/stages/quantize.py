@@ -1,11 +1,11 @@
-"""The stage that rounds weights to integers."""
+"""The stage that rounds weights to integers or 8-bit floats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
 from compress.checkpoint.errors import RecipeError
-from compress.checkpoint.scheme import MAX_BITS, Scheme
+from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS, Scheme
 from compress.stages.tuning import Tuning
 from compress.stages.words import nearest
 
@@ -14,17 +14,19 @@ DATA_FREE_METHODS = frozenset(("rtn", "hqq"))
 FACTOR_METHODS = frozenset(("rtn", "gptq"))
 SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
 ALPHA_METHODS = ("smoothquant", "gptaq")
+FP8_METHODS = ("rtn", "smoothquant")
+DEFAULT_METHOD, DEFAULT_FP8_METHOD = "awq", "rtn"
 PER_CHANNEL = -1
 HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeStage:
-    """Integer quantization of the linears in the transformer blocks.
+    """Quantization of the linears in the transformer blocks.
 
     Attributes:
         method: rtn or hqq (no calibration), awq, gptq, gptaq, signround or smoothquant.
-        scheme: bits, group size and symmetry.
+        scheme: bits, group size and symmetry, or 8-bit floats, which every weight is rounded to the nearest of.
         targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
         ignore: patterns of modules that stay dense.
         alpha: SmoothQuant's exponent, 0 to 1, for every layer; None searches one for each. GPTAQ's share of the drift
@@ -33,7 +35,7 @@ class QuantizeStage:
         outlier_columns: share of the input columns (below 1), or how many, that stay in 16 bits.
     """
 
-    method: str = "awq"
+    method: str = DEFAULT_METHOD
     scheme: Scheme = field(default_factory=Scheme)
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
@@ -44,6 +46,9 @@ class QuantizeStage:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise RecipeError(f"method {self.method!r} does not exist", nearest(self.method, METHODS, "Methods"))
+        if self.scheme.fp8 and self.method not in FP8_METHODS:
+            problem = f"{self.method} chooses integers, and {self.scheme} has none"
+            raise RecipeError(problem, f"Use method {' or '.join(FP8_METHODS)} for 8-bit floats")
         if self.method == "smoothquant" and self.scheme.activation_bits is None:
             problem = f"smoothquant makes room for 8-bit activations, and {self.scheme} has none"
             raise RecipeError(problem, "Set activation_bits: 8, or use awq for 16-bit activations")
@@ -85,9 +90,19 @@ class QuantizeStage:
         return replace(self.scheme, outliers=int(wanted) if wanted >= 1 else max(1, round(wanted * in_features)))
 
 
-def default_scheme(method: str) -> Scheme:
-    """What a method is for, where the user does not say."""
-    return Scheme(8, None, activation_bits=8) if method == "smoothquant" else Scheme()
+def default_method(fp8: bool) -> str:
+    """The method of a user who names none."""
+    return DEFAULT_FP8_METHOD if fp8 else DEFAULT_METHOD
+
+
+def default_scheme(method: str, fp8: bool = False) -> Scheme:
+    """What a method or 8-bit floats are for, where the user does not say."""
+    return Scheme(8, None, activation_bits=8, fp8=fp8) if fp8 or method == "smoothquant" else Scheme()
+
+
+def activation_bits_from(value: int) -> int | None:
+    """The scheme's activation bits from what a user writes: 16 means that activations are not rounded."""
+    return None if value == FLOAT_BITS else value
 
 
 def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int | None) -> tuple[QuantizeStage, ...]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
 
 
@@ -55,10 +54,11 @@ class Kernel:
     Attributes:
         summary: what it computes and how exactly, one line.
         refuse: why it cannot serve this scheme and number of input features on this target; empty when it can.
-        prepare: turns codes into the kernel's own layout, once, at load; the bias `[O]` comes in the activation dtype.
+        prepare: turns codes (a `CodedWeight` of the kind that its table is for) into the kernel's own layout, once, at
+            load; the bias `[O]` comes in the activation dtype.
     """
 
     name: str
     summary: str
     refuse: Callable[[Scheme, int, Target], str]
-    prepare: Callable[[IntegerWeight, Tensor | None, Target], Linear]
+    prepare: Callable[[Any, Tensor | None, Target], Linear]

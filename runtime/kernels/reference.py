@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compress.checkpoint.activations import quantize_tokens
-from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packed import CodedWeight
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Kernel, Target
 
@@ -20,28 +20,27 @@ class ReferenceLinear:
 
     reads_rows = True
 
-    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
-        codes, scale, zero = (t.to(target.device) for t in (weight.codes, weight.scale, weight.zero))
-        rows = max(1, PANEL_ELEMENTS // codes.shape[1])
-        parts = zip(codes.split(rows), scale.split(rows), zero.split(rows), strict=True)
-        self.weight = IntegerWeight(codes, scale, zero, weight.scheme)
+    def __init__(self, weight: CodedWeight, bias: Tensor | None, target: Target) -> None:
+        (features, inputs), self.scheme = weight.shape, weight.scheme
+        rows = max(1, PANEL_ELEMENTS // inputs)
+        self.weight = weight.changed(lambda tensor: tensor.to(target.device))
         self.bias = bias
-        self.panels = [IntegerWeight(*part, weight.scheme) for part in parts]
-        self.nbytes = codes.nbytes + scale.nbytes + zero.nbytes
-        self.quantize_activations = weight.scheme.activation_bits is not None
+        self.panels = [self._slice(first, first + rows) for first in range(0, features, rows)]
+        self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.quantize_activations:
-            levels, scale = quantize_tokens(x)
+        if self.scheme.activation_bits:
+            levels, scale = quantize_tokens(x, self.scheme.fp8)
             y = (self._multiply(levels) * scale).to(x.dtype)
         else:
             y = self._multiply(x)
         return y if self.bias is None else y + self.bias
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        weight = self.weight
-        codes, scale, zero = (each.index_select(0, indices) for each in (weight.codes, weight.scale, weight.zero))
-        return IntegerWeight(codes, scale, zero, weight.scheme).dequantize(dtype)
+        return self.weight.changed(lambda tensor: tensor.index_select(0, indices)).dequantize(dtype)
+
+    def _slice(self, first: int, stop: int) -> CodedWeight:
+        return self.weight.changed(lambda tensor: tensor[first:stop])
 
     def _multiply(self, x: Tensor) -> Tensor:
         return torch.cat([functional.linear(x, panel.dequantize(x.dtype)) for panel in self.panels], -1)

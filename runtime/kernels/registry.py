@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels import dequantized, gpu_linears, int4pack, int8_dynamic, native, reference
+from runtime.kernels import dequantized, gpu_fp8, gpu_linears, int4pack, int8_dynamic, native, reference
 from runtime.kernels.base import Kernel, Target
 
 KERNELS = (
@@ -19,10 +19,14 @@ KERNELS = (
     dequantized.KERNEL,
     reference.KERNEL,
 )
-"""In order of preference; the last one refuses nothing."""
+"""Of integers, in order of preference; the last one refuses nothing."""
+
+FP8_KERNELS = (gpu_fp8.KERNEL, dequantized.KERNEL, reference.KERNEL)
+"""Of 8-bit floats, likewise."""
 
 MODES = {"auto": KERNELS, "w4a8": (native.W4A8, *KERNELS)}
-"""Preferences by name: `auto` computes what the checkpoint says, `w4a8` rounds activations to 8 bits where it can."""
+"""Preferences for integers by name: `auto` computes what the checkpoint says, `w4a8` rounds activations to 8 bits where
+it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ def choose_kernel(
     if kernels not in MODES:
         return _named(scheme, in_features, target, kernels)
     refusals: list[str] = []
-    for kernel in MODES[kernels]:
+    for kernel in FP8_KERNELS if scheme.fp8 else MODES[kernels]:
         refusal = (excluded or {}).get(kernel.name) or kernel.refuse(scheme, in_features, target)
         if not refusal:
             return Choice(kernel, "; ".join([kernel.summary, *refusals]))
@@ -57,10 +61,13 @@ def choose_kernel(
 
 
 def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choice:
-    kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
+    table, other = (FP8_KERNELS, KERNELS) if scheme.fp8 else (KERNELS, FP8_KERNELS)
+    kernel = next((kernel for kernel in (*table, *other) if kernel.name == name), None)
     if kernel is None:
-        raise SchemeError(f"unknown kernel {name!r}", f"Choose {', '.join([*MODES, *(k.name for k in KERNELS)])}")
-    refusal = kernel.refuse(scheme, in_features, target)
+        names = dict.fromkeys(kernel.name for kernel in (*table, *other))
+        raise SchemeError(f"unknown kernel {name!r}", f"Choose {', '.join([*MODES, *names])}")
+    numbers = "integers" if scheme.fp8 else "8-bit floats"
+    refusal = kernel.refuse(scheme, in_features, target) if kernel in table else f"multiplies by {numbers}"
     if refusal:
         raise SchemeError(f"kernel {name} cannot serve {scheme}: it {refusal}", "Choose auto or reference")
     return Choice(kernel, f"asked for; {kernel.summary}")

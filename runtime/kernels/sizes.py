@@ -65,7 +65,7 @@ def _dequantized(scheme: Scheme, rows: int, columns: int, target: Target) -> int
 
 
 def _reference(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + ZERO_BYTES))
+    return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.fp8 else ZERO_BYTES)))
 
 
 def _planes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
@@ -80,6 +80,7 @@ _SIZES = {
     "triton_planes": _planes,
     "triton_bytes": _bytes,
     "triton_levels": _bytes,
+    "triton_fp8": _bytes,
     "native": _native,
     "native_int8": _native,
     "native_w4a8": _native,

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.checkpoint.fp8 import Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.outliers import OutlierWeight
+from compress.checkpoint.packed import CodedWeight
 from runtime.kernels.base import Linear
 
-Weight = IntegerWeight | LowRankWeight | OutlierWeight | Tensor
+Weight = CodedWeight | LowRankWeight | OutlierWeight | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,21 @@ def fuse_weights(weights: Sequence[Weight]) -> Weight | None:
     if mixed:
         return _fuse_outliers(mixed) if len(mixed) == len(weights) else None
     dense = [weight for weight in weights if isinstance(weight, Tensor)]
-    packed = [weight for weight in weights if isinstance(weight, IntegerWeight)]
+    packed = [weight for weight in weights if isinstance(weight, CodedWeight)]
     kinds = {weight.dtype for weight in dense} | {(weight.scheme, weight.scale.dtype) for weight in packed}
     if len(kinds) > 1:
         return None
     if dense:
         return torch.cat(dense)
-    codes, scale, zero = (torch.cat([getattr(w, name) for w in packed]) for name in ("codes", "scale", "zero"))
-    return IntegerWeight(codes, scale, zero, packed[0].scheme)
+    return _stacked(packed)
+
+
+def _stacked(weights: Sequence[CodedWeight]) -> CodedWeight:
+    """Weights of one scheme as one, along the output features."""
+    codes, scale = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scale"))
+    zeros = [weight.zero for weight in weights if isinstance(weight, IntegerWeight)]
+    scheme = weights[0].scheme
+    return IntegerWeight(codes, scale, torch.cat(zeros), scheme) if zeros else Fp8Weight(codes, scale, scheme)
 
 
 def _fuse_outliers(weights: Sequence[OutlierWeight]) -> OutlierWeight | None:

@@ -143,7 +143,9 @@ def all_builds(arch: int) -> list[Build]:
     """Every kernel and configuration that can be chosen on an architecture."""
     from benchmarking.attention_builds import attention_builds
     from benchmarking.column_builds import column_builds
+    from benchmarking.fp8_builds import fp8_builds
     from benchmarking.linear_builds import linear_builds
     from benchmarking.step_builds import step_builds
 
-    return linear_builds(arch) + attention_builds(arch) + column_builds(arch) + step_builds(arch)
+    linears = linear_builds(arch) + fp8_builds(arch)
+    return linears + attention_builds(arch) + column_builds(arch) + step_builds(arch)

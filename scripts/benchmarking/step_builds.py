@@ -8,12 +8,13 @@ from benchmarking.attention_builds import FORM_PAIRS
 from benchmarking.kernel_builds import Build
 from runtime.kernels.gpu.launch_attention import FORMS as PAGE_FORMS
 from runtime.kernels.gpu.launch_rows import BLOCK, FORMS, TYPES, num_warps
-from runtime.kernels.handover import LEVELS, ROWS, SUMS
+from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS
 
 DTYPES = dict(zip(("bf16", "fp16"), TYPES.values(), strict=True))
-PRODUCTS = {"16-bit": 1, "parts": 8, "levels": 2}
-"""What is read: finished rows, float32 sums of so many splits, or int32 sums with scales."""
+PRODUCTS = {"16-bit": 1, "parts": 8, "levels": 2, "floats": 8}
+"""What is read: finished rows, float32 sums of so many splits, or int32 or float32 sums with scales."""
 FORM_BLOCKS = ((ROWS, 8192), (SUMS, 4096), (SUMS, 8192), (LEVELS, 4096), (LEVELS, 16384), (LEVELS, 32768))
+FORM_BLOCKS += ((FLOATS, 4096), (FLOATS, 16384))
 """Forms of an input, and numbers in a program that has the whole row."""
 
 
@@ -26,7 +27,8 @@ def step_builds(arch: int) -> list[Build]:
 
 
 def _rows(arch: int, dtype: str) -> list[Build]:
-    blocks = [(SUMS, unit, BLOCK) for unit in (32, 64, 128, 256)] + [(LEVELS, 32, 4096), (LEVELS, 32, 16384)]
+    blocks = [(SUMS, unit, BLOCK) for unit in (32, 64, 128, 256)]
+    blocks += [(form, 32, block) for form in (LEVELS, FLOATS) for block in (4096, 16384)]
     before = [
         Build.of(
             arch, f"prepare_rows {form} {unit if form == SUMS else block} {dtype}", "gpu.rows.prepare_rows",
@@ -62,7 +64,7 @@ def _norms(arch: int, dtype: str) -> list[Build]:
 
 
 def _gates(arch: int, dtype: str) -> list[Build]:
-    blocks = {(form, block if form == LEVELS else BLOCK) for form, block in FORM_BLOCKS}
+    blocks = {(form, block if form in (LEVELS, FLOATS) else BLOCK) for form, block in FORM_BLOCKS}
     return [
         Build.of(
             arch, f"gate_rows {kind} to {form} {block} {dtype}", "gpu.gate.gate_rows",
@@ -100,14 +102,19 @@ def _turn(arch: int, dtype: str, forms: tuple[str, str], head_dim: int, kind: st
 
 
 def _product(kind: str, dtype: str) -> str:
-    part = {"16-bit": dtype, "parts": "fp32", "levels": "i32"}[kind]
+    part = {"16-bit": dtype, "levels": "i32"}.get(kind, "fp32")
     return f"part:{part} bias:{dtype} token_scale:fp32 row_scale:{dtype}"
 
 
 def _out(form: str, dtype: str) -> str:
-    return f"out:{'i8' if form == LEVELS else dtype} beside:fp32"
+    return f"out:{ {LEVELS: 'i8', FLOATS: 'u8'}.get(form, dtype) } beside:fp32"
 
 
 def _constants(kind: str) -> dict[str, Any]:
     has_work = kind != "16-bit"
-    return {"SPLITS": PRODUCTS[kind], "HAS_BIAS": has_work, "SCALED": kind == "levels", "INTERPRETED": False}
+    return {
+        "SPLITS": PRODUCTS[kind],
+        "HAS_BIAS": has_work,
+        "SCALED": kind in ("levels", "floats"),
+        "INTERPRETED": False,
+    }

@@ -19,7 +19,9 @@ from transformers import (
 
 from compress.checkpoint.config import packed_config, read_config, write_config
 from compress.checkpoint.formats.table import find_format
+from compress.checkpoint.fp8 import FP8, Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packed import CodedWeight
 from compress.checkpoint.scheme import Scheme
 
 FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -70,9 +72,11 @@ def reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return model(tokens, use_cache=False).logits
 
 
-def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> IntegerWeight:
+def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> CodedWeight:
     """Every code value, scales of both signs, zero points that fit the scheme."""
     generator = torch.Generator().manual_seed(seed)
+    if scheme.fp8:
+        return _random_floats(shape, scheme, generator, dtype)
     groups = (shape[0], scheme.num_groups(shape[1]))
     codes = torch.randint(0, scheme.max_code + 1, shape, generator=generator).to(torch.uint8)
     zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8)
@@ -83,14 +87,22 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
     return IntegerWeight(codes, scale.to(dtype), zero, scheme)
 
 
+def _random_floats(shape: tuple[int, int], scheme: Scheme, generator: torch.Generator, dtype) -> Fp8Weight:
+    """All 254 numbers, both zeros and the smallest among them."""
+    numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    codes = numbers[torch.randint(0, len(numbers), shape, generator=generator)].view(FP8)
+    scale = (torch.rand(shape[0], 1, generator=generator) + 0.2) * 1e-3
+    return Fp8Weight(codes, scale.to(dtype), scheme)
+
+
 def pack_model(
     dense: Path,
     out: Path,
     scheme: Callable[[str], Scheme | None],
     format: str = "compressed-tensors",
     scale_dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, IntegerWeight]:
-    """Copies `dense` with random codes in place of the chosen linears; gives the integer weights."""
+) -> dict[str, CodedWeight]:
+    """Copies `dense` with random codes in place of the chosen linears; gives the packed weights."""
     codec = find_format(format)
     tensors = load_file(dense / "model.safetensors")
     weights = {}
@@ -108,7 +120,7 @@ def pack_model(
     return weights
 
 
-def put_weights(model: PreTrainedModel, weights: dict[str, IntegerWeight]) -> PreTrainedModel:
+def put_weights(model: PreTrainedModel, weights: dict[str, CodedWeight]) -> PreTrainedModel:
     """Puts dequantized weights into transformers' model."""
     for module, weight in weights.items():
         model.get_submodule(module).weight.data = weight.dequantize(torch.float64).to(model.dtype)

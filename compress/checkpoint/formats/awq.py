@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.formats.tensors import Get, cast_exactly, owners, refuse_structure
+from compress.checkpoint.formats.tensors import Get, cast_exactly, owners, refuse_floats, refuse_structure
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.packing import deinterleave_awq, interleave_awq, pack_bits, unpack_bits
 from compress.checkpoint.scheme import Scheme
@@ -22,6 +22,7 @@ BITS = 4
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
     refuse_structure(NAME, scheme)
+    refuse_floats(NAME, scheme)
     scheme.num_groups(shape[1])
     elsewhere = "Export to compressed-tensors instead"
     if scheme.bits != BITS or scheme.activation_bits:

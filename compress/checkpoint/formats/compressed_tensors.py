@@ -1,4 +1,5 @@
-"""compressed-tensors, the default: `pack-quantized` (2 to 8 bits, 16-bit activations) and `int-quantized` (W8A8).
+"""compressed-tensors, the default: `pack-quantized` (2 to 8 bits, 16-bit activations), `int-quantized` (W8A8) and 8-bit
+floats (`float_quantized`).
 
 Loaded unchanged by vLLM, SGLang and transformers with the compressed-tensors package.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.errors import CheckpointError, SchemeError
+from compress.checkpoint.formats import float_quantized
 from compress.checkpoint.formats.tensors import (
     Get,
     cast_exactly,
@@ -21,7 +23,9 @@ from compress.checkpoint.formats.tensors import (
     refuse_activation_order,
     refuse_structure,
 )
+from compress.checkpoint.fp8 import Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packed import CodedWeight
 from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
 from compress.checkpoint.scheme import Scheme
 
@@ -50,9 +54,11 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
         )
 
 
-def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+def encode(module: str, weight: CodedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
     """Stored tensors of one linear layer, by full name. `dtype` is the model's, in which scales are stored."""
     check(weight.scheme, weight.shape)
+    if isinstance(weight, Fp8Weight):
+        return float_quantized.encode(module, weight, dtype)
     bits = weight.scheme.bits
     scale = cast_exactly(module, weight.scale, dtype)
     if weight.scheme.activation_bits:
@@ -67,7 +73,12 @@ def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, 
     return tensors
 
 
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> IntegerWeight:
+def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> CodedWeight:
+    """The codes of one stored layer. Raises CheckpointError when tensors contradict each other."""
+    return float_quantized.decode(module, get, scheme) if scheme.fp8 else decode_integers(module, get, scheme)
+
+
+def decode_integers(module: str, get: Get, scheme: Scheme) -> IntegerWeight:
     """The integer form of one stored layer. Raises CheckpointError when tensors contradict each other."""
     packed = optional(get, f"{module}.weight_packed")
     scale = get(f"{module}.weight_scale")
@@ -145,9 +156,10 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
 
 
 def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    kind = "float" if scheme.fp8 else "int"
     weights = {
         "num_bits": scheme.bits,
-        "type": "int",
+        "type": kind,
         "symmetric": scheme.symmetric,
         "strategy": "channel" if scheme.group_size is None else "group",
         "group_size": scheme.group_size,
@@ -155,7 +167,7 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     }
     activations = {
         "num_bits": 8,
-        "type": "int",
+        "type": kind,
         "symmetric": True,
         "strategy": "token",
         "group_size": None,
@@ -163,19 +175,25 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     }
     return {
         "targets": targets,
-        "format": INTEGER if scheme.activation_bits else PACKED,
+        "format": _layout(scheme),
         "weights": weights,
         "input_activations": activations if scheme.activation_bits else None,
         "output_activations": None,
     }
 
 
+def _layout(scheme: Scheme) -> str:
+    if scheme.fp8:
+        return float_quantized.layout(scheme)
+    return INTEGER if scheme.activation_bits else PACKED
+
+
 def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
     """Scheme of every module, from a `quantization_config` that any tool wrote.
 
     Raises:
-        CheckpointError: a module that no group targets, or a scheme outside of integers with 16-bit or dynamic 8-bit
-            activations.
+        CheckpointError: a module that no group targets, or a scheme outside of integers and 8-bit floats with 16-bit or
+            dynamic 8-bit activations of the same kind.
     """
     groups = list((config.get("config_groups") or {}).values())
     return {module: _parse_group(module, _find_group(module, groups)) for module in modules}
@@ -197,24 +215,23 @@ def _find_group(module: str, groups: list[Mapping[str, Any]]) -> Mapping[str, An
 
 def _parse_group(module: str, group: Mapping[str, Any]) -> Scheme:
     weights, activations = group.get("weights") or {}, group.get("input_activations")
+    kind, bits = weights.get("type", "int"), int(weights["num_bits"])
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
-    if weights.get("type", "int") != "int" or strategy not in ("group", "channel", "tensor"):
+    readable = ("channel", "tensor") if kind == "float" else ("group", "channel", "tensor")
+    if kind not in ("int", "float") or (kind == "float" and bits != 8) or strategy not in readable:
         raise CheckpointError(
-            f"{module} is quantized as {weights.get('type')} by {strategy}, which this toolkit does not read",
-            "It reads integer weights by group, channel or tensor",
+            f"{module} is quantized as {bits}-bit {kind} by {strategy}, which this toolkit does not read",
+            "It reads integer weights by group, channel or tensor, and 8-bit floats by channel or tensor",
         )
-    if activations and (activations.get("num_bits"), activations.get("type"), activations.get("dynamic")) != (
-        8,
-        "int",
-        True,
-    ):
+    if activations and tuple(map(activations.get, ("num_bits", "type", "dynamic"))) != (8, kind, True):
         raise CheckpointError(
-            f"{module} has activations other than dynamic 8-bit integers, which this toolkit does not read",
-            "It reads 16-bit activations and dynamic int8 per token",
+            f"{module} has activations other than dynamic 8-bit {kind}s, which this toolkit does not read",
+            f"Beside its weights it reads 16-bit activations and dynamic 8-bit {kind}s per token",
         )
     return Scheme(
-        bits=int(weights["num_bits"]),
+        bits=bits,
         group_size=int(weights["group_size"]) if strategy == "group" else None,
         symmetric=bool(weights.get("symmetric", True)),
         activation_bits=8 if activations else None,
+        fp8=kind == "float",
     )

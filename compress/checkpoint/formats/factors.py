@@ -66,7 +66,7 @@ def modules(names: Iterable[str], packed: Iterable[str]) -> list[str]:
 
 
 def _decode_factor(name: str, get: Get, scheme: Scheme | None) -> Factor:
-    return get(f"{name}.weight") if scheme is None else compressed_tensors.decode(name, get, scheme)
+    return get(f"{name}.weight") if scheme is None else compressed_tensors.decode_integers(name, get, scheme)
 
 
 def _shape(name: str, get: Get, scheme: Scheme | None) -> tuple[int, int]:

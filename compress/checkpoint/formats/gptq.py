@@ -16,6 +16,7 @@ from compress.checkpoint.formats.tensors import (
     optional,
     owners,
     refuse_activation_order,
+    refuse_floats,
     refuse_structure,
 )
 from compress.checkpoint.integer import IntegerWeight
@@ -33,6 +34,7 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     Other engines run 4 and 8 bits; 2 and 3 bits are defined by the format but few load them.
     """
     refuse_structure(NAME, scheme)
+    refuse_floats(NAME, scheme)
     out_features, in_features = shape
     scheme.num_groups(in_features)
     elsewhere = "Export to compressed-tensors instead"

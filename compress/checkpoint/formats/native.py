@@ -16,6 +16,7 @@ from torch import Tensor
 from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.formats import compressed_tensors, factors, outliers
 from compress.checkpoint.formats.tensors import Get, cast_exactly, owners
+from compress.checkpoint.fp8 import Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.outliers import OutlierWeight
@@ -67,7 +68,7 @@ def encode(module: str, weight: PackedWeight, dtype: torch.dtype) -> dict[str, T
         places = kept_places(module, weight.values != 0, weight.sparsity)
         values = weight.values.to(dtype).gather(1, places).contiguous()
         return {f"{module}.weight_values": values, f"{module}.weight_indices": _pack_places(places, weight.sparsity)}
-    if sparsity is None:
+    if sparsity is None or isinstance(weight, Fp8Weight):
         return compressed_tensors.encode(module, weight, dtype)
     zero = weight.zero.repeat_interleave(weight.shape[1] // weight.zero.shape[1], 1)
     places = kept_places(module, weight.codes != zero, sparsity)

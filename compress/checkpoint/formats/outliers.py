@@ -33,5 +33,5 @@ def encode(module: str, weight: OutlierWeight, dtype: torch.dtype) -> dict[str, 
 
 def decode(module: str, get: Get, scheme: Scheme) -> OutlierWeight:
     """The weight. Raises CheckpointError or SchemeError when tensors contradict each other or the scheme."""
-    base = compressed_tensors.decode(module, get, scheme.base)
+    base = compressed_tensors.decode_integers(module, get, scheme.base)
     return OutlierWeight(base, get(f"{module}{COLUMNS}"), get(f"{module}{VALUES}"), scheme)

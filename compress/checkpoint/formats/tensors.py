@@ -52,6 +52,12 @@ def refuse_structure(name: str, scheme: Scheme) -> None:
         raise SchemeError(f"{name} cannot leave out the zeros of {scheme}", "Use --format dense")
 
 
+def refuse_floats(name: str, scheme: Scheme) -> None:
+    """Raises SchemeError for 8-bit floats, which a format of integers has no codes for."""
+    if scheme.fp8:
+        raise SchemeError(f"{name} has no 8-bit floats", "Keep compressed-tensors, or use --format dense")
+
+
 def refuse_activation_order(module: str, group_index: Tensor | None, in_features: int, group_size: int | None) -> None:
     """Codes here are in the original column order, so a group index may only repeat `column // group_size`."""
     if group_index is None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from compress.checkpoint.config import packed_config, read_config
 from compress.checkpoint.formats.table import find_format
+from compress.checkpoint.fp8 import FP8, Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packed import CodedWeight
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.source import TensorFiles
 from compress.checkpoint.writer import PieceStore, assemble
@@ -25,9 +27,13 @@ SIDE_FILES = {
 }
 
 
-def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> IntegerWeight:
+def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> CodedWeight:
     """Any codes, signed scales of a trained model's size, and zero points that fit the scheme."""
     generator = torch.Generator().manual_seed(seed)
+    if scheme.fp8:
+        codes = (torch.randn(shape, generator=generator) * 100).to(FP8)
+        scale = (torch.rand(shape[0], 1, generator=generator) + 0.5) * 1e-3
+        return Fp8Weight(codes, scale.to(dtype), scheme)
     groups = (shape[0], scheme.num_groups(shape[1]))
     codes = torch.randint(0, scheme.max_code + 1, shape, generator=generator).to(torch.uint8)
     zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8)
@@ -39,7 +45,7 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
 
 
 @pytest.fixture(scope="session")
-def make_weight() -> Callable[..., IntegerWeight]:
+def make_weight() -> Callable[..., CodedWeight]:
     return random_weight
 
 
@@ -80,8 +86,8 @@ def linears(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture(scope="session")
-def pack() -> Callable[..., dict[str, IntegerWeight]]:
-    """Writes `dense` to `out` with random codes for the chosen modules; gives the integer weights it wrote."""
+def pack() -> Callable[..., dict[str, CodedWeight]]:
+    """Writes `dense` to `out` with random codes for the chosen modules; gives the weights it wrote."""
 
     def write(
         dense: Path,
@@ -89,10 +95,10 @@ def pack() -> Callable[..., dict[str, IntegerWeight]]:
         scheme: Callable[[str], Scheme | None],
         format: str = "compressed-tensors",
         shapes: dict[str, tuple[int, int]] | None = None,
-    ) -> dict[str, IntegerWeight]:
+    ) -> dict[str, CodedWeight]:
         files, config = TensorFiles.open(dense), read_config(dense)
         codec = find_format(format)
-        weights: dict[str, IntegerWeight] = {}
+        weights: dict[str, CodedWeight] = {}
         tensors: dict[str, Tensor] = {name: files.tensor(name) for name in files.names()}
         for number, (module, shape) in enumerate((shapes or linears(dense)).items()):
             chosen = scheme(module)

@@ -25,6 +25,8 @@ DEFAULT_LOAD = [
     Scheme(3, 64),
     Scheme(2, 32),
     Scheme(8, None, activation_bits=8),
+    Scheme(8, None, fp8=True),
+    Scheme(8, None, activation_bits=8, fp8=True),
 ]
 
 

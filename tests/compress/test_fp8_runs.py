@@ -1,0 +1,135 @@
+"""8-bit floats from a checkpoint to a served one: chosen in one word, smoothed where asked, read by everyone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from calibration.sources import load_texts
+from calibration.tokenizer import load_tokenizer
+from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.errors import RecipeError, SchemeError
+from compress.checkpoint.fp8 import MAX_FP8
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme
+from compress.cli.quantize import make_scheme
+from compress.evaluate.perplexity import evaluate
+from compress.evaluate.scorers import RuntimeScorer
+from compress.evaluate.windows import cut_windows
+from compress.methods.fp8 import quantize_fp8, round_to_fp8
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import RunResult, run
+from compress.recipe import CalibrationOptions, Recipe
+from compress.recipe_file import parse_recipe
+from compress.stages.quantize import QuantizeStage
+from runtime.capacity.weights import Weights
+from runtime.kernels.base import Target
+from runtime.model.config import parse_config
+from runtime.model.load import load_model
+
+W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
+SMALL = CalibrationOptions(samples=8, length=256)
+
+
+def request(out, *stages: QuantizeStage) -> RunRequest:
+    model = demo_model_path()
+    return RunRequest(model, str(model), Recipe(stages, SMALL), out, dtype="float32", measure=False)
+
+
+def compress(out, *stages: QuantizeStage) -> RunResult:
+    return run(prepare(request(out, *stages)), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("fp8") / "packed"
+    result = compress(out, QuantizeStage("rtn", W8A8))
+    assert result.structure.ok
+    return out
+
+
+def test_the_plan_is_what_is_written(packed):
+    plan = prepare(request(packed.parent / "other", QuantizeStage("rtn", W8A8))).plan
+    checkpoint = PackedCheckpoint.open(packed)
+    assert plan.bytes_after == checkpoint.files.nbytes
+    assert set(checkpoint.schemes.values()) == {W8A8}
+
+
+def test_what_is_served_was_planned_and_is_close_to_the_model(packed):
+    decoder = load_model(packed, device="cpu", dtype="float32")
+    lines = [line for line in decoder.description if "fp8" in line]
+    assert [line.split(":")[0] for line in lines] == [
+        f"6 x {name}" for name in ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj")
+    ]
+    assert all("kernel dequantized" in line and "triton_fp8 runs on NVIDIA GPUs" in line for line in lines)
+    checkpoint = PackedCheckpoint.open(packed)
+    target = Target(torch.device("cpu"), torch.float32)
+    planned = Weights(checkpoint, parse_config(checkpoint.config), target, "auto", 2**40)
+    assert planned.prepared() == decoder.nbytes
+    windows = cut_windows(load_texts("pydoc"), load_tokenizer(packed), length=256, max_tokens=1024)
+    dense = RuntimeScorer(demo_model_path(), dtype="float32")
+    assert evaluate(RuntimeScorer(packed, dtype="float32"), windows, dense).kl_mean < 0.03
+
+
+def test_transformers_computes_the_same(packed):
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(10, 4000, (1, 48), generator=torch.Generator().manual_seed(0))
+    theirs = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(tokens).logits.log_softmax(-1)
+    ours = RuntimeScorer(packed, dtype="float32").logits(tokens).log_softmax(-1)
+    dense = RuntimeScorer(demo_model_path(), dtype="float32").logits(tokens).log_softmax(-1)
+    kl = [torch.nn.functional.kl_div(each, expected, log_target=True, reduction="none").sum(-1).mean()
+          for each in (ours, dense)]  # fmt: skip
+    assert kl[0] < 0.05 * kl[1]
+
+
+def test_smoothing_works_with_it(tmp_path):
+    result = compress(tmp_path / "packed", QuantizeStage("smoothquant", W8A8))
+    smoothing = [edge for block in result.report["blocks"] for edge in block["smoothing"]]
+    assert smoothing
+    assert all(edge["loss_after"] <= edge["loss_before"] for edge in smoothing)
+    assert set(PackedCheckpoint.open(tmp_path / "packed").schemes.values()) == {W8A8}
+
+
+def test_scales_have_the_least_error_and_clip_nothing():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 96, generator=generator)
+    weight[3] = 0
+    importance = torch.rand(96, generator=generator)
+    found = quantize_fp8(weight, W8A16, importance)
+    assert (weight.abs().amax(1) / found.scale[:, 0].float() < MAX_FP8 * 1.01).all()
+    errors = [((each - weight).square() * importance).sum(1) for each in (found.dequantize(), round_to_fp8(weight))]
+    assert (errors[0] <= errors[1]).all()
+    assert errors[0].sum() < errors[1].sum()
+    assert torch.equal(found.dequantize()[3], torch.zeros(96))
+    for dtype in (torch.bfloat16, torch.float16):
+        tiny = quantize_fp8(weight * 1e-9, W8A16, scale_dtype=dtype)
+        assert torch.isfinite(tiny.dequantize()).all()
+
+
+def test_words_for_it():
+    recipe = parse_recipe("stages:\n- quantize: {fp8: true}\n", "r.yaml")
+    assert recipe.stages == (QuantizeStage("rtn", W8A8),)
+    text = "stages:\n- quantize: {method: smoothquant, fp8: true, alpha: 0.5}\n"
+    assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("smoothquant", W8A8, alpha=0.5),)
+    text = "stages:\n- quantize: {fp8: true, activation_bits: 16}\n"
+    assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("rtn", W8A16),)
+    assert make_scheme("rtn", None, None, True, None, fp8=True) == W8A8
+    assert make_scheme("rtn", None, None, True, 16, fp8=True) == W8A16
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "gptaq", "signround", "hqq"])
+def test_methods_that_choose_integers_are_refused(method):
+    with pytest.raises(RecipeError, match=f"{method} chooses integers.*rtn or smoothquant"):
+        QuantizeStage(method, W8A8)
+
+
+def test_other_refusals(tmp_path):
+    with pytest.raises(SchemeError, match="8 bits, one scale per output channel"):
+        make_scheme("rtn", 4, None, True, None, fp8=True)
+    with pytest.raises(RecipeError, match="takes no 8-bit floats"):
+        prepare(request(tmp_path / "a", QuantizeStage("rtn", W8A16, targets=("embed_tokens",))))
+    with pytest.raises(SchemeError, match="nor outlier columns"):
+        prepare(request(tmp_path / "b", QuantizeStage("rtn", W8A8, outlier_columns=4)))

@@ -1,0 +1,119 @@
+"""Products with 8-bit floats in Triton against the exact product in float64, with memory poisoned before it is
+written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from poisoned_memory import poisoned_allocations
+from tiny_models import random_weight
+
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.fp8 import FP8
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.base import Target
+from runtime.kernels.gpu_fp8 import KERNEL
+from runtime.kernels.handover import FLOATS, InputForm
+from runtime.kernels.registry import choose_kernel
+from runtime.kernels.sizes import prepared_bytes
+
+W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
+BOUND = {torch.bfloat16: 6e-3, torch.float16: 6e-4}
+"""Of the output's rounding; the interpreter cuts bfloat16 off where a GPU rounds to the nearest."""
+
+
+def activations(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
+
+
+def relative_error(found, expected) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def exact_product(x, weight, bias):
+    """What the scheme means, in float64."""
+    if weight.scheme.activation_bits:
+        levels, scale = quantize_tokens(x, fp8=True)
+        x = levels.double() * scale.double()
+    return x.double() @ weight.dequantize(torch.float64).to(x.device).T + bias.double()
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("scheme", [W8A16, W8A8], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_few_tokens_against_float64(gpu, tokens, scheme, dtype) -> None:
+    from runtime.kernels.gpu.launch_fp8 import multiply_fp8, place_fp8
+
+    weight, target = random_weight((70, 328), scheme), Target(gpu, dtype)
+    x, bias = activations(tokens, 328, dtype, gpu), activations(1, 70, dtype, gpu)[0]
+    placed = replace(place_fp8(weight, target, num_processors=4), native=False)
+    assert placed.nbytes == prepared_bytes(KERNEL.name, scheme, *weight.shape, target)
+    with poisoned_allocations():
+        found = multiply_fp8(x, placed, bias)
+    assert found.dtype == dtype
+    assert relative_error(found, exact_product(x, weight, bias)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_many_tokens_by_8_bit_products(gpu, with_bias) -> None:
+    from runtime.kernels.gpu.launch_fp8 import multiply_fp8, place_fp8
+
+    if gpu.type == "cuda" and torch.cuda.get_device_capability(gpu) < (8, 9):
+        pytest.skip("this GPU has no 8-bit floats")
+    weight, target = random_weight((150, 200), W8A8), Target(gpu, torch.float16)
+    x, bias = activations(131, 200, torch.float16, gpu), activations(1, 150, torch.float16, gpu)[0]
+    placed = replace(place_fp8(weight, target, num_processors=4), native=True)
+    with poisoned_allocations():
+        found = multiply_fp8(x, placed, bias if with_bias else None)
+    expected = exact_product(x, weight, bias if with_bias else torch.zeros_like(bias))
+    # A GPU keeps about 14 bits of the sum over a block of inputs.
+    assert relative_error(found, expected) < (6e-4 if gpu.type == "cpu" else 2e-3)
+
+
+def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
+    from runtime.kernels.gpu.launch_rows import prepared
+
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    between = numbers[:126] / 2 + numbers[1:127] / 2  # halfway: to the even code
+    x = torch.zeros(5, 300, dtype=torch.float16)
+    x[0, :126], x[0, 126:253], x[0, 253:299], x[0, 299] = between, numbers[:127], -between[:46], 448
+    x[1] = activations(1, 300, torch.float16, torch.device("cpu"))[0]
+    x[2] = 1e-7 * x[1]
+    x[4] = x[1] * 1000
+    x = x.to(gpu)
+    with poisoned_allocations():
+        made = prepared(x, InputForm(FLOATS))
+    levels, scale = quantize_tokens(x, fp8=True)
+    assert torch.equal(made.rows, levels.to(FP8).view(torch.uint8))
+    assert torch.equal(made.beside, scale[:, 0])
+
+
+def test_every_code_is_read_as_its_number(gpu) -> None:
+    from runtime.kernels.gpu.launch_fp8 import multiply_fp8, place_fp8
+
+    weight, target = random_weight((64, 256), W8A16), Target(gpu, torch.float16)
+    weight.scale.fill_(1.0)
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers[0x7F], numbers[0xFF] = 0, 0x80
+    weight.codes.view(torch.uint8)[:] = numbers
+    one_hot = torch.eye(256, dtype=torch.float16, device=gpu)
+    found = multiply_fp8(one_hot, place_fp8(weight, target, 1), None)
+    assert torch.equal(found[:, 0].float().cpu(), numbers.view(FP8).float())
+
+
+def test_a_token_does_not_see_its_neighbours(gpu) -> None:
+    linear = KERNEL.prepare(random_weight((64, 256), W8A8), None, Target(gpu, torch.bfloat16))
+    x = activations(5, 256, torch.bfloat16, gpu)
+    together = linear(x)
+    x[1:] = float("nan")
+    alone = linear(x)
+    assert torch.equal(alone[0], together[0])
+    assert not torch.isfinite(alone[1:]).any()
+
+
+def test_a_gpu_serves_8_bit_floats_with_it() -> None:
+    target = Target(torch.device("cuda"), torch.bfloat16)
+    assert {choose_kernel(scheme, 768, target).kernel.name for scheme in (W8A16, W8A8)} == {"triton_fp8"}
+    assert choose_kernel(W8A8, 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"

@@ -1,0 +1,68 @@
+"""8-bit floats on a CPU: exact numbers, tokens rounded as the contract says, the size known beforehand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import random_weight
+
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.errors import SchemeError
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.base import Target
+from runtime.kernels.registry import FP8_KERNELS, choose_kernel
+from runtime.kernels.sizes import prepared_bytes
+from runtime.model.linear import fuse_weights
+
+CPU = torch.device("cpu")
+W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
+BOUND = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 6e-3}
+"""In bfloat16 the weights and the rounded inputs are rounded too."""
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("scheme", [W8A16, W8A8], ids=str)
+@pytest.mark.parametrize("name", ["dequantized", "reference"])
+def test_products_and_sizes(name, scheme, dtype):
+    target, generator = Target(CPU, dtype), torch.Generator().manual_seed(0)
+    weight = random_weight((100, 160), scheme)
+    x, bias = (torch.randn(rows, generator=generator, dtype=torch.float64).to(dtype) for rows in ((7, 160), (100,)))
+    seen = x.double()
+    if scheme.activation_bits:
+        levels, scale = quantize_tokens(x, fp8=True)
+        seen = levels.double() * scale.double()
+    expected = seen @ weight.dequantize(torch.float64).T + bias.double()
+    linear = choose_kernel(scheme, 160, target, name).kernel.prepare(weight, bias, target)
+    found = linear(x)
+    assert found.dtype == dtype
+    assert (found.double() - expected).norm() < BOUND[dtype] * expected.norm()
+    assert linear.nbytes == prepared_bytes(name, scheme, 100, 160, target)
+
+
+def test_what_serves_it_and_why():
+    choice = choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16))
+    assert choice.kernel.name == "dequantized"
+    assert "triton_fp8 runs on NVIDIA GPUs" in choice.reason
+    assert choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16), "w4a8").kernel.name == "dequantized"
+    excluded = {"dequantized": "would need 9 GiB of 1 GiB"}
+    assert choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16), excluded=excluded).kernel.name == "reference"
+
+
+def test_kernels_of_the_other_numbers_are_refused():
+    target = Target(CPU, torch.bfloat16)
+    with pytest.raises(SchemeError, match=r"native cannot serve w8a8 fp8 channel: it multiplies by integers"):
+        choose_kernel(W8A8, 256, target, "native")
+    with pytest.raises(SchemeError, match=r"triton_fp8 cannot serve w4a16 g128 sym: it multiplies by 8-bit floats"):
+        choose_kernel(Scheme(), 256, target, "triton_fp8")
+    with pytest.raises(SchemeError, match=r"unknown kernel 'fp8'.*triton_fp8.*"):
+        choose_kernel(W8A8, 256, target, "fp8")
+    assert FP8_KERNELS[-1].refuse(W8A8, 7, Target(CPU, torch.float64)) == ""
+
+
+def test_siblings_become_one_weight():
+    parts = [random_weight((rows, 64), W8A8, seed=rows) for rows in (32, 16)]
+    fused = fuse_weights(parts)
+    assert fused.shape == (48, 64)
+    assert torch.equal(fused.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert fuse_weights([parts[0], random_weight((16, 64), W8A16)]) is None
+    assert fuse_weights([parts[0], random_weight((16, 64), Scheme(8, None, activation_bits=8))]) is None
