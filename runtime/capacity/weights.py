@@ -9,7 +9,7 @@ from itertools import groupby
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Target
-from runtime.kernels.dense import is_prepacked
+from runtime.kernels.dense import choose_dense
 from runtime.kernels.registry import choose_kernel
 from runtime.kernels.sizes import dense_bytes, embedding_bytes, prepared_bytes, reads_rows
 from runtime.model.config import DecoderConfig
@@ -76,7 +76,7 @@ class Weights:
 
     def _fused(self, scheme: Scheme | None, rows: int, columns: int, excluded: Mapping[str, str]) -> int:
         if scheme is None:
-            return dense_bytes(rows, columns, self.target)
+            return dense_bytes(rows, columns, self.target, reference=self.kernels == "reference")
         kernel = choose_kernel(scheme, columns, self.target, self.kernels, excluded).kernel.name
         return prepared_bytes(kernel, scheme, rows, columns, self.target)
 
@@ -89,10 +89,10 @@ class Weights:
             return embedding
         head = self._fused(scheme, rows, columns, excluded)
         if scheme is None:
-            shared = not is_prepacked(self.target) or self.kernels == "reference"
+            shared = choose_dense(columns, self.target, reference=self.kernels == "reference").kernel.reads_rows
         else:
             kernel = choose_kernel(scheme, columns, self.target, self.kernels, excluded).kernel.name
-            shared = reads_rows(kernel, self.target)
+            shared = reads_rows(kernel, columns, self.target)
         return head if shared else embedding + head
 
 

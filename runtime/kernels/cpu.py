@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from compress.native.binding import INSTRUCTION_SETS, best_instruction_set
+
 
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether matrix products in this dtype have a vectorized path; 16-bit ones are over ten times slower without."""
+    return has_fast_torch_products(dtype) or (dtype == torch.bfloat16 and has_native_vectors())
+
+
+def has_native_vectors() -> bool:
+    """Whether the compiled kernels have vectors for this CPU."""
+    return best_instruction_set() > INSTRUCTION_SETS.index("scalar")
+
+
+def has_fast_torch_products(dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies matrices of this dtype in vectors, be it in a wider one."""
     if dtype in (torch.float32, torch.float64):
         return True
     if not torch.backends.mkldnn.is_available():

@@ -1,13 +1,18 @@
-"""Linears that are not quantized."""
+"""Linears that are not quantized: which product serves them, and why."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from compress.native.binding import absence
+from compress.native.linear import INPUT_MULTIPLE, NativeLinear, padded_features
 from runtime.kernels.base import Linear, Target
-from runtime.kernels.cpu import is_fast
+from runtime.kernels.cpu import has_fast_torch_products, has_native_vectors
 
 
 class DenseLinear:
@@ -39,12 +44,75 @@ class PrepackedLinear:
         return self._linear(x, self._packed, self._bias, "none", [], "")
 
 
+@dataclass(frozen=True, slots=True)
+class DenseKernel:
+    """One way to multiply by a dense weight.
+
+    Attributes:
+        refuse: why it cannot serve this number of input features on this target; empty when it can.
+        reads_rows: whether what it prepares can be looked up too (`RowSource`).
+        padded: output features in memory for those of the weight.
+    """
+
+    name: str
+    summary: str
+    refuse: Callable[[int, Target], str]
+    prepare: Callable[[Tensor, Tensor | None], Linear]
+    reads_rows: bool
+    padded: Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseChoice:
+    """A kernel for a dense weight, and why it and none before it."""
+
+    kernel: DenseKernel
+    reason: str
+
+
+def choose_dense(in_features: int, target: Target, *, reference: bool = False) -> DenseChoice:
+    """The first kernel that can serve a dense weight; `reference` asks for plain `F.linear`."""
+    if reference:
+        return DenseChoice(PLAIN, f"asked for; {PLAIN.summary}")
+    refusals: list[str] = []
+    for kernel in (NATIVE, PREPACKED):
+        refusal = kernel.refuse(in_features, target)
+        if not refusal:
+            return DenseChoice(kernel, "; ".join([kernel.summary, *refusals]))
+        refusals.append(f"{kernel.name} {refusal}")
+    return DenseChoice(PLAIN, "; ".join([PLAIN.summary, *refusals]))
+
+
 def dense_linear(weight: Tensor, bias: Tensor | None, target: Target, *, reference: bool = False) -> Linear:
     """The best linear for a dense weight `[O, I]`; `reference` asks for plain `F.linear`."""
-    weight = weight.to(target.device, target.dtype)
-    return PrepackedLinear(weight, bias) if is_prepacked(target) and not reference else DenseLinear(weight, bias)
+    kernel = choose_dense(weight.shape[1], target, reference=reference).kernel
+    return kernel.prepare(weight.to(target.device, target.dtype), bias)
 
 
-def is_prepacked(target: Target) -> bool:
-    """Whether `dense_linear` makes a copy of its weight in oneDNN's layout."""
-    return target.device.type == "cpu" and target.dtype == torch.bfloat16 and is_fast(torch.bfloat16)
+def _refuse_native(in_features: int, target: Target) -> str:
+    if target.device.type != "cpu":
+        return "runs on CPUs"
+    if absence():
+        return f"is not there: {absence()}"
+    if target.dtype != torch.bfloat16:
+        return "holds bfloat16 numbers"
+    if in_features % INPUT_MULTIPLE:
+        return f"takes inputs that are a multiple of {INPUT_MULTIPLE}"
+    return "" if has_native_vectors() else "has no vectors for this CPU"
+
+
+def _refuse_prepacked(in_features: int, target: Target) -> str:
+    if target.device.type != "cpu" or target.dtype != torch.bfloat16:
+        return "multiplies bfloat16 numbers on CPUs"
+    return "" if has_fast_torch_products(torch.bfloat16) else "has no bfloat16 products on this CPU"
+
+
+def _as_they_are(out_features: int) -> int:
+    return out_features
+
+
+NATIVE = DenseKernel(
+    "native", "bfloat16 numbers in C, float32 sums", _refuse_native, NativeLinear, True, padded_features
+)
+PREPACKED = DenseKernel("onednn", "oneDNN over its own layout", _refuse_prepacked, PrepackedLinear, False, _as_they_are)
+PLAIN = DenseKernel("torch", "F.linear", lambda in_features, target: "", DenseLinear, True, _as_they_are)

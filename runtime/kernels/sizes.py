@@ -6,7 +6,7 @@ from compress.checkpoint.packing import num_words
 from compress.checkpoint.scheme import MAX_BITS, Scheme
 from compress.native.linear import padded_features, stored_bits
 from runtime.kernels.base import Target
-from runtime.kernels.dense import is_prepacked
+from runtime.kernels.dense import choose_dense
 from runtime.kernels.gpu.packing import planes_bytes
 from runtime.kernels.int4pack import ROW_MULTIPLE, kernel_group_size, tile_columns
 
@@ -14,9 +14,10 @@ SCALE_BYTES = 2
 ZERO_BYTES = 1
 
 
-def dense_bytes(rows: int, columns: int, target: Target) -> int:
-    """Of a weight `[rows, columns]` that is not quantized."""
-    return rows * columns * target.dtype.itemsize
+def dense_bytes(rows: int, columns: int, target: Target, *, reference: bool = False) -> int:
+    """`nbytes` of the linear that `dense_linear` makes of a weight `[rows, columns]` that is not quantized."""
+    padded = choose_dense(columns, target, reference=reference).kernel.padded
+    return padded(rows) * columns * target.dtype.itemsize
 
 
 def prepared_bytes(kernel: str, scheme: Scheme, rows: int, columns: int, target: Target) -> int:
@@ -31,17 +32,17 @@ def prepared_bytes(kernel: str, scheme: Scheme, rows: int, columns: int, target:
 def embedding_bytes(scheme: Scheme | None, rows: int, columns: int, target: Target) -> int:
     """Of an embedding `[rows, columns]` that is looked up and nothing else; dense without a scheme."""
     if scheme is None:
-        return dense_bytes(rows, columns, target)
+        return rows * columns * target.dtype.itemsize
     words = columns if scheme.bits == MAX_BITS else 4 * num_words(columns, scheme.bits)
     return rows * (words + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES)))
 
 
-def reads_rows(kernel: str, target: Target) -> bool:
-    """Whether the linear that a kernel, by name, makes can be looked up too (`RowSource`)."""
+def reads_rows(kernel: str, columns: int, target: Target) -> bool:
+    """Whether the linear that a kernel, by name, makes of so many columns can be looked up too (`RowSource`)."""
     if kernel == "int4pack":
         return tile_columns() > 0
     if kernel == "dequantized":
-        return not is_prepacked(target)
+        return choose_dense(columns, target).kernel.reads_rows
     return kernel == "reference" or kernel.startswith("native")
 
 

@@ -152,9 +152,9 @@ class _Loader:
             return WithOutliers(self._prepare(weight.base, what, bias), columns, values)
         if isinstance(weight, Tensor):
             reference = self.kernels == "reference"
-            choice = choose_dense(weight.shape[1], self.target, reference=reference)
+            dense = choose_dense(weight.shape[1], self.target, reference=reference)
             dtype = str(self.target.dtype).removeprefix("torch.")
-            self.used[f"{name}: dense {dtype}, kernel {choice.kernel.name} ({choice.reason})"] += 1
+            self.used[f"{name}: dense {dtype}, kernel {dense.kernel.name} ({dense.reason})"] += 1
             return dense_linear(weight, bias, self.target, reference=reference)
         choice = self._choose(weight.scheme, weight.shape[1])
         self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1

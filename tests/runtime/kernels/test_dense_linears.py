@@ -1,0 +1,92 @@
+"""Which product serves a weight that is not quantized, and that each of them is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from compress.native.binding import absence
+from compress.native.linear import NativeLinear
+from runtime.attention.native_layers import refuse_layers
+from runtime.kernels import cpu, dense
+from runtime.kernels.base import RowSource, Target
+from runtime.kernels.dense import NATIVE, PLAIN, PREPACKED, choose_dense, dense_linear
+from runtime.kernels.sizes import dense_bytes
+from runtime.model.load import load_model
+
+CPU = torch.device("cpu")
+BF16 = Target(CPU, torch.bfloat16)
+needs_vectors = pytest.mark.skipif(not cpu.has_native_vectors(), reason=absence() or "no vectors for this CPU")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@needs_vectors
+@pytest.mark.parametrize(
+    ("in_features", "target", "kernel", "said"),
+    [
+        (64, BF16, NATIVE, ""),
+        (40, BF16, PREPACKED, "native takes inputs that are a multiple of 32"),
+        (64, Target(CPU, torch.float32), PLAIN, "native holds bfloat16 numbers"),
+        (64, Target(torch.device("cuda"), torch.bfloat16), PLAIN, "native runs on CPUs"),
+    ],
+)
+def test_the_choice_says_why(in_features, target, kernel, said, monkeypatch):
+    monkeypatch.setattr(dense, "has_fast_torch_products", lambda dtype: True)
+    choice = choose_dense(in_features, target)
+    assert choice.kernel is kernel
+    assert said in choice.reason
+
+
+def test_without_native_kernels(monkeypatch):
+    monkeypatch.setattr(dense, "absence", lambda: "not compiled")
+    for products, kernel in ((True, PREPACKED), (False, PLAIN)):
+        monkeypatch.setattr(dense, "has_fast_torch_products", lambda dtype, products=products: products)
+        choice = choose_dense(64, BF16)
+        assert choice.kernel is kernel
+        assert "not compiled" in choice.reason
+
+
+def test_reference_is_plain_torch():
+    assert choose_dense(64, BF16, reference=True).kernel is PLAIN
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (70, 96), (128, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_product_rows_and_size(shape, dtype):
+    """Products, rows where there are any, and the size that was known before."""
+    target, weight, bias = Target(CPU, dtype), random(*shape, seed=1).to(dtype), random(shape[0], seed=2).to(dtype)
+    kernel = choose_dense(shape[1], target).kernel
+    linear = dense_linear(weight, bias, target)
+    assert linear.nbytes == dense_bytes(*shape, target)
+    for rows in (1, 5, 33):
+        x = random(rows, shape[1], seed=3).to(dtype)
+        expected = x.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(
+            linear(x).double(), expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=0.05
+        )
+    assert (isinstance(linear, RowSource) and linear.reads_rows) == kernel.reads_rows
+    if isinstance(linear, RowSource):
+        indices = torch.tensor([shape[0] - 1, 0, 3])
+        assert torch.equal(linear.rows(indices, dtype), weight[indices])
+
+
+@needs_vectors
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_dense_checkpoint_runs_compiled(tied, tmp_path):
+    """All of its linears: the layers run in one call, and a head that is the embedding is held once."""
+    path = save_tiny_model(
+        tmp_path, dtype=torch.bfloat16, tie_word_embeddings=tied, hidden_size=128, intermediate_size=96
+    )
+    model = load_model(path, dtype="bfloat16")
+    assert isinstance(model.head, NativeLinear)
+    assert refuse_layers(model) == ""
+    assert any("dense bfloat16, kernel native" in line for line in model.description)
+    held = model.head.nbytes + sum(
+        linear.nbytes for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    )
+    embedding = 0 if tied else model.config.vocab_size * model.config.hidden_size * 2
+    assert model.nbytes == held + embedding
