@@ -14,6 +14,7 @@ from torch import Tensor
 from compress.checkpoint.errors import ToolkitError
 from runtime.attention.gpu import TritonAttention
 from runtime.attention.gpu import refuse as refuse_triton
+from runtime.attention.gpu_layers import TritonLayers, refuse_triton_layers
 from runtime.attention.native import NativeAttention
 from runtime.attention.native_layers import NativeLayers, refuse_layers
 from runtime.attention.paged import PagedAttention
@@ -68,15 +69,19 @@ class ModelRunner:
         if memory.reach.window is not None:
             self.windows = (memory.reach.window,) * decoder.config.num_layers
         self.cache = KVCache(decoder, memory)
-        self.native_layers: NativeLayers | None = None
-        self.layers_refusal = "keys and values are not in native pages"
-        if isinstance(self.pages, NativePages):
-            self.layers_refusal = refuse_layers(decoder)
-        if isinstance(self.pages, NativePages) and not self.layers_refusal:
-            self.native_layers = NativeLayers(decoder, self.pages, self.windows)
         self.triton_refusal = refuse_triton(
             decoder.device, decoder.dtype, decoder.config.head_dim, self.cache.scheme.recent
         )
+        self.native_layers: NativeLayers | None = None
+        self.triton_layers: TritonLayers | None = None
+        if isinstance(self.pages, NativePages):
+            self.layers_refusal = refuse_layers(decoder)
+            if not self.layers_refusal:
+                self.native_layers = NativeLayers(decoder, self.pages, self.windows)
+        else:
+            self.layers_refusal = refuse_triton_layers(decoder, self.triton_refusal, memory.reach)
+            if not self.layers_refusal:
+                self.triton_layers = TritonLayers(decoder, self.cache)
         self.graphs: StepGraphs | None = None
         self.graphs_refusal = self._refuse_graphs()
         if not self.graphs_refusal:
@@ -158,14 +163,16 @@ class ModelRunner:
         """Why no step can be recorded; empty when some can."""
         if self.decoder.device.type != "cuda":
             return "recorded steps run on NVIDIA GPUs"
-        if self.triton_refusal:
-            return f"attention is plain torch: Triton {self.triton_refusal}"
-        return "keys and values are kept exactly for some tokens" if self.cache.sinks or self.cache.recent else ""
+        if self.triton_layers is None:  # nobody else leaves rows of padding alone
+            return f"layers run one by one: {self.layers_refusal}"
+        return "the first tokens are kept exactly, and computed when a sequence begins" if self.cache.sinks else ""
 
     def _forward(self, batch: Batch) -> Tensor:
         attention, run_layers = self._attention(batch), None
         if self.native_layers is not None and isinstance(attention, NativeAttention):
             run_layers = partial(self.native_layers, attention=attention)
+        elif self.triton_layers is not None and isinstance(attention, TritonAttention):
+            run_layers = partial(self.triton_layers, attention=attention)
         return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
 
     def _attention(self, batch: Batch) -> Attention:

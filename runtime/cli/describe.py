@@ -39,8 +39,26 @@ def describe_attention(engine: Engine) -> str:
     runner = engine.runner
     if not isinstance(runner, ModelRunner):
         return "none"
-    layers = f"layer by layer: {runner.layers_refusal}" if runner.layers_refusal else "all layers in one call"
-    return f"{runner.cache.reason}; {layers}"
+    attention = runner.cache.reason if runner.triton_refusal else "Triton, reads pages as they are"
+    if runner.decoder.device.type == "cuda" and runner.triton_refusal:
+        attention = f"plain torch; Triton {runner.triton_refusal}"
+    if runner.layers_refusal:
+        return f"{attention}; layer by layer: {runner.layers_refusal}"
+    return f"{attention}; {'fused kernels between products' if runner.triton_layers else 'all layers in one call'}"
+
+
+def describe_gpu(engine: Engine) -> list[str]:
+    """What only a GPU has: how its memory is divided, and which steps are recorded. Nothing on a CPU."""
+    from runtime.runner import ModelRunner
+
+    runner = engine.runner
+    if not isinstance(runner, ModelRunner) or runner.decoder.device.type != "cuda":
+        return []
+    steps = f"launched kernel by kernel: {runner.graphs_refusal}"
+    if runner.graphs is not None:
+        sizes = ", ".join(map(str, runner.graphs.sizes))
+        steps = f"of one token for each of {sizes} sequences are recorded at their first use (CUDA graphs)"
+    return [*(f"memory    {line}" for line in runner.memory.explain().splitlines()), f"steps     {steps}"]
 
 
 def describe_memory(engine: Engine) -> str:

@@ -1,0 +1,117 @@
+"""A step over static buffers with the GPU's own kernels, rows of padding among the others. Without a GPU they run in
+Triton's interpreter, and the recording is the function itself; with one it is a CUDA graph."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from poisoned_memory import poison
+from tiny_models import save_tiny_model
+
+from runtime.attention.gpu_layers import TritonLayers
+from runtime.batch import slots_of
+from runtime.config import RuntimeConfig
+from runtime.model.captures import CudaCapture, capture_nothing
+from runtime.model.load import load_model
+from runtime.runner import ModelRunner, build_runner
+from runtime.sampling_params import SamplingParams
+from runtime.step import ScheduledSequence, StepPlan
+from runtime.types import Request, Sequence
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def decoder(gpu, tmp_path_factory):
+    from runtime.model.ops_triton import TritonOps
+
+    folder = save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3", head_dim=32, **SIZES)
+    return replace(load_model(folder, device=gpu.type, dtype="bfloat16", kernels="reference"), ops=TritonOps())
+
+
+def make_runner(decoder, **options) -> ModelRunner:
+    """With the kernels of a GPU, and NaN in all blocks that nobody wrote."""
+    config = {"num_blocks": 40, "block_size": BLOCK_SIZE, "max_num_sequences": 6, "max_model_len": 48} | options
+    runner = build_runner(decoder, RuntimeConfig(**config))
+    poison(runner.pages.memory)
+    runner.triton_refusal = ""
+    runner.triton_layers = TritonLayers(decoder, runner.cache)
+    runner.record_steps(CudaCapture(decoder.device) if decoder.device.type == "cuda" else capture_nothing)
+    return runner
+
+
+def begin(runner: ModelRunner, lengths: list[int]) -> tuple[ScheduledSequence, ...]:
+    """Sequences with keys and values (random ones) of all but the last token, and those last tokens."""
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+    config, device = runner.decoder.config, runner.decoder.device
+    blocks = chance.sample(range(runner.num_blocks), runner.num_blocks)
+    entries = []
+    for index, length in enumerate(lengths):
+        tokens = [chance.randrange(112) for _ in range(length)]
+        request = Request(f"s{index}", tuple(tokens), SamplingParams(temperature=0), seed=7)
+        sequence = Sequence(request, tokens, block_ids=[blocks.pop() for _ in range(-(-length // BLOCK_SIZE))])
+        slots = torch.tensor(slots_of(ScheduledSequence(sequence, 0, length - 1), BLOCK_SIZE), device=device)
+        shape = (2, config.num_layers, length - 1, config.num_kv_heads, config.head_dim)
+        keys, values = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        for layer in range(config.num_layers if length > 1 else 0):
+            runner.pages.write(layer, slots, keys[layer], values[layer])
+        entries.append(ScheduledSequence(sequence, length - 1, 1))
+    return tuple(entries)
+
+
+def ordinary_logits(runner: ModelRunner, entries: tuple[ScheduledSequence, ...]) -> torch.Tensor:
+    """In the order of the entries, from a step that is not recorded."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(sampling, rows):
+        found.update(zip([entry.sequence.id for entry in sampling], rows, strict=True))
+        return {entry.sequence.id: [] for entry in sampling}
+
+    graphs, sample = runner.graphs, runner.sample
+    runner.graphs, runner.sample = None, keep
+    runner.execute(StepPlan(entries))
+    runner.graphs, runner.sample = graphs, sample
+    return torch.stack([found[entry.sequence.id] for entry in entries])
+
+
+@pytest.mark.parametrize("kv_cache", ["16bit", "int4"])
+def test_logits_are_those_of_ordinary_steps(decoder, kv_cache):
+    runner = make_runner(decoder, kv_cache=kv_cache)
+    entries = begin(runner, [9, 1, 14])
+    recorded = runner.graphs.run(entries).clone()
+    assert recorded.isfinite().all()
+    expected = ordinary_logits(runner, entries)
+    torch.testing.assert_close(recorded, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
+def test_rows_of_padding_write_and_change_nothing(decoder):
+    runner = make_runner(decoder)
+    entries = begin(runner, [5, 14, 3])
+    first = runner.graphs.run(entries).clone()
+    before = {name: tensor.clone() for name, tensor in runner.pages.memory.tensors.items()}
+    runner.graphs.run(entries[:1])
+    assert torch.equal(runner.graphs.run(entries), first)
+    for name, tensor in runner.pages.memory.tensors.items():
+        assert torch.equal(tensor.view(torch.int16), before[name].view(torch.int16)), name
+
+
+def test_a_window_moves_with_the_sequence(gpu, tmp_path):
+    """Its blocks before the window are given back: keys have other places than positions."""
+    from runtime.model.ops_triton import TritonOps
+
+    folder = save_tiny_model(tmp_path / "model", "mistral", head_dim=32, sliding_window=6, **SIZES)
+    windowed = replace(load_model(folder, device=gpu.type, dtype="bfloat16", kernels="reference"), ops=TritonOps())
+    runner = make_runner(windowed, prefill_chunk=48)
+    entries = begin(runner, [21, 4])
+    hidden = runner.reach.hidden_blocks(20, BLOCK_SIZE)
+    assert len(hidden) > 2
+    for index in hidden:
+        entries[0].sequence.block_ids[index] = -1
+    recorded = runner.graphs.run(entries).clone()
+    assert recorded.isfinite().all()
+    expected = ordinary_logits(runner, entries)
+    torch.testing.assert_close(recorded, expected, rtol=0, atol=0.02 * expected.abs().max().item())
