@@ -41,6 +41,7 @@ class Settings:
     dtype: str = "bfloat16"
     batch: int = 64
     speculate: str = ""
+    device: str = "auto"
 
 
 def engine(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
@@ -49,7 +50,8 @@ def engine(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
     from runtime.llm import LLM
     from runtime.sampling_params import SamplingParams
 
-    llm = LLM(model, RuntimeConfig(dtype=settings.dtype, max_num_sequences=settings.batch, prefix_caching=False))
+    sizes = {"max_num_sequences": settings.batch, "prefix_caching": False}
+    llm = LLM(model, RuntimeConfig(device=settings.device, dtype=settings.dtype, **sizes))
 
     def answer(some: Sequence[Job]) -> list[tuple[int, ...]]:
         params = [SamplingParams(job.num_output_tokens, temperature=0, ignore_eos=True) for job in some]
@@ -114,6 +116,7 @@ def _generate_batches(name: str, model: Path, jobs: Sequence[Job], settings: Set
             ids = torch.tensor([[0] * (longest - len(job.prompt)) + list(job.prompt) for job in group])
             mask = torch.tensor([[0] * (longest - len(job.prompt)) + [1] * len(job.prompt) for job in group])
             count = max(job.num_output_tokens for job in group)
+            ids, mask = ids.to(loaded.device), mask.to(loaded.device)
             made = loaded.generate(
                 ids, attention_mask=mask, do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
             )
@@ -130,9 +133,12 @@ def _load(model: Path, settings: Settings):
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from compress.checkpoint.device import resolve_device
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings.dtype)).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings.dtype))
+    return loaded.to(resolve_device(settings.device)).eval()
 
 
 def _time(name: str, answer: Callable[[Sequence[Job]], list[tuple[int, ...]]], jobs: Sequence[Job]) -> Timed:

@@ -1,0 +1,84 @@
+"""`scripts/bench_gpu.py` without a GPU: what it counts, how it goes on after a failure, and that all of it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts_on_path():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield
+
+
+def test_a_step_reads_every_weight_but_the_embedding_and_all_keys_and_values(tmp_path: Path) -> None:
+    from benchmarking.gpu_measure import step_bytes
+    from benchmarking.random_model import SHAPES, write_model
+
+    shape = SHAPES["tiny"]
+    parameters = write_model(tmp_path / "model", shape)
+    weights = 2 * (parameters - shape.vocabulary * shape.hidden)
+    keys_and_values = 2 * 2 * shape.layers * shape.kv_heads * (shape.hidden // shape.heads)
+    assert step_bytes(tmp_path / "model", "16bit", 1, 0) == weights
+    assert step_bytes(tmp_path / "model", "16bit", 3, 100) == weights + 300 * keys_and_values
+    assert step_bytes(tmp_path / "model", "int4", 3, 100) < weights + 100 * keys_and_values
+
+
+def test_a_step_is_what_more_tokens_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarking import gpu_measure
+
+    class Clocked:
+        now = 0.0
+
+        def answer(self, jobs) -> None:
+            self.now += 10.0 + 0.5 * jobs[0].num_output_tokens
+
+    model = Clocked()
+    monkeypatch.setattr(gpu_measure.time, "perf_counter", lambda: model.now)
+    work = gpu_measure.Work((2,), 16, 8, 64, (), rounds=3)
+    assert gpu_measure.step_seconds(model, 2, work) == pytest.approx(0.5)
+
+
+def test_the_table_says_rates_shares_and_why_something_is_missing() -> None:
+    import bench_gpu
+    from benchmarking.gpu_measure import Figures
+
+    done = Figures("engine int4", 2.5, {1: 0.002, 8: 0.004}, {1: 4_000_000, 8: 4_000_000}, 1000.0, 500.0, 3 * 10**9)
+    rows = bench_gpu.table([done, Figures("other", error="out of memory")], (1, 8), stream=4e9)
+    assert rows[0]["decode 1"] == "500"
+    assert rows[0]["decode 8"] == "2000"
+    assert (rows[0]["stream 1"], rows[0]["stream 8"]) == ("50%", "25%")
+    assert (rows[0]["peak GB"], rows[0]["note"]) == ("3.00", "")
+    assert set(rows[1].values()) == {"other", "-", "out of memory"}
+    assert rows[0].keys() == rows[1].keys()
+
+
+def test_a_contender_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    import bench_gpu
+    from benchmarking.gpu_measure import Work
+
+    work = Work((1,), 4, 2, 8, (), 1)
+    figures = bench_gpu.measured("engine bf16", {"dense": tmp_path}, work, "cpu")
+    assert "config.json" in figures.error
+    assert figures.first_token is None
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_gpu
+
+    files = ["--json", str(tmp_path / "gpu.json"), "--markdown", str(tmp_path / "gpu.md")]
+    assert bench_gpu.main(["--shape", "tiny", "--device", "cpu", "--short", *files]) == 0
+    figures = json.loads((tmp_path / "gpu.json").read_text())["figures"]
+    assert not any(each["error"] for each in figures)
+    single = [each for each in figures if "continuous" not in each["name"]]
+    assert all(each["first_token"] and each["prefill"] and len(each["decode"]) == 2 for each in single)
+    assert all(each["mixed"] for each in figures if each["name"].startswith("engine") or "continuous" in each["name"])
+    assert "| engine int4, int4 KV |" in (tmp_path / "gpu.md").read_text()
+    assert "transformers, compiled static cache" in capsys.readouterr().out
