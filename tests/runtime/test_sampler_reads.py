@@ -29,7 +29,8 @@ class ReadCounter(TorchFunctionMode):
 
 
 def logits(rows: int, spread: float = 4.0) -> torch.Tensor:
-    return spread * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
+    """In float64, which no compiled code draws from."""
+    return spread * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0)).double()
 
 
 def draws(*options: dict) -> list[Draw]:

@@ -1,0 +1,166 @@
+"""Only on a GPU: recorded steps against the same steps kernel by kernel, what is read back, and memory that is kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from compress.checkpoint.demo import demo_model_path
+from runtime.config import RuntimeConfig
+from runtime.draws import Draw
+from runtime.engine import Engine
+from runtime.model.captures import CudaCapture, capture_nothing
+from runtime.model.load import load_model
+from runtime.runner import ModelRunner, build_runner
+from runtime.sampler.sampler import sample_tokens
+from runtime.sampling_params import SamplingParams
+from runtime.step import ScheduledSequence, StepPlan
+from runtime.types import Request, Sequence
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_model(demo_model_path(), device="cuda", dtype="bfloat16")
+
+
+def make_runner(decoder, capture=None, **options) -> ModelRunner:
+    config = {"num_blocks": 2000, "max_num_sequences": 32} | options
+    runner = build_runner(decoder, RuntimeConfig(device="cuda", **config))
+    assert not runner.graphs_refusal, runner.graphs_refusal
+    if capture is not None:
+        runner.record_steps(capture)
+    return runner
+
+
+def begin(runner: ModelRunner, count: int) -> tuple[ScheduledSequence, ...]:
+    """Sequences of many lengths, all but their last tokens computed, and those last tokens."""
+    chance, entries = random.Random(count), []
+    blocks = chance.sample(range(runner.num_blocks), runner.num_blocks)
+    for index in range(count):
+        length = chance.randint(2, 300)
+        tokens = [chance.randrange(runner.vocab_size) for _ in range(length)]
+        request = Request(f"s{index}", tuple(tokens), SamplingParams(temperature=0), seed=index)
+        sequence = Sequence(request, tokens, block_ids=[blocks.pop() for _ in range(-(-length // 16))])
+        runner.execute(StepPlan((ScheduledSequence(sequence, 0, length - 1),)))
+        entries.append(ScheduledSequence(sequence, length - 1, 1))
+    return tuple(entries)
+
+
+@pytest.mark.parametrize("kv_cache", ["16bit", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("count", [1, 3, 20, 32])
+def test_a_graph_gives_the_bits_of_its_kernels(demo, kv_cache, count):
+    runner = make_runner(demo, CudaCapture(torch.device("cuda")), kv_cache=kv_cache)
+    entries = begin(runner, count)
+    replayed = runner.graphs.run(entries).clone()
+    runner.record_steps(capture_nothing)
+    assert torch.equal(runner.graphs.run(entries), replayed)
+    assert replayed.isfinite().all()
+
+
+def test_twenty_replays_give_the_same_bits(demo):
+    runner = make_runner(demo)
+    entries = begin(runner, 13)
+    first = runner.graphs.run(entries).clone()
+    for _ in range(19):
+        assert torch.equal(runner.graphs.run(entries), first)
+
+
+def answers(runner: ModelRunner, config: RuntimeConfig) -> tuple[list[list[int]], Engine]:
+    engine, chance, found = Engine(runner, None, config), random.Random(5), {}
+    for index in range(40):
+        params = SamplingParams(temperature=index % 3 / 2, top_p=1 - index % 2 / 10, seed=index, max_tokens=8 + index)
+        prompt = [chance.randrange(runner.vocab_size) for _ in range(1 + 11 * index)]
+        engine.add_request(prompt, params, str(index))
+        found[str(index)] = []
+    while engine.has_work:
+        for delta in engine.step():
+            assert not delta.error
+            found[delta.request_id] += delta.token_ids
+    return list(found.values()), engine
+
+
+def test_answers_of_an_engine_are_those_of_the_same_kernels(demo):
+    config = RuntimeConfig(device="cuda", num_blocks=2000, max_num_sequences=32)
+    expected, _ = answers(make_runner(demo, capture_nothing), config)
+    found, engine = answers(make_runner(demo), config)
+    assert found == expected
+    assert engine.metrics.steps_by_path_total["recorded"] > 20
+
+
+COMMON = ({"temperature": 0}, {}, {"top_k": 40}, {"top_p": 0.6, "temperature": 0.8})
+
+
+def test_a_step_is_read_back_once():
+    """All else that would wait for the GPU raises; the one read is let through."""
+    logits = 8 * torch.randn(64, 128256, device="cuda")
+    draws = [Draw(SamplingParams(**COMMON[row % len(COMMON)]), row, row) for row in range(64)]
+    expected = sample_tokens(logits, draws)
+    reads = []
+
+    class Once(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if getattr(function, "__name__", "") != "tolist":
+                return function(*args, **(kwargs or {}))
+            reads.append(args)
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                return function(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with Once():
+            found = sample_tokens(logits, draws)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found == expected
+    assert len(reads) == 1
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """16 KiB of keys and values per token, a large vocabulary, and a context that no GPU holds 64 times."""
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 65536,
+        "max_position_embeddings": 65536,
+    }
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "wide", "llama", torch.bfloat16, head_dim=64, **sizes)
+
+
+def test_memory_is_kept_when_all_of_it_is_given_away(wide):
+    """All that is free but 8 GiB is taken first; then the default pool takes its share, and the heaviest mixture of
+    requests must find its memory: nothing grows beyond what was set aside for steps."""
+    decoder = load_model(wide, device="cuda", dtype="bfloat16")
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(max(0, free - 8 * GIB), dtype=torch.uint8, device="cuda")
+    config = RuntimeConfig(device="cuda", max_num_batched_tokens=2048, prefill_chunk=1024)
+    before = torch.cuda.memory_allocated()
+    runner = build_runner(decoder, config)
+    plan = runner.memory
+    assert "beside the weights leave" in plan.budget.reason
+    assert plan.kv_bytes > plan.budget.nbytes - plan.block_size * plan.token_bytes
+    engine, chance = Engine(runner, None, config), random.Random(0)
+    for index in range(150):
+        wishes = {"temperature": 1.0, "seed": index, "max_tokens": 20, "logprobs": index % 4 or None}
+        params = SamplingParams(**wishes, top_k=(0, 50, 5000)[index % 3], repetition_penalty=1 + index % 2 / 10)
+        engine.add_request([chance.randrange(65536) for _ in range(chance.choice((1, 30, 900, 3000)))], params)
+    while engine.has_work:
+        assert not any(delta.error for delta in engine.step())
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= plan.kv_bytes + plan.budget.step_bytes
+    assert runner.graphs.failure == ""
+    del taken
