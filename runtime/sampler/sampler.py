@@ -15,6 +15,7 @@ from torch import Tensor
 from runtime.draws import Draw
 from runtime.sampler.adjust import adjust_logits
 from runtime.sampler.logprobs import token_logprobs
+from runtime.sampler.native import find_peaks, find_winners, is_native
 from runtime.sampler.noise import gumbel_noise
 from runtime.sampler.truncation import candidates, likely_candidates
 from runtime.step import SampledToken
@@ -104,7 +105,7 @@ def _choose(logits: Tensor, scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     Args:
         scores: the logits as requests want them.
     """
-    chosen = scores.argmax(-1)
+    chosen, finite = _peaks(scores)
     for truncated in (False, True):
         rows = _random_rows(draws, truncated=truncated)
         if len(rows) == len(draws):
@@ -115,18 +116,39 @@ def _choose(logits: Tensor, scores: Tensor, draws: Sequence[Draw]) -> Tensor:
             chosen.index_copy_(0, index, _draw_likely(scores.index_select(0, index), mine, truncated=truncated))
     if scores is not logits:
         chosen.masked_fill_(scores.amax(-1) == float("-inf"), FORBIDDEN)
-    return chosen.masked_fill_(~logits.sum(-1).isfinite(), INFINITE)  # a sum is finite only if all of its terms are
+        finite = _peaks(logits)[1]
+    return chosen.masked_fill_(~finite, INFINITE)
+
+
+def _peaks(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the highest scores of each row, int64 `[R]`, and whether all of the row are finite, bool `[R]`."""
+    if is_native(scores):
+        return find_peaks(scores)
+    return scores.argmax(-1), scores.sum(-1).isfinite()  # a sum is finite only if all of its terms are
 
 
 def _draw_likely(scores: Tensor, draws: Sequence[Draw], *, truncated: bool) -> Tensor:
     """As `draw_tokens`, but without a look at what the device found: rows whose threshold lies below the likely tokens
     stay undecided."""
     wishes = _upload_wishes(draws, scores.device)
-    if not truncated:
-        return _loudest(*_scores(scores, wishes, truncated=False), wishes)
     tempered, limits = _tempered(scores, wishes)
+    if not truncated:
+        return _winners(tempered, wishes)
     likely, ids, unknown = likely_candidates(tempered, *limits)
     return _loudest(likely, ids, wishes).masked_fill_(unknown, UNDECIDED)
+
+
+def _winners(scores: Tensor, wishes: _Wishes) -> Tensor:
+    """The id `[R]` with the highest sum of score `[R, V]` and noise, of all tokens."""
+    ids = torch.arange(scores.shape[-1], device=scores.device).unsqueeze(0)
+    if not is_native(scores):
+        return _loudest(scores, ids, wishes)
+    winners = find_winners(scores, wishes.seeds, wishes.positions)
+    for row in (winners < 0).nonzero().flatten().tolist():
+        one = slice(row, row + 1)
+        noise = gumbel_noise(wishes.seeds[one], wishes.positions[one], ids)
+        winners[one] = noise.add_(scores[one]).argmax(-1)
+    return winners
 
 
 def _loudest(scores: Tensor, ids: Tensor, wishes: _Wishes) -> Tensor:

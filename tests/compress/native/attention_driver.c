@@ -1,4 +1,4 @@
-/* Runs pages, attention, the ops between linears and the column loop with every instruction set on buffers of exactly
+/* Runs pages, attention, the ops between linears, sampling and the column loop with every instruction set on buffers of exactly
  * their size. Numbers are checked elsewhere; here equal instruction sets must agree roughly, and nothing may be read or
  * written beside its place. Built with sanitizers by test_native_sanitized.py. */
 #include <math.h>
@@ -10,6 +10,7 @@
 #include "columns.h"
 #include "glue.h"
 #include "pool.h"
+#include "sampling.h"
 
 enum { CASES = 16, FAILED_STATUS = 1, FAILED_NUMBERS = 2 };
 
@@ -123,6 +124,20 @@ static int columns(int set) {
     return wrong ? FAILED_STATUS : 0;
 }
 
+static int sample(int set) {
+    const int64_t rows = 1 + draw(5), vocab = 1 + draw(400);
+    float *scores = floats(rows * vocab);
+    int64_t *seeds = exactly(rows * 8), *positions = exactly(rows * 8), *found = exactly(rows * 8);
+    uint8_t *finite = exactly(rows);
+    for (int64_t i = 0; i < rows; i++) seeds[i] = draw(1000) - 500, positions[i] = draw(1000);
+    if (draw(2)) scores[draw(rows * vocab)] = draw(2) ? NAN : -INFINITY;
+    const PeakRows peaks = {rows, vocab, scores, found, finite};
+    const NoisyRows noisy = {rows, vocab, scores, seeds, positions, found};
+    const int wrong = find_peaks(&peaks, set) || find_winners(&noisy, set);
+    free(scores), free(seeds), free(positions), free(found), free(finite);
+    return wrong ? FAILED_STATUS : 0;
+}
+
 int main(void) {
     pool_set_threads(3);
     int wrong = 0;
@@ -131,6 +146,7 @@ int main(void) {
         wrong = attend(set);
         if (!wrong) wrong = glue(set);
         if (!wrong) wrong = columns(set);
+        if (!wrong) wrong = sample(set);
         if (wrong) fprintf(stderr, "case %d failed: %d\n", i, wrong);
     }
     return wrong;

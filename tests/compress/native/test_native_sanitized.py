@@ -12,7 +12,7 @@ from compress.native.build import SOURCES, compile_c, find_compiler
 
 DRIVERS = {
     "linear_driver.c": ("linear*.c",),
-    "attention_driver.c": ("attention*.c", "kv_pages.c", "glue.c", "columns.c"),
+    "attention_driver.c": ("attention*.c", "kv_pages.c", "glue.c", "columns.c", "sampling.c"),
 }
 """What drives which sources, beside the pool and the dispatch that all need."""
 SANITIZED = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
