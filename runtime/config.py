@@ -33,8 +33,9 @@ class RuntimeConfig:
         prefix_caching: reuse blocks of equal prefixes.
         host_memory_bytes: host memory for blocks of prefixes that the pool has no room for; 0 is off.
         seed: source of the seeds of requests that bring none.
-        speculate: what guesses the next tokens: `ngram`, `self:2bit`, `self:3bit`, `self:skip`, `self:skip=N` (layers),
-            `demo` (the bundled draft model) or the folder of a checkpoint with the same vocabulary; empty is off.
+        speculate: what guesses the next tokens: `ngram`, `ngram-tree`, `self:2bit`, `self:3bit`, `self:skip`,
+            `self:skip=N` (layers), `demo` (the bundled draft model) or the folder of a checkpoint with the same
+            vocabulary; empty is off.
         num_draft_tokens: guesses per sequence and step at most.
         draft_mode: how guesses are verified: `match` (the same tokens as without, also for a seed) or `reject` (the
             same distribution).

@@ -32,7 +32,7 @@ from runtime.sampling_params import SamplingParams
 from runtime.speculative.speculator import Speculator
 from runtime.step import StepPlan
 
-DRAFTERS = ("demo", "ngram", "self:2bit", "self:3bit", "self:skip=1", "self:skip")
+DRAFTERS = ("demo", "ngram", "ngram-tree", "self:2bit", "self:3bit", "self:skip=1", "self:skip")
 TEMPERATURES = (0.0, 0.8)
 Prompts = Sequence[Sequence[int]]
 

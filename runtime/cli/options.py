@@ -151,9 +151,10 @@ SpeculateOption = Annotated[
     typer.Option(
         "--speculate",
         metavar="DRAFTER",
-        help="Guess several tokens at once and verify them together: ngram (repeats the text), self:2bit, self:3bit "
-        "(the model rounded further), self:skip or self:skip=N (without N layers), demo (the bundled draft model), or "
-        "the folder of a smaller checkpoint with the same tokenizer. Switches itself off where it does not pay.",
+        help="Guess several tokens at once and verify them together: ngram (repeats the text), ngram-tree (several "
+        "earlier continuations at once), self:2bit, self:3bit (the model rounded further), self:skip or self:skip=N "
+        "(without N layers), demo (the bundled draft model), or the folder of a smaller checkpoint with the same "
+        "tokenizer. Switches itself off where it does not pay.",
         show_default=False,
     ),
 ]

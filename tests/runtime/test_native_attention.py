@@ -16,6 +16,7 @@ from compress.checkpoint.kv_numerics import dequantize_heads, quantize_heads, re
 from compress.native.binding import best_instruction_set, library, set_threads
 from runtime.attention.native import NativeAttention
 from runtime.batch import AttentionGroup, Batch
+from runtime.draft_tree import ancestor_bits, paths
 from runtime.model.config import DecoderConfig
 from runtime.model.pages_native import NativePages, refuse_pages
 
@@ -122,6 +123,53 @@ def test_as_exact_as_its_output(shape: Shape, window: int | None, format: str, i
     error = (world.attend(window, instruction_set).double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < 0.01
     assert error.mean() < 0.003
+
+
+PARENTS = (-1, 0, 1, 0, 3, -1, 5)
+"""Of guesses: two branches of three tokens that begin alike, and one of two."""
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("keys", "window"), [(9, None), (40, None), (260, None), (300, 20)])
+def test_tokens_of_a_tree_see_their_branch_as_if_it_were_alone(
+    keys: int, window: int | None, format: str, instruction_set: int
+) -> None:
+    """Beside a sequence without a tree. The guesses may begin in one part of the keys and end in the next."""
+    world = World(SHAPES[0], format, ((1 + len(PARENTS), keys), (2, 30)))
+    plain = world.batch()
+    first, second = plain.groups
+    root = keys - 1 - len(PARENTS)
+    positions = root + torch.tensor([0, *map(len, paths(PARENTS))])
+    tree = replace(first, positions=positions, ancestors=torch.tensor(ancestor_bits(PARENTS)))
+    windows = (window,) * LAYERS
+    attention = NativeAttention(
+        world.pages, replace(plain, groups=(tree, second)), windows, instruction_set=instruction_set
+    )
+    empty = world.query.new_empty(0, world.kv_heads, world.dim)
+    found = attention(LAYER, world.query, empty, empty).double()
+    key, value = world.keys[0]
+    for row, path in enumerate([[], *paths(PARENTS)]):
+        seen = [*range(root + 1), *(root + 1 + number for number in path)]
+        expected = exact(world.query[row : row + 1], key[seen], value[seen], window)
+        assert (found[row] - expected[0]).norm() < 0.01 * expected.norm()
+    assert torch.equal(found[tree.rows.stop :], world.attend(window, instruction_set, [1]).double())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_tokens_move_between_slots(shape: Shape, format: str) -> None:
+    """Into other words and within one, into other blocks; nothing else changes."""
+    world = World(shape, format, ((1, 3 * shape[3]),))
+    size, table = shape[3], world.tables[0].tolist()
+    places = [(6, 5), (7, 6), (12, 7), (size, size - 2), (size + 1, size - 1), (2 * size + 9, size)]
+    before = world.pages.gather(LAYER, world.tables[0])
+    slots = [[table[place // size] * size + place % size for place in side] for side in zip(*places, strict=True)]
+    world.pages.move(*slots)
+    for old, new in zip(before, world.pages.gather(LAYER, world.tables[0]), strict=True):
+        for source, target in places:
+            old[target] = old[source]
+        assert torch.equal(old, new)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -14,6 +14,7 @@ from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.llm import LLM, Completion
 from runtime.model.load import load_model
+from runtime.model.pages import ExactPages
 from runtime.runner import build_runner
 from runtime.sampling_params import Grammar, GrammarKind, SamplingParams
 from runtime.speculative.build import build_speculator
@@ -105,13 +106,26 @@ def test_tokens_are_those_without_guesses(
         assert accepted > 0.95 * engine.metrics.spec_decode_num_draft_tokens_total, "same model, same noise"
 
 
+def test_branches_behind_the_first_are_kept_where_the_next_step_looks(folder, target, expected, monkeypatch) -> None:
+    moves, move = [], ExactPages.move
+
+    def note_and_move(pages, sources, targets):
+        moves.append(len(sources))
+        move(pages, sources, targets)
+
+    monkeypatch.setattr(ExactPages, "move", note_and_move)
+    tokens, _ = serve(target, "ngram-tree", folder, num_draft_tokens=8)
+    assert tokens == expected
+    assert sum(moves) > len(moves) > 0, "several tokens at once, too"
+
+
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
 def test_windows_and_other_families(family, tmp_path) -> None:
     options = {"sliding_window": 10} if family == "mistral" else {}
     folder = save_tiny_model(tmp_path / "model", family, num_hidden_layers=3, **options)
     decoder = load_model(folder, dtype="float64")
     wanted, _ = serve(decoder, "")
-    for speculate in ("ngram", "self:skip=1", "itself"):
+    for speculate in ("ngram", "ngram-tree", "self:skip=1", "itself"):
         tokens, engine = serve(decoder, speculate, folder, num_blocks=30)
         assert tokens == wanted
     metrics = engine.metrics
@@ -166,7 +180,8 @@ def plain_answers() -> list[Completion]:
 
 
 @pytest.mark.parametrize(
-    ("speculate", "num_blocks"), [("ngram", 34), ("demo", 128), ("demo", 34), ("self:2bit", 34), ("self:skip=1", 128)]
+    ("speculate", "num_blocks"),
+    [("ngram", 34), ("ngram-tree", 34), ("demo", 128), ("demo", 34), ("self:2bit", 34), ("self:skip=1", 128)],
 )
 def test_texts_ends_and_grammars_of_the_demo_model(speculate, num_blocks, plain_answers) -> None:
     llm = load(speculate, num_blocks=num_blocks, num_draft_tokens=5)
@@ -202,6 +217,9 @@ def test_text_that_repeats_itself_is_guessed() -> None:
         ({"speculate": "self:skip=0"}, "0 of 6 layers cannot be skipped"),
         ({"speculate": "ngram", "num_draft_tokens": 17}, "17 draft tokens are not between 1 and 16"),
         ({"speculate": "ngram", "draft_mode": "guess"}, "unknown draft mode 'guess'"),
+        ({"speculate": "ngram-tree", "draft_mode": "reject"}, "trees of guesses are verified by match"),
+        ({"speculate": "ngram-tree", "kv_cache": "int8", "kv_recent": 8}, "no place among exact sinks and recent"),
+        ({"speculate": "ngram-tree", "attention_window": 4}, "trees of 4 tokens do not fit in a window of 4"),
     ],
 )
 def test_wishes_that_cannot_be_granted_are_refused(options, message) -> None:

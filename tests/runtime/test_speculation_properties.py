@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_runner import VOCAB_SIZE, FakeDrafter, FakeRunner, expected_tokens
+from fake_runner import VOCAB_SIZE, FakeDrafter, FakeRunner, FakeTreeDrafter, expected_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,11 +27,16 @@ REQUEST = st.tuples(
 
 
 def make_engine(
-    num_blocks: int, num_guesses: int, accuracy: float, reach: Reach = ALL, **options: object
+    num_blocks: int,
+    num_guesses: int,
+    accuracy: float,
+    reach: Reach = ALL,
+    drafter: type[FakeDrafter] = FakeDrafter,
+    **options: object,
 ) -> tuple[Engine, FakeRunner]:
     config = RuntimeConfig(**options)
     runner = FakeRunner(num_blocks, config.block_size, MAX_MODEL_LEN, END_TOKENS, reach=reach)
-    speculator = Speculator(FakeDrafter(num_guesses, accuracy, reach=reach), num_guesses) if num_guesses else None
+    speculator = Speculator(drafter(num_guesses, accuracy, reach=reach), num_guesses) if num_guesses else None
     return Engine(runner, None, config, speculator=speculator, clock=lambda: 0.0), runner
 
 
@@ -55,9 +60,10 @@ class WrongDrafter(FakeDrafter):
     chunk=st.integers(1, 8),
     prefix_caching=st.booleans(),
     window=st.sampled_from([None, None, 3, 7]),
+    drafter=st.sampled_from([FakeDrafter, FakeTreeDrafter]),
 )
 def test_tokens_do_not_depend_on_drafts(
-    requests, num_blocks, num_guesses, accuracy, block_size, budget, chunk, prefix_caching, window
+    requests, num_blocks, num_guesses, accuracy, block_size, budget, chunk, prefix_caching, window, drafter
 ) -> None:
     reach = ALL if window is None else Reach(window=window)
     engine, runner = make_engine(
@@ -65,6 +71,7 @@ def test_tokens_do_not_depend_on_drafts(
         num_guesses,
         accuracy,
         reach,
+        drafter,
         block_size=block_size,
         max_num_batched_tokens=budget,
         prefill_chunk=chunk,
@@ -108,11 +115,24 @@ def test_right_guesses_save_steps_and_are_counted() -> None:
     assert metrics.spec_decode_num_accepted_tokens_total == metrics.spec_decode_num_draft_tokens_total == 40 - steps[4]
 
 
-def test_blocks_of_accepted_tokens_are_found_by_the_next_request() -> None:
+def test_a_tree_saves_steps_that_a_chain_does_not() -> None:
+    params = SamplingParams(max_tokens=45, seed=3, ignore_eos=True)
+    steps = {}
+    for drafter in (FakeDrafter, FakeTreeDrafter):
+        engine, runner = make_engine(40, 4, accuracy=0.6, drafter=drafter, block_size=4)
+        engine.add_request([5, 6, 7], params)
+        while engine.has_work:
+            engine.step()
+        steps[drafter] = len(runner.plans)
+    assert steps[FakeTreeDrafter] < steps[FakeDrafter]
+
+
+@pytest.mark.parametrize("drafter", [FakeDrafter, FakeTreeDrafter])
+def test_blocks_of_accepted_tokens_are_found_by_the_next_request(drafter: type[FakeDrafter]) -> None:
     params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
     cached = {}
     for num_guesses in (0, 5):
-        engine, _ = make_engine(40, num_guesses, accuracy=0.8, block_size=4)
+        engine, _ = make_engine(40, num_guesses, accuracy=0.8, drafter=drafter, block_size=4)
         tokens = []
         engine.add_request([5, 6, 7], params)
         while engine.has_work:

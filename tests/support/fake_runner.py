@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence as TokenIds
 from hashlib import blake2b
 
+from runtime.draft_tree import find_child, grow_tree, paths
 from runtime.reach import ALL, RELEASED, Reach
 from runtime.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.types import Sequence, TokenLogprobs
@@ -91,9 +92,11 @@ class FakeRunner:
         self._move(plan)
         self._check_disjoint(plan)
         for entry in plan.entries:
-            tokens = entry.sequence.token_ids + entry.sequence.draft_token_ids
-            for position in range(entry.start, entry.start + entry.num_tokens):
-                self._slots[self._slot(entry, position)] = (tokens[position], position)
+            known, draft = entry.sequence.num_tokens, entry.sequence.draft_token_ids
+            for position in range(entry.start, min(known, entry.start + entry.num_tokens)):
+                self._slots[self._slot(entry, position)] = (entry.sequence.token_ids[position], position)
+            for number, path in enumerate(paths(entry.draft_parents)):
+                self._slots[self._slot(entry, known + number)] = (draft[number], known + len(path) - 1)
         return StepOutput({e.sequence.id: self._verify(e) for e in plan.entries if e.samples})
 
     def _slot(self, entry: ScheduledSequence, position: int) -> int:
@@ -128,21 +131,26 @@ class FakeRunner:
                     raise AssertionError(f"{entry.sequence.id} writes into blocks of {other.sequence.id}")
 
     def _verify(self, entry: ScheduledSequence) -> list[SampledToken]:
-        """What follows the tokens, and what follows each guess while the guesses are right."""
-        drawn = [self._sample(entry, 0)]
-        for guess in entry.sequence.draft_token_ids[: entry.num_draft_tokens]:
-            if drawn[-1].token_id != guess:
-                break
-            drawn.append(self._sample(entry, len(drawn)))
+        """What follows the tokens, and what follows each guess of a branch while its guesses are right. Afterwards that
+        branch lies behind the tokens."""
+        parents, path = entry.draft_parents, []
+        draft, known = entry.sequence.draft_token_ids[: len(parents)], entry.sequence.num_tokens
+        drawn = [self._sample(entry, path)]
+        while (guess := find_child(draft, parents, path[-1] if path else -1, drawn[-1].token_id)) is not None:
+            path.append(guess)
+            drawn.append(self._sample(entry, path))
+        for place, number in enumerate(path):
+            self._slots[self._slot(entry, known + place)] = self._slots[self._slot(entry, known + number)]
         return drawn
 
-    def _sample(self, entry: ScheduledSequence, num_guesses: int) -> SampledToken:
-        """The token behind the known ones and so many guesses."""
-        sequence = entry.sequence
+    def _sample(self, entry: ScheduledSequence, path: list[int]) -> SampledToken:
+        """The token behind the known ones and a branch of guesses."""
+        sequence, num_guesses = entry.sequence, len(path)
         if sequence.id in self.broken_ids:
             return SampledToken(-1, error="logits are not finite")
         visible = visible_positions(sequence.num_tokens + num_guesses, self.reach)
-        history = [self._slots[self._slot(entry, position)] for position in visible]
+        places = [*range(sequence.num_tokens), *(sequence.num_tokens + number for number in path)]
+        history = [self._slots[self._slot(entry, places[position])] for position in visible]
         if any(slot is None for slot in history):
             raise AssertionError(f"{sequence.id} reads a slot that nobody wrote")
         if self.script:
@@ -167,3 +175,16 @@ class FakeDrafter:
                 token if self._chance.random() < self.accuracy else self._chance.randrange(VOCAB_SIZE)
                 for token in right
             ]
+
+
+class FakeTreeDrafter(FakeDrafter):
+    """Several such guesses at once, of different lengths, where some have others' beginnings."""
+
+    def propose(self, wishes: TokenIds[tuple[Sequence, int]]) -> None:
+        branches: dict[Sequence, list[list[int]]] = {sequence: [] for sequence, _ in wishes}
+        for _ in range(3):
+            super().propose(wishes)
+            for sequence, _ in wishes:
+                branches[sequence].append(sequence.draft_token_ids)
+        for sequence, _ in wishes:
+            sequence.draft_token_ids, sequence.draft_parents = grow_tree(branches[sequence], 16)

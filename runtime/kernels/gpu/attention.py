@@ -53,10 +53,10 @@ def load_query(pointers, is_row, HEAD_DIM: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def score_keys(
-    low, high, query_sum, keys_ptr, scales_ptr, place, inside,
+    low, high, query_sum, scale, keys_ptr, scales_ptr, place, inside,
     FORM: tl.constexpr, HALVES: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Products `[R, T]` of queries, as `load_query` gives them, with the keys at `place [T]`."""
+    """Products `[R, T]` of queries, as `load_query` gives them, with the keys at `place [T]`, times `scale`."""
     HALF: tl.constexpr = HEAD_DIM // 2
     META: tl.constexpr = 1 if FORM == FP8 else 2
     half, is_key = tl.arange(0, HALF), inside[None, :]
@@ -72,12 +72,14 @@ def score_keys(
     else:
         pointers = keys_ptr + place[None, :] * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None]
         scores = multiply(low, load_numbers(pointers, is_key, FORM, INTERPRETED, low.dtype), scores, INTERPRETED)
-    if FORM != PLAIN:
-        scores = scores * tl.load(scales_ptr + place * META, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if FORM == PLAIN:
+        return scores * scale
+    else:
+        scores = scores * (tl.load(scales_ptr + place * META, mask=inside, other=0.0).to(tl.float32) * scale)[None, :]
         if FORM != FP8:
-            offset = tl.load(scales_ptr + place * META + 1, mask=inside, other=0.0).to(tl.float32)
+            offset = tl.load(scales_ptr + place * META + 1, mask=inside, other=0.0).to(tl.float32) * scale
             scores += query_sum[:, None] * offset[None, :]
-    return scores
+        return scores
 
 
 @triton.jit
@@ -107,20 +109,19 @@ def add_values(
             offsets += tl.sum(share * offset[None, :], 1)
         share = share * tl.load(scales_ptr + place * META, mask=inside, other=0.0).to(tl.float32)[None, :]
     share = share if INTERPRETED else share.to(like)
-    low = low * fade[:, None]
-    if HALVES:
-        high = high * fade[:, None]
+    faded = fade[:, None]
     if FORM == INT4:
         codes = tl.load(values_ptr + place[:, None] * HALF + half[None, :], mask=is_key, other=0)
-        low = multiply(share, (codes & 15).to(tl.float32).to(like), low, INTERPRETED)
-        high = multiply(share, (codes >> 4).to(tl.float32).to(like), high, INTERPRETED)
+        low = multiply(share, (codes & 15).to(tl.float32).to(like), low * faded, INTERPRETED)
+        high = multiply(share, (codes >> 4).to(tl.float32).to(like), high * faded, INTERPRETED)
     elif HALVES:
         pointers = values_ptr + place[:, None] * HEAD_DIM + half[None, :]
-        low = multiply(share, tl.load(pointers, mask=is_key, other=0), low, INTERPRETED)
-        high = multiply(share, tl.load(pointers + HALF, mask=is_key, other=0), high, INTERPRETED)
+        low = multiply(share, tl.load(pointers, mask=is_key, other=0), low * faded, INTERPRETED)
+        high = multiply(share, tl.load(pointers + HALF, mask=is_key, other=0), high * faded, INTERPRETED)
     else:
         pointers = values_ptr + place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        low = multiply(share, load_numbers(pointers, is_key, FORM, INTERPRETED, like), low, INTERPRETED)
+        numbers = load_numbers(pointers, is_key, FORM, INTERPRETED, like)
+        low = multiply(share, numbers, low * faded, INTERPRETED)
     return low, high, offsets
 
 
@@ -133,10 +134,10 @@ def attend_tile(
 ):  # fmt: skip
     """The peaks, sums of weights, values and offsets of rows, with the keys at `place [T]` added that they see."""
     scores = score_keys(
-        query_low, query_high, query_sum, keys_ptr, key_scales_ptr, place, inside,
+        query_low, query_high, query_sum, scale, keys_ptr, key_scales_ptr, place, inside,
         KEY_FORM, KEY_HALVES, HEAD_DIM, INTERPRETED,
     )  # fmt: skip
-    scores = tl.where(inside[None, :] & seen, scores * scale, float("-inf"))
+    scores = tl.where(inside[None, :] & seen, scores, float("-inf"))
     share, fade, highest, weight = weigh(scores, highest, weight)
     low, high, offsets = add_values(
         share, fade, low, high, offsets, values_ptr, value_scales_ptr, place, inside, query_low.dtype,
@@ -182,13 +183,13 @@ def paged_attention(
     token = sequence * tokens_each + row // SHARED
     query_head = head * SHARED + row % SHARED
     t = tl.arange(0, BLOCK_T)
-    position = tl.load(positions_ptr + token, mask=has_row, other=-1)
+    position = tl.load(positions_ptr + token, mask=has_row, other=-1).to(tl.int32)
     query_place = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM
     low, high, query_sum = load_query(query_ptr + query_place, has_row, HEAD_DIM, KEY_HALVES)
     scale *= 1.4426950408889634
     length = tl.max(position, 0) + 1
     if TREE:
-        root = tl.load(positions_ptr + sequence * tokens_each)
+        root = tl.load(positions_ptr + sequence * tokens_each).to(tl.int32)
         ancestors = tl.load(ancestors_ptr + token, mask=has_row, other=0)
         length = tl.where(root < 0, 0, root + tokens_each)
     first = 0
@@ -203,6 +204,7 @@ def paged_attention(
     per_split = tl.cdiv(tl.cdiv(tl.maximum(length - first, 0), splits), BLOCK_T) * BLOCK_T
     start = first + split * per_split
     stop = tl.minimum(start + per_split, length)
+    table_ptr = blocks_ptr + sequence * blocks_stride
     highest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_R,), tl.float32)
     offsets = tl.zeros((BLOCK_R,), tl.float32)
@@ -232,7 +234,7 @@ def paged_attention(
             inside = key < in_front
             if EXACT:
                 inside = inside & (key >= exact)
-            block = tl.load(blocks_ptr + sequence * blocks_stride + key // block_size, mask=inside, other=0)
+            block = tl.load(table_ptr + key // block_size, mask=inside, other=0)
             highest, weight, out_low, out_high, offsets = attend_tile(
                 front_low, front_high, front_sum, highest, weight, out_low, out_high, offsets,
                 keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
@@ -244,7 +246,7 @@ def paged_attention(
         inside = key < stop
         if STREAMING or EXACT:
             inside = inside & (key >= front)
-        block = tl.load(blocks_ptr + sequence * blocks_stride + key // block_size, mask=inside, other=0)
+        block = tl.load(table_ptr + key // block_size, mask=inside, other=0)
         seen = key[None, :] <= position[:, None]
         if TREE:
             member = tl.minimum(tl.maximum(key - root, 0), 63)

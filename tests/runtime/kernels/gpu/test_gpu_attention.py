@@ -16,6 +16,7 @@ from runtime.attention.paged import PagedAttention
 from runtime.attention.step_keys import StepKeys
 from runtime.attention.streaming import StreamingAttention
 from runtime.batch import AttentionGroup
+from runtime.draft_tree import ancestor_bits, paths
 from runtime.model.config import RopeConfig
 from runtime.model.kv_cache import ExactPlaces
 from runtime.model.pages import ExactPages
@@ -203,6 +204,33 @@ def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, wind
     assert torch.isfinite(found[1]).all()
     assert (found[2] == 0).all()
     assert (together[2] == 0).all()
+
+
+@pytest.mark.parametrize(("form", "window", "splits"), [("16bit", None, 1), ("fp8", 30, 3), ("int4", None, 2)])
+def test_tokens_of_a_tree_see_their_branch_only(gpu, form: str, window: int | None, splits: int) -> None:
+    """Two sequences of a known token and seven guesses: each row is what it would be at the end of its branch."""
+    from runtime.kernels.gpu.launch_attention import attend
+
+    parents = (-1, 0, 1, 0, 3, -1, 5)
+    branches = [[], *paths(parents)]
+    key, value = Pages(form, 2, 1, gpu), Pages(form, 2, 2, gpu)
+    query = torch.randn(16, 6, HEAD_DIM, generator=torch.Generator().manual_seed(3)).half()
+    blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4))[:12].view(2, 6)
+    roots = (61, 20)
+    positions = torch.tensor([root + len(path) for root in roots for path in branches])
+    bits = torch.tensor(ancestor_bits(parents)).repeat(2)
+    with poisoned_allocations():
+        found = attend(
+            query.to(gpu), (key.codes, value.codes), (key.scales, value.scales), (form, form), blocks.to(gpu),
+            positions.to(gpu), window, 64, splits, ancestors=bits.to(gpu),
+        )  # fmt: skip
+    expected = []
+    for row, (root, path) in enumerate((root, path) for root in roots for path in branches):
+        seen = [*range(root + 1), *(root + 1 + number for number in path)]
+        context = [pages.exact[blocks[row // 8]].flatten(0, 1)[seen].unsqueeze(1) for pages in (key, value)]
+        at = torch.tensor([len(seen) - 1])
+        expected.append(reference(query[row : row + 1].double(), *context, [torch.arange(len(seen))], at, window))
+    assert_close(found.cpu().double(), torch.cat(expected))
 
 
 def test_splits_fill_the_processors_and_are_never_tiny() -> None:
