@@ -24,6 +24,7 @@ from runtime.kernels.outliers import WithOutliers
 from runtime.kernels.registry import MODES, Choice, choose_kernel
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Layer
+from runtime.model.device_files import unpacked_on, unpacks_anywhere
 from runtime.model.embedding import Embedding, make_embedding
 from runtime.model.linear import SideBySide, Weight, fuse_biases, fuse_weights
 from runtime.model.ops_native import choose_ops
@@ -116,7 +117,7 @@ class _Loader:
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Embedding and head, with one matrix for both where that is possible."""
-        weight = self.checkpoint.weight(EMBEDDING)
+        weight = self._weight(EMBEDDING)
         if not isinstance(weight, IntegerWeight | Tensor):
             raise CheckpointError(f"{EMBEDDING} is stored as {weight.scheme}", "Pack embeddings as plain integers")
         if not head_is_embedding(self.checkpoint):
@@ -124,12 +125,22 @@ class _Loader:
         head = self._prepare(weight, "head (the embedding)")
         return make_embedding(weight, self.target, head), head
 
+    def _weight(self, module: str) -> Weight:
+        """A weight as stored; plain integers on the device."""
+        device = self.target.device
+        # A checkpoint that makes its weights itself (`RoundedCheckpoint`) reads more than one matrix for each.
+        is_read = type(self.checkpoint) is PackedCheckpoint
+        if device.type == "cpu" or not is_read or not unpacks_anywhere(self.checkpoint.scheme(module)):
+            return self.checkpoint.weight(module)
+        weight = unpacked_on(self.checkpoint, device).weight(module)
+        return weight.changed(lambda tensor: tensor.to(device)) if isinstance(weight, IntegerWeight) else weight
+
     def _vector(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.target.device, self.target.dtype)
 
     def _linear(self, *modules: str) -> Linear:
         """One linear out of several over the same input, fused when they can be."""
-        weights = [self.checkpoint.weight(module) for module in modules]
+        weights = [self._weight(module) for module in modules]
         biases = [self._bias(module) for module in modules]
         fused = fuse_weights(weights)
         name = "+".join(module.rpartition(".")[2] for module in modules)

@@ -1,0 +1,43 @@
+"""A checkpoint is unpacked on the device that serves it, and is the same there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from second_device import SECOND, OnSecond, SecondDevice
+from tiny_models import pack_model, save_tiny_model
+
+from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.base import Target
+from runtime.model.config import parse_config
+from runtime.model.load import _Loader
+
+FORMS = {
+    "compressed-tensors": [Scheme(4, 32), Scheme(3, 32, symmetric=False), Scheme(8, None, activation_bits=8)],
+    "gptq": [Scheme(4, 32), Scheme(8, 32)],
+}
+"""Without AWQ: the second device of these tests cannot index by a list."""
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme"), [(format, scheme) for format, schemes in FORMS.items() for scheme in schemes], ids=str
+)
+def test_weights_are_unpacked_there(format, scheme, tmp_path):
+    dense = save_tiny_model(tmp_path / "dense", num_hidden_layers=1, intermediate_size=128)
+    weights = pack_model(dense, tmp_path / "packed", lambda module: scheme, format, torch.float16)
+    checkpoint = PackedCheckpoint.open(tmp_path / "packed")
+    with SecondDevice() as device:
+        target = Target(SECOND, torch.float16)
+        loader = _Loader(checkpoint, parse_config(checkpoint.config), target, "auto", {})
+        for module, expected in weights.items():
+            device.arrivals.clear()
+            found = loader._weight(module)
+            assert isinstance(found, IntegerWeight)
+            for name in ("codes", "scale", "zero"):
+                tensor = getattr(found, name)
+                assert isinstance(tensor, OnSecond)
+                assert torch.equal(tensor.numbers, getattr(expected, name))
+            if scheme.bits < 8:
+                assert max(device.arrivals) < expected.codes.numel() // 2, "codes were unpacked before they came"
