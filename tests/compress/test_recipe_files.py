@@ -32,6 +32,7 @@ BUNDLED = {
     "sparse24": ("sparsegpt",),
     "sparse24-int4": ("sparsegpt", Scheme(4, 128)),
     "w8a8-smoothquant": ("smoothquant", Scheme(8, None, activation_bits=8)),
+    "w8a8-fp8": ("rtn", Scheme(8, None, activation_bits=8, fp8=True)),
 }
 
 SEARCH = "smallest-kl"

@@ -14,7 +14,8 @@ def widened(codes, like: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.con
     """Bytes of e4m3 as floats of type `like`, exactly (float32 in the interpreter). NATIVE: by an instruction that GPUs
     without 8-bit floats lack."""
     if NATIVE and not INTERPRETED:
-        return codes.to(tl.float8e4nv, bitcast=True).to(like)
+        # By way of float32: there is an instruction from float16 to bfloat16, but a slow one.
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(like)
     else:
         return from_fp8(codes, INTERPRETED, like)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.fp8 import FP8, Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.packing import pack_bits
 from compress.checkpoint.scheme import Scheme
@@ -27,6 +28,17 @@ def test_the_loader_in_the_page(scheme, dense_folder, pack, tmp_path):
     for module, weight in weights.items():
         loaded = loader["load_weight"](tmp_path / "packed", module, scheme.bits, scheme.symmetric, torch.bfloat16)
         assert torch.equal(loaded, weight.dequantize(torch.bfloat16))
+
+
+def test_the_floats_in_the_page():
+    codes = torch.tensor([[0x38, 0xB8, 0x7E, 0x01], [0x00, 0x80, 0x40, 0x3C]], dtype=torch.uint8).view(FP8)
+    weight = Fp8Weight(codes, torch.tensor([[0.5], [0.25]]), Scheme(8, None, fp8=True))
+    assert weight.dequantize().tolist() == [[0.5, -0.5, 224.0, 0.0009765625], [0.0, 0.0, 0.5, 0.375]]
+    stored = compressed_tensors.encode("m", weight, torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in stored.items()} == {
+        "m.weight": FP8,
+        "m.weight_scale": torch.bfloat16,
+    }
 
 
 def test_the_examples_in_the_page():
