@@ -70,8 +70,9 @@ class InputStatistics:
         """`[I, I]` float32: `2 X^T X / count`, symmetric."""
         if self._second_moment is None:
             raise ValueError("these statistics were asked for without a Hessian")
-        upper = self._second_moment.triu()
-        return (upper + upper.triu(1).T) * (2.0 / max(self.count, 1))
+        full = self._second_moment.triu()
+        full += full.triu(1).T
+        return full.mul_(2.0 / max(self.count, 1))
 
     @property
     def abs_mean(self) -> Tensor:

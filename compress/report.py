@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from compress.checkpoint.structure import StructureReport
+from compress.methods.columns import column_kernel
 from compress.pipeline.prepare import Prepared, describe_calibration
 from compress.pipeline.resume import Progress
 
@@ -85,4 +86,5 @@ def environment(prepared: Prepared) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if prepared.device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
+        "columns": column_kernel(prepared.device),
     }

@@ -88,6 +88,8 @@ def print_result(prepared: Prepared, result: RunResult, with_tip: bool = True) -
     )
     for name, text in _quality(result.quality):
         table.add_row(name, text)
+    if peak := result.report["peak_device_bytes"]:
+        table.add_row("GPU memory", f"{gigabytes(peak)} GB at most")
     if result.kv_cache is not None:
         table.add_row("KV cache", result.kv_cache.describe())
     recovered = result.report["recovered"]

@@ -83,7 +83,7 @@ def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianF
         recovery = "rtn: every calibration input was zero"
         return HessianFactor(None, None, order, importance, None, recovery, len(importance))
     # With a mean diagonal of 1 the unit of the inputs does not matter, and dampings are plain numbers.
-    ordered = hessian.float()[order][:, order] / mean
+    ordered = hessian.float()[order][:, order].div_(mean)
     ordered.diagonal().add_(dead[order].float())
     upper, damping, recovery = _climb(ordered, options.damping)
     if upper is None:
@@ -103,9 +103,7 @@ def _column_order(importance: Tensor, options: GptqOptions) -> Tensor:
 
 def _climb(hessian: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None, float | None, str]:
     for damping in dampings:
-        damped = hessian.clone()
-        damped.diagonal().add_(damping)
-        upper = _upper_factor(damped)
+        upper = _upper_factor(hessian, damping)
         if upper is not None:
             return upper, damping, "" if damping == dampings[0] else f"damping raised to {damping:g}"
     upper = _factor_with_floor(hessian, dampings[0])
@@ -114,10 +112,13 @@ def _climb(hessian: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None,
     return None, None, "rtn: the Hessian could not be factorized"
 
 
-def _upper_factor(matrix: Tensor) -> Tensor | None:
-    """R of `matrix = R R^T`, upper triangular, float32; None when the matrix is not positive definite."""
+def _upper_factor(matrix: Tensor, damping: float = 0.0) -> Tensor | None:
+    """R of `matrix + damping = R R^T`, upper triangular, float32; None when that is not positive definite."""
     # Reversing rows and columns turns the usual lower factor into an upper one.
-    factor, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
+    turned = matrix.flip(0, 1)
+    turned.diagonal().add_(damping)
+    factor, info = torch.linalg.cholesky_ex(turned)
+    del turned  # these matrices are what decides how much memory a wide layer needs
     if int(info) != 0:
         return None
     factor = factor.flip(0, 1).float()

@@ -96,7 +96,8 @@ class BlockOutcome:
     tuning: TuningRecord | None = None
 
     def keep(self, stored: PackedWeight | Tensor, record: LinearRecord) -> None:
-        """Adds what became of one linear."""
+        """Adds what became of one linear, in host memory."""
+        stored = stored.cpu()
         if isinstance(stored, Tensor):
             self.pruned[f"{record.module}.weight"] = stored
         else:

@@ -34,7 +34,7 @@ class LoadedBlock:
     def set_weight(self, linear: str, weight: Tensor) -> None:
         """Puts `weight [O, I]` into a linear, in the dtype of computation."""
         parameter = self.linear(linear).weight
-        parameter.data = weight.to(parameter.dtype)
+        parameter.data = weight.to(parameter.device, parameter.dtype)
 
     def set_dense(self, name: str, tensor: Tensor) -> None:
         """Replaces a dense tensor, both as it will be stored and as it computes."""

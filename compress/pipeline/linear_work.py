@@ -139,7 +139,7 @@ class LinearWork:
         return values if scheme is None else PrunedWeight(values, scheme)
 
     def finish(self, stored: Stored) -> tuple[Stored, LinearRecord]:
-        """What becomes of the weight, in host memory, and the record of it."""
+        """What becomes of the weight, where it was computed, and the record of it."""
         values = values_of(stored)
         record = LinearRecord(
             self.module,
@@ -151,7 +151,7 @@ class LinearWork:
             input_outlier=_outlier(self.statistics),
             **self.details,
         )
-        return stored.cpu(), record
+        return stored, record
 
 
 def values_of(stored: Stored) -> Tensor:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from compress.checkpoint.errors import ToolkitError
 
 if TYPE_CHECKING:
+    import torch
+
     from compress.pipeline.skeleton import Skeleton
     from compress.plan import Plan
 
@@ -62,6 +64,21 @@ def with_smaller_batches(
         micro_batch //= 2
         _empty_cache()
         on_retry(micro_batch)
+
+
+def forget_device_peak(device: torch.device) -> None:
+    """Begins to measure anew how much memory of a GPU is in use at most."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def device_peak(device: torch.device) -> int | None:
+    """The most bytes of a GPU that tensors held since `forget_device_peak`; None without a GPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def return_freed_memory() -> None:

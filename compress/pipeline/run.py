@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from calibration.statistics import full_float32
 from compress.checkpoint.disk import check_space
 from compress.checkpoint.errors import NumericsError, ToolkitError
 from compress.checkpoint.structure import StructureReport
@@ -19,7 +20,7 @@ from compress.pipeline.calibrated import CalibratedRunner, block_job
 from compress.pipeline.ends import head_needs_inputs, quantize_embedding, quantize_head, stored_embedding
 from compress.pipeline.finish import assemble_checkpoint, check_checkpoint, check_quality, put_in_place, save_rest
 from compress.pipeline.kv_cache import KVResult, choose_default
-from compress.pipeline.memory import return_freed_memory
+from compress.pipeline.memory import device_peak, forget_device_peak, return_freed_memory
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.progress import RunDisplay
 from compress.pipeline.quantize_block import quantize_block, quantize_block_plainly
@@ -47,18 +48,21 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
         ToolkitError: what went wrong and what mends it; finished blocks are kept unless the numbers are at fault.
     """
     started = time.monotonic()
-    with only_one_run(prepared.request.out):
+    forget_device_peak(prepared.device)
+    with only_one_run(prepared.request.out), full_float32():
         progress = Progress.open(prepared.request.out, _identity(prepared), prepared.request.restart)
         with _cleared_on_failure(progress, prepared):
             _begin(prepared, progress, quiet)
             settled = settle(prepared, progress, quiet)
             folder = _compress(settled.prepared, progress, quiet)
+            peak = device_peak(prepared.device)  # of this work: what measures afterwards holds whole models
             structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
             kv_cache = choose_default(settled.prepared, folder, quiet)
             quality = check_quality(folder, prepared)
         seconds = time.monotonic() - started
         report = _report(prepared, settled, progress, structure, quality, seconds)
         report["kv_cache"] = kv_cache.to_dict() if kv_cache else None
+        report["peak_device_bytes"] = peak
         put_in_place(folder, prepared.request.out, report)
         progress.discard()
     return RunResult(prepared.request.out, structure, quality, report, kv_cache)
@@ -147,7 +151,7 @@ def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
 def _note_other_machine(prepared: Prepared, before: dict[str, Any], display: RunDisplay) -> None:
     """The same bytes come out only where sums are taken in the same order; elsewhere the last bits may differ."""
     now = environment(prepared)
-    differing = [f"{key} {before[key]}, now {now[key]}" for key in now if before.get(key) != now[key]]
+    differing = [f"{key} {before.get(key)}, now {now[key]}" for key in now if before.get(key) != now[key]]
     if differing:
         display.say(f"note: earlier blocks were made with {'; '.join(differing)}: last bits may differ")
 

@@ -42,7 +42,7 @@ class ChangedUnit:
         """
         weight, ranked = self.weights[module], self._rank(module, assignment)
         work = LinearWork(module, weight, assignment, self.model_dtype, self.statistics, ranked=ranked)
-        return values_of(work.apply(self._factors)[0]).to(weight.device)
+        return values_of(work.apply(self._factors)[0])
 
     def _rank(self, module: str, assignment: Assignment) -> Ranked | None:
         if assignment.factoring is None or assignment.scheme is None:
