@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from compress.checkpoint.fp8 import Fp8Weight
+from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Kernel, Target
 from runtime.kernels.gpu_linears import num_processors, refuse_gpu
 from runtime.kernels.handover import InputForm, Prepared, Product
+
+NATIVE_CAPABILITY = (8, 9)
+"""Compute capability since which GPUs multiply 8-bit floats: Ada and Hopper."""
 
 
 class Fp8Linear:
@@ -16,7 +21,8 @@ class Fp8Linear:
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, target: Target) -> None:
         from runtime.kernels.gpu import launch_fp8
 
-        self._weight = launch_fp8.place_fp8(weight, target, num_processors(target.device))
+        native, processors = multiplies_fp8(target.device), num_processors(target.device)
+        self._weight = launch_fp8.place_fp8(weight, target, native, processors)
         self._bias = bias
         self._launch = launch_fp8
         self.nbytes = self._weight.nbytes
@@ -31,4 +37,20 @@ class Fp8Linear:
         return self._launch.fp8_parts(x, self._weight, self._bias)
 
 
-KERNEL = Kernel("triton_fp8", "8-bit floats as they are stored, exact products, float32 sums", refuse_gpu, Fp8Linear)
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a GPU multiplies 8-bit floats itself; one that is not there, and only planned for, is taken to."""
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= NATIVE_CAPABILITY
+
+
+def refuse_native(scheme: Scheme, in_features: int, target: Target) -> str:
+    refusal = refuse_gpu(scheme, in_features, target)
+    if refusal or scheme.activation_bits is None:
+        return refusal or "needs 8-bit activations"
+    return "" if multiplies_fp8(target.device) else "needs a GPU that multiplies 8-bit floats (Ada, Hopper or newer)"
+
+
+NATIVE = Kernel("triton_fp8", "8-bit floats times 8-bit floats, float32 sums", refuse_native, Fp8Linear)
+WIDENED = Kernel("triton_fp8_16bit", "8-bit floats multiplied in 16 bits, float32 sums", refuse_gpu, Fp8Linear)
+KERNELS = (NATIVE, WIDENED)

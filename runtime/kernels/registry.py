@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels import dequantized, gpu_fp8, gpu_linears, int4pack, int8_dynamic, native, reference
+from runtime.kernels import (
+    dequantized,
+    gpu_fp8,
+    gpu_linears,
+    int4pack,
+    int8_dynamic,
+    native,
+    reference,
+    semi_structured,
+)
 from runtime.kernels.base import Kernel, Target
 
 KERNELS = (
@@ -21,12 +30,14 @@ KERNELS = (
 )
 """Of integers, in order of preference; the last one refuses nothing."""
 
-FP8_KERNELS = (gpu_fp8.KERNEL, dequantized.KERNEL, reference.KERNEL)
+FP8_KERNELS = (*gpu_fp8.KERNELS, dequantized.KERNEL, reference.KERNEL)
 """Of 8-bit floats, likewise."""
 
-MODES = {"auto": KERNELS, "w4a8": (native.W4A8, *KERNELS)}
+MODES = {"auto": KERNELS, "w4a8": (native.W4A8, *KERNELS), semi_structured.NAME: KERNELS}
 """Preferences for integers by name: `auto` computes what the checkpoint says, `w4a8` rounds activations to 8 bits where
-it can."""
+it can, `semi_structured` is about 16-bit weights that are 2:4 alone."""
+
+EXPANDED = "zeros of {} are expanded at load: no kernel leaves them out on a GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,7 @@ def choose_kernel(
     """
     if kernels not in MODES:
         return _named(scheme, in_features, target, kernels)
-    refusals: list[str] = []
+    refusals = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
     for kernel in FP8_KERNELS if scheme.fp8 else MODES[kernels]:
         refusal = (excluded or {}).get(kernel.name) or kernel.refuse(scheme, in_features, target)
         if not refusal:

@@ -82,6 +82,7 @@ _SIZES = {
     "triton_bytes": _bytes,
     "triton_levels": _bytes,
     "triton_fp8": _bytes,
+    "triton_fp8_16bit": _bytes,
     "native": _native,
     "native_int8": _native,
     "native_w4a8": _native,

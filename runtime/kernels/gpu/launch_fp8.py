@@ -16,8 +16,6 @@ from runtime.kernels.gpu.launch_bytes import BLOCK_N, MAX_BLOCK_K, split_inputs
 from runtime.kernels.gpu.launch_rows import finish, prepared
 from runtime.kernels.handover import FLOATS, InputForm, Prepared, Product, finished
 
-NATIVE_CAPABILITY = (8, 9)
-"""Compute capability since which GPUs multiply 8-bit floats: Ada and Hopper."""
 NARROW_TOKENS, WIDE_BLOCK = 64, 128
 
 
@@ -50,10 +48,8 @@ class PlacedFp8:
         return self.codes.nbytes + self.scale.nbytes
 
 
-def place_fp8(weight: Fp8Weight, target: Target, num_processors: int) -> PlacedFp8:
-    device = target.device
-    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE_CAPABILITY
-    codes, scale = weight.codes.view(torch.uint8).to(device), weight.scale[:, 0].contiguous().to(device)
+def place_fp8(weight: Fp8Weight, target: Target, native: bool, num_processors: int) -> PlacedFp8:
+    codes, scale = weight.codes.view(torch.uint8).to(target.device), weight.scale[:, 0].contiguous().to(target.device)
     return PlacedFp8(codes, scale, bool(weight.scheme.activation_bits), native, num_processors, target.dtype)
 
 

@@ -3,8 +3,6 @@ written."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from poisoned_memory import poisoned_allocations
@@ -14,7 +12,7 @@ from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.fp8 import FP8
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Target
-from runtime.kernels.gpu_fp8 import KERNEL
+from runtime.kernels.gpu_fp8 import NATIVE, WIDENED, multiplies_fp8
 from runtime.kernels.handover import FLOATS, InputForm
 from runtime.kernels.registry import choose_kernel
 from runtime.kernels.sizes import prepared_bytes
@@ -48,8 +46,9 @@ def test_few_tokens_against_float64(gpu, tokens, scheme, dtype) -> None:
 
     weight, target = random_weight((70, 328), scheme), Target(gpu, dtype)
     x, bias = activations(tokens, 328, dtype, gpu), activations(1, 70, dtype, gpu)[0]
-    placed = replace(place_fp8(weight, target, num_processors=4), native=False)
-    assert placed.nbytes == prepared_bytes(KERNEL.name, scheme, *weight.shape, target)
+    placed = place_fp8(weight, target, native=False, num_processors=4)
+    for kernel in (NATIVE, WIDENED):
+        assert placed.nbytes == prepared_bytes(kernel.name, scheme, *weight.shape, target)
     with poisoned_allocations():
         found = multiply_fp8(x, placed, bias)
     assert found.dtype == dtype
@@ -60,11 +59,11 @@ def test_few_tokens_against_float64(gpu, tokens, scheme, dtype) -> None:
 def test_many_tokens_by_8_bit_products(gpu, with_bias) -> None:
     from runtime.kernels.gpu.launch_fp8 import multiply_fp8, place_fp8
 
-    if gpu.type == "cuda" and torch.cuda.get_device_capability(gpu) < (8, 9):
+    if gpu.type == "cuda" and not multiplies_fp8(gpu):
         pytest.skip("this GPU has no 8-bit floats")
     weight, target = random_weight((150, 200), W8A8), Target(gpu, torch.float16)
     x, bias = activations(131, 200, torch.float16, gpu), activations(1, 150, torch.float16, gpu)[0]
-    placed = replace(place_fp8(weight, target, num_processors=4), native=True)
+    placed = place_fp8(weight, target, native=True, num_processors=4)
     with poisoned_allocations():
         found = multiply_fp8(x, placed, bias if with_bias else None)
     expected = exact_product(x, weight, bias if with_bias else torch.zeros_like(bias))
@@ -99,12 +98,12 @@ def test_every_code_is_read_as_its_number(gpu) -> None:
     numbers[0x7F], numbers[0xFF] = 0, 0x80
     weight.codes.view(torch.uint8)[:] = numbers
     one_hot = torch.eye(256, dtype=torch.float16, device=gpu)
-    found = multiply_fp8(one_hot, place_fp8(weight, target, 1), None)
+    found = multiply_fp8(one_hot, place_fp8(weight, target, False, 1), None)
     assert torch.equal(found[:, 0].float().cpu(), numbers.view(FP8).float())
 
 
 def test_a_token_does_not_see_its_neighbours(gpu) -> None:
-    linear = KERNEL.prepare(random_weight((64, 256), W8A8), None, Target(gpu, torch.bfloat16))
+    linear = NATIVE.prepare(random_weight((64, 256), W8A8), None, Target(gpu, torch.bfloat16))
     x = activations(5, 256, torch.bfloat16, gpu)
     together = linear(x)
     x[1:] = float("nan")
@@ -115,5 +114,14 @@ def test_a_token_does_not_see_its_neighbours(gpu) -> None:
 
 def test_a_gpu_serves_8_bit_floats_with_it() -> None:
     target = Target(torch.device("cuda"), torch.bfloat16)
-    assert {choose_kernel(scheme, 768, target).kernel.name for scheme in (W8A16, W8A8)} == {"triton_fp8"}
+    assert choose_kernel(W8A8, 768, target).kernel is NATIVE
+    assert choose_kernel(W8A16, 768, target).kernel is WIDENED
     assert choose_kernel(W8A8, 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"
+
+
+def test_an_older_gpu_says_why_it_multiplies_in_16_bits(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    choice = choose_kernel(W8A8, 768, Target(torch.device("cuda"), torch.bfloat16))
+    assert choice.kernel is WIDENED
+    assert "triton_fp8 needs a GPU that multiplies 8-bit floats" in choice.reason
