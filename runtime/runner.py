@@ -54,8 +54,9 @@ class ModelRunner:
 
     Attributes:
         sample: turns logits into tokens and verifies drafts; by match unless somebody sets another way.
-        native_layers: computes all layers in one call where that is possible.
-        layers_refusal: why it is not; empty where it is.
+        native_layers, triton_layers: what computes the layers of a step in one call of compiled code, or in fused
+            kernels of a GPU, where that is possible.
+        layers_refusal: why neither does; empty where one does.
         triton_refusal: why attention does not run in Triton; empty when it does.
         graphs: runs steps of one token per sequence from recordings; None where nothing is recorded.
         graphs_refusal: why nothing is; empty where it is.

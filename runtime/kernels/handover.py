@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from runtime.kernels.base import Linear
+
 ROWS, SUMS, LEVELS, FLOATS = "rows", "sums", "levels", "floats"
 
 
@@ -70,6 +72,24 @@ class FusedLinear(Protocol):
     def product(self, x: Prepared) -> Product:
         """Multiplies an input of the form that `input_form` names."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class CalledLinear:
+    """Any other linear as a `FusedLinear`: it takes 16-bit rows and leaves nothing to do."""
+
+    linear: Linear
+
+    def input_form(self, num_tokens: int) -> InputForm:
+        return InputForm()
+
+    def product(self, x: Prepared) -> Product:
+        return finished(self.linear(x.rows))
+
+
+def fused(linear: Linear) -> FusedLinear:
+    """A linear with its first and last step left to others, as far as it can."""
+    return linear if isinstance(linear, FusedLinear) else CalledLinear(linear)
 
 
 def finished(rows: Tensor) -> Product:

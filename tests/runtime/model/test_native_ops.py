@@ -116,7 +116,8 @@ class _Sizes:
     [
         ({}, torch.bfloat16, "cpu", "auto", ""),
         ({}, torch.float64, "cpu", "auto", "float64"),
-        ({}, torch.bfloat16, "cuda", "auto", "cuda"),
+        ({}, torch.bfloat16, "cuda", "auto", "one launch"),
+        ({}, torch.float32, "cuda", "auto", "cuda"),
         ({}, torch.bfloat16, "cpu", "reference", "reference"),
         ({"intermediate_size": 100}, torch.bfloat16, "cpu", "auto", "100"),
         ({"head_dim": 16}, torch.bfloat16, "cpu", "auto", "16"),

@@ -1,0 +1,35 @@
+"""A decoder's ops in Triton, for 16 bits on NVIDIA GPUs: one launch for each row-wise step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runtime.kernels.gpu_linears import has_triton
+from runtime.kernels.handover import InputForm, finished
+from runtime.model.ops import TorchOps
+
+
+def refuse_triton_ops(dtype: torch.dtype, device: torch.device) -> str:
+    """Why Triton cannot compute a model's ops; empty when it can."""
+    if device.type != "cuda":
+        return "runs on NVIDIA GPUs"
+    if not has_triton():
+        return "needs Triton"
+    return "" if dtype in (torch.bfloat16, torch.float16) else "computes in 16 bits"
+
+
+class TritonOps(TorchOps):
+    """See `Ops`. What turns heads is plain torch: where pages are written, `TritonLayers` does it on the way."""
+
+    def __init__(self) -> None:
+        from runtime.kernels.gpu import launch_rows
+
+        self._launch = launch_rows
+
+    def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        product = None if update is None else finished(update.contiguous())
+        return self._launch.norm(hidden, product, weight, eps, InputForm()).rows
+
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        return self._launch.gate(finished(gate_up.contiguous()), InputForm(), gate_up.dtype).rows

@@ -1,0 +1,289 @@
+"""A decoder served with fused Triton kernels, against the same codes in plain torch: every kind of linear and of pages;
+prompts, single tokens and padding in one batch; greedy tokens through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from decoder_configs import decoder_config
+from poisoned_memory import poison, poisoned_allocations
+from tiny_models import random_weight
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compress.checkpoint.kv_cache import KVCacheScheme
+from compress.checkpoint.kv_numerics import rotate_heads
+from compress.checkpoint.scheme import Scheme
+from runtime.attention.gpu import TritonAttention
+from runtime.attention.gpu_layers import TritonLayers, refuse_triton_layers
+from runtime.attention.paged import PagedAttention
+from runtime.attention.step_keys import StepKeys
+from runtime.batch import AttentionGroup, Batch
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.kernels.base import Linear, Target
+from runtime.kernels.dense import DenseLinear
+from runtime.kernels.gpu_linears import BYTES, LEVELS, PLANES
+from runtime.kernels.low_rank import LowRank
+from runtime.kernels.reference import ReferenceLinear
+from runtime.model.decoder import Decoder, Layer
+from runtime.model.embedding import DenseEmbedding
+from runtime.model.kv_cache import ExactPlaces
+from runtime.model.linear import SideBySide
+from runtime.model.ops import TorchOps
+from runtime.model.ops_triton import TritonOps
+from runtime.model.pages import ExactPages
+from runtime.model.pages_quantized import QuantizedPages
+from runtime.model.rope import Rotary
+from runtime.reach import ALL, Reach
+from runtime.runner import build_runner
+from runtime.sampling_params import SamplingParams
+
+SIZE, LAYERS, BLOCK, NUM_BLOCKS, VOCABULARY = 128, 2, 4, 12, 64
+INT4, INT4_ASYMMETRIC, W8A8, INT8 = Scheme(4, 32), Scheme(4, 64, False), Scheme(8, None, True, 8), Scheme(8, 64)
+KERNELS = {INT4: PLANES, INT4_ASYMMETRIC: PLANES, W8A8: LEVELS, INT8: BYTES}
+
+
+@dataclass
+class World:
+    """A random decoder of 2 layers on one device.
+
+    Attributes:
+        kind: a scheme of all linears; `dense`, or `mixed`: dense, of low rank, side by side, and int4 in one model.
+    """
+
+    kind: Scheme | str
+    device: torch.device
+    dtype: torch.dtype = torch.float16
+    head_dim: int = 32
+    head_norm: bool = True
+
+    def __post_init__(self) -> None:
+        self.random = torch.Generator().manual_seed(0)
+        self.heads, self.kv_heads = SIZE // self.head_dim, SIZE // self.head_dim // 2
+        fields = {"hidden_size": SIZE, "intermediate_size": SIZE + 64, "qk_norm": self.head_norm}
+        self.config = decoder_config(self.heads, self.kv_heads, self.head_dim, LAYERS, windows=(None, 4), **fields)
+
+    def decoder(self, fused: bool, dtype: torch.dtype | None = None) -> Decoder:
+        """With fused kernels, or the same numbers in plain torch."""
+        self.random.manual_seed(0)
+        self.target = Target(self.device, dtype or self.dtype)
+        layers = [self._layer(fused) for _ in range(LAYERS)]
+        return Decoder(
+            self.config,
+            self.target.dtype,
+            self.device,
+            DenseEmbedding(self.numbers(VOCABULARY, SIZE)),
+            layers,
+            self.vector(SIZE),
+            DenseLinear(self.numbers(VOCABULARY, SIZE), None),
+            Rotary(self.config.rope, self.head_dim, self.target.dtype, self.device),
+            TritonOps() if fused else TorchOps(),
+        )
+
+    def numbers(self, *shape: int) -> Tensor:
+        numbers = torch.randn(*shape, generator=self.random).mul_(shape[-1] ** -0.5)
+        return numbers.to(self.dtype).to(self.device, self.target.dtype)
+
+    def vector(self, *shape: int) -> Tensor:
+        return self.numbers(*shape).mul_(0.2).add_(1)
+
+    def linear(
+        self, rows: int, columns: int, fused: bool, kind: Scheme | str | None = None, bias: bool = False
+    ) -> Linear:
+        kind = kind or self.kind
+        added = self.numbers(rows) if bias else None
+        if kind == "dense":
+            return DenseLinear(self.numbers(rows, columns), added)
+        if kind == "low rank":
+            left = self.linear(rows, 32, fused, "dense", bias)
+            return LowRank(self.linear(32, columns, fused, INT4), left)
+        if kind == "side by side":
+            parts = self.linear(rows - 64, columns, fused, INT4), self.linear(64, columns, fused, W8A8)
+            return SideBySide(parts)
+        seed = int(torch.randint(2**31, (), generator=self.random))
+        weight = random_weight((rows, columns), kind, seed, torch.float16)
+        weight.scale.mul_(3 * columns**-0.5)
+        return (KERNELS[kind].prepare if fused else ReferenceLinear)(weight, added, self.target)
+
+    def _layer(self, fused: bool) -> Layer:
+        inner, width = self.config.intermediate_size, (self.heads + 2 * self.kv_heads) * self.head_dim
+        qkv, output, gate_up, down = (
+            ("side by side", "low rank", INT4, "dense") if self.kind == "mixed" else (self.kind,) * 4
+        )
+        return Layer(
+            attention_norm=self.vector(SIZE),
+            qkv=self.linear(width, SIZE, fused, qkv, bias=True),
+            head_norm=self.vector(self.heads + self.kv_heads, self.head_dim) if self.head_norm else None,
+            output=self.linear(SIZE, SIZE, fused, output),
+            mlp_norm=self.vector(SIZE),
+            gate_up=self.linear(2 * inner, SIZE, fused, gate_up),
+            down=self.linear(SIZE, inner, fused, down),
+        )
+
+    def cache(self, format: str, dtype: torch.dtype) -> SimpleNamespace:
+        """Pages with nothing in them, as `KVCache` has them."""
+        scheme, sizes = KVCacheScheme.named(format), (NUM_BLOCKS, BLOCK, dtype, self.device)
+        pages = ExactPages(self.config, *sizes) if scheme.is_exact else QuantizedPages(self.config, scheme, *sizes)
+        poison(pages.memory)
+        pages.memory.clear(range(NUM_BLOCKS))
+        turn = rotate_heads if scheme.rotate else (lambda heads: heads)
+        return SimpleNamespace(pages=pages, scheme=scheme, turn=turn, sinks=None, recent=None)
+
+
+def make_batch(spans: list[tuple[int, int]], device: torch.device, padding: int = 0) -> Batch:
+    """Of each sequence: the tokens of this step and its keys after it. Rows of padding belong to the last one, which
+    has one token."""
+    groups, positions, slots, block, row = [], [], [], 0, 0
+    for tokens, keys in spans:
+        table = torch.arange(block, block + -(-keys // BLOCK))
+        places = torch.arange(keys - tokens, keys)
+        groups.append((slice(row, row + tokens), table, places, 1, keys, tokens > 1))
+        positions.append(places)
+        slots.append(places + block * BLOCK)
+        block, row = block + len(table), row + tokens
+    if padding:
+        nowhere = torch.full((padding,), -1)
+        positions.append(nowhere)
+        slots.append(nowhere)
+        rows, table, places, _, keys, _ = groups[-1]
+        places = torch.cat((places, nowhere))
+        groups[-1] = slice(rows.start, rows.stop + padding), table.repeat(1 + padding), places, 1 + padding, keys, True
+    there = [AttentionGroup(r, t.to(device), p.to(device), *rest) for r, t, p, *rest in groups]
+    ids = torch.arange(row + padding) * 7 % VOCABULARY
+    nothing = torch.empty(0, dtype=torch.int64)
+    placed = [t.to(device) for t in (ids, torch.cat(positions), torch.cat(slots))]
+    return Batch((), *placed, tuple(there), (), nothing, (), ())
+
+
+STEPS = [[(6, 6)], [(1, 7), (2, 3)]]
+
+
+def logits_of(decoder: Decoder, cache: SimpleNamespace, batch: Batch, *, fused: bool) -> Tensor:
+    keys = StepKeys(cache, batch, ExactPlaces(None, None))
+    windows = decoder.config.windows
+    if not fused:
+        hidden = decoder.forward(batch.token_ids, batch.positions, PagedAttention(keys, windows))
+        return decoder.logits(hidden).double()
+    run = partial(TritonLayers(decoder, cache), attention=TritonAttention(keys, windows))
+    with poisoned_allocations():
+        hidden = decoder.forward(batch.token_ids, batch.positions, TritonAttention(keys, windows), run)
+    return decoder.logits(hidden).double()
+
+
+def error_of(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def run_steps(world: World, format: str, fused: bool, dtype: torch.dtype) -> Tensor:
+    decoder, cache = world.decoder(fused, dtype), world.cache(format, dtype)
+    return torch.cat([logits_of(decoder, cache, make_batch(step, world.device), fused=fused) for step in STEPS])
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "dtype", "head_dim"),
+    [
+        (INT4, "16bit", torch.float16, 32),
+        (INT4_ASYMMETRIC, "int4", torch.float16, 64),
+        (W8A8, "fp8", torch.bfloat16, 32),
+        (INT8, "k8v4", torch.float16, 32),
+        ("dense", "int8", torch.bfloat16, 64),
+        ("mixed", "16bit", torch.bfloat16, 32),
+    ],
+    ids=str,
+)
+def test_as_exact_as_plain_torch(gpu, kind, format: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Both are compared with float64, which rounds only what the formats say."""
+    world = World(kind, gpu, dtype, head_dim, head_norm=head_dim == 32)
+    exact = run_steps(world, format, False, torch.float64)
+    plain, found = (error_of(run_steps(world, format, fused, dtype), exact) for fused in (False, True))
+    assert found < 1.3 * plain
+    assert found < 0.1
+
+
+def test_greedy_tokens_through_the_engine(gpu) -> None:
+    """Prompts in chunks, several requests, turned keys: the tokens of a runner in plain torch."""
+    world, config = World(INT4, gpu), RuntimeConfig(kv_cache="int4", block_size=4, num_blocks=20, prefill_chunk=4)
+    answers = []
+    for fused in (False, True):
+        runner = build_runner(world.decoder(fused), config)
+        runner.triton_refusal = "" if fused else "is not asked for"
+        runner.triton_layers = TritonLayers(runner.decoder, runner.cache) if fused else None
+        poison(runner.pages.memory)
+        engine, tokens = Engine(runner, None, config), {"a": [], "b": []}
+        for name, prompt in (("a", [5, 9, 40, 3, 17]), ("b", [11, 2])):
+            engine.add_request(prompt, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True), name)
+        while engine.has_work:
+            for delta in engine.step():
+                assert not delta.error
+                tokens[delta.request_id] += delta.token_ids
+        answers.append(tokens)
+    assert answers[1] == answers[0]
+    assert [len(answer) for answer in answers[1].values()] == [3, 3]
+
+
+@pytest.mark.parametrize(("kind", "format"), [(INT4, "int4"), (W8A8, "16bit")], ids=str)
+def test_padding_changes_nothing(gpu, kind, format: str) -> None:
+    world = World(kind, gpu)
+    decoder = world.decoder(fused=True)
+    alone, padded = world.cache(format, world.dtype), world.cache(format, world.dtype)
+    expected = logits_of(decoder, alone, make_batch(STEPS[1], gpu), fused=True)
+    found = logits_of(decoder, padded, make_batch(STEPS[1], gpu, padding=2), fused=True)
+    assert torch.equal(found[: len(expected)], expected)
+    for name, tensor in alone.pages.memory.tensors.items():
+        assert torch.equal(tensor, padded.pages.memory.tensors[name]), name
+
+
+class Launches(TorchDispatchMode):
+    """Counts what launches something on a GPU: Triton's kernels, and operations of torch but for those that only
+    reserve or look at memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime.interpreter import GridExecutor
+
+        super().__init__()
+        self.names: list[str] = []
+        self._launching = False
+        launch = GridExecutor.__call__
+
+        def counted(kernel: GridExecutor, *arguments: object, **options: object) -> None:
+            self.names.append(kernel.fn.__name__)
+            self._launching = True  # the interpreter computes with torch, too
+            launch(kernel, *arguments, **options)
+            self._launching = False
+
+        monkeypatch.setattr(GridExecutor, "__call__", counted)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not (self._launching or function.is_view or "empty" in function.name()):
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "launches"), [(INT4, 11), (W8A8, 11), (INT8, 10), ("dense", 10)], ids=str)
+def test_launches_of_a_layer(gpu, monkeypatch, kind, launches: int) -> None:
+    if gpu.type == "cuda":
+        pytest.skip("launches are counted in the interpreter")
+    world = World(kind, gpu)
+    decoder, cache, batch = world.decoder(fused=True), world.cache("int4", world.dtype), make_batch([(1, 20)], gpu)
+    run = TritonLayers(decoder, cache)
+    attention = TritonAttention(StepKeys(cache, batch, ExactPlaces(None, None)), decoder.config.windows)
+    hidden, angles = decoder.embedding(batch.token_ids), decoder.rotary.at(batch.positions)
+    with Launches(monkeypatch) as counted:
+        run(hidden, *angles, attention)
+    last = ["aten::add_.Tensor"] if kind == "dense" else ["finish_rows", "aten::add_.Tensor"]
+    assert counted.names[-len(last) :] == last
+    assert len(counted.names) == LAYERS * launches + len(last), counted.names
+
+
+def test_what_is_not_in_triton_refuses(gpu) -> None:
+    decoder = World("dense", gpu).decoder(fused=True)
+    assert refuse_triton_layers(decoder, "", ALL) == ""
+    assert refuse_triton_layers(decoder, "", Reach(64)) == ""
+    assert "needs Triton" in refuse_triton_layers(decoder, "needs Triton", ALL)
+    assert "ops between linears" in refuse_triton_layers(replace(decoder, ops=TorchOps()), "", ALL)
+    assert "sinks" in refuse_triton_layers(decoder, "", Reach(64, 4))
