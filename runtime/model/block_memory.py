@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.step import BlockCopy, BlockOffload, BlockRestore
+from runtime.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,18 @@ class BlockMemory:
         """
         if not copies:
             return
+        sources = upload((copy.source for copy in copies), self.device)
+        targets = upload((copy.target for copy in copies), self.device)
         for tensor in self.tensors.values():
-            tensor[:, [copy.target for copy in copies]] = tensor[:, [copy.source for copy in copies]]
+            tensor.index_copy_(1, targets, tensor.index_select(1, sources))
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Moves single tokens between slots (block * block_size + offset), all read before any is written; for layouts
         whose fields begin with the tokens of a block."""
+        read, written = upload(sources, self.device), upload(targets, self.device)
         for tensor in self.tensors.values():
             slots = tensor.flatten(1, 2)
-            slots[:, list(targets)] = slots[:, list(sources)]
+            slots.index_copy_(1, written, slots.index_select(1, read))
 
     def offload(self, offloads: Iterable[BlockOffload]) -> None:
         """Saves blocks in host memory. Only `restore` reads it, on the same stream, so nobody has to wait."""
@@ -92,8 +96,8 @@ class BlockMemory:
                 tensor[:, restore.block] = self.host[name][restore.slot].to(tensor.device, non_blocking=True)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Fills blocks with zeros, in every layer."""
-        if not block_ids:
-            return
+        """Fills blocks with zeros, in every layer. One after the other: on a CPU that takes a tenth of the time of an
+        index, and for a GPU no index has to cross."""
         for tensor in self.tensors.values():
-            tensor[:, list(block_ids)] = 0
+            for block_id in block_ids:
+                tensor[:, block_id].zero_()
