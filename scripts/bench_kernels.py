@@ -1,4 +1,7 @@
-"""Packed linears on a GPU beside cuBLAS and PyTorch's own int4 product: one shape and number of tokens after the other.
+"""Packed linears and attention on a GPU beside what PyTorch has, and gemlite where it is installed.
+
+Linears: one shape and number of tokens after the other, beside cuBLAS, PyTorch's int4 product and its 2:4 product.
+Attention: one token over a long context, by the form of keys and values, beside PyTorch's own.
 
 Every time is the median of replays of one CUDA graph over copies that do not fit in the cache. Bytes are those of
 weights, inputs and outputs; the last column is their rate over the measured read stream of the card.
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -36,7 +40,7 @@ KERNELS = {
     "int8": (BYTES, Scheme(8, None)),
     "w8a8": (LEVELS, Scheme(8, None, True, 8)),
 }
-DENSE, TINYGEMM = "cuBLAS bf16", "torch int4"
+DENSE, TINYGEMM, SPARSE, GEMLITE = "cuBLAS bf16", "torch int4", "torch 2:4", "gemlite int4"
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ def linears(name: str, rows: int, columns: int, device: torch.device) -> list[Ca
     def make() -> Callable[[Tensor], Tensor]:
         if name == DENSE:
             return DenseLinear(torch.randn(rows, columns, device=device, dtype=torch.bfloat16) * 0.02, None)
-        if name == TINYGEMM:
-            return tinygemm(rows, columns, device)
+        if name in PEERS:
+            return PEERS[name](rows, columns, device)
         kernel, scheme = KERNELS[name]
         return kernel.prepare(random_codes(rows, columns, scheme, device), None, target)
 
@@ -80,11 +84,42 @@ def tinygemm(rows: int, columns: int, device: torch.device) -> Callable[[Tensor]
     return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, 128, scales)
 
 
+def semi_structured(rows: int, columns: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """PyTorch's product with 16-bit weights of which every second is zero."""
+    from runtime.kernels.semi_structured import SemiStructuredLinear
+
+    weight = torch.randn(rows, columns, device=device, dtype=torch.bfloat16).view(rows, -1, 4)
+    weight[..., 2:] = 0
+    return SemiStructuredLinear(weight.view(rows, columns), None)
+
+
+def gemlite(rows: int, columns: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The Triton kernels of gemlite, as a peer: 4 bits in groups of 128."""
+    from gemlite.core import DType, GemLiteLinear
+
+    linear = GemLiteLinear(4, 128, columns, rows, DType.BF16.value, DType.BF16.value)
+    codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, device=device)
+    groups = rows * columns // 128
+    scales, zeros = (torch.rand(groups, 1, device=device, dtype=torch.bfloat16) for _ in range(2))
+    linear.pack(codes, scales, zeros, None)
+    return linear
+
+
+PEERS = {TINYGEMM: tinygemm, SPARSE: semi_structured, GEMLITE: gemlite}
+
+
+def peers() -> list[str]:
+    """Peers that are installed."""
+    return [name for name in PEERS if name != GEMLITE or find_spec("gemlite")]
+
+
 def weight_bytes(name: str, rows: int, columns: int) -> int:
     if name == DENSE:
         return rows * columns * 2
-    scheme = Scheme(4, 128) if name == TINYGEMM else KERNELS[name][1]
-    return rows * columns * scheme.bits // 8 + rows * scheme.num_groups(columns) * (4 if name == TINYGEMM else 2)
+    if name == SPARSE:
+        return rows * columns * 9 // 8
+    scheme = Scheme(4, 128) if name in PEERS else KERNELS[name][1]
+    return rows * columns * scheme.bits // 8 + rows * scheme.num_groups(columns) * (4 if name in PEERS else 2)
 
 
 def measure(shape: str, tokens: int, name: str, device: torch.device) -> Measured:
@@ -95,15 +130,46 @@ def measure(shape: str, tokens: int, name: str, device: torch.device) -> Measure
     return Measured(shape, tokens, name, seconds_per_call(calls), nbytes)
 
 
-def table(measured: Sequence[Measured], stream: float) -> list[Row]:
-    dense = {(each.shape, each.tokens): each.seconds for each in measured if each.name == DENSE}
+def measure_or_say(
+    shape: str, tokens: int, name: str, device: torch.device, say: Callable[[str], None]
+) -> Measured | None:
+    """None where a peer cannot: then it says why."""
+    try:
+        return measure(shape, tokens, name, device)
+    except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
+        if name not in PEERS:
+            raise
+        say(f"{name} cannot do {shape} for {tokens} tokens: {str(error).splitlines()[0]}")
+        return None
+
+
+def measure_attention(contexts: Sequence[int], batches: Sequence[int], device: torch.device) -> list[Measured]:
+    """One decode step with the heads of an 8B model."""
+    from benchmarking.cpu_attention import Case
+    from benchmarking.gpu_attention import FORMS, SDPA, paged_calls, sdpa_calls
+
+    from runtime.kernels.gpu_linears import num_processors
+
+    measured = []
+    for case in (Case(batch, context) for batch in batches for context in contexts):
+        found = {SDPA: sdpa_calls(case, device)}
+        found |= {f"pages {form}": paged_calls(case, form, num_processors(device), device) for form in FORMS}
+        for name, calls in found.items():
+            seconds = seconds_per_call(calls.calls)
+            measured.append(Measured(f"{case.context} keys", case.batch, name, seconds, calls.nbytes))
+    return measured
+
+
+def table(measured: Sequence[Measured], stream: float, first: str = DENSE) -> list[Row]:
+    """Rows with the speed-up over one of them, `first`."""
+    dense = {(each.shape, each.tokens): each.seconds for each in measured if each.name == first}
     return [
         {
             "shape": each.shape,
             "tokens": str(each.tokens),
             "kernel": each.name,
             "microseconds": f"{each.seconds * 1e6:.1f}",
-            "x cuBLAS bf16": f"{dense[each.shape, each.tokens] / each.seconds:.2f}",
+            f"x {first}": f"{dense[each.shape, each.tokens] / each.seconds:.2f}",
             "GB/s": f"{each.nbytes / each.seconds / 1e9:.0f}",
             "of the stream": f"{each.nbytes / each.seconds / stream:.0%}",
         }
@@ -116,6 +182,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x columns")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
+    parser.add_argument("--contexts", nargs="*", type=int, default=(4096, 32768), help="keys of a step of attention")
+    parser.add_argument("--batches", nargs="+", type=int, default=(1, 16), help="sequences of a step of attention")
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser.parse_args(arguments)
 
@@ -126,15 +194,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts, stream = environment(), read_stream(device)
     console.print(describe(facts))
     console.print(f"read stream: {stream / 1e9:.0f} GB/s")
-    measured = [
-        measure(shape, tokens, name, device)
+    tried = [
+        measure_or_say(shape, tokens, name, device, console.print)
         for shape in options.shapes
         for tokens in options.tokens
-        for name in (DENSE, TINYGEMM, *options.kernels)
+        for name in (DENSE, *peers(), *options.kernels)
     ]
-    print_with_markdown("Medians over replays", table(measured, stream), console)
+    measured = [each for each in tried if each is not None]
+    print_with_markdown("Linears: medians over replays", table(measured, stream), console)
+    attention = measure_attention(options.contexts, options.batches, device)
+    if attention:
+        print_with_markdown("Attention of one layer", table(attention, stream, attention[0].name), console)
     if options.json:
-        write_json(options.json, {"facts": facts, "stream": stream, "rows": [asdict(each) for each in measured]})
+        rows = {"rows": [asdict(each) for each in measured], "attention": [asdict(each) for each in attention]}
+        write_json(options.json, {"facts": facts, "stream": stream, **rows})
     return 0
 
 

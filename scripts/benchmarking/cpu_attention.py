@@ -78,7 +78,7 @@ def compiled_step(case: Case, format: str) -> Callable[[], object]:
     layers, device = _layers(case), torch.device("cpu")
     blocks = case.batch * case.context // case.block_size
     scheme = KVCacheScheme(format)
-    pages = NativePages(_config(case, layers), scheme, blocks, case.block_size, torch.bfloat16, device)
+    pages = NativePages(decoder_config(case, layers), scheme, blocks, case.block_size, torch.bfloat16, device)
     for name, tensor in pages.memory.tensors.items():
         if name.endswith("scales"):
             tensor.uniform_(0.01, 0.02)
@@ -98,7 +98,7 @@ def torch_step(case: Case) -> Callable[[], object]:
 
     layers, device = _layers(case), torch.device("cpu")
     blocks = case.batch * case.context // case.block_size
-    pages = ExactPages(_config(case, layers), blocks, case.block_size, torch.bfloat16, device)
+    pages = ExactPages(decoder_config(case, layers), blocks, case.block_size, torch.bfloat16, device)
     for tensor in pages.memory.tensors.values():
         tensor.normal_()
     table = _batch(case, blocks).groups[0].blocks
@@ -123,7 +123,7 @@ def _layers(case: Case) -> int:
     return max(1, round(COLD_BYTES / case.kv_bytes))
 
 
-def _config(case: Case, layers: int) -> DecoderConfig:
+def decoder_config(case: Case, layers: int) -> DecoderConfig:
     from benchmarking.random_model import SHAPES, config_of
     from runtime.model.config import parse_config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,67 @@ def test_bytes_and_copies() -> None:
     )
     assert [row["x cuBLAS bf16"] for row in rows] == ["1.00", "4.00"]
     assert [row["of the stream"] for row in rows] == ["25%", "50%"]
+
+
+def test_a_peer_that_cannot_is_left_out_and_named_but_our_kernels_must() -> None:
+    import bench_kernels
+
+    said: list[str] = []
+    device = torch.device("cpu")
+    assert bench_kernels.measure_or_say("64x64", 1, bench_kernels.TINYGEMM, device, said.append) is None
+    assert said[0].startswith("torch int4 cannot do 64x64 for 1 tokens: ")
+    assert bench_kernels.GEMLITE not in bench_kernels.peers()
+    assert bench_kernels.weight_bytes(bench_kernels.SPARSE, 64, 64) == 64 * 64 * 9 // 8
+
+
+@pytest.mark.parametrize("form", ["16bit", "fp8", "int8", "int4"])
+def test_attention_is_timed_over_copies_that_are_all_read(gpu: torch.device, form: str) -> None:
+    from benchmarking import gpu_attention
+    from benchmarking.cpu_attention import Case
+
+    case = Case(2, 64, heads=4, kv_heads=2, head_dim=32)
+    found = gpu_attention.paged_calls(case, form, 1, gpu)
+    elements = 2 * case.batch * case.context * case.kv_heads * case.head_dim
+    assert len(found.calls) == gpu_attention.copies_of(case) == 64
+    assert elements / 2 <= found.nbytes <= 2 * elements
+    first, other = (call() for call in found.calls[:2])
+    assert first.shape == (2, 4, 32)
+    assert bool(torch.isfinite(first).all())
+    assert not torch.equal(first, other)
+
+
+def test_the_check_of_a_gpu_says_that_there_is_none_and_what_it_would_do() -> None:
+    script = SCRIPTS / "gpu_check.sh"
+    environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
+    plan = subprocess.run([script, "--dry-run"], capture_output=True, text=True, env=environment)
+    parts = [line.split("\t") for line in plan.stdout.splitlines()]
+    assert plan.returncode == 0
+    names = ["kernels", "real-shapes", "memcheck", "racecheck", "bench-kernels", "bench-gpu"]
+    assert [part[0] for part in parts] == names
+    assert sum(int(part[1]) for part in parts if part[1].isdigit()) + 2 * 50 <= 600
+    assert "test_gpu_linears.py" in parts[0][2]
+    assert "test_tokens_like_on_cpu.py" in parts[0][2]
+    if torch.cuda.is_available():
+        return
+    result = subprocess.run([script], capture_output=True, text=True, env=environment)
+    assert result.returncode == 1
+    assert result.stderr == "error: there is no NVIDIA GPU here\n"
+
+
+def test_a_summary_tells_what_failed_and_holds_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarking import check_summary
+
+    lines = ["kernels\t0\t61\t150", "memcheck\tcompute-sanitizer is not there\t0\t0", "bench-gpu\t124\t160\t160"]
+    results, out = tmp_path / "parts.tsv", tmp_path / "summary.json"
+    results.write_text("\n".join(lines) + "\n")
+    (tmp_path / "kernels.json").write_text('{"stream": 4e12}')
+    assert check_summary.main([str(results), str(out)]) == 1
+    content = json.loads(out.read_text())
+    outcomes = [part["outcome"] for part in content["parts"]]
+    assert outcomes == ["passed", "skipped: compute-sanitizer is not there", "ran out of time"]
+    assert content["kernels"]["stream"] == 4e12
+    assert "ran out of time" in capsys.readouterr().out
+    results.write_text("\n".join(lines[:2]) + "\n")
+    assert check_summary.main([str(results), str(out)]) == 0
+    results.write_text("kernels\t3\t1\t1\n")
+    assert check_summary.main([str(results), str(out)]) == 1

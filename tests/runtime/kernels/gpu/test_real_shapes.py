@@ -1,0 +1,39 @@
+"""Packed linears at the shapes of real models on a GPU: against float64, and the same bits every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import random_weight
+
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.scheme import Scheme
+from runtime.kernels.base import Target
+from runtime.kernels.registry import choose_kernel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SHAPES = [(6144, 4096), (4096, 14336)]
+SCHEMES = [Scheme(4, 128), Scheme(4, 32, False), Scheme(3, 64), Scheme(2, 64, False), Scheme(8), Scheme(8, 64, False)]
+W8A8 = Scheme(8, None, True, 8)
+BOUND = 6e-3
+REPEATS = 20
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, W8A8], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_every_packed_form_for_any_number_of_tokens(gpu, shape: tuple[int, int], scheme: Scheme) -> None:
+    target = Target(gpu, torch.bfloat16)
+    weight = random_weight(shape, scheme)
+    exact = weight.dequantize(torch.float32).to(gpu).double()
+    linear = choose_kernel(scheme, shape[1], target).kernel.prepare(weight, None, target)
+    for tokens in (1, 7, 16, 64, 257, 2049):
+        x = torch.randn(tokens, shape[1], device=gpu, dtype=torch.bfloat16)
+        levels, scale = quantize_tokens(x) if scheme.activation_bits else (x, 1.0)
+        expected = levels.double() @ exact.T * scale
+        found = linear(x)
+        assert relative_error(found, expected) < BOUND, tokens
+        assert all(torch.equal(linear(x), found) for _ in range(REPEATS if tokens <= 64 else 2)), tokens
