@@ -37,6 +37,8 @@ def ancestor_bits(parents: ListOf[int]) -> list[int]:
 def grow_tree(branches: ListOf[ListOf[int]], max_tokens: int) -> tuple[list[int], list[int]]:
     """The draft, and its parents, that begins with the first branch and has the others' tokens where they differ. No
     parents where that is a chain; branches that exceed `max_tokens` are cut."""
+    if len(branches) == 1:
+        return branches[0][:max_tokens], []
     draft: list[int] = []
     parents: list[int] = []
     for branch in branches:

@@ -17,7 +17,7 @@ from runtime.sampler.rejection import Proposals, ProposalSampler, RejectionSampl
 from runtime.speculative.base import Drafter
 from runtime.speculative.controller import Gate
 from runtime.speculative.draft_model import ModelDrafter
-from runtime.speculative.ngram import NgramDrafter, NgramTreeDrafter
+from runtime.speculative.ngram import TREE_BRANCHES, NgramDrafter
 from runtime.speculative.self_draft import round_layers, skip_layers
 from runtime.speculative.speculator import Speculator
 from runtime.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def _build_drafter(
     if config.speculate == "ngram":
         return NgramDrafter()
     if config.speculate == TREES:
-        return NgramTreeDrafter()
+        return NgramDrafter(TREE_BRANCHES)
     decoder = _draft_decoder(path, target, config)
     draft = ModelRunner(decoder, _draft_memory(decoder, target, runner.memory))
     if proposals is not None:

@@ -14,8 +14,8 @@ from runtime.types import Sequence
 
 LENGTHS = (3, 2)
 """Numbers of tokens that must agree with an earlier place; the first that is found counts."""
-MAX_BRANCHES = 4
-"""Earlier places that are looked at for a tree."""
+TREE_BRANCHES = 4
+"""Earlier places that a tree looks at."""
 MAX_TREE_TOKENS = 16
 """Guesses of a tree: as many as the longest chain."""
 
@@ -25,12 +25,12 @@ class _Index:
     """Of one sequence: where its n-grams ended the last time. Covers ends up to `num_indexed`.
 
     Attributes:
-        before: of an end and a length, where that n-gram ended before; kept for trees only.
+        earlier: where the n-gram of a length that ends at a place ended the time before; None keeps last places only.
     """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_indexed: int = 0
-    before: dict[tuple[int, int], int] | None = None
+    earlier: dict[tuple[int, int], int] | None = None
 
     def extend(self, token_ids: list[int]) -> None:
         """Adds every n-gram that ends before the last token; the last ones are what is looked up."""
@@ -41,24 +41,21 @@ class _Index:
         self.num_indexed = max(self.num_indexed, len(token_ids) - 1)
 
     def _add(self, ngram: tuple[int, ...], end: int) -> None:
-        if self.before is not None and ngram in self.ends:
-            self.before[end, len(ngram)] = self.ends[ngram]
+        if self.earlier is not None and ngram in self.ends:
+            self.earlier[len(ngram), end] = self.ends[ngram]
         self.ends[ngram] = end
 
-    def find_all(self, token_ids: list[int]) -> list[int]:
-        """Where up to `MAX_BRANCHES` such places go on: those that agree about more tokens first, then the latest."""
+    def find(self, token_ids: list[int], count: int) -> list[int]:
+        """Where up to `count` earlier places that look like the end of the tokens go on: those that agree about more
+        tokens first, then the latest."""
         found: list[int] = []
         for length in LENGTHS:
             end = self.ends.get(tuple(token_ids[-length:])) if length < len(token_ids) else None
-            while end is not None and len(found) < MAX_BRANCHES:
-                found += [end] if end not in found else []
-                end = self.before.get((end, length)) if self.before is not None else None
+            while end is not None and len(found) < count:
+                if end not in found:
+                    found.append(end)
+                end = None if self.earlier is None else self.earlier.get((length, end))
         return found
-
-    def find(self, token_ids: list[int]) -> int | None:
-        """Where the latest earlier place that looks like the end of the tokens goes on."""
-        found = (self.ends.get(tuple(token_ids[-length:])) for length in LENGTHS if length < len(token_ids))
-        return next((end for end in found if end is not None), None)
 
 
 class NgramDrafter:
@@ -66,48 +63,32 @@ class NgramDrafter:
 
     Good where output repeats input: code edits, summaries with quotes, extraction. Where nothing repeats it guesses
     nothing and costs next to nothing.
+
+    Args:
+        max_branches: continuations that a draft joins to a tree. A sequence that follows a grammar gets one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_branches: int = 1) -> None:
+        self.max_branches = max_branches
         self._indices: dict[Sequence, _Index] = {}
 
     def propose(self, wishes: ListOf[Wish]) -> None:
-        self._indices = {sequence: self._indices.get(sequence) or _Index() for sequence, _ in wishes}
-        for sequence, count in wishes:
-            sequence.draft_token_ids = self._guess(sequence, count) if count else []
-
-    def _guess(self, sequence: Sequence, count: int) -> list[int]:
-        index, token_ids = self._indices[sequence], sequence.token_ids
-        index.extend(token_ids)
-        start = index.find(token_ids)
-        return [] if start is None else continuation(token_ids, start, count)
-
-
-class NgramTreeDrafter:
-    """As `NgramDrafter`, with a branch for each of the last places that went on differently.
-
-    A sequence whose grammar restricts what it says gets a chain.
-    """
-
-    def __init__(self) -> None:
-        self._indices: dict[Sequence, _Index] = {}
-
-    def propose(self, wishes: ListOf[Wish]) -> None:
-        self._indices = {sequence: self._indices.get(sequence) or _Index(before={}) for sequence, _ in wishes}
+        self._indices = {sequence: self._indices.get(sequence) or self._new_index() for sequence, _ in wishes}
         for sequence, count in wishes:
             branches = self._branches(sequence, count) if count else []
             sequence.draft_token_ids, sequence.draft_parents = grow_tree(branches, MAX_TREE_TOKENS)
 
+    def _new_index(self) -> _Index:
+        return _Index(earlier={} if self.max_branches > 1 else None)
+
     def _branches(self, sequence: Sequence, count: int) -> list[list[int]]:
         index, token_ids = self._indices[sequence], sequence.token_ids
         index.extend(token_ids)
-        starts = index.find_all(token_ids)
-        if sequence.constraint is not None:
-            starts = starts[:1]
-        return [continuation(token_ids, start, count) for start in starts]
+        starts = index.find(token_ids, self.max_branches if sequence.constraint is None else 1)
+        return [_continuation(token_ids, start, count) for start in starts]
 
 
-def continuation(token_ids: list[int], start: int, count: int) -> list[int]:
+def _continuation(token_ids: list[int], start: int, count: int) -> list[int]:
     """The `count` tokens from `start` on. A place so close to the end that they run into themselves is a cycle: it goes
     round."""
     cycle = len(token_ids) - start

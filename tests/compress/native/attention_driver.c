@@ -76,7 +76,10 @@ static int attend(int set) {
     free(asked), free(norm), free(cos), free(sin);
     const Span span = {0, tokens, 0, length - tokens};
     uint16_t *first = exactly(tokens * heads * pages.head_dim * 2), *other = exactly(tokens * heads * pages.head_dim * 2);
-    PagedAttention job = {&pages, heads, draw(2) ? 0 : 1 + draw(300), 0.1f, query, heads * pages.head_dim, first, 1, &span, blocks};
+    uint64_t *ancestors = exactly(tokens * 8); /* of guesses in a tree, the first tokens of a span */
+    for (int64_t i = 0; i < tokens; i++) ancestors[i] = 1 | 1ull << i | ((uint64_t)draw(1 << 20) & ((1ull << i) - 1));
+    PagedAttention job = {&pages, heads, draw(2) ? 0 : 1 + draw(300), 0.1f, query, heads * pages.head_dim, first, 1, &span, blocks,
+                          draw(2) ? ancestors : NULL};
     int wrong = paged_attention(&job, SCALAR) ? FAILED_STATUS : 0;
     job.out = other;
     for (int other_set = SCALAR; !wrong && other_set <= native_best_instruction_set(); other_set++) {
@@ -85,7 +88,7 @@ static int attend(int set) {
             if (!(fabsf(value(first[i]) - value(other[i])) < 0.05f)) wrong = FAILED_NUMBERS;
     }
     free(pages.keys), free(pages.values), free(pages.key_scales), free(pages.value_scales), free(slots), free(blocks);
-    free(key), free(val), free(query), free(first), free(other);
+    free(key), free(val), free(query), free(first), free(other), free(ancestors);
     return wrong;
 }
 

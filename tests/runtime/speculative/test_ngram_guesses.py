@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.sampling_params import SamplingParams
-from runtime.speculative.ngram import LENGTHS, MAX_TREE_TOKENS, NgramDrafter, NgramTreeDrafter
+from runtime.speculative.ngram import LENGTHS, MAX_TREE_TOKENS, TREE_BRANCHES, NgramDrafter
 from runtime.types import Request, Sequence
 
 
@@ -15,7 +15,7 @@ def new_sequence(tokens: list[int]) -> Sequence:
     return Sequence(Request("a", tuple(tokens), SamplingParams(), seed=0), list(tokens))
 
 
-def guess(drafter: NgramDrafter | NgramTreeDrafter, sequence: Sequence, count: int = 4) -> list[int]:
+def guess(drafter: NgramDrafter, sequence: Sequence, count: int = 4) -> list[int]:
     drafter.propose([(sequence, count)])
     return sequence.draft_token_ids
 
@@ -82,14 +82,14 @@ def test_a_token_costs_the_same_however_long_the_text_is() -> None:
     ],
 )
 def test_a_tree_has_a_branch_for_every_earlier_place(tokens: list[int], guesses: list[int], parents: list[int]) -> None:
-    drafter, sequence = NgramTreeDrafter(), new_sequence(tokens)
+    drafter, sequence = NgramDrafter(TREE_BRANCHES), new_sequence(tokens)
     assert guess(drafter, sequence, 3) == guesses
     assert sequence.draft_parents == parents
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 59), st.integers(1, 16))
 def test_trees_begin_with_the_chain_and_stay_small(tokens: list[int], cut: int, count: int) -> None:
-    drafter, sequence = NgramTreeDrafter(), new_sequence(tokens[:cut])
+    drafter, sequence = NgramDrafter(TREE_BRANCHES), new_sequence(tokens[:cut])
     guess(drafter, sequence, count)
     sequence.token_ids += tokens[cut:]
     found = guess(drafter, sequence, count)
@@ -100,7 +100,7 @@ def test_trees_begin_with_the_chain_and_stay_small(tokens: list[int], cut: int, 
 
 
 def test_what_must_follow_a_grammar_gets_a_chain() -> None:
-    drafter, sequence = NgramTreeDrafter(), new_sequence([5, 6, 7, 5, 6, 8, 5, 6])
+    drafter, sequence = NgramDrafter(TREE_BRANCHES), new_sequence([5, 6, 7, 5, 6, 8, 5, 6])
     sequence.constraint = object()
     assert guess(drafter, sequence, 3) == [8, 5, 6]
     assert not sequence.draft_parents
