@@ -17,8 +17,9 @@ class RuntimeConfig:
         kv_cache: form of keys and values: `auto` (what the checkpoint records, else `16bit`), `16bit` (the dtype of
             activations), `fp8`, `int8`, `k8v4` or `int4`.
         kv_rotate, kv_sinks, kv_recent: as in `compress.checkpoint.kv_cache`; None leaves them as they are.
-        kernels: `auto` (fastest that is exact enough), `w4a8` (activations rounded to 8 bits: faster, less exact) or
-            `reference` (plain torch, the oracle).
+        kernels: `auto` (fastest that is exact enough), `w4a8` (activations rounded to 8 bits: faster, less exact),
+            `semi_structured` (2:4 weights in 16 bits by a GPU's sparse tensor cores) or `reference` (plain torch, the
+            oracle).
         block_size: tokens per KV block.
         num_blocks: blocks in the pool; None derives it from `kv_memory_bytes`.
         kv_memory_bytes: memory for the pool when `num_blocks` is not given; None is 512 MiB on a CPU, and on a GPU what

@@ -40,6 +40,7 @@ class Kernels(StrEnum):
 
     AUTO = "auto"
     W4A8 = "w4a8"
+    SEMI_STRUCTURED = "semi_structured"
     REFERENCE = "reference"
 
 
@@ -84,8 +85,8 @@ KernelsOption = Annotated[
     Kernels,
     typer.Option(
         "--kernels",
-        help="auto: the fastest that fit; w4a8: activations in 8 bits, faster and less exact; reference: plain torch, "
-        "the oracle.",
+        help="auto: the fastest that fit; w4a8: activations in 8 bits, faster and less exact; semi_structured: 2:4 "
+        "weights in 16 bits by a GPU's sparse tensor cores; reference: plain torch, the oracle.",
     ),
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Makes sampling reproducible.")]

@@ -55,7 +55,7 @@ def why_dense(weight: Tensor, target: Target, kernels: str) -> str | None:
     is not 2:4."""
     if target.device.type != "cuda" or not is_two_of_four(weight):
         return None
-    if refusal := refuse(*weight.shape, target.device, target.dtype):
+    if refusal := refuse(len(weight), weight.shape[1], target.device, target.dtype):
         return f"{NAME} {refusal}"
     return (
         "" if kernels == NAME else f"2:4 zeros are multiplied too: few tokens are faster so (--kernels {NAME} differs)"

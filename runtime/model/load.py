@@ -22,6 +22,7 @@ from runtime.kernels.dense import choose_dense, dense_linear
 from runtime.kernels.low_rank import LowRank
 from runtime.kernels.outliers import WithOutliers
 from runtime.kernels.registry import MODES, Choice, choose_kernel
+from runtime.kernels.semi_structured import SemiStructuredLinear, why_dense
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
@@ -165,7 +166,12 @@ class _Loader:
             reference = self.kernels == "reference"
             dense = choose_dense(weight.shape[1], self.target, reference=reference)
             dtype = str(self.target.dtype).removeprefix("torch.")
-            self.used[f"{name}: dense {dtype}, kernel {dense.kernel.name} ({dense.reason})"] += 1
+            why = why_dense(weight, self.target, self.kernels)
+            if why == "":
+                self.used[f"{name}: 2:4 {dtype}, kernel semi_structured (asked for)"] += 1
+                return SemiStructuredLinear(weight.to(self.target.device, self.target.dtype), bias)
+            reason = "; ".join(filter(None, (dense.reason, why)))
+            self.used[f"{name}: dense {dtype}, kernel {dense.kernel.name} ({reason})"] += 1
             return dense_linear(weight, bias, self.target, reference=reference)
         choice = self._choose(weight.scheme, weight.shape[1])
         self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1

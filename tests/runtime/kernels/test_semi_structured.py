@@ -1,0 +1,91 @@
+"""2:4 weights in 16 bits on a GPU: when they are served so and why not; their product where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compress.checkpoint.scheme import Scheme, Sparsity
+from runtime.kernels import semi_structured
+from runtime.kernels.base import Target
+from runtime.kernels.registry import choose_kernel
+from runtime.kernels.semi_structured import NAME, SemiStructuredLinear, is_two_of_four, refuse, why_dense
+
+CUDA = torch.device("cuda")
+GPU = Target(CUDA, torch.bfloat16)
+
+
+def two_of_four(rows: int, columns: int) -> torch.Tensor:
+    """Random places among each four are kept."""
+    random = torch.Generator().manual_seed(rows)
+    weight = torch.randn(rows, columns // 4, 4, generator=random).bfloat16()
+    places = torch.rand(rows, columns // 4, 4, generator=random).argsort(-1)[..., :2]
+    return weight.scatter(-1, places, 0).view(rows, columns)
+
+
+@pytest.fixture(autouse=True)
+def capability(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    found = [(9, 0)]
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(semi_structured, "_capability", lambda device: found[0])
+    return found
+
+
+def test_the_pattern_is_seen() -> None:
+    weight = two_of_four(32, 64)
+    assert is_two_of_four(weight)
+    weight[3, 8:11] = 1
+    assert not is_two_of_four(weight)
+    assert not is_two_of_four(torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "dtype", "reason"),
+    [
+        ((64, 128), CUDA, torch.bfloat16, ""),
+        ((64, 128), torch.device("cpu"), torch.bfloat16, "runs on NVIDIA GPUs"),
+        ((64, 128), CUDA, torch.float32, "computes in 16 bits"),
+        ((65, 128), CUDA, torch.float16, "takes 32 rows and 64 inputs, or a multiple"),
+        ((64, 96), CUDA, torch.float16, "takes 32 rows and 64 inputs, or a multiple"),
+    ],
+)
+def test_what_it_takes(shape, device, dtype, reason: str) -> None:
+    assert refuse(*shape, device, dtype) == reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU that is there has a capability of its own")
+def test_older_gpus_have_no_sparse_tensor_cores(capability) -> None:
+    capability[0] = (7, 5)
+    assert refuse(64, 128, CUDA, torch.float16).startswith("needs sparse tensor cores")
+
+
+def test_it_is_chosen_by_name_and_else_says_why_not() -> None:
+    weight = two_of_four(32, 64)
+    assert why_dense(weight, GPU, NAME) == ""
+    assert "--kernels semi_structured" in str(why_dense(weight, GPU, "auto"))
+    assert str(why_dense(weight[:20], GPU, NAME)).startswith("semi_structured takes 32 rows")
+    assert why_dense(torch.ones(32, 64), GPU, NAME) is None
+    assert why_dense(weight, Target(torch.device("cpu"), torch.bfloat16), NAME) is None
+
+
+def test_integers_that_are_2_of_4_are_expanded_and_it_is_said() -> None:
+    scheme = Scheme(4, 128, sparsity=Sparsity(2, 4))
+    choice = choose_kernel(scheme, 256, GPU)
+    assert choice.kernel.name in ("triton_planes", "dequantized")
+    assert "zeros of 2:4 are expanded at load" in choice.reason
+    assert "expanded" not in choose_kernel(Scheme(4, 128), 256, GPU).reason
+    assert choose_kernel(scheme, 256, GPU, NAME).kernel is choice.kernel
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 8, 77, 300])
+def test_the_product_is_that_of_the_dense_weight(tokens: int) -> None:
+    weight = two_of_four(256, 512).to(CUDA)
+    x = torch.randn(tokens, 512, device=CUDA, dtype=torch.bfloat16)
+    bias = torch.randn(256, device=CUDA, dtype=torch.bfloat16)
+    linear = SemiStructuredLinear(weight, bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    found = linear(x)
+    assert found.shape == (tokens, 256)
+    assert ((found.double() - expected).norm() / expected.norm()).item() < 6e-3
+    assert linear.nbytes == weight.nbytes * 9 // 16
