@@ -148,6 +148,7 @@ def test_memory_is_kept_when_all_of_it_is_given_away(wide):
     free = torch.cuda.mem_get_info()[0]
     taken = torch.empty(max(0, free - 8 * GIB), dtype=torch.uint8, device="cuda")
     config = RuntimeConfig(device="cuda", max_num_batched_tokens=2048, prefill_chunk=1024)
+    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     runner = build_runner(decoder, config)
     plan = runner.memory

@@ -1,0 +1,54 @@
+"""What a server prints about a GPU; the runner only thinks it has one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from runtime.cli.describe import describe_attention, describe_gpu
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.memory import plan_memory
+from runtime.model.captures import capture_nothing
+from runtime.model.load import load_model
+from runtime.runner import build_runner
+
+GIB = 2**30
+
+
+@pytest.fixture
+def engine(tmp_path) -> Engine:
+    config = RuntimeConfig(num_blocks=32, max_num_sequences=5)
+    decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32")
+    return Engine(build_runner(decoder, config), None, config)
+
+
+def test_a_cpu_has_nothing_to_say(engine):
+    assert describe_gpu(engine) == []
+    assert describe_attention(engine).startswith("plain torch; compiled attention ")
+
+
+def test_memory_and_recorded_steps_of_a_gpu(engine):
+    runner = engine.runner
+    runner.record_steps(capture_nothing)
+    runner.memory = plan_memory(runner.decoder.config, GIB, 2, RuntimeConfig(), 4 * GIB)
+    runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
+    lines = describe_gpu(engine)
+    assert "memory    weights  1.0 GiB" in lines
+    assert any("what 4.0 GiB beside the weights leave" in line for line in lines)
+    assert lines[-1].startswith("steps     of one token for each of 1, 2, 4, 5 sequences are recorded")
+
+
+def test_why_nothing_is_recorded(engine):
+    runner = engine.runner
+    runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
+    runner.triton_refusal = "computes in 16 bits"
+    runner.graphs_refusal = "layers run one by one: attention is plain torch"
+    assert (
+        describe_gpu(engine)[-1]
+        == "steps     launched kernel by kernel: layers run one by one: attention is plain torch"
+    )
+    assert describe_attention(engine).startswith("plain torch; Triton computes in 16 bits; layer by layer: ")
