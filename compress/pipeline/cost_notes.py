@@ -1,9 +1,10 @@
-"""What a plan costs without a gain: layers that get no smaller, and work that is known to hurt other work."""
+"""What a plan costs without a gain: layers that get no smaller or slower, and work that is known to hurt other work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from compress.pipeline.factor_notes import factor_notes
 from compress.plan import PlanRow
 from compress.recipe import Recipe
 
@@ -11,7 +12,7 @@ from compress.recipe import Recipe
 def cost_notes(recipe: Recipe, rows: Iterable[PlanRow]) -> list[str]:
     """One sentence for each, to be read before anything runs."""
     rows = list(rows)
-    return [*_larger_notes(rows), *_rotation_notes(recipe, rows)]
+    return [*_larger_notes(rows), *factor_notes(rows), *_rotation_notes(recipe, rows)]
 
 
 def _larger_notes(rows: Iterable[PlanRow]) -> list[str]:
