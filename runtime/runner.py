@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -221,7 +222,8 @@ def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
     """
     on_gpu = decoder.device.type == "cuda"
     if on_gpu:
-        torch.cuda.empty_cache()  # loading leaves blocks that nobody uses
+        gc.collect()  # a runner that nobody uses any more may still hold its pool
+        torch.cuda.empty_cache()
     free = available_bytes(decoder.device) if on_gpu else None
     plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config, free)
     check_fits(plan, decoder.device)
