@@ -1,20 +1,22 @@
-"""The C kernels and their thread pool under the address and undefined-behaviour sanitizers."""
+"""The C kernels and their thread pool under the address and undefined-behaviour sanitizers, and as ARM runs them."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from compress.checkpoint.errors import ToolkitError
-from compress.native.build import SOURCES, compile_c, find_compiler
+from compress.native.build import FLAGS, SOURCES, compile_c, find_compiler
 
 DRIVERS = {
     "linear_driver.c": ("linear*.c",),
     "attention_driver.c": ("attention*.c", "kv_pages.c", "glue.c", "columns.c", "sampling.c"),
 }
 """What drives which sources, beside the pool and the dispatch that all need."""
+ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 SANITIZED = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
@@ -24,11 +26,28 @@ def test_no_memory_or_arithmetic_error(driver: str, tmp_path: Path) -> None:
     if not _has_sanitizers(tmp_path):
         pytest.skip("the compiler has no sanitizers")
     program = tmp_path / "driver"
-    sources = [Path(__file__).with_name(driver), SOURCES / "pool.c", SOURCES / "dispatch.c"]
-    sources += [file for pattern in DRIVERS[driver] for file in sorted(SOURCES.glob(pattern))]
-    compile_c([*SANITIZED, f"-I{SOURCES}", *(str(source) for source in sources), "-o", str(program)])
+    compile_c([*SANITIZED, *_sources(driver), "-o", str(program)])
     result = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"no {ARM_COMPILER}")
+@pytest.mark.skipif(shutil.which(ARM_EMULATOR) is None, reason=f"no {ARM_EMULATOR}")
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_plain_c_on_arm(driver: str, tmp_path: Path) -> None:
+    """Compiled without warnings for a processor that is not x86, and right there."""
+    program = tmp_path / "driver"
+    command = [ARM_COMPILER, *FLAGS, "-O1", "-Werror", "-static", *_sources(driver), "-o", str(program), "-lm"]
+    compiled = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert compiled.returncode == 0, compiled.stderr[-3000:]
+    result = subprocess.run([ARM_EMULATOR, program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def _sources(driver: str) -> list[str]:
+    sources = [Path(__file__).with_name(driver), SOURCES / "pool.c", SOURCES / "dispatch.c"]
+    sources += [file for pattern in DRIVERS[driver] for file in sorted(SOURCES.glob(pattern))]
+    return [f"-I{SOURCES}", *(str(source) for source in sources)]
 
 
 def _has_sanitizers(folder: Path) -> bool:
