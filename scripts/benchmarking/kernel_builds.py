@@ -31,6 +31,7 @@ class Build:
         constants: values of its compile-time arguments.
         wants: instructions of which one must be present; none if empty.
         converts: codes may be converted one by one, as those of 8 bits are.
+        wide: some load must take 16 bytes at once.
     """
 
     arch: int
@@ -44,6 +45,7 @@ class Build:
     num_stages: int = 3
     wants: tuple[str, ...] = ()
     converts: bool = False
+    wide: bool = False
 
     @classmethod
     def of(
@@ -99,6 +101,8 @@ def inspect(wanted: Build, cubin: bytes, shared_bytes: int) -> Built:
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     counts = Counter(match[1] for match in re.finditer(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", code))
     problems = list(_problems(wanted, stack, shared_bytes, counts))
+    if wanted.wide and not re.search(r"\bLDG\S*\.128", code):
+        problems.append("no load of 16 bytes")
     return Built(wanted.name, wanted.arch, registers, stack, shared_bytes, dict(counts), tuple(problems))
 
 

@@ -7,14 +7,13 @@ from typing import Any
 from benchmarking.attention_builds import FORM_PAIRS
 from benchmarking.kernel_builds import Build
 from runtime.kernels.gpu.launch_attention import FORMS as PAGE_FORMS
-from runtime.kernels.gpu.launch_rows import BLOCK, FORMS, TYPES, num_warps
+from runtime.kernels.gpu.launch_rows import BLOCK, FORMS, GATED_BLOCK, TYPES, num_warps
 from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS
 
 DTYPES = dict(zip(("bf16", "fp16"), TYPES.values(), strict=True))
-PRODUCTS = {"16-bit": 1, "parts": 8, "levels": 2, "floats": 8}
+PRODUCTS = {"16-bit": 1, "parts": 8, "levels": 2, "floats": 2}
 """What is read: finished rows, float32 sums of so many splits, or int32 or float32 sums with scales."""
-FORM_BLOCKS = ((ROWS, 8192), (SUMS, 4096), (SUMS, 8192), (LEVELS, 4096), (LEVELS, 16384), (LEVELS, 32768))
-FORM_BLOCKS += ((FLOATS, 4096), (FLOATS, 16384))
+FORM_BLOCKS = ((ROWS, 8192), (SUMS, 4096), (SUMS, 8192), (LEVELS, 4096), (LEVELS, 8192), (FLOATS, 4096), (FLOATS, 8192))
 """Forms of an input, and numbers in a program that has the whole row."""
 
 
@@ -33,14 +32,14 @@ def _rows(arch: int, dtype: str) -> list[Build]:
         Build.of(
             arch, f"prepare_rows {form} {unit if form == SUMS else block} {dtype}", "gpu.rows.prepare_rows",
             f"x:{dtype} {_out(form, dtype)}", "M K%16 num_sums",
-            {"FORM": FORMS[form], "UNIT": unit, "BLOCK": block}, num_warps(block),
+            {"FORM": FORMS[form], "UNIT": unit, "BLOCK": block}, num_warps(block), wide=True,
         )
         for form, unit, block in blocks
     ]  # fmt: skip
     after = [
         Build.of(
             arch, f"finish_rows {kind} {dtype}", "gpu.rows.finish_rows", f"{_product(kind, dtype)} y:{dtype}",
-            "M N%16 ROWS_OUT%16", _constants(kind) | {"BLOCK": BLOCK}, converts=True,
+            "M N%16 ROWS_OUT%16", _constants(kind) | {"BLOCK": BLOCK}, converts=True, wide=True,
         )
         for kind in PRODUCTS
     ]  # fmt: skip
@@ -55,23 +54,22 @@ def _norms(arch: int, dtype: str) -> list[Build]:
             "eps:fp32 M N%16 K%16 num_sums",
             _constants(kind)
             | {"HAS_UPDATE": True, "FORM": FORMS[form], "UNIT": 128 if form == SUMS else 32, "BLOCK": block},
-            num_warps(block), converts=True,
+            num_warps(block), converts=True, wide=True,
         )
         for kind in PRODUCTS
         for form, block in FORM_BLOCKS
-        if block <= 16384
     ]  # fmt: skip
 
 
 def _gates(arch: int, dtype: str) -> list[Build]:
-    blocks = {(form, block if form in (LEVELS, FLOATS) else BLOCK) for form, block in FORM_BLOCKS}
+    blocks = {(form, GATED_BLOCK if form in (LEVELS, FLOATS) else BLOCK) for form, _ in FORM_BLOCKS}
     return [
         Build.of(
             arch, f"gate_rows {kind} to {form} {block} {dtype}", "gpu.gate.gate_rows",
             f"{_product(kind, dtype)} {_out(form, dtype)}", "M N%16 K%16 num_sums",
             _constants(kind)
             | {"FORM": FORMS[form], "UNIT": 128 if form == SUMS else 32, "BLOCK": block, "like": DTYPES[dtype]},
-            num_warps(block), converts=True,
+            num_warps(block), converts=True, wide=True,
         )
         for kind in PRODUCTS
         for form, block in sorted(blocks)
@@ -97,7 +95,7 @@ def _turn(arch: int, dtype: str, forms: tuple[str, str], head_dim: int, kind: st
         _constants(kind)
         | {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": head_dim, "ROOT": head_dim**0.5, "HEAD_NORM": True,
            "TURNED": turned, "KEY_FORM": PAGE_FORMS[forms[0]], "VALUE_FORM": PAGE_FORMS[forms[1]]},
-        1, converts=True,
+        1, converts=True, wide=kind != "16-bit" and head_dim > 64,
     )  # fmt: skip
 
 

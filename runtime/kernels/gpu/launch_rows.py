@@ -17,6 +17,8 @@ FORMS = {ROWS: 0, SUMS: 1, LEVELS: 2, FLOATS: 3}
 """Of an input, as the kernels know them."""
 BLOCK = 1024
 """Numbers of one program where a row may be cut."""
+GATED_BLOCK = 4096
+"""Of a program that walks over a row of gates."""
 TYPES = {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}
 
 
@@ -62,7 +64,7 @@ def gate(gate_up: Product, form: InputForm, dtype: torch.dtype) -> Prepared:
     """`silu(gate) * up [M, I]` of both side by side, `[M, 2 * I]`, in a form; rounded to `dtype` on the way."""
     (_, tokens, width), size = gate_up.parts.shape, gate_up.num_rows // 2
     out = empty_input(gate_up.parts.new_empty(0, dtype=dtype), tokens, size, form)
-    block, blocks = row_blocks(size, form)
+    block, blocks = (GATED_BLOCK, 1) if form.kind in (LEVELS, FLOATS) else row_blocks(size, form)
     rows, beside, *_ = input_arguments(out, form)
     gate_rows[(tokens, blocks)](
         *product_arguments(gate_up), rows, beside, tokens, width, size, form.num_sums,

@@ -32,25 +32,33 @@ def product_at(
 
 
 @triton.jit
+def level_scale(peak, FORM: tl.constexpr):
+    """Scale of a token whose largest magnitude is `peak`, as `compress.checkpoint.activations` has it: that becomes
+    127, or 448 where levels are 8-bit floats."""
+    return tl.div_rn(peak, 127.0 if FORM == LEVELS else 448.0)
+
+
+@triton.jit
+def store_levels(x, scale, m, k, K, out_ptr, FORM: tl.constexpr):
+    """Stores inputs `k` of token m, given as 16-bit numbers in float32, as levels."""
+    steps = tl.div_rn(x, tl.maximum(scale, 1.1754943508222875e-38))
+    codes = nearest(steps) if FORM == LEVELS else to_fp8(steps)
+    tl.store(out_ptr + m * K + k, codes.to(out_ptr.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
 def store_row(
     x, m, first, M, K, num_sums, out_ptr, beside_ptr,
     FORM: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stores 16-bit numbers `x [BLOCK]` of token m, given in float32 with zeros beyond K, from input `first` on.
 
-    Levels need the whole row in one block. They are those of `compress.checkpoint.activations`: the largest magnitude
-    becomes 127, or 448 where levels are 8-bit floats.
+    Levels need the whole row in one block.
     """
     k = first + tl.arange(0, BLOCK)
-    if FORM == LEVELS:
-        scale = tl.div_rn(largest(x), 127.0)
-        levels = nearest(tl.div_rn(x, tl.maximum(scale, 1.1754943508222875e-38)))
-        tl.store(out_ptr + m * K + k, levels.to(tl.int8), mask=k < K)
-        tl.store(beside_ptr + m, scale)
-    elif FORM == FLOATS:
-        scale = tl.div_rn(largest(x), 448.0)
-        levels = to_fp8(tl.div_rn(x, tl.maximum(scale, 1.1754943508222875e-38)))
-        tl.store(out_ptr + m * K + k, levels.to(tl.uint8), mask=k < K)
+    if FORM == LEVELS or FORM == FLOATS:
+        scale = level_scale(largest(x), FORM)
+        store_levels(x, scale, m, k, K, out_ptr, FORM)
         tl.store(beside_ptr + m, scale)
     else:
         tl.store(out_ptr + m * K + k, x.to(out_ptr.dtype.element_ty), mask=k < K)

@@ -133,6 +133,16 @@ def test_gates_of_a_product(gpu, kind: str, form: InputForm, dtype: torch.dtype)
     assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", FORMS[-2:], ids=str)
+def test_levels_of_rows_that_are_longer_than_a_program(gpu, form: InputForm) -> None:
+    from runtime.kernels.gpu.launch_rows import GATED_BLOCK, gate, prepared
+
+    gate_up = some_product("parts", 2 * (GATED_BLOCK + SIZE), torch.float16, gpu)[0]
+    found, in_form = gate(gate_up, form, torch.float16), prepared(gate(gate_up, InputForm(), torch.float16).rows, form)
+    assert torch.equal(found.rows, in_form.rows)
+    assert torch.equal(found.beside, in_form.beside)
+
+
 @pytest.mark.parametrize("kind", ["parts", "levels"])
 def test_a_token_does_not_see_its_neighbours(gpu, kind: str) -> None:
     from runtime.kernels.gpu.launch_rows import gate, norm
