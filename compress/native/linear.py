@@ -13,6 +13,7 @@ from torch import Tensor
 from compress.checkpoint.errors import SchemeError, ToolkitError
 from compress.checkpoint.integer import IntegerWeight
 from compress.native.binding import BEST, absence, library
+from compress.native.sparse_words import SPARSE_BITS, check_kept, expand_words
 
 TILE = 64
 INPUT_MULTIPLE = 32
@@ -45,13 +46,16 @@ class _Weight(ctypes.Structure):
 class NativeLinear:
     """A weight `[O, I]`, perhaps with a bias, in the layout of the C kernels.
 
-    Codes of up to 2, 4 and 8 bits take so many bits; O is padded to a multiple of 64.
+    Codes of up to 2, 4 and 8 bits take so many bits, those of 2:4 sparsity 3 if asked for; O is padded to a
+    multiple of 64.
 
     Args:
         weight: integers, or bfloat16 numbers `[O, I]`.
         bias: `[O]`, any float dtype.
         codebook: what the codes stand for, before scales, instead of `code - 2^(bits - 1)`: as many float numbers as
             there are codes of 2 or 4 bits. The weight's zero points are then not looked at.
+        sparse: keep two of every four codes; for symmetric weights of 2:4 sparsity and up to 4 bits that meet float
+            activations.
 
     Attributes:
         address: of the C structure, for compiled code that multiplies by itself.
@@ -71,6 +75,7 @@ class NativeLinear:
         *,
         activations: Activations = Activations.FLOAT,
         codebook: Tensor | None = None,
+        sparse: bool = False,
         instruction_set: int = BEST,
     ) -> None:
         self.out_features, self.in_features = weight.shape
@@ -80,7 +85,7 @@ class NativeLinear:
         self._scale: Tensor | None = None
         self._zero: Tensor | None = None
         if isinstance(weight, IntegerWeight):
-            self._pack_codes(weight, codebook)
+            self._pack_codes(weight, codebook, sparse)
         else:
             self._pack_numbers(weight)
         self._weight.words = self._words.data_ptr()
@@ -129,6 +134,8 @@ class NativeLinear:
         words = words[indices // TILE, :, indices % TILE]
         if self._scale is None:
             return words.view(torch.bfloat16).to(dtype)
+        if bits == SPARSE_BITS:
+            return self._dequantize(expand_words(words), self._scale, indices, dtype)
         shifts = torch.tensor([k // 2 * bits + k % 2 * 16 for k in range(32 // bits)], dtype=torch.int32)
         codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
         return self._dequantize(codes.flatten(1), self._scale, indices, dtype)
@@ -143,12 +150,16 @@ class NativeLinear:
             values = values - (self._zero[at].to(exact) - (1 << (bits - 1))).unsqueeze(-1)
         return (values * scale[at].to(exact).unsqueeze(-1)).flatten(1).to(dtype)
 
-    def _pack_codes(self, weight: IntegerWeight, codebook: Tensor | None) -> None:
-        bits = stored_bits(weight.scheme.bits)
+    def _pack_codes(self, weight: IntegerWeight, codebook: Tensor | None, sparse: bool) -> None:
+        code_bits = 4 if sparse else stored_bits(weight.scheme.bits)
+        bits = SPARSE_BITS if sparse else code_bits
         group = self.in_features // weight.scale.shape[1]
         _check_inputs(group)
-        shift = 0 if codebook is not None else (1 << (bits - 1)) - weight.scheme.midpoint
+        middle = 1 << (code_bits - 1)
+        shift = 0 if codebook is not None else middle - weight.scheme.midpoint
         codes = (weight.codes + shift).contiguous()
+        if sparse:
+            check_kept(codes)
         self._words = _empty_words(self.out_features, self.in_features, bits)
         _functions().linear_pack(codes.data_ptr(), self.out_features, self.in_features, bits, self._words.data_ptr())
         self._scale = _tiled(weight.scale)
@@ -158,7 +169,6 @@ class NativeLinear:
             self._zero = _tiled(weight.zero + shift)
             self._weight.zeros = self._zero.data_ptr()
         if bits <= 4:
-            middle = 1 << (bits - 1)
             values = list(range(-middle, middle)) if codebook is None else codebook.tolist()
             self._weight.table[: len(values)] = values
 

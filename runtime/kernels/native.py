@@ -1,8 +1,9 @@
 """Packed linears in plain C on CPUs (`compress.native`): exact codes, scales and zero points, float32 or int32 sums.
 
-Three kernels over one layout. `native` multiplies by activations as they come, `native_int8` by the 8-bit activations
-that the checkpoint asks for. `native_w4a8` rounds activations to 8 bits although the checkpoint does not ask for it:
-faster for many rows, and a little further from the model, so it serves only the mode `w4a8`.
+Four kernels over one layout. `native` multiplies by activations as they come, `native_sparse` does so and reads only
+what 2:4 sparsity keeps, `native_int8` multiplies by the 8-bit activations that the checkpoint asks for. `native_w4a8`
+rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
+from the model, so it serves only the mode `w4a8`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
 from compress.native.binding import absence
 from compress.native.linear import INPUT_MULTIPLE, Activations, NativeLinear
+from compress.native.sparse_words import refuse_sparse as refuse_words
 from runtime.kernels.base import Kernel, Linear, Target
 
 
 def prepare(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
     return NativeLinear(weight, bias)
+
+
+def prepare_sparse(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
+    return NativeLinear(weight, bias, sparse=True)
 
 
 def prepare_int8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
@@ -49,6 +55,11 @@ def refuse_int8(scheme: Scheme, in_features: int, target: Target) -> str:
     return _refuse(scheme, in_features, target) if scheme.activation_bits else "needs 8-bit activations"
 
 
+def refuse_sparse(scheme: Scheme, in_features: int, target: Target) -> str:
+    return refuse(scheme, in_features, target) or refuse_words(scheme)
+
+
 KERNEL = Kernel("native", "packed codes in C, float32 sums: exact weights", refuse, prepare)
+SPARSE = Kernel("native_sparse", "kept codes alone in C, float32 sums: exact weights", refuse_sparse, prepare_sparse)
 INT8 = Kernel("native_int8", "packed codes in C, 8-bit activations, exact int32 sums", refuse_int8, prepare_int8)
 W4A8 = Kernel("native_w4a8", "packed codes in C, activations rounded to 8 bits by groups", refuse, prepare_w4a8)

@@ -22,6 +22,7 @@ from runtime.kernels.base import Kernel, Target
 KERNELS = (
     *gpu_linears.KERNELS,
     native.INT8,
+    native.SPARSE,
     native.KERNEL,
     int8_dynamic.KERNEL,
     int4pack.KERNEL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from compress.checkpoint.packing import num_words
 from compress.checkpoint.scheme import MAX_BITS, Scheme
 from compress.native.linear import padded_features, stored_bits
+from compress.native.sparse_words import SPARSE_BITS
 from runtime.kernels.base import Target
 from runtime.kernels.dense import choose_dense
 from runtime.kernels.gpu.packing import planes_bytes
@@ -51,6 +52,10 @@ def _native(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     return padded_features(rows) * (columns * stored_bits(scheme.bits) // 8 + groups)
 
 
+def _native_sparse(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return padded_features(rows) * (columns * SPARSE_BITS // 8 + scheme.num_groups(columns) * SCALE_BYTES)
+
+
 def _int4pack(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     padded = rows + -rows % ROW_MULTIPLE
     groups = columns // kernel_group_size(scheme, columns)
@@ -84,6 +89,7 @@ _SIZES = {
     "triton_fp8": _bytes,
     "triton_fp8_16bit": _bytes,
     "native": _native,
+    "native_sparse": _native_sparse,
     "native_int8": _native,
     "native_w4a8": _native,
     "int4pack": _int4pack,

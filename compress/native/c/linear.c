@@ -139,9 +139,9 @@ static void *make_room(LinearCall *call) {
     return room;
 }
 
-static const KernelKind *choose_kernels(int set, Activations activations, NumberType type) {
+static const KernelKind *choose_kernels(int set, Activations activations, NumberType type, int bits) {
     if (activations != ACTIVATIONS_FLOAT) return kernel_sets[set].levels;
-    return type == BFLOAT16 && kernel_sets[set].bfloat16 != NULL ? kernel_sets[set].bfloat16 : kernel_sets[set].float32;
+    return type == BFLOAT16 && bits != SPARSE && kernel_sets[set].bfloat16 != NULL ? kernel_sets[set].bfloat16 : kernel_sets[set].float32;
 }
 
 int linear_multiply(const LinearWeight *weight, int activations, int type, int64_t rows, const void *x,
@@ -150,7 +150,7 @@ int linear_multiply(const LinearWeight *weight, int activations, int type, int64
     if (set < 0) return LINEAR_NO_INSTRUCTIONS;
     if (rows < 1) return LINEAR_OK;
     LinearCall call = {.weight = weight,
-                       .kernels = choose_kernels(set, (Activations)activations, (NumberType)type),
+                       .kernels = choose_kernels(set, (Activations)activations, (NumberType)type, weight->bits),
                        .prepare = prepare_by_set[set],
                        .finish = finish_by_set[set],
                        .type = (NumberType)type,

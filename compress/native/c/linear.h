@@ -3,7 +3,10 @@
  * Layout. TILE output features lie together. A 32-bit word holds 32 / bits codes of one feature, neighbours in I; the
  * TILE words of a tile for the same inputs stand side by side, and such steps follow each other:
  *     words [O / TILE][I * bits / 32][TILE], little-endian.
- * Inside a word the even inputs are in the low half and the odd ones in the high half, both from the lowest bit up, so
+ * Width SPARSE is 2:4 sparsity of codes of 4 bits: of every four neighbouring inputs two codes are kept, and places 0 to 3
+ * of them, in their order. 32 inputs of a feature take three such words: two of eight codes each, then one of 16 places, all
+ * from the lowest bit up. What is not kept is 0; there are no zeros, and table[8] is 0. Activations are float.
+ * In words of the other widths the even inputs are in the low half and the odd ones in the high half, both from the lowest bit up, so
  * that (word >> bits * j) has a pair of neighbours, 2 j and 2 j + 1, at the bottom of its two halves.
  *     scales [O / TILE][I / group][TILE], zeros likewise as bytes.
  * O is padded to whole tiles (any codes, finite scales); I and group are multiples of INPUT_MULTIPLE.
@@ -22,7 +25,7 @@
 
 #include "dispatch.h"
 
-enum { TILE = 64, INPUT_MULTIPLE = 32, LONGEST_RUN = 128 };
+enum { TILE = 64, INPUT_MULTIPLE = 32, LONGEST_RUN = 128, SPARSE = 3 /* bits per weight */ };
 
 typedef enum { FLOAT32, BFLOAT16, FLOAT16 } NumberType;
 
@@ -34,7 +37,7 @@ typedef enum {
 
 typedef struct {
     int64_t out_features, in_features, group;
-    int32_t bits; /* 2, 4 or 8 of a code; 16 for bfloat16 numbers, which have neither scales nor zeros */
+    int32_t bits; /* 2, 4 or 8 of a code, SPARSE; 16 for bfloat16 numbers, which have neither scales nor zeros */
     int32_t scale_type;
     const uint32_t *words;
     const void *scales;
@@ -45,7 +48,8 @@ typedef struct {
 
 enum { LINEAR_OK, LINEAR_NO_INSTRUCTIONS = -1, LINEAR_NO_MEMORY = -2 };
 
-/* codes [O, I], each below 2^bits, to words; features beyond O get code 0. */
+/* codes [O, I], each below 2^bits, to words; features beyond O get code 0. With SPARSE codes are below 16, and of every four
+ * neighbours at most two are not 8. */
 EXPORT void linear_pack(const uint8_t *codes, int64_t out_features, int64_t in_features, int bits, uint32_t *words);
 
 /* bfloat16 [O, I] to words of pairs; features beyond O get 0. */

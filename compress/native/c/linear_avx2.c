@@ -65,17 +65,29 @@ INLINE TARGET Floats load_scale(const LinearWeight *weight, int64_t index) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 
+INLINE TARGET Words words_half(Words word, int half) { return half ? _mm256_srli_epi32(word, 16) : word; }
+INLINE TARGET Floats floats_quad(const float *from) { return _mm256_broadcast_ps((const __m128 *)from); }
+/* Picks see only the low bits. */
+INLINE TARGET Floats floats_pick(Floats quad, Words word, int shift) {
+    return _mm256_permutevar_ps(quad, _mm256_srli_epi32(word, shift));
+}
+INLINE TARGET Floats floats_at_place(Words word, int shift, int place, Floats x) {
+    return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(words_code(word, shift, 2), words_all(place))), x);
+}
+
 #include "linear_runs.h"
+#include "linear_sparse.h"
 
 RUN_KERNELS_2(float32, 2) RUN_KERNELS_2(float32, 4) RUN_KERNELS_2(float32, 8)
-RUN_KERNELS_2(float32, 16) RUN_KERNELS_2(float32, 32)
+RUN_KERNELS_2(float32, 16) RUN_KERNELS_2(float32, 32) RUN_KERNELS_2(sparse, 3)
 RUN_KERNELS_2(levels, 2) RUN_KERNELS_2(levels, 4) RUN_KERNELS_2(levels, 8)
 DECODE_KERNEL(float32, 2) DECODE_KERNEL(float32, 4) DECODE_KERNEL(float32, 8) DECODE_KERNEL(float32, 16)
+DECODE_KERNEL(sparse, 3)
 
 const KernelKind avx2_float32 = {2, 32,
                                  {RUN_NAMES_2(float32, 2), RUN_NAMES_2(float32, 4), RUN_NAMES_2(float32, 8),
-                                  RUN_NAMES_2(float32, 16), RUN_NAMES_2(float32, 32)},
-                                 {float32_2, float32_4, float32_8, float32_16, NULL}};
+                                  RUN_NAMES_2(float32, 16), RUN_NAMES_2(float32, 32), RUN_NAMES_2(sparse, 3)},
+                                 {float32_2, float32_4, float32_8, float32_16, NULL, sparse_3}};
 const KernelKind avx2_levels = {2, 0, {RUN_NAMES_2(levels, 2), RUN_NAMES_2(levels, 4), RUN_NAMES_2(levels, 8)}, {NULL}};
 
 #endif

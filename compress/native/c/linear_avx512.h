@@ -56,6 +56,17 @@ INLINE TARGET Floats load_scale(const LinearWeight *weight, int64_t index) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
+INLINE TARGET Words words_half(Words word, int half) { return half ? _mm512_srli_epi32(word, 16) : word; }
+INLINE TARGET Floats floats_quad(const float *from) { return _mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
+/* Picks see only the low bits. */
+INLINE TARGET Floats floats_pick(Floats quad, Words word, int shift) {
+    return _mm512_permutevar_ps(quad, _mm512_srli_epi32(word, (unsigned)shift));
+}
+INLINE TARGET Floats floats_at_place(Words word, int shift, int place, Floats x) {
+    return _mm512_maskz_mov_ps(_mm512_cmpeq_epi32_mask(words_code(word, shift, 2), words_all(place)), x);
+}
+
 #include "linear_runs.h"
+#include "linear_sparse.h"
 
 #endif

@@ -1,6 +1,8 @@
 #include "linear_tiles.h"
 #include "pool.h"
 
+enum { ZERO_CODE = 8 }; /* of what is not kept */
+
 typedef struct {
     const uint8_t *codes;
     const uint16_t *numbers; /* in place of codes */
@@ -29,10 +31,38 @@ INLINE void pack_features(const Packing *packing, int64_t tile, const int bits) 
         }
 }
 
+/* Two codes of every four neighbours, those that are not zero among them, with their places. */
+static void pack_kept(const Packing *packing, int64_t row, int64_t first, uint32_t *codes, uint32_t *places) {
+    int spare = 2, found = 0;
+    for (int place = 0; place < 4; place++) spare -= code_at(packing, row, first + place) != ZERO_CODE;
+    for (int place = 0; place < 4 && found < 2; place++) {
+        const uint32_t code = code_at(packing, row, first + place);
+        if (code == ZERO_CODE && spare-- <= 0) continue;
+        *codes |= code << 4 * found;
+        *places |= (uint32_t)place << 2 * found++;
+    }
+}
+
+static void pack_sparse(const Packing *packing, int64_t tile) {
+    uint32_t *words = packing->words + tile * packing->in_features * SPARSE / 32 * TILE;
+    for (int64_t input = 0; input < packing->in_features; input += 32, words += 3 * TILE)
+        for (int64_t feature = 0; feature < TILE; feature++) {
+            uint32_t all[3] = {0};
+            for (int quad = 0; quad < 8; quad++) {
+                uint32_t codes = 0, places = 0;
+                pack_kept(packing, tile * TILE + feature, input + 4 * quad, &codes, &places);
+                all[quad / 4] |= codes << quad % 4 * 8;
+                all[2] |= places << quad * 4;
+            }
+            for (int i = 0; i < 3; i++) words[i * TILE + feature] = all[i];
+        }
+}
+
 /* The width is a constant in each of them. */
 static void pack_tile(void *context, int64_t tile) {
     const Packing *packing = context;
     switch (packing->bits) {
+        case SPARSE: pack_sparse(packing, tile); break;
         case 2: pack_features(packing, tile, 2); break;
         case 4: pack_features(packing, tile, 4); break;
         case 8: pack_features(packing, tile, 8); break;

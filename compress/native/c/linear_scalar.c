@@ -106,14 +106,31 @@ INLINE Floats load_scale(const LinearWeight *weight, int64_t index) {
     return x;
 }
 
+INLINE Words words_half(Words word, int half) {
+    for (int i = 0; i < PER_VECTOR; i++) word.at[i] >>= 16 * half;
+    return word;
+}
+INLINE Floats floats_quad(const float *from) { return floats_load(from); }
+INLINE Floats floats_pick(Floats quad, Words word, int shift) {
+    Floats x;
+    for (int i = 0; i < PER_VECTOR; i++) x.at[i] = quad.at[word.at[i] >> shift & 3];
+    return x;
+}
+INLINE Floats floats_at_place(Words word, int shift, int place, Floats x) {
+    for (int i = 0; i < PER_VECTOR; i++) x.at[i] = (word.at[i] >> shift & 3) == (uint32_t)place ? x.at[i] : 0;
+    return x;
+}
+
 #include "linear_runs.h"
+#include "linear_sparse.h"
 
 RUN_KERNEL(float32, 2, 1) RUN_KERNEL(float32, 4, 1) RUN_KERNEL(float32, 8, 1)
-RUN_KERNEL(float32, 16, 1) RUN_KERNEL(float32, 32, 1)
+RUN_KERNEL(float32, 16, 1) RUN_KERNEL(float32, 32, 1) RUN_KERNEL(sparse, 3, 1)
 RUN_KERNEL(levels, 2, 1) RUN_KERNEL(levels, 4, 1) RUN_KERNEL(levels, 8, 1)
 DECODE_KERNEL(float32, 2) DECODE_KERNEL(float32, 4) DECODE_KERNEL(float32, 8) DECODE_KERNEL(float32, 16)
+DECODE_KERNEL(sparse, 3)
 
 const KernelKind scalar_float32 = {1, 32,
-                                   {{float32_2_1}, {float32_4_1}, {float32_8_1}, {float32_16_1}, {float32_32_1}},
-                                   {float32_2, float32_4, float32_8, float32_16, NULL}};
+                                   {{float32_2_1}, {float32_4_1}, {float32_8_1}, {float32_16_1}, {float32_32_1}, {sparse_3_1}},
+                                   {float32_2, float32_4, float32_8, float32_16, NULL, sparse_3}};
 const KernelKind scalar_levels = {1, 0, {{levels_2_1}, {levels_4_1}, {levels_8_1}}, {NULL}};

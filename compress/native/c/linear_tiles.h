@@ -12,7 +12,7 @@
 #include "linear.h"
 #include "scalars.h"
 
-enum { MOST_ROWS = 6, NUM_WIDTHS = 5 };
+enum { MOST_ROWS = 6, NUM_WIDTHS = 6 };
 
 /* Prepared activations, and what looks codes up. */
 typedef struct {
@@ -57,8 +57,10 @@ typedef struct {
 extern const KernelKind scalar_float32, scalar_levels, avx2_float32, avx2_levels;
 extern const KernelKind avx512_float32, avx512_levels, avx512_bfloat16;
 
-/* Widths are 2, 4, 8, 16 and 32 bits. */
-INLINE int width_index(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : bits == 8 ? 2 : bits == 16 ? 3 : 4; }
+/* Widths are 2, 4, 8, 16 and 32 bits, and SPARSE. */
+INLINE int width_index(int bits) {
+    return bits == 2 ? 0 : bits == 4 ? 1 : bits == 8 ? 2 : bits == 16 ? 3 : bits == 32 ? 4 : 5;
+}
 
 /* Functions of one kind, width and number of rows, and the rows of the table that name them. */
 #define RUN_KERNEL(kind, bits, rows)                                                                                  \

@@ -29,9 +29,9 @@ typedef struct {
 } Case;
 
 static Case draw_case(uint32_t *state) {
-    static const int widths[] = {2, 4, 8, 16};
-    Case drawn = {.seed = draw(state), .bits = widths[draw(state) % 4], .type = (int)(draw(state) % 2)};
-    drawn.activations = drawn.bits == 16 ? 0 : (int)(draw(state) % 3);
+    static const int widths[] = {2, SPARSE, 4, 8, 16};
+    Case drawn = {.seed = draw(state), .bits = widths[draw(state) % 5], .type = (int)(draw(state) % 2)};
+    drawn.activations = drawn.bits == 16 || drawn.bits == SPARSE ? 0 : (int)(draw(state) % 3);
     drawn.rows = 1 + draw(state) % 20;
     drawn.outputs = 1 + draw(state) % 150;
     drawn.group = 32 * (1 + draw(state) % 5);
@@ -59,16 +59,18 @@ static int run_case(Case now) {
     float *values = exactly((size_t)(now.rows * now.inputs) * sizeof *values);
     void *x = exactly((size_t)(now.rows * now.inputs) * size), *y = exactly((size_t)(now.rows * now.outputs) * size);
     LinearWeight weight = {now.outputs, now.inputs, now.group, now.bits, FLOAT32, words, scales, zeros, NULL, {0}};
-    const int count = now.bits == 16 ? 256 : 1 << now.bits;
+    const int count = now.bits == 16 ? 256 : now.bits == SPARSE ? 16 : 1 << now.bits;
     for (int i = 0; i < 16; i++) weight.table[i] = (float)(i - count / 2);
     for (int64_t i = 0; i < now.outputs * now.inputs; i++) {
         codes[i] = (uint8_t)(draw(&state) % (uint32_t)count);
+        if (now.bits == SPARSE && (i + i / 4) % 4 >= 2) codes[i] = 8;
         numbers[i] = bfloat16_bits((float)codes[i] - 128);
     }
     for (int64_t i = 0; i < tiles * TILE * groups; i++) {
         scales[i] = 0.5f + (float)(draw(&state) % 64) / 64;
-        zeros[i] = (uint8_t)(draw(&state) % (uint32_t)count);
+        zeros[i] = now.bits == SPARSE ? 8 : (uint8_t)(draw(&state) % (uint32_t)count);
     }
+    if (now.bits == SPARSE) weight.zeros = NULL;
     for (int64_t i = 0; i < now.rows * now.inputs; i++) {
         values[i] = (float)(draw(&state) % 255) / 64 - 2;
         const uint16_t half = bfloat16_bits(values[i]);
