@@ -44,15 +44,15 @@ static inline int word_bit(int64_t member) { return (int)(16 * (member % 2) + 4 
  * are rounded to bfloat16 where glue.h rounds them. */
 typedef struct {
     const KvPages *pages;
-    int64_t rows, heads;     /* of queries, which are changed in place; 0: none to change */
-    const int64_t *slots;    /* [rows]: block * block_size + offset. They differ, and slots that share a word follow each other */
-    uint16_t *query;         /* [rows, heads, head_dim] */
+    int64_t rows, heads;         /* of queries; no heads: no queries to change */
+    const int64_t *slots;        /* [rows]: block * block_size + offset. They differ; those that share a word are neighbours */
+    uint16_t *query;             /* [rows, heads, head_dim], changed in place */
     const uint16_t *key, *value; /* [rows, kv_heads, head_dim] */
     int64_t query_row, key_row, value_row;
-    const uint16_t *norm;      /* [heads + kv_heads, head_dim] of an RMSNorm over each head, or NULL for none */
+    const uint16_t *norm;        /* [heads + kv_heads, head_dim] of an RMSNorm over each head, or NULL for none */
     float eps;
-    const uint16_t *cos, *sin; /* [rows, head_dim], as in Rotate; NULL: heads are rotated */
-    int64_t turned;            /* times an orthonormal Hadamard matrix, after all that */
+    const uint16_t *cos, *sin;   /* [rows, head_dim], as in Rotate; NULL: heads are rotated */
+    int64_t turned;              /* times an orthonormal Hadamard matrix, after all that */
 } KvStep;
 
 /* 0, or -1 for an instruction set that this machine lacks. */
