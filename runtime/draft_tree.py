@@ -38,7 +38,7 @@ def grow_tree(branches: ListOf[ListOf[int]], max_tokens: int) -> tuple[list[int]
     """The draft, and its parents, that begins with the first branch and has the others' tokens where they differ. No
     parents where that is a chain; branches that exceed `max_tokens` are cut."""
     if len(branches) == 1:
-        return branches[0][:max_tokens], []
+        return list(branches[0][:max_tokens]), []
     draft: list[int] = []
     parents: list[int] = []
     for branch in branches:

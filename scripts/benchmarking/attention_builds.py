@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarking.kernel_builds import TENSOR_CORES, Build
-from runtime.kernels.gpu.launch_attention import FORMS, block_keys
+from runtime.kernels.gpu.launch_attention import FORMS, block_keys, program_warps
 
 DTYPES = ("bf16", "fp16")
 FORM_PAIRS = (("16bit", "16bit"), ("fp8", "fp8"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
@@ -53,5 +53,5 @@ def _attention(
          "WINDOWED": windowed, "STREAMING": "streaming" in extra, "EXACT": "exact" in extra, "TREE": "tree" in extra,
          "BLOCK_R": rows,
          "BLOCK_T": block_keys(rows), "STAGES": 2, "INTERPRETED": False},
-        4, 2, wants=TENSOR_CORES, converts=True,
+        program_warps(rows, "streaming" in extra, "exact" in extra), 2, wants=TENSOR_CORES, converts=True,
     )  # fmt: skip

@@ -104,10 +104,11 @@ def add_values(
     half, is_key = tl.arange(0, HALF), inside[:, None]
     offsets = offsets * fade
     if FORM != PLAIN:
+        scale = tl.load(scales_ptr + place * META, mask=inside, other=0.0).to(tl.float32)
         if FORM != FP8:
             offset = tl.load(scales_ptr + place * META + 1, mask=inside, other=0.0).to(tl.float32)
             offsets += tl.sum(share * offset[None, :], 1)
-        share = share * tl.load(scales_ptr + place * META, mask=inside, other=0.0).to(tl.float32)[None, :]
+        share = share * scale[None, :]
     share = share if INTERPRETED else share.to(like)
     faded = fade[:, None]
     if FORM == INT4:
@@ -183,7 +184,9 @@ def paged_attention(
     token = sequence * tokens_each + row // SHARED
     query_head = head * SHARED + row % SHARED
     t = tl.arange(0, BLOCK_T)
-    position = tl.load(positions_ptr + token, mask=has_row, other=-1).to(tl.int32)
+    position = tl.load(positions_ptr + token, mask=has_row, other=-1)
+    if STREAMING and EXACT and BLOCK_R < 64:
+        position = position.to(tl.int32)  # saves the registers that this form lacks
     query_place = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM
     low, high, query_sum = load_query(query_ptr + query_place, has_row, HEAD_DIM, KEY_HALVES)
     scale *= 1.4426950408889634

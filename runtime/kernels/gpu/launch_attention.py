@@ -20,6 +20,11 @@ def block_keys(block_rows: int) -> int:
     return 64 if block_rows < 64 else 32
 
 
+def program_warps(block_rows: int, streaming: bool, exact: bool) -> int:
+    """Warps of one program: many rows of a stream with exact tokens take more registers than four have."""
+    return 8 if streaming and exact and block_rows == 64 else 4
+
+
 def attend(
     query: Tensor,
     pages: Sequence[Tensor],
@@ -53,6 +58,7 @@ def attend(
     parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
     weights = query.new_empty(tokens, heads, splits, dtype=torch.float32)
     exact = front.exact or (query, query)
+    num_warps = program_warps(block_rows, front.sinks > 0, front.exact is not None)
     grid = (len(blocks) * triton.cdiv(rows_each, block_rows), kv_heads, splits)
     paged_attention[grid](
         query, query if front.moved is None else front.moved, pages[0], scales[0], pages[1], scales[1], *exact,
@@ -63,7 +69,7 @@ def attend(
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, KEY_FORM=FORMS[formats[0]], VALUE_FORM=FORMS[formats[1]],
         WINDOWED=window is not None, STREAMING=front.sinks > 0, EXACT=front.exact is not None,
         TREE=ancestors is not None, BLOCK_R=block_rows,
-        BLOCK_T=block_keys(block_rows), STAGES=2, INTERPRETED=triton.knobs.runtime.interpret, num_warps=4,
+        BLOCK_T=block_keys(block_rows), STAGES=2, INTERPRETED=triton.knobs.runtime.interpret, num_warps=num_warps,
     )  # fmt: skip
     out = torch.empty_like(query)
     join_splits[(tokens * heads,)](
