@@ -17,6 +17,11 @@ def has_native_vectors() -> bool:
     return best_instruction_set() > INSTRUCTION_SETS.index("scalar")
 
 
+def has_matrix_tiles() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16 numbers (AMX), as oneDNN does and the compiled kernels do not."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
 def has_fast_torch_products(dtype: torch.dtype) -> bool:
     """Whether PyTorch multiplies matrices of this dtype in vectors, be it in a wider one."""
     if dtype in (torch.float32, torch.float64):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from compress.native.binding import absence
 from compress.native.linear import INPUT_MULTIPLE, NativeLinear, padded_features
 from runtime.kernels.base import Linear, Target
-from runtime.kernels.cpu import has_fast_torch_products, has_native_vectors
+from runtime.kernels.cpu import has_fast_torch_products, has_matrix_tiles, has_native_vectors
 
 
 class DenseLinear:
@@ -98,6 +98,8 @@ def _refuse_native(in_features: int, target: Target) -> str:
         return "holds bfloat16 numbers"
     if in_features % INPUT_MULTIPLE:
         return f"takes inputs that are a multiple of {INPUT_MULTIPLE}"
+    if has_matrix_tiles():
+        return "multiplies no matrix tiles (AMX), which oneDNN does on this CPU"
     return "" if has_native_vectors() else "has no vectors for this CPU"
 
 

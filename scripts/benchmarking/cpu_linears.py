@@ -22,7 +22,7 @@ from compress.native.binding import set_threads
 from compress.native.linear import Activations, NativeLinear
 from runtime.kernels import int4pack
 from runtime.kernels.base import Linear, Target
-from runtime.kernels.dense import dense_linear
+from runtime.kernels.dense import PrepackedLinear
 
 CACHES = 128 * 2**20
 """Bytes of copies of one weight."""
@@ -55,7 +55,7 @@ def contenders(in_features: int, out_features: int, group_size: int = 128) -> li
 
     w4, w2, w8, w8a8 = codes(4), codes(2), codes(8), codes(8, 8)
     makers: Mapping[str, Callable[[], Linear]] = {
-        "torch bf16": lambda: dense_linear(numbers, None, TARGET),
+        "torch bf16": lambda: PrepackedLinear(numbers, None),
         "torch int4pack": lambda: int4pack.KERNEL.prepare(w4, None, TARGET),
         "w4a16": lambda: NativeLinear(w4),
         "w4a8": lambda: NativeLinear(w4, activations=Activations.INT8_GROUP),

@@ -36,9 +36,19 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 )
 def test_the_choice_says_why(in_features, target, kernel, said, monkeypatch):
     monkeypatch.setattr(dense, "has_fast_torch_products", lambda dtype: True)
+    monkeypatch.setattr(dense, "has_matrix_tiles", lambda: False)
     choice = choose_dense(in_features, target)
     assert choice.kernel is kernel
     assert said in choice.reason
+
+
+def test_matrix_tiles_are_left_to_onednn(monkeypatch):
+    monkeypatch.setattr(dense, "has_fast_torch_products", lambda dtype: True)
+    monkeypatch.setattr(dense, "has_matrix_tiles", lambda: True)
+    choice = choose_dense(64, BF16)
+    assert choice.kernel is PREPACKED
+    if not absence():
+        assert "native multiplies no matrix tiles (AMX)" in choice.reason
 
 
 def test_without_native_kernels(monkeypatch):
@@ -76,8 +86,9 @@ def test_product_rows_and_size(shape, dtype):
 
 @needs_vectors
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_dense_checkpoint_runs_compiled(tied, tmp_path):
+def test_a_dense_checkpoint_runs_compiled(tied, tmp_path, monkeypatch):
     """All of its linears: the layers run in one call, and a head that is the embedding is held once."""
+    monkeypatch.setattr(dense, "has_matrix_tiles", lambda: False)
     path = save_tiny_model(
         tmp_path, dtype=torch.bfloat16, tie_word_embeddings=tied, hidden_size=128, intermediate_size=96
     )
