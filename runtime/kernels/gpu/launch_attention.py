@@ -20,9 +20,9 @@ def block_keys(block_rows: int) -> int:
     return 64 if block_rows < 64 else 32
 
 
-def program_warps(block_rows: int, streaming: bool, exact: bool) -> int:
-    """Warps of one program: many rows of a stream with exact tokens take more registers than four have."""
-    return 8 if streaming and exact and block_rows == 64 else 4
+def program_warps(block_rows: int, exact: bool) -> int:
+    """Warps of one program: many rows that look at exact tokens, too, take more registers than four have."""
+    return 8 if exact and block_rows == 64 else 4
 
 
 def attend(
@@ -58,7 +58,7 @@ def attend(
     parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
     weights = query.new_empty(tokens, heads, splits, dtype=torch.float32)
     exact = front.exact or (query, query)
-    num_warps = program_warps(block_rows, front.sinks > 0, front.exact is not None)
+    num_warps = program_warps(block_rows, front.exact is not None)
     grid = (len(blocks) * triton.cdiv(rows_each, block_rows), kv_heads, splits)
     paged_attention[grid](
         query, query if front.moved is None else front.moved, pages[0], scales[0], pages[1], scales[1], *exact,
