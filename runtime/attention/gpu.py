@@ -8,6 +8,7 @@ from torch import Tensor
 from runtime.attention.step_keys import StepKeys
 from runtime.attention.streaming import SinkQueries
 from runtime.kernels.gpu.front import Front
+from runtime.kernels.gpu.head_pages import layer_pages
 from runtime.kernels.gpu_linears import has_triton, num_processors
 from runtime.model.rope import Rotary
 
@@ -53,20 +54,17 @@ class TritonAttention:
     def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor | None) -> Tensor:
         from runtime.kernels.gpu.launch_attention import attend
 
-        group, scheme = self.keys.batch.groups[index], self.keys.cache.scheme
-        tensors = self.keys.cache.pages.memory.tensors
-        names = ("keys", "values") if scheme.is_exact else ("key_codes", "value_codes")
-        pages = [tensors[name][layer] for name in names]
-        scales = pages if scheme.is_exact else [tensors[name][layer] for name in ("key_scales", "value_scales")]
-        kv_heads = pages[0].shape[2]
+        group, cache = self.keys.batch.groups[index], self.keys.cache
+        read = layer_pages(cache.pages.memory.tensors, cache.scheme, layer)
+        kv_heads = read.pages[0].shape[2]
         rows = len(query) // group.num_sequences * (query.shape[1] // kv_heads)
         block_rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (rows - 1).bit_length()))
         programs = group.num_sequences * -(-rows // block_rows) * kv_heads
         return attend(
             query.contiguous(),
-            pages,
-            scales,
-            (scheme.key_format, scheme.value_format),
+            read.pages,
+            read.scales,
+            read.formats,
             group.blocks.view(group.num_sequences, -1),
             group.positions,
             self.windows[layer],

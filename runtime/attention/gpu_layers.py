@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runtime.attention.gpu import TritonAttention
+from runtime.kernels.gpu.head_pages import layer_pages
 from runtime.kernels.handover import FusedLinear, Product, fused
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.kv_cache import KVCache
@@ -39,7 +40,7 @@ class TritonLayers:
         self._decoder = decoder
         self._products = [_products(layer) for layer in decoder.layers]
         tensors, scheme = cache.pages.memory.tensors, cache.scheme
-        self._pages = [launch_turn.layer_pages(tensors, scheme, index) for index in range(len(decoder.layers))]
+        self._pages = [layer_pages(tensors, scheme, index) for index in range(len(decoder.layers))]
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: TritonAttention) -> Tensor:
         """Hidden states `[T, H]` after all layers, in the memory of `hidden`; cosine and sine as for `Ops.rotate`."""

@@ -12,6 +12,7 @@ from benchmarking.cpu_attention import Case, decoder_config
 from benchmarking.gpu_timing import num_copies
 from compress.checkpoint.kv_cache import KVCacheScheme
 from runtime.attention.gpu import MIN_ROWS, num_splits
+from runtime.kernels.gpu.head_pages import layer_pages
 from runtime.model.pages import ExactPages
 from runtime.model.pages_quantized import QuantizedPages
 
@@ -40,17 +41,14 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device) ->
         pages = QuantizedPages(config, scheme, blocks, case.block_size, torch.bfloat16, device)
     _fill(pages)
     tensors = pages.memory.tensors
-    names = ("keys", "values") if scheme.is_exact else ("key_codes", "value_codes")
-    scales = names if scheme.is_exact else ("key_scales", "value_scales")
     query = torch.randn(case.batch, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
     table = torch.randperm(blocks, device=device).view(case.batch, -1)
     positions = torch.full((case.batch,), case.context - 1, device=device)
     splits = num_splits(case.context, case.batch * case.kv_heads, processors)
-    formats = scheme.key_format, scheme.value_format
 
     def call(layer: int) -> Callable[[], object]:
-        parts = [tensors[name][layer] for name in names], [tensors[name][layer] for name in scales]
-        return lambda: attend(query, *parts, formats, table, positions, None, MIN_ROWS, splits)
+        read = layer_pages(tensors, scheme, layer)
+        return lambda: attend(query, read.pages, read.scales, read.formats, table, positions, None, MIN_ROWS, splits)
 
     nbytes = sum(tensor[0].nbytes for tensor in tensors.values())
     return Calls([call(layer) for layer in range(config.num_layers)], nbytes)

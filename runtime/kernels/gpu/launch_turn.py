@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from compress.checkpoint.kv_cache import KVCacheScheme
+from runtime.kernels.gpu.head_pages import HeadPages
 from runtime.kernels.gpu.launch_attention import FORMS
 from runtime.kernels.gpu.launch_rows import product_arguments, product_constants
 from runtime.kernels.gpu.turn import turn_write
 from runtime.kernels.handover import Product
-
-
-@dataclass(frozen=True, slots=True)
-class HeadPages:
-    """Where the keys and values of one layer go.
-
-    Attributes:
-        pages, scales: of keys and of values, `[blocks, block_size, kv_heads, ...]`; without scales the pages again.
-        formats: of keys and of values, a name of `FORMS` each.
-        turned: keys, and queries with them, are turned by a Hadamard matrix.
-    """
-
-    pages: tuple[Tensor, Tensor]
-    scales: tuple[Tensor, Tensor]
-    formats: tuple[str, str]
-    turned: bool
-
-
-def layer_pages(tensors: Mapping[str, Tensor], scheme: KVCacheScheme, layer: int) -> HeadPages:
-    """Those of one layer in a block memory, in the layouts of plain torch."""
-    names = ("keys", "values") if scheme.is_exact else ("key_codes", "value_codes")
-    beside = names if scheme.is_exact else ("key_scales", "value_scales")
-    return HeadPages(
-        (tensors[names[0]][layer], tensors[names[1]][layer]),
-        (tensors[beside[0]][layer], tensors[beside[1]][layer]),
-        (scheme.key_format, scheme.value_format),
-        scheme.rotate,
-    )
 
 
 def write_turned(

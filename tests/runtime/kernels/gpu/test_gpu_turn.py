@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_numerics import rotate_heads
+from runtime.kernels.gpu.head_pages import layer_pages
 from runtime.kernels.handover import Product, finished
 from runtime.model.ops import TorchOps
 from runtime.model.pages import ExactPages, KVPages
@@ -39,7 +40,7 @@ def by_torch(heads: Tensor, head_norm: Tensor | None, cos: Tensor, sin: Tensor, 
 
 
 def written(qkv: Product, scheme: KVCacheScheme, head_norm, cos, sin, slots) -> tuple[Tensor, KVPages]:
-    from runtime.kernels.gpu.launch_turn import layer_pages, write_turned
+    from runtime.kernels.gpu.launch_turn import write_turned
 
     pages = make_pages(scheme, cos.shape[-1], cos.dtype, cos.device)
     with poisoned_allocations():
