@@ -15,9 +15,8 @@ from torch import Tensor
 from compress.checkpoint.errors import ToolkitError
 from runtime.attention.gpu import TritonAttention
 from runtime.attention.gpu import refuse as refuse_triton
-from runtime.attention.gpu_layers import TritonLayers, refuse_triton_layers
+from runtime.attention.layers_choice import choose_layers
 from runtime.attention.native import NativeAttention
-from runtime.attention.native_layers import NativeLayers, refuse_layers
 from runtime.attention.paged import PagedAttention
 from runtime.attention.step_keys import StepKeys
 from runtime.attention.streaming import StreamingAttention
@@ -74,16 +73,8 @@ class ModelRunner:
         self.triton_refusal = refuse_triton(
             decoder.device, decoder.dtype, decoder.config.head_dim, self.cache.scheme.recent
         )
-        self.native_layers: NativeLayers | None = None
-        self.triton_layers: TritonLayers | None = None
-        if isinstance(self.pages, NativePages):
-            self.layers_refusal = refuse_layers(decoder)
-            if not self.layers_refusal:
-                self.native_layers = NativeLayers(decoder, self.pages, self.windows)
-        else:
-            self.layers_refusal = refuse_triton_layers(decoder, self.triton_refusal, memory.reach)
-            if not self.layers_refusal:
-                self.triton_layers = TritonLayers(decoder, self.cache)
+        layers = choose_layers(decoder, self.cache, self.windows, memory.reach, self.triton_refusal)
+        self.native_layers, self.triton_layers, self.layers_refusal = layers.native, layers.triton, layers.refusal
         self.graphs: StepGraphs | None = None
         self.graphs_refusal = self._refuse_graphs()
         if not self.graphs_refusal:

@@ -29,6 +29,7 @@ def engine(tmp_path) -> Engine:
 def test_a_cpu_has_nothing_to_say(engine):
     assert describe_gpu(engine) == []
     assert describe_attention(engine).startswith("plain torch; compiled attention ")
+    assert describe_attention(engine).endswith("layer by layer: keys and values are not in native pages")
 
 
 def test_memory_and_recorded_steps_of_a_gpu(engine):
