@@ -49,7 +49,8 @@ class Product:
     rounded to 16 bits once, by whoever adds it up.
 
     Attributes:
-        parts: `[splits, M, at least N]`, float32 or int32; or 16-bit rows `[1, M, N]` with nothing left to do.
+        parts: `[splits, M, at least N]`, float32 or int32, contiguous; or 16-bit rows `[1, M, N]` with nothing left to
+            do.
         num_rows: N.
         bias: `[N]`, or None.
         scales: of each token, float32 `[M]`, and of each row of the weight, `N` numbers; or None.
@@ -93,5 +94,6 @@ def fused(linear: Linear) -> FusedLinear:
 
 
 def finished(rows: Tensor) -> Product:
-    """16-bit rows `[M, N]` as a product with nothing left to do."""
-    return Product(rows.unsqueeze(0), rows.shape[1])
+    """16-bit rows `[M, N]`, whatever their strides, as a product with nothing left to do."""
+    # PyTorch's semi-structured product may give the transpose of what it wrote.
+    return Product(rows.contiguous().unsqueeze(0), rows.shape[1])

@@ -28,8 +28,8 @@ class TritonOps(TorchOps):
         self._launch = launch_rows
 
     def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        product = None if update is None else finished(update.contiguous())
+        product = None if update is None else finished(update)
         return self._launch.norm(hidden, product, weight, eps, InputForm()).rows
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        return self._launch.gate(finished(gate_up.contiguous()), InputForm(), gate_up.dtype).rows
+        return self._launch.gate(finished(gate_up), InputForm(), gate_up.dtype).rows

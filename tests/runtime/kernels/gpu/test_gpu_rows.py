@@ -9,7 +9,7 @@ from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
 from compress.checkpoint.activations import quantize_tokens
-from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product, finished
+from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS, CalledLinear, InputForm, Prepared, Product, finished
 from runtime.model.ops import TorchOps
 
 TOKENS, SIZE = 3, 200
@@ -141,6 +141,16 @@ def test_levels_of_rows_that_are_longer_than_a_program(gpu, form: InputForm) -> 
     found, in_form = gate(gate_up, form, torch.float16), prepared(gate(gate_up, InputForm(), torch.float16).rows, form)
     assert torch.equal(found.rows, in_form.rows)
     assert torch.equal(found.beside, in_form.beside)
+
+
+def test_rows_of_a_called_linear_may_have_any_strides(gpu) -> None:
+    """As PyTorch's semi-structured product gives them."""
+    from runtime.kernels.gpu.launch_rows import gate
+
+    y = numbers(2 * SIZE, TOKENS).to(gpu, torch.bfloat16).T
+    product = CalledLinear(lambda x: y).product(Prepared(y))
+    expected = TorchOps().silu_multiply(y.contiguous())
+    torch.testing.assert_close(gate(product, InputForm(), torch.bfloat16).rows, expected, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["parts", "levels"])
