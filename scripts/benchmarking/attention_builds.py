@@ -33,7 +33,12 @@ def attention_builds(arch: int) -> list[Build]:
         for rows in (16, 64)
         if forms != FORM_PAIRS[0] or front == "streaming"
     ]
-    trees = [_attention(arch, "bf16", forms, 128, 64, windowed=False, extra="tree") for forms in FORM_PAIRS]
+    trees = [
+        _attention(arch, "bf16", forms, 128, rows, windowed=windowed, extra=extra)
+        for forms in FORM_PAIRS
+        for rows in (16, 64)
+        for extra, windowed in (("tree", False), ("tree", True), ("streaming tree", True))
+    ]
     return products + joins + fronts + trees
 
 

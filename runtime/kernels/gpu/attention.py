@@ -148,6 +148,17 @@ def attend_tile(
 
 
 @triton.jit
+def reaches(key, position, root, ancestors, TREE: tl.constexpr):
+    """bool `[R, T]`: whether rows at `position [R]` may look at `key [T]`, as far as windows let them. In a tree by the
+    bits of `ancestors [R]` from key `root` on."""
+    if TREE:
+        member = tl.minimum(tl.maximum(key - root, 0), 63)
+        return (key < root)[None, :] | ((ancestors[:, None] >> member[None, :]) & 1 == 1)
+    else:
+        return key[None, :] <= position[:, None]
+
+
+@triton.jit
 def paged_attention(
     query_ptr, moved_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, exact_keys_ptr, exact_values_ptr,
     exact_slots_ptr, blocks_ptr, positions_ptr, ancestors_ptr, part_ptr, weight_ptr,
@@ -185,12 +196,13 @@ def paged_attention(
     query_head = head * SHARED + row % SHARED
     t = tl.arange(0, BLOCK_T)
     position = tl.load(positions_ptr + token, mask=has_row, other=-1)
-    if STREAMING and EXACT and BLOCK_R < 64:
-        position = position.to(tl.int32)  # saves the registers that this form lacks
+    if STREAMING and (EXACT or TREE) and BLOCK_R < 64:
+        position = position.to(tl.int32)  # saves the registers that these forms lack
     query_place = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM
     low, high, query_sum = load_query(query_ptr + query_place, has_row, HEAD_DIM, KEY_HALVES)
     scale *= 1.4426950408889634
     length = tl.max(position, 0) + 1
+    root, ancestors = 0, position
     if TREE:
         root = tl.load(positions_ptr + sequence * tokens_each).to(tl.int32)
         ancestors = tl.load(ancestors_ptr + token, mask=has_row, other=0)
@@ -241,7 +253,8 @@ def paged_attention(
             highest, weight, out_low, out_high, offsets = attend_tile(
                 front_low, front_high, front_sum, highest, weight, out_low, out_high, offsets,
                 keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
-                (block * block_size + key % block_size) * KV_HEADS + head, inside, key[None, :] <= position[:, None],
+                (block * block_size + key % block_size) * KV_HEADS + head, inside,
+                reaches(key, position, root, ancestors, TREE),
                 scale, KEY_FORM, VALUE_FORM, KEY_HALVES, HALVES, HEAD_DIM, INTERPRETED,
             )  # fmt: skip
     for begin in tl.range(start, stop, BLOCK_T, num_stages=STAGES):
@@ -250,10 +263,7 @@ def paged_attention(
         if STREAMING or EXACT:
             inside = inside & (key >= front)
         block = tl.load(table_ptr + key // block_size, mask=inside, other=0)
-        seen = key[None, :] <= position[:, None]
-        if TREE:
-            member = tl.minimum(tl.maximum(key - root, 0), 63)
-            seen = (key < root)[None, :] | ((ancestors[:, None] >> member[None, :]) & 1 == 1)
+        seen = reaches(key, position, root, ancestors, TREE)
         if WINDOWED:
             seen = seen & (key[None, :] > position[:, None] - window)
         highest, weight, out_low, out_high, offsets = attend_tile(

@@ -17,6 +17,7 @@ from runtime.attention.step_keys import StepKeys
 from runtime.attention.streaming import StreamingAttention
 from runtime.batch import AttentionGroup
 from runtime.draft_tree import ancestor_bits, paths
+from runtime.kernels.gpu.front import Front
 from runtime.model.config import RopeConfig
 from runtime.model.kv_cache import ExactPlaces
 from runtime.model.pages import ExactPages
@@ -231,6 +232,23 @@ def test_tokens_of_a_tree_see_their_branch_only(gpu, form: str, window: int | No
         at = torch.tensor([len(seen) - 1])
         expected.append(reference(query[row : row + 1].double(), *context, [torch.arange(len(seen))], at, window))
     assert_close(found.cpu().double(), torch.cat(expected))
+
+
+@pytest.mark.parametrize("form", ["16bit", "int4"])
+def test_a_tree_among_the_sinks_of_a_stream(gpu, form: str) -> None:
+    """Guesses in so short a text that they stand among the sinks: with one query for both, sinks change nothing."""
+    from runtime.kernels.gpu.launch_attention import attend
+
+    parents, root = (-1, -1, 0), 5
+    key, value = Pages(form, 2, 1, gpu), Pages(form, 2, 2, gpu)
+    query = torch.randn(4, 6, HEAD_DIM, generator=torch.Generator().manual_seed(3)).half().to(gpu)
+    positions = torch.tensor([root, *(root + len(path) for path in paths(parents))], device=gpu)
+    bits = torch.tensor(ancestor_bits(parents), device=gpu)
+    arguments = (key.codes, value.codes), (key.scales, value.scales), (form, form), torch.tensor([[3, 4]], device=gpu)
+    fronts = Front(), Front(sinks=7, moved=query), Front(sinks=12, moved=query)
+    plain, *found = (attend(query, *arguments, positions, 20, 16, 1, front, bits) for front in fronts)
+    for each in found:
+        assert_close(each.double(), plain.double())
 
 
 def test_splits_fill_the_processors_and_are_never_tiny() -> None:
