@@ -52,8 +52,8 @@ def is_two_of_four(weight: Tensor) -> bool:
 
 def why_dense(weight: Tensor, target: Target, kernels: str) -> str | None:
     """Why a weight `[O, I]` that is 2:4 is multiplied dense all the same: empty when it is not, None for a weight that
-    is not 2:4."""
-    if target.device.type != "cuda" or not is_two_of_four(weight):
+    is not 2:4, or on a CPU where nobody asked."""
+    if (target.device.type != "cuda" and kernels != NAME) or not is_two_of_four(weight):
         return None
     if refusal := refuse(len(weight), weight.shape[1], target.device, target.dtype):
         return f"{NAME} {refusal}"

@@ -65,7 +65,9 @@ def test_it_is_chosen_by_name_and_else_says_why_not() -> None:
     assert "--kernels semi_structured" in str(why_dense(weight, GPU, "auto"))
     assert str(why_dense(weight[:20], GPU, NAME)).startswith("semi_structured takes 32 rows")
     assert why_dense(torch.ones(32, 64), GPU, NAME) is None
-    assert why_dense(weight, Target(torch.device("cpu"), torch.bfloat16), NAME) is None
+    cpu = Target(torch.device("cpu"), torch.bfloat16)
+    assert why_dense(weight, cpu, NAME) == "semi_structured runs on NVIDIA GPUs"
+    assert why_dense(weight, cpu, "auto") is None
 
 
 def test_integers_that_are_2_of_4_are_expanded_and_it_is_said() -> None:
