@@ -58,5 +58,6 @@ def _attention(
          "WINDOWED": windowed, "STREAMING": "streaming" in extra, "EXACT": "exact" in extra, "TREE": "tree" in extra,
          "BLOCK_R": rows,
          "BLOCK_T": block_keys(rows), "STAGES": 2, "INTERPRETED": False},
-        program_warps(rows, "exact" in extra), 2, wants=TENSOR_CORES, converts=True,
+        program_warps(rows, "exact" in extra, "streaming" in extra, "tree" in extra), 2,
+        wants=TENSOR_CORES, converts=True,
     )  # fmt: skip

@@ -20,9 +20,10 @@ def block_keys(block_rows: int) -> int:
     return 64 if block_rows < 64 else 32
 
 
-def program_warps(block_rows: int, exact: bool) -> int:
-    """Warps of one program: many rows that look at exact tokens, too, take more registers than four have."""
-    return 8 if exact and block_rows == 64 else 4
+def program_warps(block_rows: int, exact: bool, streaming: bool, tree: bool) -> int:
+    """Warps of one program: many rows that look at exact tokens, too, or as a tree at those of a stream, take more
+    registers than four have."""
+    return 8 if block_rows == 64 and (exact or (streaming and tree)) else 4
 
 
 def attend(
@@ -58,7 +59,7 @@ def attend(
     parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
     weights = query.new_empty(tokens, heads, splits, dtype=torch.float32)
     exact = front.exact or (query, query)
-    num_warps = program_warps(block_rows, front.exact is not None)
+    num_warps = program_warps(block_rows, front.exact is not None, front.sinks > 0, ancestors is not None)
     grid = (len(blocks) * triton.cdiv(rows_each, block_rows), kv_heads, splits)
     paged_attention[grid](
         query, query if front.moved is None else front.moved, pages[0], scales[0], pages[1], scales[1], *exact,
