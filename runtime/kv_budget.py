@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
@@ -31,6 +31,9 @@ class KVBudget:
     spare_bytes: int = 0
 
 
+NO_BUDGET = KVBudget(0, "as many blocks as asked for")
+
+
 def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVBudget:
     """Memory for keys and values.
 
@@ -43,7 +46,7 @@ def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVB
     """
     beside = 0 if free is None else step_bytes
     if config.num_blocks:
-        return KVBudget(0, "as many blocks as asked for", beside)
+        return replace(NO_BUDGET, step_bytes=beside)
     if config.kv_memory_bytes is not None:
         return KVBudget(config.kv_memory_bytes, "as asked for", beside)
     if free is None:

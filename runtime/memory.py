@@ -9,7 +9,7 @@ from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from runtime.config import RuntimeConfig
 from runtime.free_memory import format_bytes
-from runtime.kv_budget import KVBudget, find_budget
+from runtime.kv_budget import NO_BUDGET, KVBudget, find_budget
 from runtime.kv_choice import DEFAULT_CHOICE, KVCacheChoice, choose_kv_cache
 from runtime.reach import ALL, Reach, find_reach
 from runtime.workspace import gpu_step_bytes
@@ -23,8 +23,6 @@ SPARE_RECENT_TOKENS = 17
 draft overwrote is out of sight then."""
 STREAM_LENGTH = 2**20
 """Longest sequence where tokens look at sinks and a window only, unless another length is asked for."""
-
-NO_BUDGET = KVBudget(0, "as many blocks as asked for")
 
 
 @dataclass(frozen=True, slots=True)

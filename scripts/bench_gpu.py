@@ -25,7 +25,7 @@ from benchmarking.tables import Row, describe, markdown_table, print_with_markdo
 from benchmarking.workload import mixed_jobs
 from rich.console import Console
 
-SHAPES = ("demo", "tiny", "125m", "1.1b", "8b", "14b")
+SHAPE_NAMES = ("demo", "tiny", "125m", "1.1b", "8b", "14b")
 UNKNOWN = "-"
 
 
@@ -92,7 +92,7 @@ def measured(name: str, folders: dict[str, Path], work: Work, device: str) -> Fi
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--shape", default="8b", choices=SHAPE_NAMES)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--batches", nargs="+", type=int, default=(1, 8, 64), help="sequences decoded together")

@@ -31,6 +31,7 @@ from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Target
 from runtime.kernels.dense import DenseLinear
 from runtime.kernels.gpu_linears import BYTES, LEVELS, PLANES
+from runtime.kernels.semi_structured import semi_structured_bytes
 
 SHAPES = ("4096x4096", "6144x4096", "28672x4096", "4096x14336", "8192x8192")
 TOKENS = (1, 4, 16, 64, 256, 2048)
@@ -80,7 +81,7 @@ def weight_bytes(name: str, rows: int, columns: int) -> int:
     if name == DENSE:
         return rows * columns * 2
     if name == SPARSE:
-        return rows * columns * 9 // 8
+        return semi_structured_bytes(rows, columns)
     scheme = Scheme(4, 128) if name in PEERS else KERNELS[name][1]
     return rows * columns * scheme.bits // 8 + rows * scheme.num_groups(columns) * (4 if name in PEERS else 2)
 

@@ -12,6 +12,8 @@ from compress.native.binding import BEST, library
 
 
 class _PeakRows(ctypes.Structure):
+    """`PeakRows` of sampling.h."""
+
     _fields_ = (
         *((name, c_int64) for name in ("rows", "vocab")),
         *((name, c_void_p) for name in ("scores", "highest", "finite")),
@@ -19,6 +21,8 @@ class _PeakRows(ctypes.Structure):
 
 
 class _NoisyRows(ctypes.Structure):
+    """`NoisyRows` of sampling.h."""
+
     _fields_ = (
         *((name, c_int64) for name in ("rows", "vocab")),
         *((name, c_void_p) for name in ("scores", "seeds", "positions", "winners")),
