@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compress.checkpoint.division import divide
 from compress.checkpoint.fp8 import FP8, MAX_FP8
 
 MAX_LEVEL = 127
@@ -20,7 +21,7 @@ def quantize_tokens(x: Tensor, fp8: bool = False) -> tuple[Tensor, Tensor]:
         fp8: levels are 8-bit floats (e4m3) from -448 to 448 instead, each the nearest one.
     """
     exact = x.double() if x.dtype == torch.float64 else x.float()
-    scale = exact.abs().amax(-1, keepdim=True) / (MAX_FP8 if fp8 else MAX_LEVEL)
+    scale = divide(exact.abs().amax(-1, keepdim=True), MAX_FP8 if fp8 else MAX_LEVEL)
     levels = exact / scale.clamp_min(torch.finfo(exact.dtype).tiny)
     return (levels.to(FP8).to(exact.dtype) if fp8 else levels.round_()), scale
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.checkpoint.division import divide
 from compress.checkpoint.kv_cache import CODE_BITS, EXACT
 
 FP8 = torch.float8_e4m3fn
@@ -70,20 +71,20 @@ def rotate_heads(heads: Tensor) -> Tensor:
         first, second = pairs[:, :, 0], pairs[:, :, 1]
         turned = torch.stack((first + second, first - second), 2).view(-1, size)
         half *= 2
-    return (turned / math.sqrt(size)).view(heads.shape).to(heads.dtype)
+    return divide(turned, math.sqrt(size)).view(heads.shape).to(heads.dtype)
 
 
 def _quantize_integer(heads: Tensor, bits: int) -> QuantizedHeads:
     low, high = heads.aminmax(dim=-1)
     levels = (1 << bits) - 1
     # Divided before they are subtracted: the difference of two finite numbers may be infinite.
-    scale, offset = _float16(high / levels - low / levels), _float16(low)
+    scale, offset = _float16(divide(high, levels) - divide(low, levels)), _float16(low)
     steps = (heads - offset.to(heads.dtype).unsqueeze(-1)) / _divisor(scale, heads.dtype)
     return QuantizedHeads(steps.round_().clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8), scale, offset)
 
 
 def _quantize_fp8(heads: Tensor) -> QuantizedHeads:
-    scale = _float16(heads.abs().amax(-1) / FP8_MAX)
+    scale = _float16(divide(heads.abs().amax(-1), FP8_MAX))
     steps = (heads / _divisor(scale, heads.dtype)).clamp_(-FP8_MAX, FP8_MAX)
     return QuantizedHeads(steps.nan_to_num_(0.0).float().to(FP8).view(torch.uint8), scale, None)
 
