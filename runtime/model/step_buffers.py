@@ -45,11 +45,6 @@ class StepBuffers:
         dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self.logits = torch.zeros(num_rows, decoder.config.vocab_size, dtype=dtype, device=device)
 
-    @property
-    def nbytes(self) -> int:
-        """On the device."""
-        return self._there.nbytes + self.logits.nbytes
-
     def batch(self, size: int) -> Batch:
         """The first `size` rows as a step. Its numbers are those of the last `fill`; its lengths never change, so a
         launch that is sized by them suits every step."""

@@ -95,6 +95,7 @@ def product_arguments(product: Product) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def product_constants(product: Product) -> dict[str, Any]:
+    """Of a kernel that reads a product: what it is compiled for."""
     return {
         "SPLITS": len(product.parts),
         "HAS_BIAS": product.bias is not None,
@@ -111,6 +112,7 @@ def row_blocks(inputs: int, form: InputForm) -> tuple[int, int]:
 
 
 def whole_row(inputs: int, form: InputForm) -> int:
+    """Numbers of a program that has a whole row: a power of two, with the zeros that sums count."""
     return triton.next_power_of_2(max(inputs, form.unit * form.num_sums))
 
 
