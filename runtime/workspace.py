@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.config import RuntimeConfig
+from runtime.speculative.ngram import MAX_TREE_TOKENS, TREES
 
 if TYPE_CHECKING:
     from runtime.model.config import DecoderConfig
@@ -37,8 +38,7 @@ def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_
 
 def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
     """What the largest step holds on a GPU, with what recorded steps keep for themselves; on the large side."""
-    rows = config.max_num_sequences
-    drawn = rows * (1 + config.num_draft_tokens) if config.speculate else rows
+    rows, drawn = config.max_num_sequences, _drawn_rows(config)
     heads = model.num_heads * model.head_dim
     widest = max(2 * model.intermediate_size, heads + 2 * model.num_kv_heads * model.head_dim, model.vocab_size)
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
@@ -46,6 +46,13 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -
     step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
     recorded = _rows_bytes(model, rows, itemsize, 0, 2 * rows * model.vocab_size * FLOAT32)
     return step + recorded + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
+
+
+def _drawn_rows(config: RuntimeConfig) -> int:
+    """Rows of logits that one step draws from: of each sequence one, and one for each guess, all of them tokens of the
+    step."""
+    guesses = MAX_TREE_TOKENS if config.speculate == TREES else config.num_draft_tokens if config.speculate else 0
+    return min(config.max_num_sequences * (1 + guesses), config.max_num_batched_tokens)
 
 
 def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, logits: int) -> int:

@@ -17,13 +17,12 @@ from runtime.sampler.rejection import Proposals, ProposalSampler, RejectionSampl
 from runtime.speculative.base import Drafter
 from runtime.speculative.controller import Gate
 from runtime.speculative.draft_model import ModelDrafter
-from runtime.speculative.ngram import TREE_BRANCHES, NgramDrafter
+from runtime.speculative.ngram import TREE_BRANCHES, TREES, NgramDrafter
 from runtime.speculative.self_draft import round_layers, skip_layers
 from runtime.speculative.speculator import Speculator
 from runtime.text.tokenizer import Tokenizer
 
 MAX_DRAFT_TOKENS = 16
-TREES = "ngram-tree"
 CHOICES = "ngram, ngram-tree, self:2bit, self:3bit, self:skip, self:skip=N, demo, or the folder of a checkpoint"
 SELF_ROUNDED = re.compile(r"self:([23])bit")
 SELF_SKIPPING = re.compile(r"self:skip(?:=(\d+))?")

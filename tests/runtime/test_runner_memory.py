@@ -135,6 +135,15 @@ def test_steps_take_more_with_more_sequences_and_longer_steps():
     assert sizes[1] > 512 * 3 * LARGE.intermediate_size * 2 + 3 * logits
 
 
+def test_trees_draw_a_row_for_each_of_their_guesses_and_no_step_more_rows_than_tokens():
+    def taken(speculate: str, **options: int) -> int:
+        return gpu_plan(60 * GIB, speculate=speculate, **options).budget.step_bytes
+
+    few = {"max_num_sequences": 8}
+    assert taken("ngram-tree", **few) == taken("ngram", num_draft_tokens=16, **few) > taken("ngram", **few)
+    assert taken("ngram-tree") == taken("ngram", num_draft_tokens=7), "512 tokens in a step, of 64 sequences"
+
+
 def test_a_draft_model_gets_the_other_half():
     alone, beside = gpu_plan(40 * GIB, speculate="ngram"), gpu_plan(40 * GIB, speculate="self:2bit")
     assert abs(beside.budget.nbytes - alone.budget.nbytes // 2) < 2
