@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.checkpoint.device import on_device
 from compress.checkpoint.errors import ToolkitError
 from runtime.attention.gpu import TritonAttention
 from runtime.attention.gpu import refuse as refuse_triton
@@ -125,6 +126,10 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepOutput:
         """Moves blocks, computes the plan's spans in one forward pass, samples where a span ends its sequence and
         verifies the drafts there."""
+        with on_device(self.decoder.device):
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
         self.pages.memory.offload(plan.offloads)
         self.pages.memory.copy(plan.copies)
         self.pages.memory.restore(plan.restores)
