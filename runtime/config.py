@@ -37,7 +37,7 @@ class RuntimeConfig:
         speculate: what guesses the next tokens: `ngram`, `ngram-tree`, `self:2bit`, `self:3bit`, `self:skip`,
             `self:skip=N` (layers), `demo` (the bundled draft model) or the folder of a checkpoint with the same
             vocabulary; empty is off.
-        num_draft_tokens: guesses per sequence and step at most.
+        num_draft_tokens: guesses in a row at most, per sequence and step; a tree has several such rows.
         draft_mode: how guesses are verified: `match` (the same tokens as without, also for a seed) or `reject` (the
             same distribution).
     """

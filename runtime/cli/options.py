@@ -159,7 +159,7 @@ SpeculateOption = Annotated[
         show_default=False,
     ),
 ]
-DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", min=1, max=16, help="Guesses per step at most.")]
+DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", min=1, max=16, help="Guesses in a row at most.")]
 DraftModeOption = Annotated[
     DraftMode,
     typer.Option(

@@ -122,7 +122,7 @@ def describe_engine(served: ServedModel) -> None:
     for line in describe_gpu(served.engine):
         print(line)
     if config.speculate:
-        print(f"guesses   {config.speculate}, {config.num_draft_tokens} tokens at most, by {config.draft_mode}")
+        print(f"guesses   {config.speculate}, {config.num_draft_tokens} in a row at most, by {config.draft_mode}")
 
 
 def warn_of_open_door(host: str, api_key: str | None) -> None:
