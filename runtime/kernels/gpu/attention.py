@@ -158,7 +158,10 @@ def reaches(key, position, root, ancestors, TREE: tl.constexpr):
         return key[None, :] <= position[:, None]
 
 
-@triton.jit
+@triton.jit(  # what changes from step to step: other values must not be another build, made while somebody waits
+    do_not_specialize=["blocks_stride", "tokens_each", "rows_each", "splits"],
+    do_not_specialize_on_alignment=["exact_slots_ptr", "blocks_ptr", "positions_ptr", "ancestors_ptr"],
+)
 def paged_attention(
     query_ptr, moved_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, exact_keys_ptr, exact_values_ptr,
     exact_slots_ptr, blocks_ptr, positions_ptr, ancestors_ptr, part_ptr, weight_ptr,

@@ -54,7 +54,7 @@ def write_head(
         tl.store(scales_ptr + place * 2 + 1, offset.to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["slots_ptr"])
 def turn_write(
     part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr,
     keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, eps, M, N,
