@@ -223,7 +223,7 @@ def test_what_cannot_be_reached_is_said_with_what_can(tiny_model, tmp_path: Path
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("runtime.memory.available_bytes", lambda device: 5 << 20)
+    monkeypatch.setattr("runtime.free_memory.available_bytes", lambda device: 5 << 20)
     found = opened(tiny_model("llama"), tmp_path / "out", asked(Goal(kl=1.0)))
     with pytest.raises(CheckpointError, match=r"holds the whole model, about .*, and 5.0 MiB are free on cpu"):
         find(found, files(tmp_path / "out"), quiet=True)
