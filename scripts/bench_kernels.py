@@ -112,7 +112,7 @@ def measure_attention(contexts: Sequence[int], batches: Sequence[int], device: t
     from benchmarking.cpu_attention import Case
     from benchmarking.gpu_attention import FORMS, SDPA, paged_calls, sdpa_calls
 
-    from runtime.kernels.gpu_linears import num_processors
+    from runtime.kernels.triton_device import num_processors
 
     measured = []
     for case in (Case(batch, context) for batch in batches for context in contexts):

@@ -9,7 +9,7 @@ from runtime.attention.step_keys import StepKeys
 from runtime.attention.streaming import SinkQueries
 from runtime.kernels.gpu.front import Front
 from runtime.kernels.gpu.head_pages import layer_pages
-from runtime.kernels.gpu_linears import has_triton, num_processors
+from runtime.kernels.triton_device import num_processors, refuse_triton
 from runtime.model.rope import Rotary
 
 MAX_ROWS = 64
@@ -95,12 +95,8 @@ def refuse(device: torch.device, dtype: torch.dtype, head_dim: int, recent: int)
     Args:
         recent: last tokens that are kept exactly beside quantized pages.
     """
-    if device.type != "cuda":
-        return "runs on NVIDIA GPUs"
-    if not has_triton():
-        return "needs Triton"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "computes in 16 bits"
+    if refusal := refuse_triton(device, dtype):
+        return refusal
     if head_dim & (head_dim - 1) or head_dim < 32:
         return "takes heads of 32, 64, 128 or 256 dimensions"
     # Which keys are exact changes with every token, so they would be a second set of pages with a mask.

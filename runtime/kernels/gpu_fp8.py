@@ -8,8 +8,9 @@ from torch import Tensor
 from compress.checkpoint.fp8 import Fp8Weight
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Kernel, Target
-from runtime.kernels.gpu_linears import num_processors, refuse_gpu
+from runtime.kernels.gpu_linears import refuse_gpu
 from runtime.kernels.handover import InputForm, Prepared, Product
+from runtime.kernels.triton_device import has_capability, num_processors
 
 NATIVE_CAPABILITY = (8, 9)
 """Compute capability since which GPUs multiply 8-bit floats: Ada and Hopper."""
@@ -39,9 +40,7 @@ class Fp8Linear:
 
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether a GPU multiplies 8-bit floats itself; one that is not there, and only planned for, is taken to."""
-    if device.type != "cuda":
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= NATIVE_CAPABILITY
+    return device.type == "cuda" and has_capability(device, NATIVE_CAPABILITY)
 
 
 def refuse_native(scheme: Scheme, in_features: int, target: Target) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ from runtime.kernels import handover
 from runtime.kernels.base import Kernel, Target
 from runtime.kernels.gpu.configs import Plan, config_for, default_plan, measured_plan
 from runtime.kernels.handover import InputForm, Prepared, Product
+from runtime.kernels.triton_device import num_processors, refuse_triton
 
 TABLES = Path(__file__).parent / "gpu" / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
@@ -72,19 +71,9 @@ class ByteLinear:
         return parts(x, self._weight, self._bias, self._processors)
 
 
-def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for a CPU, where Triton's interpreter runs one program after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def table_path(gpu: str) -> Path:
     """Where the measured table of a GPU stands, by the name that its driver gives."""
     return TABLES / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[int, int]) -> Plan:
@@ -99,12 +88,8 @@ def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[i
 
 def refuse_gpu(scheme: Scheme, in_features: int, target: Target) -> str:
     """Why no Triton linear serves a scheme on a target; empty where one may."""
-    if target.device.type != "cuda":
-        return "runs on NVIDIA GPUs"
-    if not has_triton():
-        return "needs Triton"
-    if target.dtype not in (torch.bfloat16, torch.float16):
-        return "computes in 16 bits"
+    if refusal := refuse_triton(target.device, target.dtype):
+        return refusal
     if scheme.group_size is not None and scheme.group_size % UNIT:
         return f"takes groups that are a multiple of {UNIT}"
     return ""

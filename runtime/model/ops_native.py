@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from compress.native.binding import BEST, absence, library
+from runtime.kernels.triton_device import refuse_triton
 from runtime.model.config import DecoderConfig
 from runtime.model.ops import Ops, TorchOps
-from runtime.model.ops_triton import TritonOps, refuse_triton_ops
+from runtime.model.ops_triton import TritonOps
 from runtime.model.pages_native import LONGEST_HEAD, token_stride
 
 
@@ -61,7 +62,7 @@ def refuse_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
 
 def choose_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, kernels: str) -> tuple[Ops, str]:
     """The fastest ops that may be used, and why; `kernels` is `reference` for plain torch."""
-    if kernels != "reference" and not refuse_triton_ops(dtype, device):
+    if kernels != "reference" and not refuse_triton(device, dtype):
         return TritonOps(), "one launch for each step over rows"
     refusal = "reference kernels are plain torch" if kernels == "reference" else refuse_ops(config, dtype, device)
     return (TorchOps(), refusal) if refusal else (NativeOps(), "one pass over each row")

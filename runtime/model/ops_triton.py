@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from runtime.kernels.gpu_linears import has_triton
 from runtime.kernels.handover import InputForm, finished
 from runtime.model.ops import TorchOps
-
-
-def refuse_triton_ops(dtype: torch.dtype, device: torch.device) -> str:
-    """Why Triton cannot compute a model's ops; empty when it can."""
-    if device.type != "cuda":
-        return "runs on NVIDIA GPUs"
-    if not has_triton():
-        return "needs Triton"
-    return "" if dtype in (torch.bfloat16, torch.float16) else "computes in 16 bits"
 
 
 class TritonOps(TorchOps):

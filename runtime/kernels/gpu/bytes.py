@@ -18,7 +18,7 @@ def byte_product(
     and zero int8 of the same shape. BLOCK_K divides the group. 8 bits are exact in 16-bit floats."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     lane, has_token, has_row = tl.arange(0, BLOCK_K), m < M, n < ROWS
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = split * blocks_per_split
