@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
 from runtime.free_memory import format_bytes
+from runtime.speculative.ngram import CHAINS, TREES
 
 CPU_BYTES = 512 * 2**20
 """On a CPU, whose memory belongs to others too."""
@@ -66,4 +67,4 @@ def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVB
 
 def drafts_with_model(config: RuntimeConfig) -> bool:
     """Whether guesses come from a model, which needs weights and a KV pool of its own."""
-    return bool(config.speculate) and not config.speculate.startswith("ngram")
+    return bool(config.speculate) and config.speculate not in (CHAINS, TREES)

@@ -107,15 +107,17 @@ def activation_bits_from(value: int) -> int | None:
 
 def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int | None) -> tuple[QuantizeStage, ...]:
     """Stages for the matrices outside of the blocks, where they get bits: the head is rounded by GPTQ when there is a
-    calibration anyway, the embedding to nearest. 8 bits have one scale per row, fewer have the groups of `stage`.
+    calibration anyway, the embedding to nearest. 8 bits have one scale per row, fewer have the groups of `stage`; the
+    usual ones beside 8-bit activations, whose weights have none.
 
     Args:
         stage: what the linears in the blocks get.
     """
     head_method = "gptq" if stage.needs_calibration else "rtn"
+    group_size = Scheme().group_size if stage.scheme.activation_bits else stage.scheme.group_size
     wanted = ((HEAD_TARGET, head_bits, head_method), (EMBEDDING_TARGET, embedding_bits, "rtn"))
     return tuple(
-        QuantizeStage(method, Scheme(bits, None if bits == MAX_BITS else stage.scheme.group_size), targets=(name,))
+        QuantizeStage(method, Scheme(bits, None if bits == MAX_BITS else group_size), targets=(name,))
         for name, bits, method in wanted
         if bits is not None
     )

@@ -17,7 +17,7 @@ from runtime.sampler.rejection import Proposals, ProposalSampler, RejectionSampl
 from runtime.speculative.base import Drafter
 from runtime.speculative.controller import Gate
 from runtime.speculative.draft_model import ModelDrafter
-from runtime.speculative.ngram import TREE_BRANCHES, TREES, NgramDrafter
+from runtime.speculative.ngram import CHAINS, TREE_BRANCHES, TREES, NgramDrafter
 from runtime.speculative.self_draft import round_layers, skip_layers
 from runtime.speculative.speculator import Speculator
 from runtime.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
 def _build_drafter(
     path: str | Path, target: Decoder, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
 ) -> Drafter:
-    if config.speculate == "ngram":
+    if config.speculate == CHAINS:
         return NgramDrafter()
     if config.speculate == TREES:
         return NgramDrafter(TREE_BRANCHES)

@@ -14,8 +14,8 @@ from runtime.types import Sequence
 
 LENGTHS = (3, 2)
 """Numbers of tokens that must agree with an earlier place; the first that is found counts."""
-TREES = "ngram-tree"
-"""What users write for branches of n-grams (`RuntimeConfig.speculate`)."""
+CHAINS, TREES = "ngram", "ngram-tree"
+"""What users write for n-grams, and for branches of them (`RuntimeConfig.speculate`)."""
 TREE_BRANCHES = 4
 """Earlier places that a tree looks at."""
 MAX_TREE_TOKENS = 16

@@ -231,3 +231,5 @@ def test_options_become_stages_of_their_own() -> None:
     assert (embedding.method, embedding.scheme, embedding.targets) == ("rtn", Scheme(8, None), ("embed_tokens",))
     assert end_stages(QuantizeStage("rtn", Scheme(4, 64)), 4, None)[0].method == "rtn"
     assert end_stages(calibrated, None, None) == ()
+    eight_bits = QuantizeStage("rtn", Scheme(8, None, activation_bits=8))
+    assert [stage.scheme.group_size for stage in end_stages(eight_bits, 8, 4)] == [None, 128]

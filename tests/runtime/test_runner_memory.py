@@ -148,6 +148,8 @@ def test_a_draft_model_gets_the_other_half():
     alone, beside = gpu_plan(40 * GIB, speculate="ngram"), gpu_plan(40 * GIB, speculate="self:2bit")
     assert abs(beside.budget.nbytes - alone.budget.nbytes // 2) < 2
     assert "the other half is the draft model's" in beside.explain()
+    assert gpu_plan(40 * GIB, speculate="ngrammatical/packed").budget.nbytes == beside.budget.nbytes, "a folder's name"
+    assert gpu_plan(40 * GIB, speculate="ngram-tree").budget.nbytes > beside.budget.nbytes
 
 
 def test_a_wish_for_kv_memory_is_followed_on_a_gpu():
