@@ -59,13 +59,18 @@ def test_help_reads_well_and_loads_nothing_heavy(command) -> None:
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'accelerate'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
+    assert min(_cpu_seconds_of_help(code) for _ in range(3)) < 0.5
+
+
+def _cpu_seconds_of_help(code: str) -> float:
+    """Processor time: the clock on the wall also measures what else the machine does. Caches that others use cost some
+    of it too, so the least of a few runs counts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert finished.returncode == 0, finished.stderr
     assert "Usage" in finished.stdout
-    # Processor time: the clock on the wall also measures what else the machine does.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_option_names_are_the_agreed_ones(compress) -> None:
