@@ -7,15 +7,6 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scripts_on_path():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield
-
 
 def test_a_step_reads_every_weight_but_the_embedding_and_all_keys_and_values(tmp_path: Path) -> None:
     from benchmarking.gpu_measure import step_bytes

@@ -11,15 +11,6 @@ import torch
 
 from compress.evaluate.perplexity import Evaluation
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scripts_on_path():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield
-
 
 @pytest.fixture
 def quality() -> ModuleType:

@@ -72,7 +72,8 @@ def test_nothing_is_logged_where_it_is(fresh: pytest.MonkeyPatch, caplog: pytest
 )
 def test_commands_go_on_without_it_and_say_so_once(command: tuple[str, ...], tmp_path: Path) -> None:
     missing = (
-        f"from pathlib import Path; from compress.native import binding; binding.LIBRARY = Path('{tmp_path}/none')"
+        "from pathlib import Path; from compress.native import binding; "
+        f"setattr(binding, 'LIBRARY', Path('{tmp_path}/none'))"
     )
     code = f"{missing}; from {command[0]}.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
