@@ -151,7 +151,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     `client_seconds` to send the head of a request, and to read on."""
     import uvicorn
 
-    from runtime.server.connection import HurriedConnection
+    from runtime.server.connection import IDLE_SECONDS, HurriedConnection
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("runtime").setLevel(logging.INFO)
@@ -169,6 +169,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
         http=partial(HurriedConnection, client_seconds=client_seconds),  # type: ignore[arg-type]  # any factory will do
         log_level="warning",
         timeout_graceful_shutdown=drain_seconds,
+        timeout_keep_alive=IDLE_SECONDS,
     )
     Server(config).run(sockets=[listener])
     print("stopped", file=sys.stderr)

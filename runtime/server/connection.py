@@ -10,6 +10,9 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SEND_BUFFER_BYTES = 2**18
+IDLE_SECONDS = 75
+"""Between two requests, before a connection is closed: longer than clients keep theirs. A request sent just when
+the other side closes gets an error instead of an answer; httpx waits for 5 seconds, as uvicorn does."""
 
 
 class HurriedConnection(H11Protocol):

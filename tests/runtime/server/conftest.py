@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from runtime.engine_thread import Health
 from runtime.metrics import Metrics
 from runtime.sampling_params import SamplingParams
+from runtime.server import connection
 from runtime.server.app import create_app
 from runtime.server.service import Limits
 from runtime.types import Delta, FinishReason, RequestOptions, TokenLogprobs
@@ -143,7 +144,10 @@ class AlphabetEngine:
 def serving(app: FastAPI) -> Iterator[str]:
     """Runs the application under uvicorn in a thread; yields its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=connection.IDLE_SECONDS
+    )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

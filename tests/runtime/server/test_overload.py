@@ -98,6 +98,15 @@ def test_ten_times_the_capacity(crowded: Crowded, wait_until: Any) -> None:
     check_normal(crowded, wait_until)
 
 
+def test_a_connection_outlives_the_pauses_of_clients(crowded: Crowded) -> None:
+    host, port = httpx.URL(crowded.url).host, httpx.URL(crowded.url).port
+    with socket.create_connection((host, port), timeout=20) as kept:
+        for pause in (0, 5.5):  # httpx and uvicorn give up after 5 seconds by default
+            time.sleep(pause)
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert kept.recv(2**16).startswith(b"HTTP/1.1 200")
+
+
 def vanish(url: str, body: dict[str, Any], num_bytes: int, seconds: float) -> None:
     """Sends a request, reads so many bytes of its answer, waits so many seconds, and resets the connection."""
     content = json.dumps(body).encode()
