@@ -46,6 +46,12 @@ class HurriedConnection(H11Protocol):
         else:
             self.met("head")
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # What was sent along with the last request may be the start of the next: no further bytes announce it.
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self.expect("head")
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self.expect("reading")
