@@ -32,6 +32,8 @@ def search_smoothing(
 ) -> SmoothingResult:
     """Tries `s = x^r` and `s = x^r / w^(1-r)` over a grid of r, and keeps the identity unless one is better.
 
+    Every second r of the grid is tried, then both neighbours of the best: losses change slowly with r.
+
     Args:
         weights: the linears `[O_k, I]` that read the smoothed input.
         abs_mean: `[I]`, mean magnitude x of that input.
@@ -46,13 +48,22 @@ def search_smoothing(
         NumericsError: NaN or infinity in a weight, the magnitudes or the unsmoothed loss.
     """
     require_finite(abs_mean, "the mean input magnitude")
-    magnitude = _relative_magnitude(weights, group_size)
+    x = abs_mean.float().clamp(min=float(abs_mean.max()) * 1e-5 + 1e-12)
+    w = _relative_magnitude(weights, group_size)
 
-    def candidates() -> Iterator[Candidate]:
-        for ratio, duo, raw in _raw_scales(abs_mean.float(), magnitude, num_ratios):
-            yield Candidate(ratio, duo, _balanced(share_across_heads(raw, heads_per_group, head_dim)))
+    def candidate(step: int, duo: bool) -> Candidate:
+        ratio = step / num_ratios
+        raw = x**ratio / (w ** (1.0 - ratio) + 1e-4) if duo else x**ratio
+        return Candidate(ratio, duo, _balanced(share_across_heads(raw, heads_per_group, head_dim)))
 
-    return best_scale(weights, candidates(), quantize, loss)
+    def neighbours(best: SmoothingResult) -> Iterator[Candidate]:
+        middle = round(best.ratio * num_ratios)
+        return (candidate(step, duo) for duo, steps in forms for step in (middle - 1, middle + 1) if step in steps)
+
+    # Without x^0, which changes nothing, and without x^1 / w^0, which is x^1.
+    forms = (False, range(num_ratios, 0, -1)), (True, range(num_ratios))
+    tried = (candidate(step, duo) for duo, steps in forms for step in steps[::2])
+    return best_scale(weights, tried, quantize, loss, refine=neighbours)
 
 
 def search_clip(
@@ -94,15 +105,6 @@ def quantize_awq(
         NumericsError: NaN or infinity in weight or importance.
     """
     return encode(weight, clip or search_scales(weight, scheme, importance, scale_dtype), scheme)
-
-
-def _raw_scales(abs_mean: Tensor, magnitude: Tensor, num_ratios: int) -> Iterator[tuple[float, bool, Tensor]]:
-    x = abs_mean.clamp(min=float(abs_mean.max()) * 1e-5 + 1e-12)
-    for step in range(num_ratios):
-        ratio = (step + 1) / num_ratios
-        yield ratio, False, x**ratio
-        ratio = step / num_ratios
-        yield ratio, True, x**ratio / (magnitude ** (1.0 - ratio) + 1e-4)
 
 
 def _balanced(raw: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ def best_scale(
     loss: Loss,
     *,
     insist: bool = False,
+    refine: Callable[[SmoothingResult], Iterable[Candidate]] = lambda _best: (),
 ) -> SmoothingResult:
     """Judges every candidate and the identity by the loss of quantized weights.
 
@@ -66,6 +67,7 @@ def best_scale(
         weights: the linears `[O_k, I]` that read the smoothed input.
         quantize: fake quantization of one weight, same shape out.
         insist: take the best candidate even where the identity is better.
+        refine: further candidates, from the best so far.
 
     Raises:
         NumericsError: NaN or infinity in the unsmoothed loss.
@@ -74,11 +76,15 @@ def best_scale(
     loss_before = loss([quantize(weight) for weight in weights], identity)
     if not loss_before < float("inf"):
         raise NumericsError(f"the output error before smoothing is {loss_before}", "Check the source checkpoint")
-    best = SmoothingResult(identity, 0.0, False, loss_before, loss_before)
-    limit = float("inf") if insist else loss_before
-    for each in candidates:
-        current = loss([quantize(weight * each.scale).float() / each.scale for weight in weights], each.scale)
-        if current < limit:
-            limit = current
-            best = SmoothingResult(each.scale, each.ratio, each.duo, loss_before, current)
-    return best
+
+    def better(best: SmoothingResult, limit: float, tried: Iterable[Candidate]) -> SmoothingResult:
+        for each in tried:
+            current = loss([quantize(weight * each.scale).float() / each.scale for weight in weights], each.scale)
+            if current < limit:
+                limit = current
+                best = SmoothingResult(each.scale, each.ratio, each.duo, loss_before, current)
+        return best
+
+    unsmoothed = SmoothingResult(identity, 0.0, False, loss_before, loss_before)
+    best = better(unsmoothed, float("inf") if insist else loss_before, candidates)
+    return better(best, best.loss_after, refine(best))

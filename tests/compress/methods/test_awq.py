@@ -88,6 +88,17 @@ def test_smoothing_finds_the_best_grid_point(scheme: Scheme) -> None:
     assert result.loss_after < 0.8 * result.loss_before
 
 
+def test_few_scales_are_tried() -> None:
+    weight, inputs, tried = random_weight(16, 64, 0), outlier_inputs(64, 64), []
+
+    def loss(_weights: list[Tensor], scale: Tensor) -> float:
+        tried.append(scale)
+        return float((scale - 1).square().sum() + 1)
+
+    search_smoothing([weight], inputs.abs().mean(0), lambda weight: weight, loss, num_ratios=10, group_size=32)
+    assert 10 < len(tried) <= 15
+
+
 def test_identity_is_kept_when_nothing_is_better() -> None:
     """With even inputs and weights that are exact on their grid, any scale can only hurt."""
     weight = torch.randint(-8, 8, (16, 64), generator=torch.Generator().manual_seed(0)).float()
