@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from runtime_command import runtime, start
+from runtime_command import runtime, runtime_here, start
 
 from compress.checkpoint.demo import demo_model_path
 from runtime.benchmark.own_server import own_server
@@ -50,7 +50,7 @@ WHERE_ANSWERS_DIFFER = ("id", "created")
 
 def test_answers_are_the_server_s(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", MIXED)
-    result = runtime("batch", "in.jsonl", "out.jsonl", *EXACT, cwd=tmp_path)
+    result = runtime_here("batch", "in.jsonl", "out.jsonl", *EXACT, cwd=tmp_path)
     assert result.returncode == 1
     assert "2 of 7 requests failed" in result.stderr
     found = read(tmp_path / "out.jsonl")
@@ -114,7 +114,7 @@ def read_whole_lines(path: Path) -> list[bytes]:
 def test_failures_in_a_file_of_their_own_and_nothing_to_do_the_second_time(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", [line("good", prompt="x"), line("bad", prompt="x", top_p=7)])
     for _ in range(2):
-        result = runtime("batch", "in.jsonl", "out.jsonl", "--errors", "err.jsonl", cwd=tmp_path)
+        result = runtime_here("batch", "in.jsonl", "out.jsonl", "--errors", "err.jsonl", cwd=tmp_path)
         assert result.returncode == 1
         assert "1 of 2 requests failed. See err.jsonl" in result.stderr
         assert read(tmp_path / "out.jsonl").keys() == {"good"}
@@ -124,7 +124,7 @@ def test_failures_in_a_file_of_their_own_and_nothing_to_do_the_second_time(tmp_p
 
 def test_wrong_files_are_refused_before_loading(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", [line("a"), line("a"), line("b", "/v1/models")])
-    result = runtime("batch", "in.jsonl", "out.jsonl", cwd=tmp_path)
+    result = runtime_here("batch", "in.jsonl", "out.jsonl", cwd=tmp_path)
     assert result.returncode == 1
     assert "in.jsonl:2: custom_id 'a' was in line 1 already" in result.stderr
     assert "in.jsonl:3: url" in result.stderr
@@ -146,7 +146,7 @@ def test_wrong_files_are_refused_before_loading(tmp_path: Path) -> None:
 def test_refusals(arguments: list[str], words: str, tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", [line("a", prompt="x")])
     (tmp_path / "empty.jsonl").write_text("\n")
-    result = runtime("batch", *arguments, cwd=tmp_path)
+    result = runtime_here("batch", *arguments, cwd=tmp_path)
     assert result.returncode == 1
     assert words in result.stderr
     assert "Traceback" not in result.stderr

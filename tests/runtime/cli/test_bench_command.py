@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runtime_command import runtime, start
+from runtime_command import runtime, runtime_here, start
 
 from compress.checkpoint.demo import demo_model_path
 from runtime.benchmark.own_server import own_server
@@ -66,7 +66,7 @@ def test_prompts_of_a_file_through_both_routes(url: str, tmp_path: Path) -> None
     lines = [{"prompt": "The castle"}, {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = ["--url", f"{url}/v1", "--api-key", "secret", "-n", "4", "-c", "1", "--output", "5", "--json", "b.json"]
-    result = runtime("bench", *options, "--prompts", "p.jsonl", cwd=tmp_path)
+    result = runtime_here("bench", *options, "--prompts", "p.jsonl", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     requests = json.loads((tmp_path / "b.json").read_text())["requests"]
     assert [request["output_tokens"] for request in requests] == [5, 3, 5, 3]
@@ -74,7 +74,7 @@ def test_prompts_of_a_file_through_both_routes(url: str, tmp_path: Path) -> None
 
 def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) -> None:
     options = ["--url", url, "--api-key", "secret", "-n", "3", "-c", "1", "--json", "b.json"]
-    result = runtime("bench", *options, "--input", "10", "--output", "2", cwd=tmp_path)
+    result = runtime_here("bench", *options, "--input", "10", "--output", "2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     requests = json.loads((tmp_path / "b.json").read_text())["requests"]
     assert [request["prompt_tokens"] for request in requests] == [10, 10, 10]
@@ -98,24 +98,24 @@ def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) 
     ],
 )
 def test_refusals_are_one_line(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
-    result = runtime("bench", "-n", "2", *arguments, cwd=tmp_path)
+    result = runtime_here("bench", "-n", "2", *arguments, cwd=tmp_path)
     assert result.returncode == status
     assert words in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_wrong_key_ends_with_the_server_s_words(url: str, tmp_path: Path) -> None:
-    result = runtime("bench", "--url", url, "-n", "1", cwd=tmp_path)
+    result = runtime_here("bench", "--url", url, "-n", "1", cwd=tmp_path)
     assert result.returncode == 1
     assert "status 401" in result.stderr
 
 
 def test_prompts_that_never_fit_are_refused_in_the_warm_up(url: str, tmp_path: Path) -> None:
     options = ["--url", url, "--api-key", "secret", "-n", "2", "--input", "4000"]
-    result = runtime("bench", str(demo_model_path()), *options, cwd=tmp_path)
+    result = runtime_here("bench", str(demo_model_path()), *options, cwd=tmp_path)
     assert result.returncode == 1
     assert "every warm-up request failed: The prompt has 4000 tokens" in result.stderr
-    result = runtime("bench", str(demo_model_path()), *options, "--warmup", "0", cwd=tmp_path)
+    result = runtime_here("bench", str(demo_model_path()), *options, "--warmup", "0", cwd=tmp_path)
     assert result.returncode == 1
     assert "no request was complete" in result.stderr
     assert "2 failed" in result.stdout

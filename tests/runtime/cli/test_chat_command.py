@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runtime_command import COMMAND, ENVIRONMENT, runtime, start
+from runtime_command import COMMAND, ENVIRONMENT, runtime, runtime_here, start
 
 from compress.checkpoint.demo import demo_model_path
 
@@ -31,7 +31,7 @@ def test_lines_of_a_pipe_are_turns(tmp_path: Path) -> None:
 
 
 def test_end_of_input_ends_it(tmp_path: Path) -> None:
-    result = runtime("chat", "--max-tokens", "4", cwd=tmp_path, stdin="Hello")
+    result = runtime_here("chat", "--max-tokens", "4", cwd=tmp_path, stdin="Hello")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
 
@@ -39,7 +39,7 @@ def test_end_of_input_ends_it(tmp_path: Path) -> None:
 def test_model_without_a_template_is_refused_with_the_remedy(tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     shutil.copytree(demo_model_path(), folder, ignore=shutil.ignore_patterns("chat_template*"))
-    result = runtime("chat", str(folder), cwd=tmp_path, stdin="Hello\n")
+    result = runtime_here("chat", str(folder), cwd=tmp_path, stdin="Hello\n")
     assert result.returncode == 1
     assert "has no chat template. Use runtime generate" in result.stderr
     assert "model:" not in result.stderr  # before loading

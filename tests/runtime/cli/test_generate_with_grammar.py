@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from jsonschema import validate
+from runtime_command import runtime_here
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 50}},
@@ -23,8 +20,7 @@ SCHEMA = {
 
 
 def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "runtime.cli", "generate", "--prompt", "The castle", *arguments]
-    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return runtime_here("generate", "--prompt", "The castle", *arguments, cwd=folder)
 
 
 def test_json_of_a_schema(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runtime_command import runtime
+from runtime_command import runtime, runtime_here
 
 
 def test_text_says_what_fits_and_how_to_fit_more(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_text_says_what_fits_and_how_to_fit_more(tmp_path: Path) -> None:
 
 
 def test_json_has_the_same_numbers(tmp_path: Path) -> None:
-    result = runtime("memory", "--memory", "1GiB", "--dtype", "float32", "--json", cwd=tmp_path)
+    result = runtime_here("memory", "--memory", "1GiB", "--dtype", "float32", "--json", cwd=tmp_path)
     found = json.loads(result.stdout)
     assert found["memory_bytes"] == 2**30
     assert found["kv_bytes_per_token"] == {"float64": 12288, "float32": 6144, "bfloat16": 3072, "float16": 3072}
@@ -48,7 +48,7 @@ def test_refusals(tmp_path: Path) -> None:
         ([str(tmp_path)], 1, "holds no safetensors"),
         (["--memory", "much"], 2, "is not a size"),
     ):
-        result = runtime("memory", *arguments, cwd=tmp_path)
+        result = runtime_here("memory", *arguments, cwd=tmp_path)
         assert result.returncode == status
         assert words in result.stderr.lower()
         assert "Traceback" not in result.stderr
