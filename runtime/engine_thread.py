@@ -133,8 +133,6 @@ class EngineThread:
             if is_sent and unfinished:
                 self._messages.put(Abort(request_id, inbox))
 
-    # --- the asyncio side -----------------------------------------------------------------------------------------
-
     def _send(self, message: Add) -> bool:
         """False when the thread takes no requests any more; under the lock, so that none is put behind its end."""
         with self._lock:
@@ -178,8 +176,6 @@ class EngineThread:
             self._messages.put(message)
             self._thread.join(timeout)
         return not self._thread.is_alive()
-
-    # --- the engine's side ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -27,10 +27,10 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
 from compress.checkpoint.errors import RequestError
-from runtime.block_table import plan_table
-from runtime.blocks import BlockPool, extend_hashes, root_hash
+from runtime.blocks import BlockPool
 from runtime.config import RuntimeConfig
-from runtime.reach import ALL, RELEASED, Reach, held_blocks
+from runtime.reach import ALL, Reach, held_blocks
+from runtime.sequence_blocks import SequenceBlocks
 from runtime.step import BlockCopy, BlockRestore, ScheduledSequence, StepPlan
 from runtime.types import Request, Sequence, Status
 
@@ -62,17 +62,13 @@ class _Step:
         self.entries.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens))
         self.budget -= num_tokens
 
-    def copy(self, source: int, target: int, num_tokens: int) -> None:
-        if num_tokens:
-            self.copies.append(BlockCopy(source, target, num_tokens))
-
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.order
 
 
 class Scheduler:
-    """Decides; owns the block tables of its sequences through `pool`. One thread.
+    """Decides whose turn it is; the block tables of its sequences are those of `blocks`. One thread.
 
     Args:
         pool: the blocks.
@@ -94,7 +90,7 @@ class Scheduler:
         self.pool = pool
         self.config = config
         self.max_model_len = max_model_len
-        self.reach = reach
+        self.blocks = SequenceBlocks(pool, config, reach)
         self.shares_blocks = shares_blocks
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -127,7 +123,7 @@ class Scheduler:
             raise RequestError(
                 f"{both} exceed the context of {context}", f"Lower max_tokens to at most {room}, or shorten the prompt"
             )
-        needed = self._max_blocks(num_prompt_tokens + max_tokens)
+        needed = self.blocks.most_held(num_prompt_tokens + max_tokens)
         if needed > self.pool.num_blocks:
             raise RequestError(
                 f"{both} need {needed} KV blocks of {self.pool.block_size} and the pool has {self.pool.num_blocks}",
@@ -164,10 +160,7 @@ class Scheduler:
         if overtakes or no_room or not self.shares_blocks:
             insort(self.waiting, child, key=_order)
             return child
-        self.pool.acquire(held_blocks(parent.block_ids))
-        child.block_ids = parent.block_ids.copy()
-        child.num_computed_tokens = child.num_tokens - 1
-        child.num_registered_blocks = child.num_computed_tokens // self.pool.block_size
+        self.blocks.share(parent, child)
         child.status = Status.RUNNING
         insort(self.running, child, key=_order)
         return child
@@ -209,17 +202,10 @@ class Scheduler:
             sequence = entry.sequence
             num_drafts = entry.num_draft_tokens
             said = (accepted or {}).get(sequence.id, ()) if num_drafts else ()
-            first = sequence.num_registered_blocks
             sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(said)
-            last = sequence.num_computed_tokens // self.pool.block_size
-            if self.pool.prefix_caching and last > first:
-                self._extend_hashes(sequence, said)
-                for index in range(first, last):
-                    if sequence.block_ids[index] != RELEASED:
-                        self.pool.register(sequence.block_ids, index, sequence.block_hashes)
-                sequence.num_registered_blocks = last
+            self.blocks.register(sequence, said)
             if num_drafts:
-                self._drop_draft(sequence)
+                self.blocks.drop_draft(sequence)
 
     def fail(self) -> None:
         """Records that the plan was not executed as a whole. Then `finish` every sequence of it."""
@@ -230,7 +216,7 @@ class Scheduler:
         self.stats.num_preemptions += 1
         self.stats.num_preempted_tokens += sequence.num_computed_tokens
         self.running.remove(sequence)
-        self._release(sequence)
+        self.blocks.release(sequence)
         sequence.keep_drafts(0)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
@@ -247,10 +233,8 @@ class Scheduler:
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         queue.remove(sequence)
         if not trusted:
-            found = [self.pool.find(block_hash) for block_hash in sequence.block_hashes]
-            self.pool.forget(block_id for block_id in found if block_id is not None)
-            self.pool.tier.forget(sequence.block_hashes)
-        self._release(sequence)
+            self.blocks.forget(sequence)
+        self.blocks.release(sequence)
         sequence.status = Status.FINISHED
 
     def heal(self) -> None:
@@ -268,21 +252,9 @@ class Scheduler:
             if [s.order for s in queue] != sorted(s.order for s in queue) or any(s.status is not status for s in queue):
                 raise RuntimeError(f"the {status} queue is out of order")
         for sequence in self.running:
-            self._check_table(sequence)
+            self.blocks.check(sequence)
         if any(sequence.block_ids or sequence.num_computed_tokens for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
-
-    def _check_table(self, sequence: Sequence) -> None:
-        table, num_held = sequence.block_ids, len(held_blocks(sequence.block_ids))
-        missing = self.reach.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, 0)
-        missing -= len(table) * self.pool.block_size
-        if missing > 1 or sequence.num_computed_tokens >= sequence.num_tokens:
-            raise RuntimeError(f"sequence {sequence.id} has tokens without blocks or nothing left to compute")
-        hidden = self.reach.hidden_blocks(sequence.num_computed_tokens, self.pool.block_size)
-        if RELEASED in table[: hidden.start] + table[hidden.stop :] or num_held > self._max_blocks(sequence.num_tokens):
-            raise RuntimeError(f"sequence {sequence.id} holds {num_held} blocks, too many or not those that it sees")
-
-    # --- one step -------------------------------------------------------------------------------------------------
 
     def _schedule_decodes(self, step: _Step) -> None:
         # Oldest first, and victims come from the young end: whoever is preempted here was not planned yet. Prompts
@@ -290,10 +262,9 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.status is not Status.RUNNING:
                 continue
-            if self.reach.window is not None:
-                self._release_hidden(sequence)
+            self.blocks.release_hidden(sequence)
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
-                self._extend_table(sequence)
+                self._extend(sequence)
             elif self._make_writable(sequence, step):
                 step.add(sequence, 1)
 
@@ -305,8 +276,13 @@ class Scheduler:
     def _admit(self, step: _Step) -> None:
         while self.waiting and step.budget and len(self.running) < self._max_running:
             sequence = self.waiting[0]
-            if not self._take_blocks(sequence, step):
+            # About one block per running sequence stays free, so that admitting does not preempt in the next step.
+            taken = self.blocks.take(sequence, len(self.running))
+            if taken is None:
                 break
+            step.copies += taken.copies
+            step.restores += taken.restores
+            self._count_prefix(sequence)
             del self.waiting[0]
             sequence.status = Status.RUNNING
             insort(self.running, sequence, key=_order)
@@ -316,7 +292,8 @@ class Scheduler:
         # Last, so that they get only what nobody else needs.
         for entry in step.entries:
             if entry.sequence.draft_token_ids:
-                self._fit_draft(entry.sequence, step.budget)
+                # A free block stays for every running sequence, so that no draft makes a later decode preempt.
+                self.blocks.fit_draft(entry.sequence, step.budget, len(self.running))
                 num_drafts = len(entry.sequence.draft_token_ids)
                 entry.num_tokens += num_drafts
                 step.budget -= num_drafts
@@ -325,22 +302,20 @@ class Scheduler:
         rest = sequence.num_tokens - sequence.num_computed_tokens
         return min(rest, step.budget, self.config.prefill_chunk)
 
-    # --- blocks ---------------------------------------------------------------------------------------------------
-
     def _make_writable(self, sequence: Sequence, step: _Step) -> bool:
         """Gives the next token a slot no other table sees. False when the sequence had to be preempted itself."""
-        index = sequence.num_computed_tokens // self.pool.block_size
-        is_new = index == len(sequence.block_ids)
-        while (is_new or self.pool.shared(sequence.block_ids[index])) and self.pool.num_free < 1:
+        while self.blocks.lacks_slot(sequence) and self.pool.num_free < 1:
             if not self._make_room(sequence):
                 return False
-        if is_new:
-            sequence.block_ids += self.pool.allocate(1)
-        elif self.pool.shared(sequence.block_ids[index]):
-            self._copy_block(sequence, index, step)
-        else:
-            self.pool.forget([sequence.block_ids[index]])
+        step.copies += self.blocks.make_writable(sequence)
         return True
+
+    def _extend(self, sequence: Sequence) -> None:
+        """Gives the next span of a prompt its blocks, unless the sequence has to be preempted itself."""
+        while self.blocks.num_missing(sequence) > self.pool.num_free:
+            if not self._make_room(sequence):
+                return
+        self.blocks.extend(sequence)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempts the last running sequence. False when that is `sequence` itself."""
@@ -348,105 +323,8 @@ class Scheduler:
         self.preempt(victim)
         return victim is not sequence
 
-    def _release_hidden(self, sequence: Sequence) -> None:
-        """Gives back the blocks that no later token looks at."""
-        table = sequence.block_ids
-        hidden = self.reach.hidden_blocks(sequence.num_computed_tokens, self.pool.block_size)
-        stop = start = hidden.stop
-        while start > hidden.start and table[start - 1] != RELEASED:
-            start -= 1
-        self.pool.release(table[start:stop])
-        table[start:stop] = [RELEASED] * (stop - start)
-
-    def _extend_table(self, sequence: Sequence) -> None:
-        """Gives the next span of a prompt its blocks, unless the sequence has to be preempted itself."""
-        span = self.config.max_span_tokens
-        covered = self.reach.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, span)
-        missing = self.pool.blocks_for(covered) - len(sequence.block_ids)
-        while missing > self.pool.num_free:
-            if not self._make_room(sequence):
-                return
-        sequence.block_ids += self.pool.allocate(max(0, missing))
-
-    def _max_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at the same time at most."""
-        return self.reach.blocks_for(num_tokens, self.config.max_span_tokens, self.pool.block_size)
-
-    def _fit_draft(self, sequence: Sequence, budget: int) -> None:
-        """Cuts the draft to what may be drafted, and takes the blocks it needs."""
-        # What is accepted is followed by one more token, and `max_tokens` bounds both.
-        room = min(budget, sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1)
-        # A free block stays for every running sequence, so that no draft makes a later decode preempt.
-        num_spare = max(0, self.pool.num_free - len(self.running))
-        slots = (len(sequence.block_ids) + num_spare) * self.pool.block_size - sequence.num_tokens
-        sequence.keep_drafts(max(0, min(room, slots)))
-        missing = self.pool.blocks_for(sequence.num_tokens + len(sequence.draft_token_ids)) - len(sequence.block_ids)
-        sequence.block_ids += self.pool.allocate(max(0, missing))
-
-    def _drop_draft(self, sequence: Sequence) -> None:
-        """Leaves the sequence with the blocks of its computed tokens, as if there had been no draft."""
-        sequence.keep_drafts(0)
-        num_blocks = self.pool.blocks_for(sequence.num_computed_tokens)
-        self.pool.release(sequence.block_ids[num_blocks:])
-        del sequence.block_ids[num_blocks:]
-        if self.reach.window is not None:
-            self._release_hidden(sequence)
-
-    def _copy_block(self, sequence: Sequence, index: int, step: _Step) -> None:
-        source = sequence.block_ids[index]
-        (target,) = self.pool.allocate(1)
-        self.pool.release([source])
-        sequence.block_ids[index] = target
-        step.copy(source, target, sequence.num_computed_tokens % self.pool.block_size)
-
-    def _take_blocks(self, sequence: Sequence, step: _Step) -> bool:
-        """Gives a waiting sequence blocks for its tokens, found ones first. False when there is no room yet."""
-        pool = self.pool
-        hashes = self._findable_hashes(sequence)
-        plan = plan_table(pool, self.reach, hashes, sequence.num_tokens, self.config.max_span_tokens)
-        kept = held_blocks(plan.table)
-        # About one block per running sequence stays free, so that admitting does not preempt in the next step.
-        if len(plan.missing) + pool.count_free(kept) + len(self.running) > pool.num_free:
-            return False
-        # Found before blocks are allocated, so that what these push out does not replace it.
-        slots = pool.tier.load(plan.saved)
-        if plan.source is not None:
-            pool.touch(plan.source)
-        pool.acquire(kept)
-        new = pool.allocate(len(plan.missing))
-        for index, block_id in zip(plan.missing, new, strict=True):
-            plan.table[index] = block_id
-        sequence.block_ids = plan.table
-        sequence.num_registered_blocks = min(plan.missing, default=len(plan.table))
-        sequence.num_computed_tokens = plan.num_computed_tokens
-        if plan.source is not None:
-            # The room left free above and `touch` make sure that `new` is not the source itself.
-            step.copy(plan.source, new[-1], pool.block_size - 1)
-        step.restores += map(BlockRestore, slots, new)
-        self._count_prefix(sequence)
-        return True
-
-    def _findable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Hashes under which blocks may be looked for; none when each token of the prompt has to be computed."""
-        if not self.pool.prefix_caching or sequence.wants_whole_prompt:
-            return []
-        self._extend_hashes(sequence)
-        return sequence.block_hashes
-
     def _count_prefix(self, sequence: Sequence) -> None:
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         self.stats.num_prefix_queries += sequence.num_tokens
         self.stats.num_prefix_hits += sequence.num_computed_tokens
-
-    def _extend_hashes(self, sequence: Sequence, accepted: TokenIds[int] = ()) -> None:
-        # What is stored of a token depends on what it saw.
-        root = root_hash(f"{self.config.dtype}, sees {self.reach}", sequence.request.options.cache_salt)
-        token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
-        extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)
-
-    def _release(self, sequence: Sequence) -> None:
-        self.pool.release(held_blocks(sequence.block_ids))
-        sequence.block_ids = []
-        sequence.num_registered_blocks = 0
-        sequence.num_computed_tokens = 0

@@ -158,8 +158,6 @@ def test_a_bad_grammar_refuses_all_prompts_before_any_is_computed(llm: LLM, bad:
     assert not llm.engine.has_work
 
 
-# --- equality ---------------------------------------------------------------------------------------------------------
-
 MIXED: list[Grammar | None] = [PERSON_GRAMMAR, REGEX, None, SCHEMA_GRAMMARS[1], LARK, grammar(GrammarKind.JSON_OBJECT)]
 SAMPLINGS = [
     SamplingParams(max_tokens=40, temperature=0.4 * i, seed=7 + i, n=1 + i % 2, grammar=wanted)

@@ -128,9 +128,6 @@ def test_salts_keep_tenants_apart() -> None:
         assert run(engine)[request_id][-1].num_cached_tokens == cached
 
 
-# --- several answers, priorities, time limits -----------------------------------------------------------------------
-
-
 def answers(deltas: list[Delta], n: int) -> list[list[int]]:
     return [tokens([delta for delta in deltas if delta.index == index]) for index in range(n)]
 
@@ -173,8 +170,8 @@ def test_aborting_and_failing_take_all_answers(started: bool) -> None:
     assert "abort" not in deltas
     assert {d.index for d in deltas["bad"] if d.finish_reason is FinishReason.ERROR} == {0, 1, 2}
     assert {d.index for d in deltas["rest"] if d.finish_reason is FinishReason.LENGTH} == {0, 1, 2}
-    assert not engine._live
-    assert not engine._times
+    assert not engine.requests._live
+    assert not engine.requests._times
 
 
 def test_urgent_requests_are_answered_first() -> None:
@@ -208,9 +205,6 @@ def test_a_time_limit_ends_running_and_waiting_requests_with_what_they_have() ->
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     with pytest.raises(RequestError, match="time_limit=0"):
         RequestOptions(time_limit=0)
-
-
-# --- text -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -270,9 +264,6 @@ def test_end_tokens_have_no_text_and_half_characters_are_flushed(tokenizer: Toke
     assert text(deltas) == "ab\ufffd"
     assert deltas[-1].token_ids == [0]
     assert deltas[-1].finish_reason is FinishReason.STOP
-
-
-# --- refusals and failures ----------------------------------------------------------------------------------------
 
 
 def test_impossible_requests_are_refused_before_they_are_queued() -> None:

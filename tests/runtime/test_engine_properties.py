@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 from compress.checkpoint.errors import RequestError
 from runtime.chaos import Chaos
 from runtime.config import RuntimeConfig
-from runtime.engine import Engine, derive_seed
+from runtime.engine import Engine
+from runtime.live_requests import derive_seed
 from runtime.reach import ALL, Reach
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler import PRIORITY_PLACES
@@ -200,7 +201,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.nothing_is_broken()
         pool = self.engine.scheduler.pool
         assert pool.num_free == pool.num_blocks
-        for table in (self.engine._live, self.engine._by_sequence, self.engine._times):
+        requests = self.engine.requests
+        for table in (requests._live, requests._by_sequence, requests._times):
             assert not table
 
     def step(self) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from compress.checkpoint.errors import RequestError
 from runtime.config import RuntimeConfig
-from runtime.engine import Engine, derive_seed
+from runtime.engine import Engine
+from runtime.live_requests import derive_seed
 from runtime.reach import Reach, held_blocks
 from runtime.sampling_params import SamplingParams
 

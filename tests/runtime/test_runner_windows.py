@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from covering import covering
 from poisoned_memory import poison
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
@@ -61,16 +62,14 @@ def serve(decoder, **options) -> tuple[list[list[int]], int, Engine]:
     return list(tokens.values()), most, engine
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("num_blocks", [200, 40])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(("chunk", "num_blocks", "prefix_caching"), covering([1, 7, 64], [200, 40], [True, False]))
 def test_greedy_tokens_equal_transformers(model, chunk, num_blocks, prefix_caching):
     name, decoder, reference = model
     found, most, engine = serve(decoder, prefill_chunk=chunk, num_blocks=num_blocks, prefix_caching=prefix_caching)
     for prompt, tokens in zip(prompts(), found, strict=True):
         logits = reference_logits(reference, torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1 :]
         assert tokens == logits.argmax(-1).tolist()
-    assert engine.scheduler.reach == (ALL if name == "mixed" else Reach(WINDOW))
+    assert engine.scheduler.blocks.reach == (ALL if name == "mixed" else Reach(WINDOW))
     if name != "mixed":
         assert most <= (WINDOW + chunk) // BLOCK + 2
     if num_blocks == 40 and name == "mixed":

@@ -141,8 +141,6 @@ def test_rejection_leaves_greedy_tokens_alone(folder, target, stranger, expected
             assert int(name) not in greedy or answer == expected[name, index]
 
 
-# --- the demo pair, with text -------------------------------------------------------------------------------------
-
 TEXTS = (
     "The history of the city begins with a small settlement on the river, which the Romans",
     "one two three four one two three four one two",
@@ -204,9 +202,6 @@ def test_text_that_repeats_itself_is_guessed() -> None:
     metrics = llm.engine.metrics
     assert metrics.spec_decode_num_accepted_tokens_total > 0.5 * metrics.spec_decode_num_draft_tokens_total
     assert metrics.steps_total < 50
-
-
-# --- refusals -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

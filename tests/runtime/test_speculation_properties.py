@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.config import RuntimeConfig
-from runtime.engine import Engine, derive_seed
+from runtime.engine import Engine
+from runtime.live_requests import derive_seed
 from runtime.reach import ALL, Reach
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.speculator import Speculator

@@ -142,9 +142,6 @@ def scripted(run_server: Any) -> Iterator[Callable[[str, str], Any]]:
         server.__exit__(None, None, None)
 
 
-# --- forced calls -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_required_gives_a_valid_call(demo: Answers, seed: int) -> None:
     choice = demo.ask(tool_choice="required", seed=seed, parallel_tool_calls=False).choices[0]
@@ -210,9 +207,6 @@ def test_a_whole_round(demo: Answers) -> None:
     assert answer.choices[0].message.role == "assistant"
 
 
-# --- calls in each format ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_calls_are_found_in_what_the_model_says(scripted: Any, kind: str) -> None:
     answers = scripted(kind, SCRIPTS[kind])
@@ -251,9 +245,6 @@ def test_templates_get_tools_and_calls_and_results(kind: str) -> None:
     assert '"description": "Weather to come"' in prompt
     assert f'"{"parameters" if kind == "llama" else "arguments"}": {json.dumps(ROME)}' in prompt
     assert "<tool>sunny" in prompt
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
