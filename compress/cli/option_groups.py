@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from compress.cli.options import (
     AsJson,
@@ -52,15 +48,3 @@ class JobOptions:
     dry_run: DryRun = False
     as_json: AsJson = False
     trust_remote_code: TrustRemoteCode = False
-
-
-@dataclass(frozen=True, slots=True)
-class SearchFiles:
-    """Where a search keeps what it finds."""
-
-    sensitivities: Annotated[
-        Path | None,
-        typer.Option(help="File of measured figures, read and added to. Default: OUT.sensitivities.json."),
-    ] = None
-    recipe: Annotated[Path | None, typer.Option("--recipe", help="Recipe to write. Default: OUT.yaml.")] = None
-    recipe_only: Annotated[bool, typer.Option("--recipe-only", help="Write the recipe, and compress nothing.")] = False

@@ -8,8 +8,9 @@ import typer
 
 from compress.checkpoint.option_groups import with_groups
 from compress.cli.job import carry_out
-from compress.cli.option_groups import JobOptions, SearchFiles
+from compress.cli.option_groups import JobOptions
 from compress.cli.options import DEFAULT_OUT, Model, Out
+from compress.cli.search_options import SearchFiles
 from compress.recipe import Recipe
 
 

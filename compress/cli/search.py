@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from compress.checkpoint.option_groups import with_groups
-from compress.cli.option_groups import JobOptions, SearchFiles, TextOptions
+from compress.cli.option_groups import JobOptions, TextOptions
 from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
 from compress.cli.search_job import carry_out_search
-from compress.search.goal import Goal, parse_size
+from compress.cli.search_options import SearchFiles, TargetOptions
 from compress.search.menu import DEFAULT_MENU, parse_menu
 from compress.search.request import DEFAULT_MEASURED, DEFAULT_TRIES, SearchRequest
 
@@ -20,15 +20,7 @@ def search(
     *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    target_bpw: Annotated[
-        float | None, typer.Option("--target-bpw", help="Best quality within so many bits per weight, scales included.")
-    ] = None,
-    target_size: Annotated[
-        str | None, typer.Option("--target-size", metavar="SIZE", help="Best quality within a size: 5GB, 800MB.")
-    ] = None,
-    max_kl: Annotated[
-        float | None, typer.Option("--max-kl", help="Least size whose measured KL to the dense model is at most this.")
-    ] = None,
+    target: TargetOptions,
     menu: Annotated[
         str,
         typer.Option(
@@ -59,7 +51,7 @@ def search(
     chooses so that these add up to least. Writes the choice as a recipe, runs it, verifies and measures the result.
     Figures are kept as they come: interrupted, the same command continues, and another target needs no new ones.
     """
-    goal = Goal(target_bpw, None if target_size is None else parse_size(target_size), max_kl)
+    goal = target.goal()
     request = SearchRequest(
         goal, parse_menu(menu), method, measured, tries, tuple(ignore or ()), ends, text.options, text.seed, goal.name
     )

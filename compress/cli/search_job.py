@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from compress.cli.job import make_request
-from compress.cli.option_groups import JobOptions, SearchFiles
+from compress.cli.option_groups import JobOptions
+from compress.cli.search_options import SearchFiles
 from compress.search.request import SearchRequest
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from compress.checkpoint.errors import RecipeError, SchemeError
 from compress.checkpoint.fp8 import MAX_FP8
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
-from compress.cli.quantize import make_scheme
+from compress.cli.quantize_options import RoundingOptions
 from compress.evaluate.perplexity import evaluate
 from compress.evaluate.scorers import RuntimeScorer
 from compress.evaluate.windows import cut_windows
@@ -116,8 +116,8 @@ def test_words_for_it():
     assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("smoothquant", W8A8, alpha=0.5),)
     text = "stages:\n- quantize: {fp8: true, activation_bits: 16}\n"
     assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("rtn", W8A16),)
-    assert make_scheme("rtn", None, None, True, None, fp8=True) == W8A8
-    assert make_scheme("rtn", None, None, True, 16, fp8=True) == W8A16
+    assert RoundingOptions(fp8=True).scheme == W8A8
+    assert RoundingOptions(fp8=True, activation_bits=16).scheme == W8A16
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "gptaq", "signround", "hqq"])
@@ -128,7 +128,7 @@ def test_methods_that_choose_integers_are_refused(method):
 
 def test_other_refusals(tmp_path):
     with pytest.raises(SchemeError, match="8 bits, one scale per output channel"):
-        make_scheme("rtn", 4, None, True, None, fp8=True)
+        RoundingOptions(bits=4, fp8=True).stage(())
     with pytest.raises(RecipeError, match="takes no 8-bit floats"):
         prepare(request(tmp_path / "a", QuantizeStage("rtn", W8A16, targets=("embed_tokens",))))
     with pytest.raises(SchemeError, match="nor outlier columns"):
