@@ -69,7 +69,7 @@ class Metrics:
     prefix_cache_hits_total: int = _counter("Tokens found in the prefix cache.")
     preemptions_total: int = _counter("Sequences preempted.")
     preempted_tokens_total: int = _counter("Computed tokens lost to preemption.")
-    spec_decode_num_draft_tokens_total: int = _counter("Draft tokens verified.")
+    spec_decode_num_draft_tokens_total: int = _counter("Draft tokens verified, of a tree all its nodes.")
     spec_decode_num_accepted_tokens_total: int = _counter("Draft tokens accepted.")
     step_errors_total: int = _counter("Steps that failed as a whole.")
     steps_total: int = _counter("Steps.")
