@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from covering import covering
 from decoder_configs import decoder_config
 from torch import Tensor
 
@@ -114,10 +115,12 @@ def exact(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
     return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
 
 
-@pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("shape", "window"), [*((shape, None) for shape in SHAPES), (SHAPES[0], 100), (SHAPES[2], 16)])
-def test_as_exact_as_its_output(shape: Shape, window: int | None, format: str, instruction_set: int) -> None:
+VIEWS = [*((shape, None) for shape in SHAPES), (SHAPES[0], 100), (SHAPES[2], 16)]
+
+
+@pytest.mark.parametrize(("view", "format", "instruction_set"), covering(VIEWS, FORMATS, SETS), ids=str)
+def test_as_exact_as_its_output(view: tuple[Shape, int | None], format: str, instruction_set: int) -> None:
+    shape, window = view
     world = World(shape, format, SPANS)
     expected = world.expected(window)
     error = (world.attend(window, instruction_set).double() - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -129,13 +132,16 @@ PARENTS = (-1, 0, 1, 0, 3, -1, 5)
 """Of guesses: two branches of three tokens that begin alike, and one of two."""
 
 
-@pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("keys", "window"), [(9, None), (40, None), (260, None), (300, 20)])
+@pytest.mark.parametrize(
+    ("span", "format", "instruction_set"),
+    covering([(9, None), (40, None), (260, None), (300, 20)], FORMATS, SETS),
+    ids=str,
+)
 def test_tokens_of_a_tree_see_their_branch_as_if_it_were_alone(
-    keys: int, window: int | None, format: str, instruction_set: int
+    span: tuple[int, int | None], format: str, instruction_set: int
 ) -> None:
     """Beside a sequence without a tree. The guesses may begin in one part of the keys and end in the next."""
+    keys, window = span
     world = World(SHAPES[0], format, ((1 + len(PARENTS), keys), (2, 30)))
     plain = world.batch()
     first, second = plain.groups

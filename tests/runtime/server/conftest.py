@@ -236,7 +236,7 @@ def guarded_api(guarded_url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool]], None]:
-    def wait(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "it did not happen in time"

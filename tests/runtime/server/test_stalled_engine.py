@@ -22,8 +22,8 @@ from runtime.server.service import Limits
 from runtime.step import StepOutput, StepPlan
 from runtime.text.tokenizer import Tokenizer
 
-STALL_SECONDS = 0.5
-MARGIN = 2.0  # of a busy machine
+STALL_SECONDS = 1.0
+MARGIN = 20.0  # of a busy machine
 BODY = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 900, "ignore_eos": True}
 
 
@@ -63,7 +63,6 @@ def test_everybody_hears_of_a_hang_and_it_ends(served: tuple[str, HangingRunner,
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask, index % 2 == 0) for index in range(8)]
         wait_until(lambda: len(engine.scheduler.running) == 8)
-        time.sleep(0.1)
         assert httpx.get(f"{url}/health").status_code == 200
         runner.gate.clear()
         start = time.monotonic()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from covering import covering
 
 from runtime.draws import Draw
 from runtime.runner import sample_and_match
@@ -88,10 +89,11 @@ def chi_square(counts: torch.Tensor, shares: torch.Tensor) -> float:
     return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-@pytest.mark.parametrize("drafter", ["close", "far", "same", "fixed"])
-@pytest.mark.parametrize("mode", ["match", "reject"])
-def test_every_position_has_the_targets_distribution(mode: str, drafter: str, sampling: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    ("mode", "drafter", "form"), covering(["match", "reject"], ["close", "far", "same", "fixed"], list(SAMPLINGS))
+)
+def test_every_position_has_the_targets_distribution(mode: str, drafter: str, form: str) -> None:
+    sampling = SAMPLINGS[form]
     answers = generate(mode, drafter, sampling, range(NUM_SEEDS))
     exact = probabilities(TARGET, [Draw(sampling, 0, 0)] * len(TARGET))
     for position in range(NUM_GUESSES + 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covering
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
@@ -95,9 +96,7 @@ def test_products_are_rounded_once(gpu, kind: str, dtype: torch.dtype) -> None:
     assert torch.allclose(found.double(), expected.double(), rtol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize(("kind", "form", "dtype"), covering([None, *KINDS], FORMS, DTYPES), ids=str)
 def test_norm_adds_and_normalizes(gpu, kind: str | None, form: InputForm, dtype: torch.dtype) -> None:
     from runtime.kernels.gpu.launch_rows import finish, norm, prepared
 
@@ -116,9 +115,7 @@ def test_norm_adds_and_normalizes(gpu, kind: str | None, form: InputForm, dtype:
     assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "form", "dtype"), covering(KINDS, FORMS, DTYPES), ids=str)
 def test_gates_of_a_product(gpu, kind: str, form: InputForm, dtype: torch.dtype) -> None:
     from runtime.kernels.gpu.launch_rows import finish, gate, prepared
 

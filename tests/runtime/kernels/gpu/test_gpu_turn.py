@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import covering
 from poisoned_memory import poison, poisoned_allocations
 from torch import Tensor
 
@@ -48,9 +49,11 @@ def written(qkv: Product, scheme: KVCacheScheme, head_norm, cos, sin, slots) -> 
     return query, pages
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-@pytest.mark.parametrize("format", ["16bit", "fp8", "int8", "k8v4", "int4"])
+FORMATS = ["16bit", "fp8", "int8", "k8v4", "int4"]
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(("format", "head_dim", "dtype"), covering(FORMATS, [32, 64, 128, 256], DTYPES), ids=str)
 def test_the_same_bytes_as_plain_torch(gpu, format: str, head_dim: int, dtype: torch.dtype) -> None:
     scheme, slots = KVCacheScheme.named(format), torch.tensor(SLOTS, device=gpu)
     normed = head_dim != 64
