@@ -43,31 +43,37 @@ def bundled_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def load_recipe(spec: str) -> Recipe:
+def load_recipe(name: str) -> Recipe:
     """Reads a recipe with stages, by file or bundled name. Raises RecipeError as `load_work`, and for a search."""
-    work = load_work(spec)
-    if isinstance(work, SearchRequest):
-        raise RecipeError(f"recipe {spec} searches for its stages", f"Use compress run {spec}")
-    return work
+    return parse_recipe(*_read(name))
 
 
-def load_work(spec: str) -> Recipe | SearchRequest:
+def load_work(name: str) -> Recipe | SearchRequest:
     """Reads a recipe file, or a bundled recipe by name: stages, or a search for them.
 
     Raises:
         RecipeError: no such recipe, not YAML, or a key or value that means nothing; says file, line and key.
     """
-    path = bundled_recipes().get(spec, Path(spec))
+    return parse_work(*_read(name))
+
+
+def _read(name: str) -> tuple[str, str]:
+    """The text of a recipe, and the file that errors name."""
+    path = bundled_recipes().get(name, Path(name))
     if not path.is_file():
-        raise RecipeError(f"recipe {spec} does not exist", nearest(spec, tuple(bundled_recipes()), "Bundled recipes"))
-    return parse_work(path.read_text(encoding="utf-8"), str(path))
+        raise RecipeError(f"recipe {name} does not exist", nearest(name, tuple(bundled_recipes()), "Bundled recipes"))
+    return path.read_text(encoding="utf-8"), str(path)
 
 
 def parse_recipe(text: str, origin: str) -> Recipe:
-    """A recipe with stages from YAML text; `origin` is the file name that errors show."""
+    """A recipe with stages from YAML text; `origin` is the file name that errors show.
+
+    Raises:
+        RecipeError: as `load_work`, and for a search.
+    """
     work = parse_work(text, origin)
     if isinstance(work, SearchRequest):
-        raise RecipeError(f"{origin} searches for its stages", "Give it `stages:` instead of `search:`")
+        raise RecipeError(f"{origin} searches for its stages", "Give it to compress run, or name a recipe with stages")
     return work
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from compress.checkpoint.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
+REPORT_FILE = "compression_report.json"
+"""Beside it, in checkpoints that `compress` made."""
 LEGACY_QUANTIZATION_FILE = "quantize_config.json"
 QUANTIZATION_KEY = "quantization_config"
 COMPRESSION_KEY = "compression_config"

@@ -71,14 +71,14 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(unfinished, target)
-            sync_folder(target.parent)
+            sync(target.parent)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames inside a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Makes what a file has, or the renames inside of a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from compress.checkpoint.config import HEAD, compression_block, is_embedding, packed_config
+from compress.checkpoint.config import HEAD, REPORT_FILE, compression_block, is_embedding, packed_config
 from compress.checkpoint.disk import check_out_folder, partial_folder
 from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.formats import dense, native
@@ -17,8 +17,6 @@ from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.writer import MAX_SHARD_BYTES, PieceStore, assemble
-
-REPORT_FILE = "compression_report.json"
 
 
 def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from compress.checkpoint.config import compression_block, quantization_block
 from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.expected import expected_shape, is_tabled, missing_parameters
 from compress.checkpoint.formats import compressed_tensors
-from compress.checkpoint.fp8 import Fp8Weight
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.kv_cache import stored_kv_cache
 from compress.checkpoint.kv_measured import measured_kv_caches
-from compress.checkpoint.low_rank import LowRankWeight
-from compress.checkpoint.outliers import OutlierWeight
-from compress.checkpoint.packed import CodedWeight, PackedWeight
-from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.safetensors_file import tensor_bytes
 from compress.checkpoint.source import TensorFiles
 from compress.checkpoint.structure import DenseTensor, StructureReport
+from compress.checkpoint.weight_problems import weight_problems
 
 
 def verify_structure(path: str | Path, source: TensorFiles | None = None) -> StructureReport:
@@ -40,16 +32,7 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
     """
     packed = PackedCheckpoint.open(path)
     problems = [*_config_problems(packed), *_name_problems(packed, source)]
-    shapes: dict[str, tuple[int, int]] = {}
-    for module in packed.modules:
-        try:
-            weight = packed.packed_weight(module)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        shapes[module] = weight.shape
-        problems += _weight_problems(packed, module, weight)
-        packed.files.release()
+    shapes = _read_weights(packed, problems)
     for name in packed.dense_names():
         problems += _dense_problems(packed, name)
         packed.files.release()
@@ -70,55 +53,19 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
     )
 
 
-def digest(weight: PackedWeight | Tensor) -> str:
-    """SHA-256 of codes, scales and zero points, equal for the same integers whatever format stores them; or of the
-    dtype, shape and bytes of what is not quantized; or of all the parts."""
-    if isinstance(weight, PrunedWeight):
-        return digest(weight.values)
-    if isinstance(weight, OutlierWeight):
-        return _joint_digest(weight.base, weight.columns, weight.values)
-    if isinstance(weight, LowRankWeight):
-        return _joint_digest(*weight.factors)
-    if isinstance(weight, Tensor):
-        kind, parts = f"{weight.dtype} {tuple(weight.shape)}", [weight]
-    elif isinstance(weight, Fp8Weight):
-        kind, parts = f"fp8 {weight.shape}", [weight.codes, weight.scale.to(torch.float64)]
-    else:
-        kind = f"{weight.scheme.bits} {weight.scheme.group_size} {weight.shape}"
-        parts = [weight.codes, weight.scale.to(torch.float64), weight.zero]
-    state = hashlib.sha256(kind.encode())
-    for part in parts:
-        state.update(tensor_bytes(part))
-    return state.hexdigest()
-
-
-def _joint_digest(*parts: PackedWeight | Tensor) -> str:
-    return hashlib.sha256(" ".join(map(digest, parts)).encode()).hexdigest()
-
-
-def verify_against(path: str | Path, expected: Mapping[str, str]) -> list[str]:
-    """Compares what is stored with the digests taken when it was made.
-
-    Args:
-        expected: digest by name: of every quantized module, and of any dense tensors.
-
-    Returns:
-        One line per name that differs, is missing or was not expected; empty when all agree.
-    """
-    packed = PackedCheckpoint.open(path)
-    problems = [
-        f"{name} is stored quantized but has no recorded digest" for name in packed.modules if name not in expected
-    ]
-    for name, recorded in expected.items():
-        if name in packed.schemes:
-            if digest(packed.packed_weight(name)) != recorded:
-                problems.append(f"{name} reads back with other codes, scales or zero points than were chosen")
-        elif name not in packed.files:
-            problems.append(f"{name} was written but is not stored so any more")
-        elif digest(packed.tensor(name)) != recorded:
-            problems.append(f"{name} reads back with other bytes than were written")
+def _read_weights(packed: PackedCheckpoint, problems: list[str]) -> dict[str, tuple[int, int]]:
+    """Shapes of the packed modules that can be read; what is wrong with any is added to `problems`."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for module in packed.modules:
+        try:
+            weight = packed.packed_weight(module)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        shapes[module] = weight.shape
+        problems += weight_problems(packed, module, weight)
         packed.files.release()
-    return problems
+    return shapes
 
 
 def _config_problems(packed: PackedCheckpoint) -> Iterator[str]:
@@ -173,71 +120,6 @@ def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None) -> Iter
         yield from (f"{name} of the source is missing" for name in source.names() if name not in stored)
         extra = stored - set(source.names()) - {"lm_head.weight"}
         yield from (f"{name} is not in the source" for name in sorted(extra))
-
-
-def _weight_problems(packed: PackedCheckpoint, module: str, weight: PackedWeight) -> Iterator[str]:
-    expected = expected_shape(module, packed.config)
-    if expected and expected != weight.shape:
-        yield f"{module} is {weight.shape}, but config.json says {expected}"
-    if isinstance(weight, LowRankWeight):
-        yield from _low_rank_problems(packed, module, weight)
-        return
-    if isinstance(weight, OutlierWeight):
-        yield from _outlier_problems(packed, module, weight)
-        return
-    yield from _number_problems(module, weight.values if isinstance(weight, PrunedWeight) else weight)
-    yield from _sparsity_problems(module, weight)
-
-
-def _low_rank_problems(packed: PackedCheckpoint, module: str, weight: LowRankWeight) -> Iterator[str]:
-    for side, factor in zip(("left", "right"), weight.factors, strict=True):
-        yield from _number_problems(f"{module}.{side}", factor)
-    yield from _size_problems(packed, module, weight)
-    rows, columns = weight.shape
-    if weight.scheme.rank is not None and weight.scheme.rank * (rows + columns) >= rows * columns:
-        yield f"{module} has more weights in its factors than in their product {weight.shape}"
-
-
-def _outlier_problems(packed: PackedCheckpoint, module: str, weight: OutlierWeight) -> Iterator[str]:
-    yield from _number_problems(module, weight.base)
-    yield from _number_problems(f"{module}.outlier_values", weight.values)
-    yield from _size_problems(packed, module, weight)
-
-
-def _size_problems(packed: PackedCheckpoint, module: str, weight: LowRankWeight | OutlierWeight) -> Iterator[str]:
-    stored, promised = 8 * packed.weight_bytes(module), weight.scheme.stored_bits(*weight.shape, _model_bits(packed))
-    if stored != promised:
-        yield f"{module} takes {stored} bits, but {weight.scheme} of {weight.shape} means {promised}"
-
-
-def _model_bits(packed: PackedCheckpoint) -> int:
-    return 8 * packed.dtype.itemsize
-
-
-def _number_problems(name: str, weight: CodedWeight | Tensor) -> Iterator[str]:
-    if not isinstance(weight, Tensor):
-        yield from _code_problems(name, weight)
-    elif not bool(torch.isfinite(weight.to(torch.float32)).all()):
-        yield f"{name} holds NaN or infinity"
-
-
-def _sparsity_problems(module: str, weight: PackedWeight) -> Iterator[str]:
-    sparsity = weight.scheme.sparsity
-    if sparsity is None:
-        return
-    nonzero = weight.dequantize().view(weight.shape[0], -1, sparsity.of) != 0
-    crowded = int((nonzero.sum(-1) > sparsity.kept).sum())
-    if crowded:
-        yield f"{module} has {crowded} groups with more than {sparsity} values"
-
-
-def _code_problems(module: str, weight: CodedWeight) -> Iterator[str]:
-    largest = weight.scheme.max_code
-    if isinstance(weight, IntegerWeight) and max(int(weight.codes.max()), int(weight.zero.max())) > largest:
-        yield f"{module} has codes or zero points above {largest}"
-    bad = int((~torch.isfinite(weight.scale.to(torch.float32))).sum())
-    if bad:
-        yield f"{module} has {bad} scales that are not finite"
 
 
 def _dense_problems(packed: PackedCheckpoint, name: str) -> Iterator[str]:

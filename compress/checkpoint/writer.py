@@ -26,7 +26,7 @@ from compress.checkpoint.disk import (
     check_space,
     partial_folder,
     refuse_when_full,
-    sync_folder,
+    sync,
 )
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.safetensors_file import MappedFile, build_header, storage_order, tensor_bytes
@@ -127,7 +127,7 @@ def assemble(
                 write_config(building, config)
             _write_shards(_plan_shards(pieces, max_shard_bytes), building)
             building.rename(out)
-            sync_folder(out.parent)
+            sync(out.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
         _remove_if_empty(partial_folder(out))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from compress.assignment import Assignment
+from compress.checkpoint.config import REPORT_FILE
 from compress.cli.embedding_tip import embedding_tip
-from compress.plan import Assignment, by_kind
+from compress.plan import Plan, by_kind
 
 if TYPE_CHECKING:
+    from compress.checkpoint.structure import StructureReport
     from compress.pipeline.prepare import Prepared
     from compress.pipeline.run import RunResult
-
 
 _PLAIN_WIDTH = 120
 
@@ -68,34 +71,9 @@ def describe_run(prepared: Prepared) -> str:
 def print_result(prepared: Prepared, result: RunResult, with_tip: bool = True) -> None:
     """Sizes, verification, quality, and the next command to type; a tip only where its option exists."""
     console = wide_console()
-    structure, before = result.structure, prepared.plan.bytes_before
     table = Table(show_header=False)
-    table.add_row(
-        "size",
-        f"{megabytes(before)} MB -> {megabytes(structure.total_bytes)} MB "
-        f"({before / structure.total_bytes:.2f} times smaller)",
-    )
-    if with_tip and (tip := embedding_tip(prepared.plan, structure.total_bytes)):
-        table.add_row("tip", tip)
-    table.add_row(
-        "bits per weight",
-        f"{structure.bits_per_weight:.3f} in the quantized layers, "
-        f"{structure.bits_per_parameter:.3f} over the whole model",
-    )
-    table.add_row(
-        "verified",
-        f"{len(structure.quantized)} layers read back bit for bit, {len(structure.dense)} tensors kept dense",
-    )
-    for name, text in _quality(result.quality):
+    for name, text in _rows(prepared, result, with_tip):
         table.add_row(name, text)
-    if peak := result.report["peak_device_bytes"]:
-        table.add_row("GPU memory", f"{gigabytes(peak)} GB at most")
-    if result.kv_cache is not None:
-        table.add_row("KV cache", result.kv_cache.describe())
-    recovered = result.report["recovered"]
-    if recovered:
-        table.add_row("fallbacks", "; ".join(f"{each['module']}: {each['recovery']}" for each in recovered[:3]))
-    table.add_row("report", str(result.out / "compression_report.json"))
     console.print(table)
     warnings = [*result.quality.get("warnings", ()), *(result.kv_cache.warnings if result.kv_cache else ())]
     for warning in warnings:
@@ -105,11 +83,34 @@ def print_result(prepared: Prepared, result: RunResult, with_tip: bool = True) -
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
+def _rows(prepared: Prepared, result: RunResult, with_tip: bool) -> Iterator[tuple[str, str]]:
+    structure, before = result.structure, prepared.plan.bytes_before
+    sizes = f"{megabytes(before)} MB -> {megabytes(structure.total_bytes)} MB"
+    yield "size", f"{sizes} ({before / structure.total_bytes:.2f} times smaller)"
+    if with_tip and (tip := embedding_tip(prepared.plan, structure.total_bytes)):
+        yield "tip", tip
+    yield "bits per weight", _bits(structure)
+    verified = f"{len(structure.quantized)} layers read back bit for bit"
+    yield "verified", f"{verified}, {len(structure.dense)} tensors kept dense"
+    yield from _quality(result.quality)
+    if peak := result.report["peak_device_bytes"]:
+        yield "GPU memory", f"{gigabytes(peak)} GB at most"
+    if result.kv_cache is not None:
+        yield "KV cache", result.kv_cache.describe()
+    if recovered := result.report["recovered"]:
+        yield "fallbacks", "; ".join(f"{each['module']}: {each['recovery']}" for each in recovered[:3])
+    yield "report", str(result.out / REPORT_FILE)
+
+
+def _bits(counted: Plan | StructureReport) -> str:
+    layers, model = f"{counted.bits_per_weight:.3f}", f"{counted.bits_per_parameter:.3f}"
+    return f"{layers} in the quantized layers, {model} over the whole model"
+
+
 def _facts(prepared: Prepared) -> list[str]:
     plan = prepared.plan
     lines = [
-        f"bits per weight: {plan.bits_per_weight:.3f} in the quantized layers, "
-        f"{plan.bits_per_parameter:.3f} over the whole model",
+        f"bits per weight: {_bits(plan)}",
         f"peak memory: about {gigabytes(prepared.peak_memory)} GB; "
         f"disk while running: about {gigabytes(prepared.disk)} GB beside {prepared.request.out}",
     ]

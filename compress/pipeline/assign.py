@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from compress.assignment import Assignment, Factoring, Pruning
 from compress.checkpoint.errors import RecipeError, SchemeError
 from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
 from compress.layerwise import OutlierShares
 from compress.pipeline.outside import End
-from compress.plan import Assignment, Factoring, Pruning
 from compress.ranks import rank_step, uniform_rank
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage

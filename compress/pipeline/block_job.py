@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from compress.architectures.architecture import SmoothingEdge
+from compress.assignment import Assignment
 from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.scheme import Scheme
 from compress.pipeline.capture import BlockInputs
-from compress.plan import Assignment
 from compress.stages.tuning import Tuning
 
 

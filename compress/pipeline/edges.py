@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from compress.architectures.architecture import SmoothingEdge
+from compress.assignment import Assignment
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.scheme import Scheme
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Assignment
 from compress.stages.quantize import SMOOTHING_METHODS
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
+from compress.assignment import Assignment
 from compress.checkpoint.formats.table import format_for
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
@@ -24,7 +25,6 @@ from compress.pipeline.memory import ELEMENTS_AT_ONCE
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.resume import EMBEDDING, HEAD, Progress
 from compress.pipeline.stored import stored_form
-from compress.plan import Assignment
 
 Quantize = Callable[[Tensor], IntegerWeight]
 _NO_NORM = "rtn: the norm before the head of this family is not known"

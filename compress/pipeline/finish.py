@@ -8,20 +8,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.config import packed_config
-from compress.checkpoint.disk import sync_folder
+from compress.checkpoint.config import REPORT_FILE, packed_config
+from compress.checkpoint.digest import verify_against
+from compress.checkpoint.disk import sync
 from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.formats import dense
 from compress.checkpoint.formats.table import format_for
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.structure import StructureReport
-from compress.checkpoint.verify import verify_against, verify_structure
+from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.writer import assemble
 from compress.pipeline.blocks import check_finite
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.resume import REST, Progress, block_key
-
-REPORT_FILE = "compression_report.json"
 
 
 def save_rest(prepared: Prepared, progress: Progress) -> None:
@@ -81,7 +80,7 @@ def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
     """Adds the report and renames the finished folder to `out`: it appears whole or not at all."""
     (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     folder.rename(out)
-    sync_folder(out.parent)
+    sync(out.parent)
 
 
 def chosen_schemes(prepared: Prepared, progress: Progress) -> dict[str, Scheme]:

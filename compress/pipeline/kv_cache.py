@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.config import COMPRESSION_KEY, read_config, write_config
-from compress.checkpoint.kv_cache import KV_CACHE_KEY
+from compress.checkpoint.kv_cache import KV_CACHE_KEY, KVCacheScheme
 from compress.checkpoint.kv_measured import KV_MEASURED_KEY, KVCacheRecord, MeasuredKVCache
 from compress.kv_choice import KVChoice, choose_kv_cache
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.progress import RunDisplay
 from compress.stages.kv_cache import KVCacheStage
+
+if TYPE_CHECKING:
+    from compress.evaluate.perplexity import Evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +90,7 @@ def _measure(prepared: Prepared, stage: KVCacheStage, folder: Path, quiet: bool)
             device=str(prepared.device),
             on_progress=lambda done, total: display.step(f"window {done} of {total}", done / total),
         )
-    measured = [
-        MeasuredKVCache(
-            scheme,
-            size,
-            result.kl_mean or 0.0,
-            result.kl_p999 or 0.0,
-            result.perplexity,
-            result.top1_agreement or 0.0,
-            result.kl_standard_error,
-        )
-        for scheme, size, result in zip(stage.candidates, found.token_bytes, found.results, strict=True)
-    ]
+    measured = zip(stage.candidates, found.token_bytes, found.results, strict=True)
     windows, first = found.windows, found.results[0]
     return KVCacheRecord(
         stage.max_kl,
@@ -109,5 +101,17 @@ def _measure(prepared: Prepared, stage: KVCacheStage, folder: Path, quiet: bool)
         windows.protocol,
         first.baseline_perplexity or first.perplexity,
         found.exact_token_bytes,
-        tuple(measured),
+        tuple(_candidate(*each) for each in measured),
+    )
+
+
+def _candidate(scheme: KVCacheScheme, token_bytes: int, result: Evaluation) -> MeasuredKVCache:
+    return MeasuredKVCache(
+        scheme,
+        token_bytes,
+        result.kl_mean or 0.0,
+        result.kl_p999 or 0.0,
+        result.perplexity,
+        result.top1_agreement or 0.0,
+        result.kl_standard_error,
     )

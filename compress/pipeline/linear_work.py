@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
+from compress.assignment import Assignment, Pruning
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.packed import PackedWeight
@@ -22,7 +23,6 @@ from compress.pipeline.block_job import LinearRecord
 from compress.pipeline.low_rank_work import UNREACHED, WHOLE, FactorRounding, Ranked
 from compress.pipeline.shared_factors import SharedFactors
 from compress.pipeline.weight_rounding import WeightRounding
-from compress.plan import Assignment, Pruning
 
 Stored = PackedWeight | Tensor
 """What becomes of a weight `[O, I]`: packed, or a dense tensor in the model's dtype, zeros and all."""

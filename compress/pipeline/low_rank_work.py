@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
+from compress.assignment import Assignment
 from compress.checkpoint.low_rank import Factor, LowRankWeight, values
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme
 from compress.methods.gptq import quantize_gptq
 from compress.methods.hessian import HessianFactor, factorize
 from compress.methods.low_rank import Decomposition, Whitening, decompose, scale_inputs, spectrum, whiten
 from compress.methods.rtn import quantize_rtn
-from compress.plan import Assignment
 from compress.ranks import RankedLinear, largest_rank, rank_step, share_out
 
 UNREACHED = "no calibration token reached this layer"

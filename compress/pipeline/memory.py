@@ -1,4 +1,4 @@
-"""Memory: what a run will need, and what to do when it is not there."""
+"""Memory of a run: how much is taken at once, what it came to, and what to do when it is not there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from compress.checkpoint.errors import ToolkitError
 if TYPE_CHECKING:
     import torch
 
-    from compress.pipeline.skeleton import Skeleton
-    from compress.plan import Plan
-
 Result = TypeVar("Result")
 
-_PROCESS_BYTES = 700 * 2**20
-_FLOAT32 = 4
 ELEMENTS_AT_ONCE = 2**24
 """Weights of the embedding or the head that are float32 at one time: their rows are rounded independently."""
 # Tokens that run at once: enough for large matrix products, few enough to keep activations small.
@@ -98,43 +93,3 @@ def _empty_cache() -> None:
     return_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, micro_batch: int, item_bytes: int) -> int:
-    """Bytes a calibrated run needs at its worst moment, host and device together: an estimate, not a bound.
-
-    Args:
-        samples, length: size of the calibration; zero samples when there is none.
-        item_bytes: bytes per number of the dtype of computation.
-    """
-    config = skeleton.model.config
-    hidden = getattr(config, "hidden_size", 0)
-    block = sum(parameter.numel() for parameter in skeleton.blocks[0].parameters())
-    linears = list(skeleton.linears(skeleton.blocks[0]).values())
-    widest = max(linear.in_features for linear in linears)
-    largest = max(linear.weight.numel() for linear in linears)
-    factors = 0
-    if any(each.factoring for each in plan.assignments.values()):
-        # Factors of all of a block's linears, and one decomposition in float64.
-        factors = _FLOAT32 * block + 2 * _FLOAT32 * (4 * largest + 3 * widest**2)
-    # Codes and packed codes of the embedding or the head; their numbers are taken a few rows at a time.
-    outside = [row.parameters for row in plan.packed if not row.tensor.startswith(f"{skeleton.architecture.blocks}.")]
-    ends = 2 * max(outside) + 8 * _FLOAT32 * min(ELEMENTS_AT_ONCE, max(outside)) if outside else 0
-    if not samples:
-        return _PROCESS_BYTES + max(6 * _FLOAT32 * largest + factors, ends)
-    # In and out of the block; where it is followed, the same of the dense model.
-    states = (4 if plan.follows_dense else 2) * samples * length * hidden * item_bytes
-    embedding = getattr(config, "vocab_size", 0) * hidden * item_bytes
-    uses_hessian = any(each.needs_hessian for each in plan.assignments.values())
-    inputs = {linear.in_features for linear in linears}
-    hessians = _FLOAT32 * (sum(width**2 for width in inputs) + 4 * widest**2) if uses_hessian else 0
-    if plan.uses_gptaq:
-        # Differences of all inputs, and a few square matrices in float64.
-        hessians += _FLOAT32 * (sum(width**2 for width in inputs) + 12 * widest**2)
-    activations = micro_batch * length * item_bytes * sum(linear.out_features for linear in linears)
-    if plan.tuning:
-        # Latent values, offsets and their best state, gradients, and what backward passes need of each rounding; and
-        # all that is between the block's inputs and outputs.
-        activations = 4 * activations + 10 * _FLOAT32 * block
-    working = block * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * largest + hessians + activations + factors
-    return _PROCESS_BYTES + states + max(embedding, working, ends)

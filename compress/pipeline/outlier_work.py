@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
+from compress.assignment import Assignment
 from compress.checkpoint.outliers import OutlierWeight
 from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.scheme import Scheme
 from compress.methods.outlier_columns import highest, sensitivity
-from compress.plan import Assignment
 
 
 def choose_columns(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from compress.assignment import Assignment
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.formats import native
 from compress.checkpoint.source import TensorFiles
@@ -16,7 +17,7 @@ from compress.pipeline.edges import scheme_notes, sibling_notes, usable_edges
 from compress.pipeline.outside import find_ends
 from compress.pipeline.rotated_files import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Assignment, Plan, PlanRow, shape_bytes
+from compress.plan import Plan, PlanRow, shape_bytes
 from compress.recipe import Recipe
 from compress.sized import with_keep
 

@@ -16,7 +16,8 @@ from compress.checkpoint.disk import check_out_folder
 from compress.checkpoint.source import TensorFiles
 from compress.pipeline.calibration_text import SourceModel, calibration_sequences
 from compress.pipeline.compute import pick_dtype
-from compress.pipeline.memory import estimate_peak, first_micro_batch
+from compress.pipeline.memory import first_micro_batch
+from compress.pipeline.peak_memory import estimate_peak
 from compress.pipeline.planning import make_plan
 from compress.pipeline.rotated_files import RotatedSource
 from compress.pipeline.skeleton import Skeleton, open_skeleton

@@ -184,11 +184,9 @@ def _round(
     unreached = tuple((name,) for name in job.assignments if name not in observed.statistics)
     for group in observed.groups + unreached:
         statistics = observed.statistics.get(group[0])
-        # Smoothing divides an input once, for all that read it.
-        factors = SharedFactors(statistics, folded.get(group[0]), differences.get(group[0]))
-        siblings = {name: block.weights[name] for name in group}
-        outliers = choose_columns(siblings, job.assignments, statistics, folded.get(group[0]))
-        del siblings
+        scale = folded.get(group[0])  # smoothing divides an input once, for all that read it
+        factors = SharedFactors(statistics, scale, differences.get(group[0]))
+        outliers = choose_columns({name: block.weights[name] for name in group}, job.assignments, statistics, scale)
         for name in group:
             work = LinearWork(
                 f"{block.name}.{name}",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from compress.assignment import Assignment, Factoring, Pruning
 from compress.checkpoint.scheme import Scheme
 from compress.layerwise import BlockShare, block_patterns, block_shares
 from compress.pipeline.planning import packed_bytes
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.resume import Progress
 from compress.pipeline.survey import survey
-from compress.plan import Assignment, Factoring, Plan, PlanRow, Pruning
+from compress.plan import Plan, PlanRow
 from compress.ranks import RankedLinear, rank_step, share_out_over_blocks
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.architectures.architecture import SmoothingEdge
+from compress.assignment import Assignment
 from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.scales import round_in_range
 from compress.checkpoint.scheme import Scheme
@@ -25,7 +26,6 @@ from compress.methods.smoothquant import ALPHAS, search_alpha
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, Call, run_block
 from compress.pipeline.observe import Observed
-from compress.plan import Assignment
 
 NUM_RATIOS = 10
 

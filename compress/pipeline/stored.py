@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.digest import digest
 from compress.checkpoint.formats.table import format_for
-from compress.checkpoint.verify import digest
 from compress.pipeline.block_job import BlockOutcome
 from compress.pipeline.prepare import Prepared
 from compress.report import environment

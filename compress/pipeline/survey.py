@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
+from compress.assignment import Assignment, Pruning
 from compress.layerwise import OutlierShares
 from compress.methods.outliers import outlier_ratio
 from compress.methods.pruning import scores
@@ -27,7 +28,6 @@ from compress.pipeline.observe import Need, observe
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.progress import RunDisplay
 from compress.pipeline.resume import Progress
-from compress.plan import Assignment, Pruning
 
 
 @dataclass

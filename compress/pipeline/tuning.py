@@ -19,7 +19,7 @@ from compress.methods.signround import LearnedRounding, learn
 from compress.pipeline.block_job import Calibration, TuningRecord
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import Call
-from compress.plan import Tuning
+from compress.stages.tuning import Tuning
 
 KEPT_START = "gptq: learning did not lower the error of the block"
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
+from compress.assignment import Assignment
 from compress.checkpoint.fp8 import Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.outliers import OutlierWeight
@@ -24,7 +25,6 @@ from compress.methods.outlier_columns import beside_outliers, quantize_gptq_besi
 from compress.methods.rtn import quantize_rtn
 from compress.pipeline.low_rank_work import UNREACHED
 from compress.pipeline.shared_factors import SharedFactors
-from compress.plan import Assignment
 from compress.stages.quantize import DATA_FREE_METHODS
 
 CLIP_ROWS = 512

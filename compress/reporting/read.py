@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from compress.checkpoint.config import REPORT_FILE
 from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.export import REPORT_FILE
 from compress.checkpoint.scheme import Sparsity
 from compress.layerwise import BlockShare
 from compress.reporting.fields import Fields

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
+from compress.assignment import Assignment
 from compress.pipeline.linear_work import LinearWork, values_of
 from compress.pipeline.low_rank_work import Ranked, decompose_block
 from compress.pipeline.shared_factors import SharedFactors
-from compress.plan import Assignment
 
 
 @dataclass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from compress.assignment import Assignment
 from compress.pipeline.planning import packed_bytes
-from compress.plan import Assignment, Plan, shape_bytes
+from compress.plan import Plan, shape_bytes
 from compress.search.fit import assignments_of
 from compress.search.form import Form
 from compress.search.units import Unit

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from compress.assignment import Assignment
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.formats import native
 from compress.pipeline.assign import assign
-from compress.plan import Assignment
 from compress.ranks import ALIGNMENT, largest_rank
 from compress.search.form import Form
 from compress.search.units import Unit

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.disk import atomic_file, sync_folder
+from compress.checkpoint.config import REPORT_FILE
+from compress.checkpoint.disk import atomic_file, sync
 from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.export import REPORT_FILE
 from compress.checkpoint.verify import verify_structure
 from compress.pipeline.run import RunResult
 from compress.recipe import Recipe
@@ -48,7 +48,7 @@ def put_in_place(result: RunResult, out: Path, search: dict[str, Any]) -> RunRes
         stream.write((json.dumps(report, indent=2) + "\n").encode())
     if result.out != out:
         result.out.rename(out)
-        sync_folder(out.parent)
+        sync(out.parent)
     return replace(result, out=out, report=report)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.assignment import Assignment
 from compress.checkpoint.errors import CheckpointError, DataError, RecipeError
 from compress.pipeline.outside import find_ends
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
-from compress.plan import Assignment
 from compress.search.file_bytes import fixed_bytes, unit_bytes
 from compress.search.fit import assignments_of, menu_for
 from compress.search.form import Form

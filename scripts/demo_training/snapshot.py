@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from compress.checkpoint.disk import sync
 from demo_training.optimizer import MuonAdam
 
 
@@ -37,7 +38,7 @@ def save(folder: Path, progress: Progress, settings: dict[str, object], optimize
     save_file(weights | optimizer.state, partial / "tensors.safetensors")
     (partial / "state.json").write_text(json.dumps({"progress": asdict(progress), "settings": settings}))
     for path in (*partial.iterdir(), partial):
-        _sync(path)
+        sync(path)
     os.replace(partial, final)
     for old in _finished(folder)[:-1]:
         shutil.rmtree(old)
@@ -63,11 +64,3 @@ def restore(folder: Path, settings: dict[str, object], optimizer: MuonAdam) -> P
 
 def _finished(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if p.suffix != ".partial")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,6 +10,7 @@ from killed_runs import killed_after_block
 
 from calibration.sources import load_texts
 from calibration.tokenizer import load_tokenizer
+from compress.assignment import Assignment, Factoring
 from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.errors import RecipeError, SchemeError, ToolkitError
 from compress.checkpoint.export import export_checkpoint
@@ -24,7 +25,6 @@ from compress.pipeline.finish import compare_with_report
 from compress.pipeline.low_rank_work import decompose_block
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.plan import Assignment, Factoring
 from compress.recipe import CalibrationOptions, Recipe
 from compress.stages.factorize import FactorizeStage
 from compress.stages.prune import PruneStage

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.digest import digest
 from compress.checkpoint.errors import CheckpointError, RecipeError, SchemeError
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.formats import native
@@ -17,7 +18,7 @@ from compress.checkpoint.outliers import OutlierWeight, without_columns
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scales import round_in_range
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.checkpoint.verify import digest, verify_structure
+from compress.checkpoint.verify import verify_structure
 from compress.evaluate.scorers import open_scorer
 from compress.methods.gptq import quantize_gptq
 from compress.methods.hessian import GptqOptions, factorize

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.checkpoint.digest import digest
 from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.formats import compressed_tensors, gptq, native
 from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.scales import encode, search_scales
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.checkpoint.verify import digest
 
 M = "model.layers.0.mlp.down_proj"
 

@@ -136,7 +136,7 @@ def test_the_bundled_search() -> None:
     search = load_work("smallest-kl")
     assert isinstance(search, SearchRequest)
     assert (search.goal, ",".join(map(str, search.menu))) == (Goal(kl=0.05), DEFAULT_MENU)
-    with pytest.raises(RecipeError, match="compress run smallest-kl"):
+    with pytest.raises(RecipeError, match=r"smallest-kl.yaml searches for its stages"):
         load_recipe("smallest-kl")
 
 
