@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.option_groups import with_groups
 from runtime.cli.limit_options import LimitOptions
 from runtime.cli.listen import listen, url_of
@@ -70,6 +71,7 @@ def serve(
 
     Ctrl-C or SIGTERM lets running requests finish, then stops.
     """
+    check_key(api_key)
     path, where = resolve_model(model)
     listener = listen(host, port)  # before the model loads, so that a taken port costs no time
     print(f"model     {where}", flush=True)
@@ -96,6 +98,12 @@ def serve(
     announce(url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, api_key=api_key)
     warn_of_open_door(host, api_key)
     run(served.app, listener, drain_seconds, limits.client_seconds)
+
+
+def check_key(api_key: str | None) -> None:
+    """Raises ToolkitError for an empty key, as an unset variable of a shell gives one: it would guard nothing."""
+    if api_key is not None and not api_key.strip():
+        raise ToolkitError("--api-key is empty", "Give --api-key KEY, or leave it out to serve without a key")
 
 
 def names_of_server(host: str, allowed: list[str]) -> list[str]:
