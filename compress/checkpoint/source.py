@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from compress.checkpoint.disk import PARTIAL_SUFFIX
 from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.safetensors_file import MappedFile
 
@@ -114,9 +115,10 @@ class TensorFiles:
             file.release()
 
     def side_files(self) -> list[Path]:
-        """Everything that is not a weight, an index of weights or hidden: config, tokenizer, templates, code, notes."""
-        candidates = (file for file in sorted(self.path.rglob("*")) if file.is_file())
-        return [file for file in candidates if not _is_weight(file) and not _is_hidden(file.relative_to(self.path))]
+        """Everything that is not a weight, an index of weights or hidden: config, tokenizer, templates, code, notes.
+        Folders with weights of their own are other checkpoints, as one that was written here is, or is being written.
+        """
+        return sorted(_side_files(self.path))
 
     def _find(self, name: str) -> MappedFile:
         if name not in self._owner:
@@ -199,5 +201,15 @@ def _is_weight(file: Path) -> bool:
     return Path(name).suffix in WEIGHT_SUFFIXES or name.endswith((".safetensors.index.json", ".bin.index.json"))
 
 
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def _side_files(folder: Path) -> Iterator[Path]:
+    for entry in folder.iterdir():
+        if entry.name.startswith(".") or _is_weight(entry):
+            continue
+        if entry.is_file():
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink() and not _is_other_checkpoint(entry):
+            yield from _side_files(entry)
+
+
+def _is_other_checkpoint(folder: Path) -> bool:
+    return folder.name.endswith(PARTIAL_SUFFIX) or any(folder.glob("*.safetensors"))

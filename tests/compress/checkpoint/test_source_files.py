@@ -92,6 +92,18 @@ def test_side_files_leave_weights_out(tmp_path):
     assert found == set(kept)
 
 
+def test_side_files_leave_checkpoints_in_the_folder_out(tmp_path):
+    """`compress quantize . --out packed`, twice: neither the first result nor what is being written belongs to it."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    (tmp_path / "packed").mkdir()
+    save_file(TENSORS, tmp_path / "packed" / "model.safetensors")
+    for name in ("config.json", "packed/config.json", "packed/notes/a.txt", "other.partial/pieces/run.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    found = [str(file.relative_to(tmp_path)) for file in TensorFiles.open(tmp_path).side_files()]
+    assert found == ["config.json"]
+
+
 def test_wrong_paths(tmp_path):
     with pytest.raises(CheckpointError, match=r"does not exist.*hf download org/name"):
         TensorFiles.open("org/name")
