@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from runtime.server.chat import chat_router
 from runtime.server.completions import completions_router
@@ -15,7 +16,7 @@ from runtime.server.description import DescribedApi
 from runtime.server.embeddings import embeddings_router
 from runtime.server.errors import add_error_handlers
 from runtime.server.generation import Engine
-from runtime.server.guard import ApiKeyGuard, BodyLimit, SiteGuard
+from runtime.server.guard import ApiKeyGuard, BodyLimit, SiteGuard, origins_of
 from runtime.server.health import health_router
 from runtime.server.models import models_router
 from runtime.server.page import page_router
@@ -24,6 +25,13 @@ from runtime.server.service import Limits, Service, Tokenizer
 from runtime.server.tokenization import tokenization_router
 
 ROUTERS = (completions_router, chat_router, embeddings_router, tokenization_router, models_router, health_router)
+
+CROSS_ORIGIN: dict[str, tuple[str, ...]] = {
+    "allow_methods": ("GET", "POST"),
+    "allow_headers": ("*",),
+    "expose_headers": ("x-request-id", "retry-after"),
+}
+"""What pages of allowed hosts may send and read. They come before the key is asked for: browsers ask without it."""
 
 
 def create_app(
@@ -65,6 +73,8 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)
     if api_key:
         app.add_middleware(ApiKeyGuard, api_key=api_key)
+    if allowed_hosts:
+        app.add_middleware(CORSMiddleware, allow_origin_regex=origins_of(allowed_hosts), **CROSS_ORIGIN)
     app.add_middleware(SiteGuard, hosts=allowed_hosts)
     app.add_middleware(RequestId)
     return app

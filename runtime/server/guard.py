@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Collection
 from urllib.parse import SplitResult, urlsplit
 
@@ -65,6 +66,12 @@ class SiteGuard:
         if origin is None or parts(origin).netloc == host or parts(origin).hostname in self.hosts:
             return ""
         return f"Pages of {origin} may not use this server. Start it with --allowed-host NAME to permit a host."
+
+
+def origins_of(hosts: Collection[str]) -> str:
+    """A regular expression of the origins that pages of these hosts have, on any port."""
+    names = (re.escape(f"[{name}]" if ":" in name else name) for name in hosts)
+    return rf"(?i:https?://({'|'.join(names)})(:\d+)?)"
 
 
 def parts(url: str) -> SplitResult:

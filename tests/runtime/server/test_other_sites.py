@@ -57,12 +57,49 @@ def test_bodies_that_a_page_may_send_without_asking_are_no_requests(local: httpx
     assert response.status_code == 400
 
 
-def test_nobody_is_invited(local: httpx.Client, api: httpx.Client) -> None:
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+@pytest.mark.parametrize("origin", ["http://chat.example", "https://CHAT.example:3000", "http://[::1]:3000"])
+def test_pages_of_allowed_hosts_are_invited(local: httpx.Client, origin: str) -> None:
+    """A browser asks before it sends JSON to another origin, and hands the answer over only where that is allowed."""
+    asked = local.options("/v1/completions", headers={"Origin": origin, **PREFLIGHT})
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == origin
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    answers = [
+        local.post("/v1/completions", json=BODY, headers={"Origin": origin}),
+        local.post("/v1/completions", json={**BODY, "stream": True}, headers={"Origin": origin}),
+        local.post("/v1/completions", json={**BODY, "prompt": 1}, headers={"Origin": origin}),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 400]
+    assert {answer.headers["access-control-allow-origin"] for answer in answers} == {origin}
+
+
+def test_an_invitation_needs_no_key_but_an_answer_does(serve_alphabet: Any) -> None:
+    url, _ = serve_alphabet(allowed_hosts=LOCAL, api_key="open sesame")
+    page = {"Origin": "http://localhost:3000"}
+    with httpx.Client(base_url=url, timeout=20, headers=page) as client:
+        assert client.options("/v1/models", headers=PREFLIGHT).status_code == 200
+        refused = client.get("/v1/models")
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == page["Origin"]
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://chatXexample", "http://chat.example.evil", "http://evil.example/chat.example"]
+)
+def test_names_that_look_like_allowed_ones(local: httpx.Client, origin: str) -> None:
+    asked = local.options("/v1/completions", headers={"Origin": origin, **PREFLIGHT})
+    assert "access-control-allow-origin" not in asked.headers
+
+
+def test_nobody_else_is_invited(local: httpx.Client, api: httpx.Client) -> None:
     """No CORS headers: a browser hands no answer to another site's page, and its preflights fail."""
     for client in (local, api):
-        for origin in ({}, {"Origin": str(client.base_url).rstrip("/")}):
-            headers = client.get("/v1/models", headers=origin).headers
-            assert not [name for name in headers if name.startswith("access-control")]
+        headers = client.get("/v1/models").headers
+        assert not [name for name in headers if name.startswith("access-control")]
         asks = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
         response = client.options("/v1/completions", headers=asks)
         assert response.status_code in (403, 405)
