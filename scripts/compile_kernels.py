@@ -1,7 +1,8 @@
 """Compiles every GPU kernel in every configuration that can be chosen, without a GPU, and checks what comes out.
 
 For each architecture: nothing may spill, shared memory must fit, products must be on tensor cores, weights must be
-loaded in wide words, and packed codes must not be converted one by one. Exits with status 1 when something fails.
+loaded in wide words, and packed codes must not be converted one by one. Each result is printed as it comes; Ctrl-C ends
+with what there is. Exits with status 1 when something fails or is missing.
 
     python scripts/compile_kernels.py
     python scripts/compile_kernels.py --arch 90 --only narrow --json kernels.json
@@ -11,14 +12,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarking.build_summary import worst_of_each_kernel
 from benchmarking.kernel_builds import Build, Built, all_builds, build
-from benchmarking.tables import write_json
+from benchmarking.tables import print_with_markdown, write_json
 from rich.console import Console
 
 ARCHITECTURES = (80, 90)
@@ -30,26 +32,50 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--every", type=int, default=1, help="of the builds, only every so many")
+    parser.add_argument(
+        "--combinations", action="store_true", help="every combination of what attention chooses: hours"
+    )
     parser.add_argument("--json", type=Path, help="write registers, memory and instructions here")
     return parser.parse_args(arguments)
 
 
-def compile_all(builds: Sequence[Build], jobs: int) -> list[Built]:
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(build, builds))
+def compile_all(builds: Sequence[Build], jobs: int) -> Iterator[Built]:
+    """What comes out, as it comes; what nobody waits for any more is not begun."""
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    try:
+        for done in as_completed([pool.submit(build, each) for each in builds]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def print_all(builds: Sequence[Build], jobs: int, console: Console) -> list[Built]:
+    """Compiles and prints, as far as it is let."""
+    results: list[Built] = []
+    try:
+        for result in compile_all(builds, jobs):
+            results.append(result)
+            style = "bold red" if result.problems else None
+            console.print(f"{len(results)}/{len(builds)} {result}", style=style, markup=False)
+    except KeyboardInterrupt:
+        console.print(f"interrupted: {len(builds) - len(results)} builds are missing")
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, console = parse_options(arguments), Console(width=160, highlight=False)
-    builds = [each for arch in options.arch for each in all_builds(arch) if options.only in each.name]
-    results = compile_all(builds[:: options.every], options.jobs)
-    for result in results:
-        console.print(str(result), style="bold red" if result.problems else None)
+    known = [
+        each for arch in options.arch for each in all_builds(arch, options.combinations) if options.only in each.name
+    ]
+    builds = known[:: options.every]
+    results = print_all(builds, options.jobs, console)
     failed = sum(bool(result.problems) for result in results)
+    if results:
+        print_with_markdown("The most that a build takes", worst_of_each_kernel(results), console)
     console.print(f"{len(results)} builds, {failed} failed")
     if options.json:
         write_json(options.json, {"builds": [asdict(result) for result in results]})
-    return 1 if failed or not results else 0
+    return 0 if results and len(results) == len(builds) and not failed else 1
 
 
 if __name__ == "__main__":

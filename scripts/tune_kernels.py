@@ -10,32 +10,17 @@ fit in shared memory is passed over and counted.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarking.entry import leave_with
+from benchmarking.linear_candidates import candidates
 from rich.console import Console
 
-from runtime.kernels.gpu.configs import BUCKETS, EXPAND, NARROW, WIDE, KernelConfig, to_json
+from runtime.kernels.gpu.configs import BUCKETS, KernelConfig, to_json
 
 Timer = Callable[[int, KernelConfig], float]
 """Seconds for so many tokens; raises RuntimeError where a configuration cannot run."""
-
-
-def candidates(tokens: int) -> Iterator[KernelConfig]:
-    """What is worth trying for a number of tokens."""
-    if tokens <= 128:
-        for block_n in (64, 128):
-            for num_warps in (4, 8):
-                for num_stages in (3, 4, 5):
-                    for splits in (1, 2, 4, 8, 16):
-                        yield KernelConfig(NARROW, block_n, min(64, max(16, tokens)), num_warps, num_stages, splits)
-    if tokens >= 64:
-        for block_m in (64, 128, 256):
-            for num_stages in (2, 3):
-                yield KernelConfig(WIDE, 128, block_m, 8, num_stages)
-    if tokens >= 256:
-        yield KernelConfig(EXPAND)
 
 
 def tune(buckets: Sequence[int], timer: Timer) -> tuple[dict[int, KernelConfig], int]:

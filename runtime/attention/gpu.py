@@ -12,9 +12,7 @@ from runtime.kernels.gpu.head_pages import layer_pages
 from runtime.kernels.triton_device import num_processors, refuse_triton
 from runtime.model.rope import Rotary
 
-MAX_ROWS = 64
-MIN_ROWS = 16
-"""Rows of one program: tokens times the query heads that share a kv head; tensor cores take no fewer than 16."""
+HEAD_DIMS = (32, 64, 128, 256)
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 64
 
@@ -58,8 +56,9 @@ class TritonAttention:
         read = layer_pages(cache.pages.memory.tensors, cache.scheme, layer)
         kv_heads = read.pages[0].shape[2]
         rows = len(query) // group.num_sequences * (query.shape[1] // kv_heads)
-        block_rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (rows - 1).bit_length()))
-        programs = group.num_sequences * -(-rows // block_rows) * kv_heads
+        sizes = block_rows(query.shape[2])
+        rows_of_program = next((most for most in sizes if rows <= most), sizes[-1])
+        programs = group.num_sequences * -(-rows // rows_of_program) * kv_heads
         return attend(
             query.contiguous(),
             read.pages,
@@ -68,7 +67,7 @@ class TritonAttention:
             group.blocks.view(group.num_sequences, -1),
             group.positions,
             self.windows[layer],
-            block_rows,
+            rows_of_program,
             num_splits(group.num_keys, programs, self.processors),
             self._front(layer, index, moved),
             group.ancestors,
@@ -84,6 +83,12 @@ class TritonAttention:
         )
 
 
+def block_rows(head_dim: int) -> tuple[int, ...]:
+    """Rows that one program may have, a row being a token and one of the query heads that share a kv head: tensor cores
+    take no fewer than 16, and registers hold no more."""
+    return (16, 32, 64) if head_dim <= 128 else (16, 32)
+
+
 def num_splits(num_keys: int, programs: int, processors: int) -> int:
     """Into how many stretches the context is cut: two programs per processor, none with less than its fixed costs."""
     return max(1, min(2 * processors // programs, num_keys // MIN_SPLIT_TOKENS, MAX_SPLITS))
@@ -97,7 +102,7 @@ def refuse(device: torch.device, dtype: torch.dtype, head_dim: int, recent: int)
     """
     if refusal := refuse_triton(device, dtype):
         return refusal
-    if head_dim & (head_dim - 1) or head_dim < 32:
-        return "takes heads of 32, 64, 128 or 256 dimensions"
+    if head_dim not in HEAD_DIMS:
+        return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions"
     # Which keys are exact changes with every token, so they would be a second set of pages with a mask.
     return "reads no exact recent window" if recent else ""

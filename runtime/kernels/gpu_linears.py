@@ -18,6 +18,8 @@ from runtime.kernels.triton_device import num_processors, refuse_triton
 
 TABLES = Path(__file__).parent / "gpu" / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
+MEASURED_BITS = 4
+"""Tables are of such codes: a tile of 2-bit codes takes twice the shared memory."""
 UNIT = 32
 """Group sizes are a multiple of this, or the whole row."""
 
@@ -77,7 +79,7 @@ def table_path(gpu: str) -> Path:
 
 
 def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[int, int]) -> Plan:
-    if device.type == "cuda":
+    if device.type == "cuda" and bits == MEASURED_BITS:
         gpu = torch.cuda.get_device_name(device)
         path = table_path(gpu)
         measured = measured_plan(path, gpu, *shape) if path.is_file() else None

@@ -6,13 +6,16 @@ from benchmarking.kernel_builds import Build
 
 
 def column_builds(arch: int) -> list[Build]:
+    """A stretch may begin and end anywhere: in the pattern of a sparse weight, or at the last columns."""
     return [
         Build.of(
             arch, f"change_columns {columns}{' grid' if grid else ''}{' kept' if kept else ''}",
             "compress.methods.columns_gpu.change_columns",
-            "targets:fp32 errors:fp32 feedback:fp32 codes:u8 scale:fp32 zero:fp32 group:i64 kept:i1",
-            "first%16 count outputs%16 feedback_row%16 feedback_column max_code:fp32",
-            {"HAS_GRID": grid, "HAS_KEPT": kept, "COLUMNS": columns, "BLOCK_O": 32}, 1, converts=True,
+            "targets:fp32 errors:fp32 feedback:fp32 codes:u8 "
+            f"{'scale:fp32 zero:fp32 group:i64' if grid else 'scale:fp32 zero:fp32 group:fp32'} "
+            f"kept:{'i1' if kept else 'fp32'}",
+            "first count outputs%16 feedback_row%16 feedback_column max_code:fp32",
+            {"HAS_GRID": grid, "HAS_KEPT": kept, "COLUMNS": columns, "BLOCK_O": 32, "num_warps": 1}, converts=True,
         )
         for columns in (16, 32, 64)
         for grid, kept in ((True, False), (True, True), (False, True))

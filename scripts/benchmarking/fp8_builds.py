@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from benchmarking.kernel_builds import TENSOR_CORES, Build
+from runtime.kernels.gpu.launch_bytes import byte_tile
+from runtime.kernels.gpu.launch_fp8 import WIDE_TILE
 
 NATIVE_ARCHITECTURE = 89
-NARROW_TILES = (16, 32, 64)
+NARROW_TOKENS = (1, 32, 64)
 DTYPES = ("bf16", "fp16")
 
 
 def fp8_builds(arch: int) -> list[Build]:
-    inputs = [(f"x16 {dtype}", dtype, dtype) for dtype in DTYPES] + [("x8", "u8", "bf16")]
-    narrow = [_narrow(arch, *each, block_m) for each in inputs for block_m in NARROW_TILES]
-    return narrow + [_wide(arch, dtype) for dtype in DTYPES if arch >= NATIVE_ARCHITECTURE]
+    narrow = [
+        _narrow(arch, dtype, rounds, tokens) for dtype in DTYPES for rounds in (False, True) for tokens in NARROW_TOKENS
+    ]
+    if arch < NATIVE_ARCHITECTURE:
+        return narrow
+    return narrow + [_wide(arch, dtype, has_bias) for dtype in DTYPES for has_bias in (False, True)]
 
 
-def _narrow(arch: int, name: str, x: str, scale: str, block_m: int) -> Build:
-    constants: dict[str, Any] = {
-        "LEVELS": x == "u8", "BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": 128, "STAGES": 4,
-        "NATIVE": arch >= NATIVE_ARCHITECTURE, "INTERPRETED": False,
-    }  # fmt: skip
+def _narrow(arch: int, dtype: str, rounds_inputs: bool, tokens: int) -> Build:
+    tile, form = byte_tile(tokens, 0), "x8" if rounds_inputs else "x16"
+    native = {"LEVELS": rounds_inputs, "NATIVE": arch >= NATIVE_ARCHITECTURE, "INTERPRETED": False}
     return Build.of(
-        arch, f"narrow_fp8_product {name} 64x{block_m}", "gpu.fp8.narrow_fp8_product",
-        f"x:{x} codes:u8 row_scale:{scale} part:fp32", "M K%16 ROWS%16 blocks_per_split",
-        constants, 4, 4, wants=TENSOR_CORES,
+        arch, f"narrow_fp8_product {form} {dtype} {tile['BLOCK_N']}x{tile['BLOCK_M']}", "gpu.fp8.narrow_fp8_product",
+        f"x:{'u8' if rounds_inputs else dtype} codes:u8 row_scale:{dtype} part:fp32",
+        "M K%16 ROWS%16 blocks_per_split", native | tile, wants=TENSOR_CORES,
     )  # fmt: skip
 
 
-def _wide(arch: int, dtype: str) -> Build:
+def _wide(arch: int, dtype: str, has_bias: bool) -> Build:
     return Build.of(
-        arch, f"wide_fp8_product {dtype} 128x128", "gpu.fp8.wide_fp8_product",
+        arch, f"wide_fp8_product {dtype}{' bias' if has_bias else ''}", "gpu.fp8.wide_fp8_product",
         f"levels:u8 codes:u8 token_scale:fp32 row_scale:{dtype} bias:{dtype} y:{dtype}", "M K%16 ROWS%16",
-        {"HAS_BIAS": True, "BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": 128, "GROUP_M": 8, "STAGES": 3,
-         "INTERPRETED": False},
-        8, 3, wants=("QGMMA",) if arch == 90 else ("QMMA",),
+        {"HAS_BIAS": has_bias, "INTERPRETED": False, **WIDE_TILE}, wants=("QGMMA",) if arch == 90 else ("QMMA",),
     )  # fmt: skip

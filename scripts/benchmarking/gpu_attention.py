@@ -11,7 +11,7 @@ from torch.nn import functional
 from benchmarking.cpu_attention import Case, decoder_config
 from benchmarking.gpu_timing import num_copies
 from compress.checkpoint.kv_cache import KVCacheScheme
-from runtime.attention.gpu import MIN_ROWS, num_splits
+from runtime.attention.gpu import block_rows, num_splits
 from runtime.kernels.gpu.head_pages import layer_pages
 from runtime.model.pages import ExactPages
 from runtime.model.pages_quantized import QuantizedPages
@@ -48,7 +48,8 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device) ->
 
     def call(layer: int) -> Callable[[], object]:
         read = layer_pages(tensors, scheme, layer)
-        return lambda: attend(query, read.pages, read.scales, read.formats, table, positions, None, MIN_ROWS, splits)
+        pages = read.pages, read.scales, read.formats
+        return lambda: attend(query, *pages, table, positions, None, block_rows(case.head_dim)[0], splits)
 
     nbytes = sum(tensor[0].nbytes for tensor in tensors.values())
     return Calls([call(layer) for layer in range(config.num_layers)], nbytes)

@@ -14,6 +14,8 @@ SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1
 """Bytes that one program may have, by architecture."""
 SPILL_LIMIT = {80: 8}
 """Bytes of stack: one register, spilled outside of the loop, is let pass on an A100."""
+LAUNCHED_WARPS = 4
+"""Where a launch does not say."""
 TENSOR_CORES = ("HMMA", "HGMMA", "IMMA", "IGMMA")
 CONVERSIONS = ("I2F", "I2FP")
 MAX_CONVERSIONS = 16
@@ -28,10 +30,11 @@ class Build:
         module, kernel: where the kernel stands.
         types: of its run-time arguments by name: `*bf16`, `i32`.
         aligned: arguments that are always multiples of 16.
-        constants: values of its compile-time arguments.
+        constants: values of its compile-time arguments, and `num_warps`, as a launch has them.
         wants: instructions of which one must be present; none if empty.
         converts: codes may be converted one by one, as those of 8 bits are.
         wide: some load must take 16 bytes at once.
+        tried: only when a table is measured, which passes over what spills or does not fit.
     """
 
     arch: int
@@ -41,17 +44,15 @@ class Build:
     types: dict[str, str]
     aligned: frozenset[str]
     constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
     wants: tuple[str, ...] = ()
     converts: bool = False
     wide: bool = False
+    tried: bool = False
 
     @classmethod
     def of(
-        cls, arch: int, name: str, path: str, pointers: str, integers: str, constants: dict[str, Any],
-        num_warps: int = 4, num_stages: int = 3, **rules: Any,
-    ) -> Build:  # fmt: skip
+        cls, arch: int, name: str, path: str, pointers: str, integers: str, constants: dict[str, Any], **rules: Any
+    ) -> Build:
         """A build in short words: path `gpu.rows.finish_rows` (below runtime.kernels, or whole from `compress.` on),
         pointers `part:fp32 y:bf16`, integers `M N%16`, where `%16` marks what is always a multiple of 16, as pointers
         are; a number of another type is `scale:fp32`."""
@@ -63,7 +64,7 @@ class Build:
             argument, _, kind = word.removesuffix("%16").partition(":")
             types[argument] = kind or "i32"
         place = module if module.startswith("compress.") else f"runtime.kernels.{module}"
-        return cls(arch, name, place, kernel, types, frozenset(aligned), constants, num_warps, num_stages, **rules)
+        return cls(arch, name, place, kernel, types, frozenset(aligned), constants, **rules)
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ def inspect(wanted: Build, cubin: bytes, shared_bytes: int) -> Built:
 
 def _problems(wanted: Build, stack: int, shared_bytes: int, counts: Counter[str]) -> list[str]:
     found = []
-    if stack > SPILL_LIMIT.get(wanted.arch, 0):
+    if stack > SPILL_LIMIT.get(wanted.arch, 0) and not wanted.tried:
         found.append(f"spills: {stack} bytes of stack, {counts['LDL']} loads, {counts['STL']} stores")
-    if shared_bytes > SHARED_MEMORY_LIMIT[wanted.arch]:
+    if shared_bytes > SHARED_MEMORY_LIMIT[wanted.arch] and not wanted.tried:
         found.append(f"{shared_bytes} bytes of shared memory, {SHARED_MEMORY_LIMIT[wanted.arch]} are there")
     if wanted.wants and not any(counts[each] for each in wanted.wants):
         found.append(f"none of {', '.join(wanted.wants)}")
@@ -128,11 +129,15 @@ def _compile(wanted: Build) -> Any:
     from triton.compiler import ASTSource
 
     function = getattr(import_module(wanted.module), wanted.kernel)
-    names = function.arg_names
-    signature = {name: wanted.types.get(name, "constexpr") for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in wanted.aligned}
-    options = {"num_warps": wanted.num_warps, "num_stages": wanted.num_stages, "enable_fp_fusion": True}
-    source = ASTSource(fn=function, signature=signature, constexprs=wanted.constants, attrs=attributes)
+    signature = {name: wanted.types.get(name, "constexpr") for name in function.arg_names}
+    attributes = {
+        (param.num,): [["tt.divisibility", 16]]
+        for param in function.params
+        if param.name in wanted.aligned and not param.do_not_specialize_on_alignment
+    }
+    constants = {"num_warps": LAUNCHED_WARPS, **wanted.constants}
+    options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": True}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", wanted.arch, 32), options=options)
 
 
@@ -143,8 +148,9 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def all_builds(arch: int) -> list[Build]:
-    """Every kernel and configuration that can be chosen on an architecture."""
+def all_builds(arch: int, every: bool = False) -> list[Build]:
+    """Every kernel and configuration that can be chosen on an architecture; `every`: attention in every combination of
+    its many choices, and not only every two of them together."""
     from benchmarking.attention_builds import attention_builds
     from benchmarking.column_builds import column_builds
     from benchmarking.fp8_builds import fp8_builds
@@ -152,4 +158,4 @@ def all_builds(arch: int) -> list[Build]:
     from benchmarking.step_builds import step_builds
 
     linears = linear_builds(arch) + fp8_builds(arch)
-    return linears + attention_builds(arch) + column_builds(arch) + step_builds(arch)
+    return linears + attention_builds(arch, every) + column_builds(arch) + step_builds(arch)

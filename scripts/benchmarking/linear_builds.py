@@ -1,72 +1,111 @@
-"""The builds of the packed linears: every default configuration, width and dtype, with the group sizes that matter."""
+"""The builds of the packed linears: every default configuration, width and dtype, with the group sizes that matter, and
+what is tried when a table is measured."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from itertools import product
+from math import gcd
 from typing import Any
 
 from benchmarking.kernel_builds import TENSOR_CORES, Build
-from runtime.kernels.gpu.configs import EXPAND, NARROW, KernelConfig, all_configs
+from benchmarking.linear_candidates import candidates
+from runtime.kernels.gpu.configs import BUCKETS, EXPAND, NARROW, KernelConfig, all_configs
+from runtime.kernels.gpu.launch import GROUP_M
+from runtime.kernels.gpu.launch_bytes import byte_tile, level_tile
+from runtime.kernels.gpu.packing import tile_inputs
 from runtime.kernels.gpu.planes import unpack_instructions
 
 DTYPES = ("bf16", "fp16")
-FORMATS = ((4, 128, 128, False), (4, 32, 32, True), (4, 0, 128, False), (2, 64, 64, True))
-"""Bits, group size (0: the row), unit, and whether zero points are stored."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A packed weight: width of its codes, group size (0: the row), whether zero points are stored, whether the linear
+    has a bias, and whether its inputs fill the last tile."""
+
+    bits: int
+    group_size: int
+    has_zero: bool = False
+    has_bias: bool = False
+    even: bool = True
+
+    def __str__(self) -> str:
+        marks = "z" * self.has_zero + " bias" * self.has_bias + " ragged" * (not self.even)
+        return f"w{self.bits}g{self.group_size or 'row'}{marks}"
+
+
+MEASURED = Form(4, 128)
+"""What tables are measured with."""
+FORMS = (
+    MEASURED,
+    Form(4, 64, has_bias=True),
+    Form(4, 32, True),
+    Form(4, 32, has_bias=True, even=False),
+    Form(4, 0),
+    Form(2, 128, has_bias=True),
+    Form(2, 64, True),
+    Form(2, 32, even=False),
+    Form(2, 0, True, has_bias=True),
+)
+GROUPS = ((0, False), (0, True), (128, True), (64, False), (32, True))
+"""Group sizes of bytes, and whether zero points are stored."""
+NARROW_TOKENS = (1, 32, 64)
 
 
 def linear_builds(arch: int) -> list[Build]:
-    planes = [
-        _planes(arch, config, dtype, *form) for form in FORMATS for config in all_configs(form[0]) for dtype in DTYPES
-    ]
-    return planes + [each for dtype in DTYPES for each in _bytes(arch, dtype)] + _levels(arch)
+    planes = [_planes(arch, *each) for form in FORMS for each in product(all_configs(form.bits), DTYPES, [form])]
+    known = set(all_configs(MEASURED.bits))
+    tried = [_planes(arch, config, DTYPES[0], MEASURED, tried=True) for config in _tried() if config not in known]
+    codes = [_bytes(arch, *each) for each in product(DTYPES, GROUPS, NARROW_TOKENS)]
+    return planes + tried + codes + [_levels(arch, tokens) for tokens in (*NARROW_TOKENS, 65)]
 
 
-def _planes(
-    arch: int, config: KernelConfig, dtype: str, bits: int, group_size: int, unit: int, has_zero: bool
-) -> Build:
-    is_bfloat16 = dtype == "bf16"
+def _tried() -> list[KernelConfig]:
+    return list(dict.fromkeys(replace(config, splits=1) for tokens in BUCKETS for config in candidates(tokens)))
+
+
+def _planes(arch: int, config: KernelConfig, dtype: str, form: Form, tried: bool = False) -> Build:
     constants: dict[str, Any] = {
-        "BITS": bits, "GROUP_SIZE": group_size, "UNIT": unit, "MIDPOINT": 1 << bits - 1, "HAS_ZERO": has_zero,
-        "BFLOAT16": is_bfloat16, "PTX": unpack_instructions(bits, is_bfloat16), "INTERPRETED": False,
+        "BITS": form.bits, "GROUP_SIZE": form.group_size, "UNIT": gcd(form.group_size, tile_inputs(form.bits)),
+        "MIDPOINT": 1 << form.bits - 1, "HAS_ZERO": form.has_zero, "BFLOAT16": dtype == "bf16",
+        "PTX": unpack_instructions(form.bits, dtype == "bf16"), "INTERPRETED": False,
     }  # fmt: skip
-    name = f"{config.kernel} w{bits}g{group_size or 'row'}{'z' if has_zero else ''} {dtype}"
-    pointers = f"words:i16 scale:{dtype} zero:u8 "
+    name, pointers = (
+        f"{config.kernel} {form} {dtype}",
+        f"words:i16 scale:{dtype} zero:{'u8' if form.has_zero else 'i16'} ",
+    )
     if config.kernel == EXPAND:
         integers, constants["BLOCK_N"] = "first_row%16 ROWS%16 N%16 K%16", 64
         return Build.of(arch, name, "gpu.wide.expand", pointers + f"weight:{dtype}", integers, constants)
-    constants |= {"BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "EVEN_K": True}
     name += f" {config.block_n}x{config.block_m} {config.num_warps} warps {config.num_stages} stages"
+    constants |= {
+        "BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "EVEN_K": form.even,
+        "num_warps": config.num_warps,
+    }  # fmt: skip
+    rules = {"wants": TENSOR_CORES, "tried": tried}
     if config.kernel == NARROW:
-        kernel, integers = "gpu.narrow.narrow_product", "M N%16 K%16 num_tiles tiles_per_split"
-        pointers += f"x:{dtype} sums:fp32 part:fp32"
-    else:
-        kernel, integers = "gpu.wide.wide_product", "M N%16 K%16 ROWS%16 num_tiles"
-        pointers += f"x:{dtype} bias:{dtype} y:{dtype}"
-        constants |= {"HAS_BIAS": False, "GROUP_M": 8}
-    shape = config.num_warps, config.num_stages
-    return Build.of(arch, name, kernel, pointers, integers, constants, *shape, wants=TENSOR_CORES)
+        integers, pointers = "M N%16 K%16 num_tiles tiles_per_split", pointers + f"x:{dtype} sums:fp32 part:fp32"
+        return Build.of(arch, name, "gpu.narrow.narrow_product", pointers, integers, constants, **rules)
+    constants |= {"HAS_BIAS": form.has_bias, "GROUP_M": GROUP_M}
+    pointers += f"x:{dtype} bias:{dtype} y:{dtype}"
+    return Build.of(arch, name, "gpu.wide.wide_product", pointers, "M N%16 K%16 ROWS%16 num_tiles", constants, **rules)
 
 
-def _bytes(arch: int, dtype: str) -> list[Build]:
-    return [
-        Build.of(
-            arch, f"byte_product g{group or 'row'} {dtype} 64x{block_m}", "gpu.bytes.byte_product",
-            f"x:{dtype} codes:i8 scale:{dtype} zero:i8 part:fp32", "M N%16 K%16 ROWS%16 blocks_per_split",
-            {"GROUP_SIZE": group, "HAS_ZERO": group != 0, "BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": group or 128,
-             "STAGES": 4, "INTERPRETED": False},
-            4, 4, wants=TENSOR_CORES, converts=True,
-        )
-        for group in (0, 128, 32)
-        for block_m in (16, 32, 64)
-    ]  # fmt: skip
+def _bytes(arch: int, dtype: str, group: tuple[int, bool], tokens: int) -> Build:
+    (group_size, has_zero), tile = group, byte_tile(tokens, group[0])
+    return Build.of(
+        arch, f"byte_product g{group_size or 'row'}{'z' * has_zero} {dtype} {tile['BLOCK_N']}x{tile['BLOCK_M']}",
+        "gpu.bytes.byte_product", f"x:{dtype} codes:i8 scale:{dtype} zero:i8 part:fp32",
+        "M K%16 ROWS%16 blocks_per_split",
+        {"GROUP_SIZE": group_size, "HAS_ZERO": has_zero, "INTERPRETED": False, **tile},
+        wants=TENSOR_CORES, converts=True,
+    )  # fmt: skip
 
 
-def _levels(arch: int) -> list[Build]:
-    return [
-        Build.of(
-            arch, f"level_product {block_m}x{block_n}", "gpu.bytes.level_product", "levels:i8 codes:i8 part:i32",
-            "M K%16 ROWS%16 blocks_per_split",
-            {"BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": 128, "GROUP_M": 8, "STAGES": 3},
-            warps, 3, wants=("IMMA", "IGMMA"),
-        )
-        for block_m, block_n, warps in ((16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 128, 8))
-    ]  # fmt: skip
+def _levels(arch: int, tokens: int) -> Build:
+    tile = level_tile(tokens)
+    return Build.of(
+        arch, f"level_product {tile['BLOCK_M']}x{tile['BLOCK_N']}", "gpu.bytes.level_product",
+        "levels:i8 codes:i8 part:i32", "M K%16 ROWS%16 blocks_per_split", tile, wants=("IMMA", "IGMMA"),
+    )  # fmt: skip

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarking.attention_builds import FORM_PAIRS
 from benchmarking.kernel_builds import Build
+from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
+from runtime.attention.gpu import HEAD_DIMS
 from runtime.kernels.gpu.launch_attention import FORMS as PAGE_FORMS
+from runtime.kernels.gpu.launch_bytes import MAX_SPLITS
 from runtime.kernels.gpu.launch_rows import BLOCK, FORMS, GATED_BLOCK, TYPES, num_warps
 from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS
 
 DTYPES = dict(zip(("bf16", "fp16"), TYPES.values(), strict=True))
-PRODUCTS = {"16-bit": 1, "parts": 8, "levels": 2, "floats": 2}
+SPLITS = {"16-bit": 1, "parts": MAX_SPLITS, "levels": MAX_SPLITS, "floats": 1}
 """What is read: finished rows, float32 sums of so many splits, or int32 or float32 sums with scales."""
-FORM_BLOCKS = ((ROWS, 8192), (SUMS, 4096), (SUMS, 8192), (LEVELS, 4096), (LEVELS, 8192), (FLOATS, 4096), (FLOATS, 8192))
+BIASED = ("parts", "levels")
+FORM_BLOCKS = tuple((form, block) for form in (ROWS, SUMS, LEVELS, FLOATS) for block in (4096, 8192, 16384))
 """Forms of an input, and numbers in a program that has the whole row."""
+UNITS = (32, 64, 128, 256)
 
 
 def step_builds(arch: int) -> list[Build]:
@@ -26,13 +30,13 @@ def step_builds(arch: int) -> list[Build]:
 
 
 def _rows(arch: int, dtype: str) -> list[Build]:
-    blocks = [(SUMS, unit, BLOCK) for unit in (32, 64, 128, 256)]
-    blocks += [(form, 32, block) for form in (LEVELS, FLOATS) for block in (4096, 16384)]
+    blocks = [(SUMS, unit, BLOCK) for unit in UNITS]
+    blocks += [(form, 32, block) for form in (LEVELS, FLOATS) for block in (4096, 16384, 32768)]
     before = [
         Build.of(
             arch, f"prepare_rows {form} {unit if form == SUMS else block} {dtype}", "gpu.rows.prepare_rows",
             f"x:{dtype} {_out(form, dtype)}", "M K%16 num_sums",
-            {"FORM": FORMS[form], "UNIT": unit, "BLOCK": block}, num_warps(block), wide=True,
+            {"FORM": FORMS[form], "UNIT": unit, "BLOCK": block, "num_warps": num_warps(block)}, wide=True,
         )
         for form, unit, block in blocks
     ]  # fmt: skip
@@ -41,78 +45,86 @@ def _rows(arch: int, dtype: str) -> list[Build]:
             arch, f"finish_rows {kind} {dtype}", "gpu.rows.finish_rows", f"{_product(kind, dtype)} y:{dtype}",
             "M N%16 ROWS_OUT%16", _constants(kind) | {"BLOCK": BLOCK}, converts=True, wide=True,
         )
-        for kind in PRODUCTS
+        for kind in SPLITS
+        if kind != "16-bit"
     ]  # fmt: skip
     return before + after
 
 
 def _norms(arch: int, dtype: str) -> list[Build]:
+    """The first layer has no update to add."""
+    updates = [(kind, *each) for kind in (None, *SPLITS) for each in FORM_BLOCKS]
     return [
         Build.of(
-            arch, f"add_norm {kind} to {form} {block} {dtype}", "gpu.norm.add_norm",
-            f"hidden:{dtype} {_product(kind, dtype)} weight:{dtype} {_out(form, dtype)}",
+            arch, f"add_norm {kind or 'nothing'} to {form} {block} {dtype}", "gpu.norm.add_norm",
+            f"hidden:{dtype} {_product(kind or '16-bit', dtype)} weight:{dtype} {_out(form, dtype)}",
             "eps:fp32 M N%16 K%16 num_sums",
-            _constants(kind)
-            | {"HAS_UPDATE": True, "FORM": FORMS[form], "UNIT": 128 if form == SUMS else 32, "BLOCK": block},
-            num_warps(block), converts=True, wide=True,
+            _constants(kind or "16-bit") | _form(form, block) | {"HAS_UPDATE": kind is not None},
+            converts=True, wide=True,
         )
-        for kind in PRODUCTS
-        for form, block in FORM_BLOCKS
+        for kind, form, block in updates
     ]  # fmt: skip
 
 
 def _gates(arch: int, dtype: str) -> list[Build]:
-    blocks = {(form, GATED_BLOCK if form in (LEVELS, FLOATS) else BLOCK) for form, _ in FORM_BLOCKS}
+    blocks = [(ROWS, BLOCK), (SUMS, BLOCK), (LEVELS, GATED_BLOCK), (FLOATS, GATED_BLOCK)]
     return [
         Build.of(
             arch, f"gate_rows {kind} to {form} {block} {dtype}", "gpu.gate.gate_rows",
             f"{_product(kind, dtype)} {_out(form, dtype)}", "M N%16 K%16 num_sums",
-            _constants(kind)
-            | {"FORM": FORMS[form], "UNIT": 128 if form == SUMS else 32, "BLOCK": block, "like": DTYPES[dtype]},
-            num_warps(block), converts=True, wide=True,
+            _constants(kind) | _form(form, block) | {"like": DTYPES[dtype]}, converts=True, wide=True,
         )
-        for kind in PRODUCTS
-        for form, block in sorted(blocks)
+        for kind in SPLITS
+        for form, block in blocks
     ]  # fmt: skip
 
 
 def _turns(arch: int, dtype: str) -> list[Build]:
+    """Every two of head size, pages, kind of product, and head norm or none, come together."""
     return [
-        _turn(arch, dtype, forms, head_dim, kind)
-        for forms in FORM_PAIRS
-        for head_dim, kind in ((64, "parts"), (128, "16-bit"), (128, "levels"), (256, "parts"))
+        _turn(arch, dtype, cache, head_dim, list(SPLITS)[(i + j) % len(SPLITS)], (i + j // 2) % 2 == 0)
+        for i, cache in enumerate(KV_FORMATS)
+        for j, head_dim in enumerate(HEAD_DIMS)
     ]
 
 
-def _turn(arch: int, dtype: str, forms: tuple[str, str], head_dim: int, kind: str) -> Build:
-    codes, scales = (dtype, dtype) if forms[0] == "16bit" else ("u8", "fp16")
-    turned = "int4" in forms
+def _turn(arch: int, dtype: str, cache: str, head_dim: int, kind: str, normed: bool) -> Build:
+    scheme = KVCacheScheme.named(cache)
+    codes, scales = (dtype, dtype) if cache == EXACT else ("u8", "fp16")
     return Build.of(
-        arch, f"turn_write {kind} to {'/'.join(dict.fromkeys(forms))} {dtype} D{head_dim}", "gpu.turn.turn_write",
+        arch, f"turn_write {kind} to {cache} {dtype} D{head_dim}{' normed' * normed}", "gpu.turn.turn_write",
         f"{_product(kind, dtype)} norm:{dtype} cos:{dtype} sin:{dtype} slots:i64 query:{dtype} "
         f"keys:{codes} key_scales:{scales} values:{codes} value_scales:{scales}",
         "eps:fp32 M N%16",
         _constants(kind)
-        | {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": head_dim, "ROOT": head_dim**0.5, "HEAD_NORM": True,
-           "TURNED": turned, "KEY_FORM": PAGE_FORMS[forms[0]], "VALUE_FORM": PAGE_FORMS[forms[1]]},
-        1, converts=True, wide=kind != "16-bit" and head_dim > 64,
+        | {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": head_dim, "ROOT": head_dim**0.5, "HEAD_NORM": normed,
+           "TURNED": scheme.rotate, "KEY_FORM": PAGE_FORMS[scheme.key_format],
+           "VALUE_FORM": PAGE_FORMS[scheme.value_format], "num_warps": 1},
+        converts=True, wide=kind != "16-bit" and head_dim > 64,
     )  # fmt: skip
 
 
 def _product(kind: str, dtype: str) -> str:
     part = {"16-bit": dtype, "levels": "i32"}.get(kind, "fp32")
-    return f"part:{part} bias:{dtype} token_scale:fp32 row_scale:{dtype}"
+    is_scaled, has_bias = kind in ("levels", "floats"), kind in BIASED
+    token, row = ("fp32", dtype) if is_scaled else (part, part)
+    return f"part:{part} bias:{dtype if has_bias else part} token_scale:{token} row_scale:{row}"
 
 
 def _out(form: str, dtype: str) -> str:
-    return f"out:{ {LEVELS: 'i8', FLOATS: 'u8'}.get(form, dtype) } beside:fp32"
+    out = {LEVELS: "i8", FLOATS: "u8"}.get(form, dtype)
+    return f"out:{out} beside:{out if form == ROWS else 'fp32'}"
+
+
+def _form(form: str, block: int) -> dict[str, Any]:
+    unit = 128 if form == SUMS else 32
+    return {"FORM": FORMS[form], "UNIT": unit, "BLOCK": block, "num_warps": num_warps(block)}
 
 
 def _constants(kind: str) -> dict[str, Any]:
-    has_work = kind != "16-bit"
     return {
-        "SPLITS": PRODUCTS[kind],
-        "HAS_BIAS": has_work,
+        "SPLITS": SPLITS[kind],
+        "HAS_BIAS": kind in BIASED,
         "SCALED": kind in ("levels", "floats"),
         "INTERPRETED": False,
     }

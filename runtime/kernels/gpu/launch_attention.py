@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,15 +16,40 @@ FORMS = {"16bit": 0, "fp8": 1, "int8": 2, "int4": 3}
 """Of keys and of values, as the kernel knows them."""
 
 
-def block_keys(block_rows: int) -> int:
-    """Keys of one program's step: 64 rows leave registers for 32."""
-    return 64 if block_rows < 64 else 32
+def attention_constants(
+    head_dim: int,
+    formats: tuple[str, str],
+    block_rows: int,
+    *,
+    windowed: bool = False,
+    streaming: bool = False,
+    exact: bool = False,
+    tree: bool = False,
+) -> dict[str, Any]:
+    """How `paged_attention` is compiled for heads and pages of a kind, `block_rows` rows of a program, and what else
+    there is to look at."""
+    # What takes more registers than four warps have: wide heads, and many rows that look at more than pages.
+    beside = streaming and (exact or tree)
+    heavy = head_dim > 128 or (block_rows > 16 and beside) or (block_rows == 64 and exact)
+    return {
+        "HEAD_DIM": head_dim,
+        "KEY_FORM": FORMS[formats[0]],
+        "VALUE_FORM": FORMS[formats[1]],
+        "WINDOWED": windowed,
+        "STREAMING": streaming,
+        "EXACT": exact,
+        "TREE": tree,
+        "BLOCK_R": block_rows,
+        "BLOCK_T": 64 if block_rows < 64 else 32,
+        "STAGES": 2,
+        "INTERPRETED": triton.knobs.runtime.interpret,
+        "num_warps": 8 if heavy else 4,
+    }
 
 
-def program_warps(block_rows: int, exact: bool, streaming: bool, tree: bool) -> int:
-    """Warps of one program: many rows that look at exact tokens, too, or as a tree at those of a stream, take more
-    registers than four have."""
-    return 8 if block_rows == 64 and (exact or (streaming and tree)) else 4
+def join_constants(head_dim: int, splits: int) -> dict[str, Any]:
+    """How `join_splits` is compiled."""
+    return {"HEAD_DIM": head_dim, "SPLITS": triton.next_power_of_2(splits), "num_warps": 4}
 
 
 def attend(
@@ -59,7 +85,11 @@ def attend(
     parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
     weights = query.new_empty(tokens, heads, splits, dtype=torch.float32)
     exact = front.exact or (query, query)
-    num_warps = program_warps(block_rows, front.exact is not None, front.sinks > 0, ancestors is not None)
+    constants = attention_constants(
+        head_dim, formats, block_rows,
+        windowed=window is not None, streaming=front.sinks > 0, exact=front.exact is not None,
+        tree=ancestors is not None,
+    )  # fmt: skip
     grid = (len(blocks) * triton.cdiv(rows_each, block_rows), kv_heads, splits)
     paged_attention[grid](
         query, query if front.moved is None else front.moved, pages[0], scales[0], pages[1], scales[1], *exact,
@@ -67,13 +97,8 @@ def attend(
         positions if ancestors is None else ancestors, parts, weights,
         head_dim**-0.5, heads * head_dim, blocks.shape[1], block_size, tokens_each, rows_each, splits, window or 0,
         front.sinks, exact[0].shape[1] if front.exact else 0,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, KEY_FORM=FORMS[formats[0]], VALUE_FORM=FORMS[formats[1]],
-        WINDOWED=window is not None, STREAMING=front.sinks > 0, EXACT=front.exact is not None,
-        TREE=ancestors is not None, BLOCK_R=block_rows,
-        BLOCK_T=block_keys(block_rows), STAGES=2, INTERPRETED=triton.knobs.runtime.interpret, num_warps=num_warps,
+        HEADS=heads, KV_HEADS=kv_heads, **constants,
     )  # fmt: skip
     out = torch.empty_like(query)
-    join_splits[(tokens * heads,)](
-        parts, weights, out, splits, HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(splits), num_warps=4
-    )
+    join_splits[(tokens * heads,)](parts, weights, out, splits, **join_constants(head_dim, splits))
     return out

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +19,9 @@ from runtime.kernels.handover import LEVELS, InputForm, Prepared, Product
 
 MAX_BLOCK_K = 128
 BLOCK_N = 64
+MAX_NARROW_TOKENS = 64
+"""Of one program that has few; more tokens fill the GPU without splits."""
+MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +73,32 @@ def multiply_levels(x: Tensor, weight: ByteWeight, bias: Tensor | None, num_proc
     return finish(level_parts(prepared(x, InputForm(LEVELS)), weight, bias, num_processors), x.dtype)
 
 
+def byte_tile(tokens: int, group_size: int) -> dict[str, Any]:
+    """How a product with 16-bit rows is compiled for so many tokens; BLOCK_K divides the group."""
+    block_m = min(MAX_NARROW_TOKENS, max(16, triton.next_power_of_2(tokens)))
+    block_k = gcd(group_size, MAX_BLOCK_K)
+    return {"BLOCK_N": BLOCK_N, "BLOCK_M": block_m, "BLOCK_K": block_k, "STAGES": 4, "num_warps": 4}
+
+
+def level_tile(tokens: int) -> dict[str, Any]:
+    """How a product of levels is compiled for so many tokens."""
+    tile = {"BLOCK_N": BLOCK_N, "BLOCK_M": max(16, triton.next_power_of_2(tokens)), "num_warps": 4}
+    if tokens > MAX_NARROW_TOKENS:
+        tile = {"BLOCK_N": 128, "BLOCK_M": 128, "num_warps": 8}
+    return tile | {"BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3}
+
+
 def byte_parts(x: Prepared, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Product:
     """The product of 16-bit rows."""
     (tokens, inputs), rows = x.rows.shape, len(weight.codes)
-    block_k = gcd(weight.group_size, MAX_BLOCK_K)
-    block_m = min(64, max(16, triton.next_power_of_2(tokens)))
-    splits, blocks_per_split = split_inputs(rows, inputs, block_k, tokens, block_m, num_processors)
+    tile = byte_tile(tokens, weight.group_size)
+    splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, num_processors)
     parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
-    byte_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, block_m))](
+    byte_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
         x.rows, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, parts,
-        tokens, rows, inputs, rows, blocks_per_split,
-        GROUP_SIZE=weight.group_size, HAS_ZERO=weight.zero is not None, BLOCK_N=BLOCK_N, BLOCK_M=block_m,
-        BLOCK_K=block_k, STAGES=4, INTERPRETED=triton.knobs.runtime.interpret, num_warps=4,
+        tokens, inputs, rows, blocks_per_split,
+        GROUP_SIZE=weight.group_size, HAS_ZERO=weight.zero is not None, **tile,
+        INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
     return Product(parts, rows, bias)
 
@@ -89,26 +108,20 @@ def level_parts(x: Prepared, weight: ByteWeight, bias: Tensor | None, num_proces
     if x.beside is None:
         raise ValueError("levels come with the scale of each token")
     (tokens, inputs), rows = x.rows.shape, len(weight.codes)
-    wide = tokens > 64
-    block_m, block_n, warps = (128, 128, 8) if wide else (max(16, triton.next_power_of_2(tokens)), BLOCK_N, 4)
-    splits, blocks_per_split = split_inputs(rows, inputs, MAX_BLOCK_K, tokens, block_m, num_processors)
+    tile = level_tile(tokens)
+    splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, num_processors)
     parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.int32)
-    grid = (triton.cdiv(rows, block_n) * triton.cdiv(tokens, block_m), splits)
-    level_product[grid](
-        x.rows, weight.codes, parts, tokens, inputs, rows, blocks_per_split,
-        BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=MAX_BLOCK_K, GROUP_M=GROUP_M, STAGES=3, num_warps=warps,
-    )  # fmt: skip
+    grid = (triton.cdiv(rows, tile["BLOCK_N"]) * triton.cdiv(tokens, tile["BLOCK_M"]), splits)
+    level_product[grid](x.rows, weight.codes, parts, tokens, inputs, rows, blocks_per_split, **tile)
     return Product(parts, rows, bias, (x.beside, weight.scale))
 
 
-def split_inputs(
-    rows: int, inputs: int, block_k: int, tokens: int, block_m: int, num_processors: int
-) -> tuple[int, int]:
+def split_inputs(rows: int, inputs: int, tokens: int, tile: Mapping[str, int], num_processors: int) -> tuple[int, int]:
     """How many stretches of K get sums of their own, and the blocks in each: few tokens need them to fill the GPU."""
-    blocks = -(-inputs // block_k)
-    if tokens > 64:
+    blocks = triton.cdiv(inputs, tile["BLOCK_K"])
+    if tokens > MAX_NARROW_TOKENS:
         return 1, blocks
-    programs = -(-rows // BLOCK_N) * -(-tokens // block_m)
-    splits = max(1, min(4 * num_processors // programs, blocks // 4, 16))
-    per_split = -(-blocks // splits)
-    return -(-blocks // per_split), per_split
+    programs = triton.cdiv(rows, tile["BLOCK_N"]) * triton.cdiv(tokens, tile["BLOCK_M"])
+    splits = max(1, min(4 * num_processors // programs, blocks // 4, MAX_SPLITS))
+    per_split = triton.cdiv(blocks, splits)
+    return triton.cdiv(blocks, per_split), per_split

@@ -12,11 +12,12 @@ from compress.checkpoint.fp8 import Fp8Weight
 from runtime.kernels.base import Target
 from runtime.kernels.gpu.fp8 import narrow_fp8_product, wide_fp8_product
 from runtime.kernels.gpu.launch import GROUP_M
-from runtime.kernels.gpu.launch_bytes import BLOCK_N, MAX_BLOCK_K, split_inputs
+from runtime.kernels.gpu.launch_bytes import BLOCK_N, MAX_BLOCK_K, MAX_NARROW_TOKENS, byte_tile, split_inputs
 from runtime.kernels.gpu.launch_rows import finish, prepared
 from runtime.kernels.handover import FLOATS, InputForm, Prepared, Product, finished
 
-NARROW_TOKENS, WIDE_BLOCK = 64, 128
+WIDE_TILE = {"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3, "num_warps": 8}
+"""How the product of many tokens is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +64,25 @@ def multiply_fp8(x: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
 def fp8_parts(x: Prepared, weight: PlacedFp8, bias: Tensor | None) -> Product:
     """The product of an input in the weight's form: of 8-bit floats where there are many tokens and the GPU multiplies
     such, else of the same numbers in 16 bits."""
-    if len(x.rows) > NARROW_TOKENS and weight.native and x.beside is not None:
+    if len(x.rows) > MAX_NARROW_TOKENS and weight.native and x.beside is not None:
         return finished(_wide(x.rows, x.beside, weight, bias))
     (tokens, inputs), rows = x.rows.shape, len(weight.codes)
-    block_m = min(NARROW_TOKENS, max(16, triton.next_power_of_2(tokens)))
-    splits, blocks_per_split = split_inputs(rows, inputs, MAX_BLOCK_K, tokens, block_m, weight.num_processors)
+    tile = byte_tile(tokens, 0)
+    splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, weight.num_processors)
     parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
-    narrow_fp8_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, block_m))](
+    narrow_fp8_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
         x.rows, weight.codes, weight.scale, parts, tokens, inputs, rows, blocks_per_split,
-        LEVELS=weight.rounds_inputs, BLOCK_N=BLOCK_N, BLOCK_M=block_m, BLOCK_K=MAX_BLOCK_K, STAGES=4,
-        NATIVE=weight.native, INTERPRETED=triton.knobs.runtime.interpret, num_warps=4,
+        LEVELS=weight.rounds_inputs, **tile, NATIVE=weight.native, INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
     return Product(parts, rows, bias, None if x.beside is None else (x.beside, weight.scale))
 
 
 def _wide(levels: Tensor, token_scale: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
-    (tokens, inputs), rows, block = levels.shape, len(weight.codes), WIDE_BLOCK
+    (tokens, inputs), rows = levels.shape, len(weight.codes)
     y = levels.new_empty(tokens, rows, dtype=weight.dtype)
-    wide_fp8_product[(triton.cdiv(rows, block) * triton.cdiv(tokens, block),)](
+    grid = (triton.cdiv(rows, WIDE_TILE["BLOCK_N"]) * triton.cdiv(tokens, WIDE_TILE["BLOCK_M"]),)
+    wide_fp8_product[grid](
         levels, weight.codes, token_scale, weight.scale, y if bias is None else bias, y, tokens, inputs, rows,
-        HAS_BIAS=bias is not None, BLOCK_N=block, BLOCK_M=block, BLOCK_K=MAX_BLOCK_K, GROUP_M=GROUP_M, STAGES=3,
-        INTERPRETED=triton.knobs.runtime.interpret, num_warps=8,
+        HAS_BIAS=bias is not None, **WIDE_TILE, INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
     return y

@@ -1,4 +1,4 @@
-"""Rounding inside of kernels, bit for bit as torch rounds: to 16 bits, to whole numbers, to e4m3."""
+"""Rounding inside of kernels, bit for bit as torch rounds: to 16 bits, to whole numbers, to e4m3 and back."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def to_fp8(x):
     # Below 2 ** -6 numbers are 2 ** -9 apart, which is what one addition to 2 ** 14 leaves.
     tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return sign | tl.where(size < 0x3C800000, tiny, normal)
+
+
+@triton.jit
+def from_fp8(codes, INTERPRETED: tl.constexpr, like):
+    """Bytes of e4m3 as numbers, exactly: their bits moved into a float32, whose exponent is then put right. Works on
+    GPUs without 8-bit floats."""
+    bits = (codes.to(tl.int32) & 0x80) << 24 | (codes.to(tl.int32) & 0x7F) << 20
+    numbers = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    return numbers if INTERPRETED else numbers.to(like)
 
 
 @triton.jit

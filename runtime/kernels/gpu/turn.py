@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from runtime.kernels.gpu.attention import FP8, INT4, PLAIN
+from runtime.kernels.gpu.page_tiles import FP8, INT4, PLAIN
 from runtime.kernels.gpu.rounding import largest, nearest, rounded, to_float16, to_fp8
 from runtime.kernels.gpu.rows import product_at
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.gpu.planes import multiply, unpack
+from runtime.kernels.gpu.tiles import grouped_tile, store_tile
 
 
 @triton.jit
@@ -46,14 +47,9 @@ def wide_product(
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """`y [M, ROWS]` of `x [M, K]` and packed weights with N rows, a multiple of BLOCK_N. Neighbouring programs share
-    weights: GROUP_M blocks of tokens are walked before the next block of rows."""
+    """`y [M, ROWS]` of `x [M, K]` and packed weights with N rows, a multiple of BLOCK_N."""
     TILE: tl.constexpr = 512 // BITS
-    program, blocks_n = tl.program_id(0), N // BLOCK_N
-    first = program // (GROUP_M * blocks_n) * GROUP_M
-    height = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP_M)
-    m = (first + program % (GROUP_M * blocks_n) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = program % (GROUP_M * blocks_n) // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, m = grouped_tile(M, N, BLOCK_N, BLOCK_M, GROUP_M)
     lane, has_token = tl.arange(0, 32), m < M
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     words_ptrs = words_ptr + n.to(tl.int64)[:, None] * 32 + lane[None, :]
@@ -71,10 +67,9 @@ def wide_product(
                 )
                 total = multiply(weight, x, total, INTERPRETED)
         words_ptrs += N * 32
-    inside = has_token[None, :] & (n < ROWS)[:, None]
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)[:, None]
-    tl.store(y_ptr + m[None, :].to(tl.int64) * ROWS + n[:, None], total.to(y_ptr.dtype.element_ty), mask=inside)
+    store_tile(y_ptr, total, m[None, :], n[:, None], M, ROWS)
 
 
 @triton.jit
@@ -96,5 +91,4 @@ def expand(
             weight = dequantized_plane(
                 words, zero, scale.to(weight_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
             )
-            inside = (row < ROWS)[:, None] & (k < K)[None, :]
-            tl.store(weight_ptr + row[:, None].to(tl.int64) * K + k[None, :], weight, mask=inside)
+            store_tile(weight_ptr, weight, row[:, None], k[None, :], ROWS, K)

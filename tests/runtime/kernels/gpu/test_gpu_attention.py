@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import covering
 from poisoned_memory import poison, poisoned_allocations
 
 from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
@@ -30,8 +31,8 @@ BLOCK_SIZE, NUM_BLOCKS, HEAD_DIM = 16, 24, 32
 class Pages:
     """Random heads in one form: as a kernel reads them, and as exact numbers `[blocks, block_size, heads, D]`."""
 
-    def __init__(self, form: str, kv_heads: int, seed: int, device: torch.device) -> None:
-        heads = torch.randn(NUM_BLOCKS, BLOCK_SIZE, kv_heads, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+    def __init__(self, form: str, kv_heads: int, seed: int, device: torch.device, head_dim: int = HEAD_DIM) -> None:
+        heads = torch.randn(NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim, generator=torch.Generator().manual_seed(seed))
         if form == "16bit":
             self.codes = self.scales = heads.half().to(device)
             self.exact = heads.half().double()
@@ -68,10 +69,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "forms", [("16bit",) * 2, ("fp8",) * 2, ("int8",) * 2, ("int8", "int4"), ("int4",) * 2], ids=str
-)
-@pytest.mark.parametrize("case", CASES, ids=str)
+FORMS = [("16bit",) * 2, ("fp8",) * 2, ("int8",) * 2, ("int8", "int4"), ("int4",) * 2]
+
+
+@pytest.mark.parametrize(("case", "forms"), covering(CASES, FORMS, at_once=1), ids=str)
 def test_against_float64(gpu, case, forms) -> None:
     from runtime.kernels.gpu.launch_attention import attend
 
@@ -89,6 +90,22 @@ def test_against_float64(gpu, case, forms) -> None:
     error = (found.cpu().double() - expected).norm() / expected.norm()
     assert found.dtype == torch.float16
     assert error < 2e-3
+
+
+@pytest.mark.parametrize("forms", [("16bit",) * 2, ("fp8",) * 2, ("int8", "int4"), ("int4",) * 2], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_size_of_heads(gpu, head_dim: int, forms: tuple[str, str]) -> None:
+    from runtime.kernels.gpu.launch_attention import attend
+
+    key, value = Pages(forms[0], 2, 1, gpu, head_dim), Pages(forms[1], 2, 2, gpu, head_dim)
+    query = torch.randn(6, 8, head_dim, generator=torch.Generator().manual_seed(3)).half()
+    blocks, positions = torch.arange(12).view(2, 6), torch.tensor([70, 71, 72, 3, 4, 5])
+    with poisoned_allocations():
+        found = attend(
+            query.to(gpu), (key.codes, value.codes), (key.scales, value.scales), forms,
+            blocks.to(gpu), positions.to(gpu), None, 32, 2,
+        )  # fmt: skip
+    assert_close(found.cpu().double(), reference(query.double(), key.exact, value.exact, blocks, positions, None))
 
 
 def test_a_sequence_does_not_see_its_neighbours(gpu) -> None:
@@ -263,5 +280,5 @@ def test_refusals_say_why() -> None:
     assert not refuse(cuda, torch.bfloat16, 128, 0)
     assert "NVIDIA" in refuse(cpu, torch.bfloat16, 128, 0)
     assert "16 bits" in refuse(cuda, torch.float32, 128, 0)
-    assert "dimensions" in refuse(cuda, torch.bfloat16, 96, 0)
+    assert all("dimensions" in refuse(cuda, torch.bfloat16, head_dim, 0) for head_dim in (16, 96, 512))
     assert "recent window" in refuse(cuda, torch.bfloat16, 128, 64)

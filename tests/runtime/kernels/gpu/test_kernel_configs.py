@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from compress.checkpoint.errors import DataError
+from runtime.kernels import gpu_linears
 from runtime.kernels.gpu.configs import (
     BUCKETS,
     EXPAND,
@@ -48,6 +50,18 @@ def test_a_measured_table_is_read_back_and_filled(tmp_path: Path) -> None:
     assert [plan[m] for m in (1, 16, 32, 256, 2048)] == [few, few, many, many, many]
     assert measured_plan(table, "Another GPU", 4096, 1024) is None
     assert measured_plan(table, "Some GPU", 4096, 2048) is None
+
+
+def test_a_table_is_of_4_bit_codes_alone(tmp_path: Path, monkeypatch) -> None:
+    few = KernelConfig(NARROW, 128, 16, splits=5)
+    monkeypatch.setattr(gpu_linears, "TABLES", tmp_path)
+    monkeypatch.setattr(gpu_linears, "num_processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    gpu_linears.table_path("Some GPU").write_text(to_json("Some GPU", {(4096, 1024): {16: few}}))
+    device = torch.device("cuda")
+    assert gpu_linears._plan(device, 4, 4096, 8, (4096, 1024))[1] == few
+    assert gpu_linears._plan(device, 4, 4096, 8, (4096, 2048)) == default_plan(4, 4096, 8, 132)
+    assert gpu_linears._plan(device, 2, 4096, 4, (4096, 1024)) == default_plan(2, 4096, 4, 132)
 
 
 @pytest.mark.parametrize(
