@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
 from functools import cache
 
 from compress.checkpoint.errors import ToolkitError
 from compress.native.build import LIBRARY, source_digest
 from compress.native.threads import available_threads
 
-INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "avx512_bf16")
-"""From the slowest to the fastest, as `dispatch.h` numbers them."""
+INSTRUCTION_SETS = (
+    ("scalar", "neon", "neon_dotprod")
+    if platform.machine() in ("aarch64", "arm64")
+    else ("scalar", "avx2", "avx512", "avx512_bf16")
+)
+"""Of this kind of processor, from the slowest to the fastest, as `dispatch.h` numbers them."""
 BEST = -1
 """In place of an instruction set: the fastest this machine has."""
 

@@ -215,14 +215,12 @@ static void attend_by_parts(Plan *plan) {
     pool_run(join_tile, plan, plan->num_tiles);
 }
 
-static void (*const ATTEND_PART[NUM_INSTRUCTION_SETS])(const Part *, PartResult *) = {
-    [SCALAR] = attend_part_scalar,
+static void (*const ATTEND_PART[NUM_INSTRUCTION_SETS])(const Part *, PartResult *) =
 #if ON_X86
-    [AVX2] = attend_part_avx2,
-    [AVX512] = attend_part_avx512,
-    [AVX512_BF16] = attend_part_avx512_bf16,
+    {attend_part_scalar, attend_part_avx2, attend_part_avx512, attend_part_avx512_bf16};
+#else
+    BY_SET(attend_part);
 #endif
-};
 
 int paged_attention(const PagedAttention *attention, int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);

@@ -1,5 +1,9 @@
 #include "dispatch.h"
 
+#if ON_ARM && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #ifndef NATIVE_DIGEST
 #define NATIVE_DIGEST "unknown"
 #endif
@@ -12,6 +16,12 @@ int native_best_instruction_set(void) {
         return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
     /* Every processor with AVX2 also converts 16-bit floats. */
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return NEON_DOTPROD;
+#elif ON_ARM && defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? NEON_DOTPROD : NEON;
+#elif ON_ARM
+    return NEON;
 #endif
     return SCALAR;
 }

@@ -1,10 +1,9 @@
 #include <stdlib.h>
 
-#include "linear_prepare.h"
+#include "linear_call.h"
 #include "pool.h"
 
-/* Rows that share one pass over the weights and one decoded run: their sums stay in the second cache. */
-enum { ROWS_PER_CHUNK = 128, ROWS_PER_PREPARATION = 8, BLOCKS_WITHOUT_DECODING = 2 };
+enum { ROWS_PER_PREPARATION = 8 };
 /* Rough speed of one core, from which chunks of some ten microseconds are cut. */
 static const double CHUNK_NANOSECONDS = 40000, BYTES_PER_NANOSECOND = 15, PRODUCTS_PER_NANOSECOND = 150;
 
@@ -13,6 +12,10 @@ static const struct {
     const KernelKind *float32, *bfloat16, *levels;
 } kernel_sets[NUM_INSTRUCTION_SETS] = {
     [SCALAR] = {&scalar_float32, NULL, &scalar_levels},
+#if ON_ARM
+    [NEON] = {&neon_float32, NULL, &neon_levels},
+    [NEON_DOTPROD] = {&neon_float32, NULL, &neon_dotprod_levels},
+#endif
 #if ON_X86
     [AVX2] = {&avx2_float32, NULL, &avx2_levels},
     [AVX512] = {&avx512_float32, NULL, &avx512_levels},
@@ -20,87 +23,18 @@ static const struct {
 #endif
 };
 
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* ---- one chunk: some rows by some tiles ---- */
-
-/* One run of a tile for all rows of a chunk, in blocks of about the same size. Many blocks share a decoded copy. */
-static void multiply_run(const LinearCall *call, Place place, int64_t num_rows, uint32_t *decoded) {
-    const KernelKind *kernels = call->kernels;
-    const DecodeKernel decode = kernels->decode[width_index(call->weight->bits)];
-    const int64_t blocks = (num_rows + kernels->most_rows - 1) / kernels->most_rows;
-    const int64_t block = (num_rows + blocks - 1) / blocks;
-    int width = width_index(call->weight->bits);
-    if (decode != NULL && blocks > BLOCKS_WITHOUT_DECODING) {
-        decode(place.words, &call->prepared, call->prepared.run, decoded);
-        place.words = decoded;
-        width = width_index(kernels->decoded_bits);
-    }
-    for (int64_t done = 0; done < num_rows; done += block) {
-        const int64_t rows = smaller(num_rows - done, block);
-        const Place part = {place.tile, place.run, place.row + done, place.words, place.sums + done * TILE};
-        kernels->run[width][rows - 1](call->weight, &call->prepared, &part);
-    }
-}
-
-INLINE void finish_row(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
-    const int64_t first = tile * TILE, count = smaller(call->weight->out_features - first, TILE);
-    const int64_t at = row * call->y_stride + first;
-    const float *bias = call->weight->bias;
-    if (bias != NULL)
-        for (int64_t i = 0; i < count; i++) sums[i] += bias[first + i];
-    if (call->type == FLOAT32)
-        memcpy((float *)call->y + at, sums, (size_t)count * sizeof *sums);
-    else
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)call->y)[at + i] = bfloat16_of(sums[i]);
-}
-
-static void finish_scalar(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
-    finish_row(call, row, tile, sums);
-}
-#if ON_X86
-FOR_AVX2 static void finish_avx2(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
-    finish_row(call, row, tile, sums);
-}
-FOR_AVX512 static void finish_avx512(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
-    finish_row(call, row, tile, sums);
-}
-#endif
-static const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = BY_SET(finish);
-
-static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int64_t num_rows) {
-    float sums[ROWS_PER_CHUNK * TILE];
-    uint32_t decoded[LONGEST_RUN * TILE];
-    const int64_t run_words = call->prepared.run * call->weight->bits / 32 * TILE;
-    memset(sums, 0, (size_t)(num_rows * TILE) * sizeof *sums);
-    Place place = {tile, 0, row, call->weight->words + tile * call->prepared.num_runs * run_words, sums};
-    for (; place.run < call->prepared.num_runs; place.run++, place.words += run_words)
-        multiply_run(call, place, num_rows, decoded);
-    for (int64_t r = 0; r < num_rows; r++) call->finish(call, row + r, tile, sums + r * TILE);
-}
-
-static void multiply_chunk(void *context, int64_t chunk) {
-    const LinearCall *call = context;
-    const int64_t chunks_of_tiles = (call->num_tiles + call->tiles_per_chunk - 1) / call->tiles_per_chunk;
-    const int64_t row = chunk / chunks_of_tiles * call->rows_per_chunk;
-    const int64_t first = chunk % chunks_of_tiles * call->tiles_per_chunk;
-    const int64_t last = smaller(first + call->tiles_per_chunk, call->num_tiles);
-    for (int64_t tile = first; tile < last; tile++)
-        multiply_tile(call, tile, row, smaller(call->rows_per_chunk, call->rows - row));
-}
-
-/* ---- the call ---- */
-
 static void prepare_chunk(void *context, int64_t chunk) {
     const LinearCall *call = context;
     const int64_t first = chunk * ROWS_PER_PREPARATION, last = smaller(first + ROWS_PER_PREPARATION, call->rows);
     for (int64_t row = first; row < last; row++) call->prepare(call, row);
 }
 
-static void fill_tables(Prepared *prepared, const LinearWeight *weight) {
+static void fill_table(CodeTable *table, const LinearWeight *weight, bool in_pairs) {
     const int mask = weight->bits == 2 ? 3 : 15;
-    for (int i = 0; i < 16; i++) prepared->floats[i] = weight->table[i & mask];
-    for (int i = 0; i < 32; i++) prepared->pairs[i] = bfloat16_of(weight->table[i & mask]);
+    if (in_pairs)
+        for (int i = 0; i < 32; i++) table->bfloat16[i] = bfloat16_of(weight->table[i & mask]);
+    else
+        for (int i = 0; i < 16; i++) table->floats[i] = weight->table[i & mask];
 }
 
 static void cut_chunks(LinearCall *call) {
@@ -141,7 +75,8 @@ static void *make_room(LinearCall *call) {
 
 static const KernelKind *choose_kernels(int set, Activations activations, NumberType type, int bits) {
     if (activations != ACTIVATIONS_FLOAT) return kernel_sets[set].levels;
-    return type == BFLOAT16 && bits != SPARSE && kernel_sets[set].bfloat16 != NULL ? kernel_sets[set].bfloat16 : kernel_sets[set].float32;
+    if (type == BFLOAT16 && bits != SPARSE && kernel_sets[set].bfloat16 != NULL) return kernel_sets[set].bfloat16;
+    return kernel_sets[set].float32;
 }
 
 int linear_multiply(const LinearWeight *weight, int activations, int type, int64_t rows, const void *x,
@@ -162,7 +97,7 @@ int linear_multiply(const LinearWeight *weight, int activations, int type, int64
                        .y_stride = y_stride};
     void *room = make_room(&call);
     if (room == NULL) return LINEAR_NO_MEMORY;
-    fill_tables(&call.prepared, weight);
+    fill_table(&call.prepared.table, weight, call.kernels->decoded_bits == 16);
     cut_chunks(&call);
     if (call.sums != NULL || call.converted != NULL)
         pool_run(prepare_chunk, &call, (rows + ROWS_PER_PREPARATION - 1) / ROWS_PER_PREPARATION);

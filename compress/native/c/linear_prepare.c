@@ -1,4 +1,4 @@
-#include "linear_prepare.h"
+#include "linear_call.h"
 
 #include <float.h>
 #include <math.h>

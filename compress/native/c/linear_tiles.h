@@ -1,7 +1,6 @@
-/* Between linear.c, which prepares activations, goes through a weight and finishes results, and the instruction sets,
- * which multiply one run: up to MOST_ROWS rows of activations by the inputs of one tile that share their scales.
- * Each set has one inlined function per kind of activations, and makes of it a function for every width of codes and
- * number of rows, so that both are constants inside. linear.c has the table of sets and kinds. */
+/* Between linear_chunks.c, which goes through a weight, and the instruction sets, which multiply one run: some rows of
+ * activations by the inputs of one tile that share their scales. Each set has a function for every kind of activations and
+ * width of codes (linear_runs.h); linear.c has the table of sets and kinds. */
 #ifndef NATIVE_LINEAR_TILES_H
 #define NATIVE_LINEAR_TILES_H
 
@@ -12,7 +11,13 @@
 #include "linear.h"
 #include "scalars.h"
 
-enum { MOST_ROWS = 6, NUM_WIDTHS = 6 };
+enum { NUM_WIDTHS = 6 };
+
+/* What codes of 2 or 4 bits stand for, repeated where they are fewer. */
+typedef union {
+    float floats[16];
+    uint16_t bfloat16[32]; /* for kernels that take inputs in pairs */
+} CodeTable;
 
 /* Prepared activations, and what looks codes up. */
 typedef struct {
@@ -23,13 +28,13 @@ typedef struct {
     const float *sums;         /* [rows][num_runs] of float activations; NULL when no zeros ask for them */
     const int32_t *level_sums; /* [rows][num_runs] of 8-bit levels */
     const float *level_scales; /* likewise */
-    float floats[16];          /* the table, repeated for codes of 2 bits */
-    uint16_t pairs[32];        /* likewise, in bfloat16 */
+    CodeTable table;
 } Prepared;
 
-/* Which run, and where its sums are added. */
+/* Which run of which rows, and where its sums are added. */
 typedef struct {
     int64_t tile, run, row;
+    int rows;              /* at most KernelKind.most_rows */
     const uint32_t *words; /* of the run: as stored, or decoded */
     float *sums;           /* [rows][TILE] */
 } Place;
@@ -45,47 +50,27 @@ typedef struct {
 
 typedef void (*RunKernel)(const LinearWeight *weight, const Prepared *input, const Place *place);
 /* Decodes a run: to pairs of bfloat16 (width 16) or to float32 (width 32), in the order of inputs. */
-typedef void (*DecodeKernel)(const uint32_t *words, const Prepared *input, int64_t run, uint32_t *decoded);
+typedef void (*DecodeKernel)(const uint32_t *words, const Prepared *input, uint32_t *decoded);
 
-/* By width (`width_index`) and rows - 1. */
+/* By width (`width_index`). */
 typedef struct {
     int most_rows, decoded_bits;
-    RunKernel run[NUM_WIDTHS][MOST_ROWS];
+    RunKernel run[NUM_WIDTHS];
     DecodeKernel decode[NUM_WIDTHS]; /* NULL where nothing is gained */
 } KernelKind;
 
 extern const KernelKind scalar_float32, scalar_levels, avx2_float32, avx2_levels;
 extern const KernelKind avx512_float32, avx512_levels, avx512_bfloat16;
+extern const KernelKind neon_float32, neon_levels, neon_dotprod_levels;
 
 /* Widths are 2, 4, 8, 16 and 32 bits, and SPARSE. */
 INLINE int width_index(int bits) {
     return bits == 2 ? 0 : bits == 4 ? 1 : bits == 8 ? 2 : bits == 16 ? 3 : bits == 32 ? 4 : 5;
 }
 
-/* Functions of one kind, width and number of rows, and the rows of the table that name them. */
-#define RUN_KERNEL(kind, bits, rows)                                                                                  \
-    static TARGET void kind##_##bits##_##rows(const LinearWeight *weight, const Prepared *input,                      \
-                                              const Place *place) {                                                   \
-        for (int first = 0; first < TILE; first += VECTORS * PER_VECTOR) {                                            \
-            const Strip strip = strip_at(weight, input, place, first, rows);                                          \
-            run_##kind(weight, input, &strip, bits, rows);                                                            \
-        }                                                                                                             \
-    }
-#define RUN_KERNELS_2(kind, bits) RUN_KERNEL(kind, bits, 1) RUN_KERNEL(kind, bits, 2)
-#define RUN_KERNELS_6(kind, bits)                                                                                     \
-    RUN_KERNELS_2(kind, bits) RUN_KERNEL(kind, bits, 3) RUN_KERNEL(kind, bits, 4)                                     \
-    RUN_KERNEL(kind, bits, 5) RUN_KERNEL(kind, bits, 6)
-#define RUN_NAMES_2(kind, bits) {kind##_##bits##_1, kind##_##bits##_2}
-#define RUN_NAMES_6(kind, bits)                                                                                       \
-    {kind##_##bits##_1, kind##_##bits##_2, kind##_##bits##_3, kind##_##bits##_4, kind##_##bits##_5, kind##_##bits##_6}
-#define DECODE_KERNEL(kind, bits)                                                                                     \
-    static TARGET void kind##_##bits(const uint32_t *words, const Prepared *input, int64_t run, uint32_t *decoded) {  \
-        decode_##kind(words, input, run, decoded, bits);                                                              \
-    }
-
-INLINE Strip strip_at(const LinearWeight *weight, const Prepared *input, const Place *place, int first, int rows) {
+INLINE Strip strip_at(const LinearWeight *weight, const Prepared *input, const Place *place, int first) {
     const int64_t group = weight->bits == 16 ? 0 : place->tile * input->num_groups + place->run / input->runs_per_group;
-    return (Strip){place->run, place->row, group * TILE + first, rows, place->words + first, place->sums + first};
+    return (Strip){place->run, place->row, group * TILE + first, place->rows, place->words + first, place->sums + first};
 }
 
 /* Bit at which the code of input k of a word (0 <= k < 32 / bits) begins. */

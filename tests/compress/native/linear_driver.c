@@ -1,120 +1,158 @@
-/* Runs the C linears with every instruction set on buffers of exactly their size, from several threads at once, and
- * compares with sums in double. Built with sanitizers by test_native_sanitized.py. */
+/* Runs the C linears with every instruction set, width and kind of activations on buffers of exactly their size, from several
+ * threads at once, and compares with sums in double. Built with sanitizers, and for ARM, by test_native_sanitized.py. */
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "linear.h"
 #include "pool.h"
+#include "scalars.h"
 
-enum { FAILED_STATUS = 1, FAILED_NUMBERS = 2, CALLERS = 3, CASES = 16 };
+enum { FAILED_STATUS = 1, FAILED_NUMBERS = 2, CALLERS = 3, KINDS = 11 };
 
 static uint32_t draw(uint32_t *state) {
     *state = *state * 1664525u + 1013904223u;
     return *state >> 8;
 }
 
-static uint16_t bfloat16_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (uint16_t)(bits >> 16);
-}
-
 typedef struct {
-    uint32_t seed;
-    int bits, activations, type, set;
+    int bits, activations, type, scale_type, set, symmetric;
     int64_t rows, outputs, inputs, group;
 } Case;
 
-static Case draw_case(uint32_t *state) {
-    static const int widths[] = {2, SPARSE, 4, 8, 16};
-    Case drawn = {.seed = draw(state), .bits = widths[draw(state) % 5], .type = (int)(draw(state) % 2)};
-    drawn.activations = drawn.bits == 16 || drawn.bits == SPARSE ? 0 : (int)(draw(state) % 3);
+/* Codes of 2, 4 and 8 bits with each kind of activations, then those that meet only floats. */
+static Case draw_case(int kind, int set, uint32_t *state) {
+    Case drawn = {.bits = 2 << kind % 3, .activations = kind / 3, .set = set, .type = (int)(draw(state) % 2)};
+    if (kind >= 9) drawn.bits = kind == 9 ? 16 : SPARSE, drawn.activations = ACTIVATIONS_FLOAT;
+    drawn.scale_type = (int)(draw(state) % 3);
+    drawn.symmetric = drawn.bits == SPARSE || draw(state) % 2;
     drawn.rows = 1 + draw(state) % 20;
     drawn.outputs = 1 + draw(state) % 150;
     drawn.group = 32 * (1 + draw(state) % 5);
     drawn.inputs = drawn.group * (1 + draw(state) % 3);
     if (drawn.bits == 16) drawn.group = drawn.inputs;
-    drawn.set = (int)(draw(state) % (uint32_t)(native_best_instruction_set() + 1));
     return drawn;
 }
 
-static void *exactly(size_t bytes) {
-    void *memory = malloc(bytes);
+/* What is multiplied, as plain numbers and as kernels take it; scales and zeros as linear.h lays them out. */
+typedef struct {
+    uint8_t *codes, *zeros;
+    float *scales, *values;
+    uint16_t *numbers, *halves;
+    uint32_t *words;
+    void *x, *y;
+    LinearWeight weight;
+} Product;
+
+static void *exactly(int64_t bytes) {
+    void *memory = malloc((size_t)bytes);
     if (memory == NULL) exit(FAILED_STATUS);
     return memory;
 }
 
-static int run_case(Case now) {
-    uint32_t state = now.seed;
-    const int64_t tiles = (now.outputs + TILE - 1) / TILE, groups = now.inputs / now.group;
-    uint8_t *codes = exactly((size_t)(now.outputs * now.inputs));
-    uint16_t *numbers = exactly((size_t)(now.outputs * now.inputs) * 2);
-    uint32_t *words = exactly((size_t)(tiles * TILE * now.inputs * now.bits / 8));
-    float *scales = exactly((size_t)(tiles * TILE * groups) * sizeof *scales);
-    uint8_t *zeros = exactly((size_t)(tiles * TILE * groups));
-    const size_t size = now.type == FLOAT32 ? 4 : 2;
-    float *values = exactly((size_t)(now.rows * now.inputs) * sizeof *values);
-    void *x = exactly((size_t)(now.rows * now.inputs) * size), *y = exactly((size_t)(now.rows * now.outputs) * size);
-    LinearWeight weight = {now.outputs, now.inputs, now.group, now.bits, FLOAT32, words, scales, zeros, NULL, {0}};
-    const int count = now.bits == 16 ? 256 : now.bits == SPARSE ? 16 : 1 << now.bits;
-    for (int i = 0; i < 16; i++) weight.table[i] = (float)(i - count / 2);
-    for (int64_t i = 0; i < now.outputs * now.inputs; i++) {
-        codes[i] = (uint8_t)(draw(&state) % (uint32_t)count);
-        if (now.bits == SPARSE && (i + i / 4) % 4 >= 2) codes[i] = 8;
-        numbers[i] = bfloat16_bits((float)codes[i] - 128);
+static int code_count(int bits) { return bits == 16 ? 256 : bits == SPARSE ? 16 : 1 << bits; }
+
+static int64_t scale_count(const Case *now) {
+    return (now->outputs + TILE - 1) / TILE * TILE * (now->inputs / now->group);
+}
+
+static void draw_codes(const Case *now, Product *product, uint32_t *state) {
+    const int64_t count = now->outputs * now->inputs;
+    product->codes = exactly(count);
+    product->numbers = exactly(count * 2);
+    product->words = exactly((now->outputs + TILE - 1) / TILE * TILE * now->inputs * now->bits / 8);
+    for (int64_t i = 0; i < count; i++) {
+        product->codes[i] = (uint8_t)(draw(state) % (uint32_t)code_count(now->bits));
+        if (now->bits == SPARSE && (i + i / 4) % 4 >= 2) product->codes[i] = 8;
+        product->numbers[i] = bfloat16_of((float)product->codes[i] - 128);
     }
-    for (int64_t i = 0; i < tiles * TILE * groups; i++) {
-        scales[i] = 0.5f + (float)(draw(&state) % 64) / 64;
-        zeros[i] = now.bits == SPARSE ? 8 : (uint8_t)(draw(&state) % (uint32_t)count);
+    if (now->bits == 16)
+        linear_pack_bfloat16(product->numbers, now->outputs, now->inputs, product->words);
+    else
+        linear_pack(product->codes, now->outputs, now->inputs, now->bits, product->words);
+}
+
+/* Scales are exact in all types. */
+static void draw_scales(const Case *now, Product *product, uint32_t *state) {
+    const int64_t count = scale_count(now), center = code_count(now->bits) / 2;
+    product->scales = exactly(count * 4);
+    product->halves = exactly(count * 2);
+    product->zeros = exactly(count);
+    for (int64_t i = 0; i < count; i++) {
+        product->scales[i] = now->bits == 16 ? 1 : 0.5f + (float)(draw(state) % 64) / 64;
+        product->halves[i] = now->scale_type == FLOAT16 ? float16_of(product->scales[i]) : bfloat16_of(product->scales[i]);
+        product->zeros[i] = (uint8_t)(now->symmetric || now->bits == 16 ? center : draw(state) % (2 * center));
     }
-    if (now.bits == SPARSE) weight.zeros = NULL;
-    for (int64_t i = 0; i < now.rows * now.inputs; i++) {
-        values[i] = (float)(draw(&state) % 255) / 64 - 2;
-        const uint16_t half = bfloat16_bits(values[i]);
-        if (now.type == FLOAT32)
-            ((float *)x)[i] = values[i];
+}
+
+static void set_weight(const Case *now, Product *product) {
+    const int has_scales = now->bits != 16;
+    product->weight = (LinearWeight){.out_features = now->outputs, .in_features = now->inputs, .group = now->group};
+    product->weight.bits = now->bits, product->weight.words = product->words, product->weight.scale_type = now->scale_type;
+    if (has_scales) product->weight.scales = now->scale_type == FLOAT32 ? (void *)product->scales : product->halves;
+    if (has_scales && !now->symmetric) product->weight.zeros = product->zeros;
+    for (int i = 0; i < 16; i++) product->weight.table[i] = (float)(i - code_count(now->bits) / 2);
+}
+
+static void draw_activations(const Case *now, Product *product, uint32_t *state) {
+    const int64_t count = now->rows * now->inputs, size = now->type == FLOAT32 ? 4 : 2;
+    product->values = exactly(count * 4);
+    product->x = exactly(count * size);
+    product->y = memset(exactly(now->rows * now->outputs * size), 0xff, (size_t)(now->rows * now->outputs * size)); /* NaN */
+    for (int64_t i = 0; i < count; i++) {
+        product->values[i] = (float)(draw(state) % 255) / 64 - 2; /* exact in bfloat16 */
+        if (now->type == FLOAT32)
+            ((float *)product->x)[i] = product->values[i];
         else
-            ((uint16_t *)x)[i] = half, values[i] = 0, memcpy((char *)&values[i] + 2, &half, 2);
+            ((uint16_t *)product->x)[i] = bfloat16_of(product->values[i]);
     }
-    if (now.bits == 16) {
-        weight.scales = NULL, weight.zeros = NULL;
-        linear_pack_bfloat16(numbers, now.outputs, now.inputs, words);
-    } else {
-        linear_pack(codes, now.outputs, now.inputs, now.bits, words);
+}
+
+static int is_close(const Case *now, const Product *product, int64_t row, int64_t output) {
+    double sum = 0, size_of_sum = 1e-3;
+    for (int64_t k = 0; k < now->inputs; k++) {
+        const int64_t at = (output / TILE * (now->inputs / now->group) + k / now->group) * TILE + output % TILE;
+        const double code = product->codes[output * now->inputs + k] - product->zeros[at];
+        sum += code * (double)product->scales[at] * (double)product->values[row * now->inputs + k];
+        size_of_sum += fabs(code * (double)product->scales[at]) * 2;
     }
-    int wrong = linear_multiply(&weight, now.activations, now.type, now.rows, x, now.inputs, y, now.outputs, now.set);
-    if (wrong) wrong = FAILED_STATUS;
-    for (int64_t row = 0; !wrong && row < now.rows; row++)
-        for (int64_t o = 0; o < now.outputs; o++) {
-            double sum = 0, size_of_sum = 1e-3;
-            for (int64_t k = 0; k < now.inputs; k++) {
-                const int64_t at = (o / TILE * groups + k / now.group) * TILE + o % TILE;
-                const int code = codes[o * now.inputs + k];
-                const double w = now.bits == 16 ? code - 128 : (code - (int)zeros[at]) * (double)scales[at];
-                sum += w * (double)values[row * now.inputs + k];
-                size_of_sum += fabs(w) * 2;
-            }
-            float found = 0;
-            if (now.type == FLOAT32)
-                found = ((float *)y)[row * now.outputs + o];
-            else
-                memcpy((char *)&found + 2, (uint16_t *)y + row * now.outputs + o, 2);
-            const double allowed = now.activations ? 1.0 / 127 : 1e-5;
-            if (!(fabs(found - sum) <= allowed * size_of_sum + (now.type == BFLOAT16 ? fabs(sum) / 256 : 0)))
-                wrong = FAILED_NUMBERS;
-        }
-    free(codes), free(numbers), free(words), free(scales), free(zeros), free(values), free(x), free(y);
-    if (wrong) fprintf(stderr, "case %u: %d bits, set %d, failed %d\n", now.seed, now.bits, now.set, wrong);
+    const int64_t at = row * now->outputs + output;
+    const int narrow = now->type == BFLOAT16;
+    const float found = narrow ? float_of_bfloat16(((uint16_t *)product->y)[at]) : ((float *)product->y)[at];
+    const double allowed = now->activations ? 1.0 / 127 : 1e-5;
+    return fabs((double)found - sum) <= allowed * size_of_sum + (narrow ? fabs(sum) / 256 : 0);
+}
+
+static int run_case(const Case *now, uint32_t *state) {
+    Product product;
+    draw_codes(now, &product, state);
+    draw_scales(now, &product, state);
+    draw_activations(now, &product, state);
+    set_weight(now, &product);
+    int wrong = linear_multiply(&product.weight, now->activations, now->type, now->rows, product.x, now->inputs, product.y,
+                                now->outputs, now->set)
+                    ? FAILED_STATUS
+                    : 0;
+    for (int64_t i = 0; !wrong && i < now->rows * now->outputs; i++)
+        if (!is_close(now, &product, i / now->outputs, i % now->outputs)) wrong = FAILED_NUMBERS;
+    free(product.codes), free(product.zeros), free(product.scales), free(product.values), free(product.numbers);
+    free(product.halves), free(product.words), free(product.x), free(product.y);
+    if (wrong)
+        fprintf(stderr, "failed %d: %d bits, activations %d of type %d, scales %d, set %d, %d rows, %d outputs, groups of %d\n",
+                wrong, now->bits, now->activations, now->type, now->scale_type, now->set, (int)now->rows, (int)now->outputs,
+                (int)now->group);
     return wrong;
 }
 
 static void *run_cases(void *argument) {
     uint32_t state = (uint32_t)(intptr_t)argument;
     intptr_t wrong = 0;
-    for (int i = 0; i < CASES; i++) wrong |= run_case(draw_case(&state));
+    for (int set = SCALAR; set <= native_best_instruction_set(); set++)
+        for (int kind = 0; kind < KINDS; kind++) {
+            const Case now = draw_case(kind, set, &state);
+            wrong |= run_case(&now, &state);
+        }
     return (void *)wrong;
 }
 

@@ -1,8 +1,11 @@
-/* Activations as the kernels of linear_tiles.h want them. */
-#ifndef NATIVE_LINEAR_PREPARE_H
-#define NATIVE_LINEAR_PREPARE_H
+/* One call of linear_multiply: activations as kernels want them, products in chunks, results. */
+#ifndef NATIVE_LINEAR_CALL_H
+#define NATIVE_LINEAR_CALL_H
 
 #include "linear_tiles.h"
+
+/* Rows that share one pass over the weights and one decoded run: their sums stay in the second cache. */
+enum { ROWS_PER_CHUNK = 128 };
 
 typedef struct LinearCall LinearCall;
 /* One row: converts it and sums up its runs. */
@@ -30,6 +33,12 @@ struct LinearCall {
 };
 
 extern const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS];
+extern const FinishRow finish_by_set[NUM_INSTRUCTION_SETS];
+
+/* rows_per_chunk rows by tiles_per_chunk tiles of a LinearCall; chunks of the same rows follow each other. */
+void multiply_chunk(void *call, int64_t chunk);
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The largest number of inputs that divides a group and is at most LONGEST_RUN. */
 int64_t run_of(int64_t group);

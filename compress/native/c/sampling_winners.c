@@ -1,45 +1,20 @@
+/* The highest sum of score and noise. */
 #include "sampling.h"
 
 #include <math.h>
 
-#include "numbers.h"
+#include "lanes.h"
 #include "pool.h"
 
 enum { BLOCK = 4 * LANES };
 
 static const uint64_t GAMMA = 0x9E3779B97F4A7C15;
 
-/* ---- the highest score ---- */
-
 /* `count` scores, and minus infinity behind them. */
 INLINE void load_block(const float *scores, int64_t count, float *block) {
     for (int64_t i = count; i < BLOCK; i++) block[i] = -INFINITY;
     memcpy(block, scores, (size_t)count * sizeof *block);
 }
-
-INLINE void peak_of_row(void *context, int64_t row) {
-    const PeakRows *job = context;
-    const float *scores = job->scores + row * job->vocab;
-    Lanes nothing = {0}, most = lanes_of(-INFINITY); /* NaN where a score is not finite */
-    int64_t whole = job->vocab / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        const Lanes x = lanes_load(scores + i);
-        nothing += x * lanes_of(0.0f);
-        most = lanes_max(most, x);
-    }
-    float rest = sum_of_lanes(nothing), peak = most[0];
-    for (int lane = 1; lane < LANES; lane++) peak = most[lane] > peak ? most[lane] : peak;
-    for (int64_t i = whole; i < job->vocab; i++) {
-        rest += scores[i] * 0.0f;
-        peak = scores[i] > peak ? scores[i] : peak;
-    }
-    int64_t id = 0;
-    while (id < job->vocab - 1 && scores[id] != peak) id++;
-    job->highest[row] = id;
-    job->finite[row] = rest == 0;
-}
-
-/* ---- the highest sum of score and noise ---- */
 
 /* SplitMix64's finalizer. */
 INLINE uint64_t mix(uint64_t word) {
@@ -114,23 +89,12 @@ INLINE void winner_of_row(void *context, int64_t row) {
     job->winners[row] = is_certain(&found) ? found.winner : -1;
 }
 
-static void peaks_scalar(void *job, int64_t row) { peak_of_row(job, row); }
 static void winners_scalar(void *job, int64_t row) { winner_of_row(job, row); }
 #if ON_X86
-FOR_AVX2 static void peaks_avx2(void *job, int64_t row) { peak_of_row(job, row); }
 FOR_AVX2 static void winners_avx2(void *job, int64_t row) { winner_of_row(job, row); }
-FOR_AVX512 static void peaks_avx512(void *job, int64_t row) { peak_of_row(job, row); }
 FOR_AVX512 static void winners_avx512(void *job, int64_t row) { winner_of_row(job, row); }
 #endif
-static const PoolTask PEAKS[NUM_INSTRUCTION_SETS] = BY_SET(peaks);
 static const PoolTask WINNERS[NUM_INSTRUCTION_SETS] = BY_SET(winners);
-
-int find_peaks(const PeakRows *job, int instruction_set) {
-    const int set = resolve_instruction_set(instruction_set);
-    if (set < 0) return -1;
-    pool_run(PEAKS[set], (void *)job, job->rows);
-    return 0;
-}
 
 int find_winners(const NoisyRows *job, int instruction_set) {
     const int set = resolve_instruction_set(instruction_set);
