@@ -1,15 +1,16 @@
-"""How much memory serving takes: weights, keys and values, and what that leaves room for. Explained, not guessed."""
+"""How much memory serving takes: weights, keys and values, and what that leaves room for. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from compress.checkpoint.errors import ToolkitError
-from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.kv_cache import KVCacheScheme
 from runtime.config import RuntimeConfig
 from runtime.free_memory import format_bytes
 from runtime.kv_budget import NO_BUDGET, KVBudget, find_budget
+from runtime.kv_bytes import NO_EXACT_TOKENS, ExactTokens, exact_tokens, kv_token_bytes
 from runtime.kv_choice import DEFAULT_CHOICE, KVCacheChoice, choose_kv_cache
 from runtime.reach import ALL, Reach, find_reach
 from runtime.workspace import gpu_step_bytes
@@ -17,10 +18,6 @@ from runtime.workspace import gpu_step_bytes
 if TYPE_CHECKING:
     from runtime.model.config import DecoderConfig
 
-
-SPARE_RECENT_TOKENS = 17
-"""A sequence's exact recent tokens have room for so many more: one that is known and the longest draft. What a rejected
-draft overwrote is out of sight then."""
 STREAM_LENGTH = 2**20
 """Longest sequence where tokens look at sinks and a window only, unless another length is asked for."""
 
@@ -39,8 +36,7 @@ class MemoryPlan:
         reach: what tokens look at; a sequence keeps blocks for nothing else.
         blocks_per_sequence: held at the same time by the longest sequence.
         kv_choice: form of keys and values.
-        exact_token_bytes: keys and values of one token that is kept exactly beside the blocks.
-        num_exact_sequences: sequences that have such tokens at the same time, at most.
+        exact: keys and values that are kept as they are beside the blocks.
         num_sequences: computed in one step, at most.
         budget: memory that the pool could take, and what stays free beside it.
     """
@@ -55,8 +51,7 @@ class MemoryPlan:
     reach: Reach = ALL
     blocks_per_sequence: int = 0
     kv_choice: KVCacheChoice = DEFAULT_CHOICE
-    exact_token_bytes: int = 0
-    num_exact_sequences: int = 0
+    exact: ExactTokens = NO_EXACT_TOKENS
     num_sequences: int = 0
     budget: KVBudget = NO_BUDGET
 
@@ -67,56 +62,12 @@ class MemoryPlan:
     @property
     def kv_bytes(self) -> int:
         """Of the blocks and of what is exact beside them."""
-        return self.num_blocks * self.block_size * self.token_bytes + self.exact_bytes
-
-    @property
-    def exact_bytes(self) -> int:
-        return self.num_exact_sequences * exact_tokens(self.kv_cache) * self.exact_token_bytes
+        return self.num_blocks * self.block_size * self.token_bytes + self.exact.nbytes
 
     @property
     def host_bytes(self) -> int:
         """Of host memory, for keys and values that were evicted from the pool."""
         return self.num_host_blocks * self.block_size * self.token_bytes
-
-    def explain(self) -> str:
-        """One line per item, with the numbers behind it."""
-        tokens = self.num_blocks * self.block_size
-        host_tokens = self.num_host_blocks * self.block_size
-        host = f"{self.num_host_blocks} blocks = {host_tokens} tokens" if self.num_host_blocks else "off"
-        return "\n".join(
-            (
-                f"weights  {format_bytes(self.weight_bytes)}",
-                f"KV form  {self.kv_choice.describe()}",
-                *(f"         {note}" for note in self.kv_choice.notes),
-                f"KV pool  {format_bytes(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} tokens = "
-                f"{tokens} tokens at {format_bytes(self.token_bytes)} each",
-                *self._explain_budget(),
-                *self._explain_exact(),
-                f"host KV  {format_bytes(self.host_bytes)}: {host}",
-                f"longest  {self.max_model_len} tokens ({self.reason})",
-                *self._explain_reach(),
-            )
-        )
-
-    def _explain_budget(self) -> list[str]:
-        budget = self.budget
-        if not budget.step_bytes:
-            return []
-        spare = f", {format_bytes(budget.spare_bytes)} are left to nobody" if budget.spare_bytes else ""
-        limit = f"{format_bytes(budget.nbytes)} at most, {budget.reason}" if budget.nbytes else budget.reason
-        return [f"         {limit}", f"steps    take up to {format_bytes(budget.step_bytes)} of the GPU{spare}"]
-
-    def _explain_exact(self) -> list[str]:
-        if not self.exact_bytes:
-            return []
-        count = f"{exact_tokens(self.kv_cache)} tokens of {self.num_exact_sequences} sequences"
-        return [f"exact    {format_bytes(self.exact_bytes)} of it: {count} in 16 bits beside the blocks"]
-
-    def _explain_reach(self) -> list[str]:
-        if self.reach.window is None:
-            return []
-        held = f"{self.blocks_per_sequence} blocks per sequence at most, whatever its length"
-        return [f"reach    {self.reach} tokens: {held}"]
 
 
 def plan_memory(
@@ -140,66 +91,70 @@ def plan_memory(
     reach = find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
     choice = choose_kv_cache(model.kv_cache, config, reach, model.kv_measured)
     token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
-    exact_token_bytes = kv_token_bytes(model, itemsize=itemsize)
-    num_exact = config.max_num_sequences if exact_tokens(choice.scheme) else 0
+    exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_sequences)
     budget = find_budget(config, gpu_step_bytes(model, config, itemsize), free_gpu_bytes)
-    exact_bytes = num_exact * exact_tokens(choice.scheme) * exact_token_bytes
-    if exact_bytes:
-        _check_exact(config, choice, exact_bytes, budget.nbytes)
-    affordable = config.num_blocks or (budget.nbytes - exact_bytes) // (token_bytes * config.block_size)
-    longest, reason = longest_wanted(model, config)
-    needed = reach.blocks_for(longest, config.max_span_tokens, config.block_size)
-    if affordable < 1 or (config.max_model_len is not None and affordable < needed):
-        raise ToolkitError(
-            f"a sequence of {longest} tokens needs {needed} KV blocks "
-            f"({format_bytes(needed * config.block_size * token_bytes)}), and the pool has {affordable}",
-            "Allow more KV memory or a shorter --max-model-len",
-        )
-    num_blocks = config.num_blocks or min(affordable, config.max_num_sequences * needed)
-    if num_blocks < needed:
-        longest, reason = num_blocks * config.block_size, f"what the KV pool holds; {reason} is {longest}"
-        needed = num_blocks
+    _check_exact(config, exact, budget)
+    pool = _fill(config, reach, longest_wanted(model, config), token_bytes, budget.nbytes - exact.nbytes)
     return MemoryPlan(
         weight_bytes,
         token_bytes,
         config.block_size,
-        num_blocks,
-        longest,
-        reason,
+        pool.num_blocks,
+        pool.max_model_len,
+        pool.reason,
         _host_blocks(config, choice, token_bytes * config.block_size),
         reach,
-        needed,
+        pool.blocks_per_sequence,
         choice,
-        exact_token_bytes,
-        num_exact,
+        exact,
         config.max_num_sequences,
         budget,
     )
 
 
-def _check_exact(config: RuntimeConfig, choice: KVCacheChoice, exact_bytes: int, kv_bytes: int) -> None:
-    """Refuses exact tokens beside which there is no memory for blocks."""
-    if config.num_blocks or exact_bytes < kv_bytes:
-        return
-    raise ToolkitError(
-        f"{exact_tokens(choice.scheme)} exact tokens of each of {config.max_num_sequences} sequences take "
-        f"{format_bytes(exact_bytes)}, all of the {format_bytes(kv_bytes)} of KV memory",
-        "Keep fewer of them exact (--kv-recent, --kv-sinks), allow fewer --max-sequences or more --kv-memory",
-    )
+class _Pool(NamedTuple):
+    """Fields of a `MemoryPlan`."""
+
+    num_blocks: int
+    blocks_per_sequence: int
+    max_model_len: int
+    reason: str
 
 
-def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, itemsize: int = 2) -> int:
-    """Keys and values of one token in all layers, scales and offsets included, exact copies not.
+def _fill(config: RuntimeConfig, reach: Reach, longest: tuple[int, str], token_bytes: int, kv_bytes: int) -> _Pool:
+    """As many blocks as so many bytes hold, or as can be used.
 
     Args:
-        itemsize: bytes of one element where nothing is quantized.
+        longest: tokens of the longest sequence if there is memory for it, and why so many.
+
+    Raises:
+        ToolkitError: they cannot hold one sequence of the length that was asked for.
     """
-    return model.num_layers * model.num_kv_heads * scheme.head_bytes(model.head_dim, itemsize)
+    length, reason = longest
+    affordable = config.num_blocks or kv_bytes // (token_bytes * config.block_size)
+    needed = reach.blocks_for(length, config.max_span_tokens, config.block_size)
+    if affordable < 1 or (config.max_model_len is not None and affordable < needed):
+        raise ToolkitError(
+            f"a sequence of {length} tokens needs {needed} KV blocks "
+            f"({format_bytes(needed * config.block_size * token_bytes)}), and the pool has {affordable}",
+            "Allow more KV memory or a shorter --max-model-len",
+        )
+    num_blocks = config.num_blocks or min(affordable, config.max_num_sequences * needed)
+    if num_blocks >= needed:
+        return _Pool(num_blocks, needed, length, reason)
+    length = num_blocks * config.block_size
+    return _Pool(num_blocks, num_blocks, length, f"what the KV pool holds; {reason} is {longest[0]}")
 
 
-def exact_tokens(scheme: KVCacheScheme) -> int:
-    """Tokens per sequence that have room for exact keys and values beside the blocks."""
-    return scheme.sinks + (scheme.recent + SPARE_RECENT_TOKENS if scheme.recent else 0)
+def _check_exact(config: RuntimeConfig, exact: ExactTokens, budget: KVBudget) -> None:
+    """Refuses exact tokens beside which there is no memory for blocks."""
+    if not exact.nbytes or config.num_blocks or exact.nbytes < budget.nbytes:
+        return
+    raise ToolkitError(
+        f"{exact.per_sequence} exact tokens of each of {exact.num_sequences} sequences take "
+        f"{format_bytes(exact.nbytes)}, all of the {format_bytes(budget.nbytes)} of KV memory",
+        "Keep fewer of them exact (--kv-recent, --kv-sinks), allow fewer --max-sequences or more --kv-memory",
+    )
 
 
 def longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, str]:

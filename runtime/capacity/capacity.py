@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from runtime.config import RuntimeConfig
+from runtime.kv_bytes import NO_EXACT_TOKENS, ExactTokens, exact_tokens, kv_token_bytes
 from runtime.kv_choice import choose_kv_cache
-from runtime.memory import exact_tokens, kv_token_bytes, longest_wanted
+from runtime.memory import longest_wanted
 from runtime.model.config import DecoderConfig
 from runtime.reach import Reach, find_reach
 from runtime.workspace import step_bytes
@@ -32,8 +33,7 @@ class Capacity:
         num_layers: attention reads a copy of one layer's keys and values in `dtype`.
         step: tokens of one prompt that are computed together at most.
         kv_cache: form of keys and values.
-        exact_token_bytes: keys and values of one token in all layers in `dtype`.
-        num_exact_sequences: sequences with exact tokens beside the blocks.
+        exact: keys and values that are kept in `dtype` beside the blocks.
     """
 
     memory_bytes: int
@@ -48,8 +48,7 @@ class Capacity:
     step: int
     process_bytes: int = PROCESS_BYTES
     kv_cache: KVCacheScheme = UNCOMPRESSED
-    exact_token_bytes: int = 0
-    num_exact_sequences: int = 0
+    exact: ExactTokens = NO_EXACT_TOKENS
 
     @property
     def room(self) -> int:
@@ -57,15 +56,10 @@ class Capacity:
         return self.memory_bytes - self.weight_bytes - self.activation_bytes - self.process_bytes
 
     @property
-    def exact_bytes(self) -> int:
-        """Of the room, for tokens that are kept exactly beside the blocks."""
-        return self.num_exact_sequences * exact_tokens(self.kv_cache) * self.exact_token_bytes
-
-    @property
     def num_blocks(self) -> int:
-        copied = self.exact_token_bytes or self.token_bytes
+        copied = self.exact.token_bytes or self.token_bytes
         shares = (self.token_bytes * self.num_layers + copied) * self.block_size
-        return max(0, (self.room - self.exact_bytes) * self.num_layers // shares)
+        return max(0, (self.room - self.exact.nbytes) * self.num_layers // shares)
 
     @property
     def tokens(self) -> int:
@@ -75,7 +69,7 @@ class Capacity:
     @property
     def kv_bytes(self) -> int:
         """What to give to `--kv-memory` to use the room."""
-        return self.tokens * self.token_bytes + self.exact_bytes
+        return self.tokens * self.token_bytes + self.exact.nbytes
 
     def concurrency(self, length: int) -> int:
         """Requests of so many tokens (prompt plus output) that fit together."""
@@ -90,7 +84,7 @@ class Capacity:
         return replace(
             self,
             token_bytes=kv_token_bytes(model, self.kv_cache, ITEM_SIZES[dtype]),
-            exact_token_bytes=kv_token_bytes(model, itemsize=ITEM_SIZES[dtype]),
+            exact=exact_tokens(model, self.kv_cache, ITEM_SIZES[dtype], self.exact.num_sequences),
             dtype=dtype,
             weight_bytes=weight_bytes,
             activation_bytes=int(self.activation_bytes * ITEM_SIZES[dtype] / ITEM_SIZES[self.dtype]),
@@ -99,7 +93,13 @@ class Capacity:
     def with_kv_format(self, model: DecoderConfig, format: str) -> Capacity:
         """The same with keys and values in another format, and no exact tokens beside them unless it is the same."""
         scheme = self.kv_cache if format == self.kv_cache.format else KVCacheScheme.named(format)
-        return replace(self, token_bytes=kv_token_bytes(model, scheme, ITEM_SIZES[self.dtype]), kv_cache=scheme)
+        itemsize = ITEM_SIZES[self.dtype]
+        return replace(
+            self,
+            token_bytes=kv_token_bytes(model, scheme, itemsize),
+            kv_cache=scheme,
+            exact=exact_tokens(model, scheme, itemsize, self.exact.num_sequences),
+        )
 
 
 def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
@@ -143,6 +143,5 @@ def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_byt
         config.block_size,
         config.max_span_tokens,
         kv_cache=scheme,
-        exact_token_bytes=kv_token_bytes(model, itemsize=itemsize),
-        num_exact_sequences=config.max_num_sequences if exact_tokens(scheme) else 0,
+        exact=exact_tokens(model, scheme, itemsize, config.max_num_sequences),
     )

@@ -61,7 +61,7 @@ def _whole_memory(path: Path, config: RuntimeConfig, now: Capacity, weights: Wei
     wider = replace(config, max_num_sequences=sequences)
     then = estimate(weights.config, wider, now.dtype, now.weight_bytes, now.memory_bytes)
     used = min(then.num_blocks, sequences * then.reach.blocks_for(then.context, then.step, then.block_size))
-    kv_bytes = used * then.block_size * then.token_bytes + then.exact_bytes
+    kv_bytes = used * then.block_size * then.token_bytes + then.exact.nbytes
     given = find_budget(config, 0, None).nbytes
     if kv_bytes <= given or not used:
         return

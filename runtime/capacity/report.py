@@ -10,7 +10,9 @@ from compress.checkpoint.kv_cache import KV_FORMATS
 from runtime.capacity.capacity import ITEM_SIZES, Capacity
 from runtime.capacity.remedies import Remedy
 from runtime.free_memory import format_bytes
-from runtime.memory import MemoryPlan, exact_tokens, kv_token_bytes
+from runtime.kv_bytes import kv_token_bytes
+from runtime.memory import MemoryPlan
+from runtime.memory_lines import explain
 from runtime.model.config import DecoderConfig
 
 
@@ -47,7 +49,7 @@ class Report:
             "process_bytes": capacity.process_bytes,
             "dtype": capacity.dtype,
             "kv_cache": capacity.kv_cache.to_dict(),
-            "kv_exact_bytes": capacity.exact_bytes,
+            "kv_exact_bytes": capacity.exact.nbytes,
             "kv_bytes_per_token": {
                 name: kv_token_bytes(self.model, itemsize=size) for name, size in ITEM_SIZES.items()
             },
@@ -108,14 +110,13 @@ class Report:
             here = f"{max(0, then.tokens):,}"
             size = format_bytes(then.token_bytes)
             yield f"  {name:10}  {size:>10}  {bits:5.2f}  {2**30 // then.token_bytes:14,}  {here:>11}"
-        if capacity.exact_bytes:
-            extra = f"{exact_tokens(capacity.kv_cache)} tokens of {capacity.num_exact_sequences} sequences"
-            yield f"  and {format_bytes(capacity.exact_bytes)} for {extra} that are kept exactly"
+        if capacity.exact.nbytes:
+            yield f"  and {format_bytes(capacity.exact.nbytes)} for {capacity.exact} that are kept exactly"
 
     def _explained_plan(self) -> list[str]:
         if isinstance(self.plan, str):
             return [f"refuses: {self.plan}"]
-        lines = self.plan.explain().splitlines()
+        lines = explain(self.plan)
         if self.plan.kv_bytes > self.capacity.kv_bytes:
             lines.append(f"too much: {format_bytes(self.capacity.kv_bytes)} are left for the KV pool")
         return lines

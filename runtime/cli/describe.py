@@ -49,6 +49,7 @@ def describe_attention(engine: Engine) -> str:
 
 def describe_gpu(engine: Engine) -> list[str]:
     """What only a GPU has: how its memory is divided, and which steps are recorded. Nothing on a CPU."""
+    from runtime.memory_lines import explain
     from runtime.runner import ModelRunner
 
     runner = engine.runner
@@ -58,7 +59,7 @@ def describe_gpu(engine: Engine) -> list[str]:
     if runner.graphs is not None:
         sizes = ", ".join(map(str, runner.graphs.sizes))
         steps = f"of one token for each of {sizes} sequences are recorded at their first use (CUDA graphs)"
-    return [*(f"memory    {line}" for line in runner.memory.explain().splitlines()), f"steps     {steps}"]
+    return [*(f"memory    {line}" for line in explain(runner.memory)), f"steps     {steps}"]
 
 
 def describe_memory(engine: Engine) -> str:

@@ -42,7 +42,7 @@ class KVCache:
         config, dtype, device = decoder.config, decoder.dtype, decoder.device
         self.pages: KVPages
         self.pages, self.reason = choose_pages(decoder, memory)
-        sinks, recent, num_sequences = self.scheme.sinks, self.scheme.recent, memory.num_exact_sequences
+        sinks, recent, num_sequences = self.scheme.sinks, self.scheme.recent, memory.exact.num_sequences
         # Where the whole model has a window, what is kept as sinks are tokens that all tokens see.
         windows = config.windows if memory.reach.window is None else (None,) * config.num_layers
         self.sinks = SinkStore(config, sinks, num_sequences, self.turn, windows, dtype, device) if sinks else None

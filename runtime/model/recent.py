@@ -12,7 +12,7 @@ from collections.abc import Sequence as ListOf
 import torch
 from torch import Tensor
 
-from runtime.memory import SPARE_RECENT_TOKENS
+from runtime.kv_bytes import SPARE_RECENT_TOKENS
 from runtime.model.config import DecoderConfig
 from runtime.step import ScheduledSequence
 from runtime.types import Sequence, Status

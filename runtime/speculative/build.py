@@ -9,7 +9,8 @@ from pathlib import Path
 from compress.checkpoint.demo import draft_model_path
 from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
-from runtime.memory import MemoryPlan, kv_token_bytes
+from runtime.kv_bytes import kv_token_bytes
+from runtime.memory import MemoryPlan
 from runtime.model.decoder import Decoder
 from runtime.model.load import load_model
 from runtime.runner import ModelRunner, check_fits

@@ -106,7 +106,7 @@ def step_bytes(folder: Path, kv_cache: str, batch: int, context: int) -> int:
     from compress.checkpoint.config import read_config
     from compress.checkpoint.kv_cache import KVCacheScheme
     from compress.checkpoint.source import TensorFiles
-    from runtime.memory import kv_token_bytes
+    from runtime.kv_bytes import kv_token_bytes
     from runtime.model.config import parse_config
 
     files = TensorFiles.open(folder)

@@ -20,7 +20,7 @@ from compress.evaluate.scorers import RuntimeScorer
 from compress.evaluate.windows import cut_windows
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
-from runtime.memory import kv_token_bytes
+from runtime.kv_bytes import kv_token_bytes
 from runtime.model.config import parse_config
 from runtime.model.load import load_model
 from runtime.model.pages_quantized import QuantizedPages

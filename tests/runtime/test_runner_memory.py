@@ -7,6 +7,7 @@ from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
 from runtime.free_memory import format_bytes
 from runtime.memory import plan_memory
+from runtime.memory_lines import explain
 from runtime.model.config import parse_config
 from runtime.model.load import load_model
 from runtime.runner import build_runner
@@ -34,7 +35,7 @@ def test_no_more_blocks_than_all_sequences_can_fill():
 def test_a_wish_for_blocks_is_followed():
     found = plan(num_blocks=7)
     assert (found.num_blocks, found.max_model_len) == (7, 112)
-    assert "what the KV pool holds; the model's context is 256" in found.explain()
+    assert "what the KV pool holds; the model's context is 256" in "\n".join(explain(found))
 
 
 def test_windows_need_no_more_blocks_for_longer_sequences():
@@ -42,7 +43,7 @@ def test_windows_need_no_more_blocks_for_longer_sequences():
     model = parse_config({"model_type": "mistral", "sliding_window": 64, **SIZES})
     found = plan_memory(model, 1000, 2, RuntimeConfig(prefill_chunk=32, max_num_sequences=3))
     assert (found.num_blocks, found.blocks_per_sequence, found.max_model_len) == (3 * 7, 7, 256)
-    assert "reach    the last 64 tokens: 7 blocks per sequence at most, whatever its length" in found.explain()
+    assert "reach    the last 64 tokens: 7 blocks per sequence at most, whatever its length" in explain(found)
     small = plan_memory(model, 1000, 2, RuntimeConfig(prefill_chunk=32, num_blocks=6))
     assert small.max_model_len == 6 * 16, "without room for the window all blocks of a sequence are kept"
     assert plan(prefill_chunk=32, max_num_sequences=3).num_blocks == 3 * 16
@@ -66,11 +67,11 @@ def test_refusals(options, message):
 
 
 def test_explanation_has_the_numbers():
-    text = plan(num_blocks=20).explain()
+    text = "\n".join(explain(plan(num_blocks=20)))
     assert "weights  1000 B" in text
     assert "20 blocks of 16 tokens = 320 tokens at 256 B each" in text
     assert "host KV  0 B: off" in text
-    assert "host KV  12.0 KiB: 3 blocks = 48 tokens" in plan(num_blocks=20, host_memory_bytes=13000).explain()
+    assert "host KV  12.0 KiB: 3 blocks = 48 tokens" in explain(plan(num_blocks=20, host_memory_bytes=13000))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_a_gpu_gives_keys_and_values_what_weights_and_steps_leave():
     assert budget.nbytes + budget.step_bytes + budget.spare_bytes == 60 * GIB
     assert budget.spare_bytes == 60 * GIB // 50
     assert 50 * GIB < found.kv_bytes < 60 * GIB
-    lines = found.explain().splitlines()
+    lines = explain(found)
     assert any("what 60.0 GiB beside the weights leave" in line for line in lines)
     assert any(line.startswith("steps    take up to ") and "1.2 GiB are left to nobody" in line for line in lines)
 
@@ -147,7 +148,7 @@ def test_trees_draw_a_row_for_each_of_their_guesses_and_no_step_more_rows_than_t
 def test_a_draft_model_gets_the_other_half():
     alone, beside = gpu_plan(40 * GIB, speculate="ngram"), gpu_plan(40 * GIB, speculate="self:2bit")
     assert abs(beside.budget.nbytes - alone.budget.nbytes // 2) < 2
-    assert "the other half is the draft model's" in beside.explain()
+    assert "the other half is the draft model's" in "\n".join(explain(beside))
     assert gpu_plan(40 * GIB, speculate="ngrammatical/packed").budget.nbytes == beside.budget.nbytes, "a folder's name"
     assert gpu_plan(40 * GIB, speculate="ngram-tree").budget.nbytes > beside.budget.nbytes
 
@@ -166,15 +167,15 @@ def test_a_gpu_without_room_is_refused_with_the_numbers():
 def test_a_cpu_takes_its_default_and_says_nothing_of_steps():
     found = plan()
     assert found.budget.nbytes == 512 * 2**20
-    assert "steps" not in found.explain()
+    assert "steps" not in "\n".join(explain(found))
 
 
 def test_exact_tokens_are_part_of_the_memory() -> None:
     options = {"kv_cache": "int8", "kv_recent": 16, "kv_sinks": 4, "max_num_sequences": 8}
     found = plan(kv_memory_bytes=2**20, **options)
-    assert found.exact_bytes == 8 * (16 + 17 + 4) * TOKEN_BYTES
+    assert found.exact.nbytes == 8 * (16 + 17 + 4) * TOKEN_BYTES
     assert found.kv_bytes <= 2**20
-    assert not any("exact" in line for line in plan(kv_cache="int8").explain().splitlines())
-    assert any(line.startswith("exact ") for line in found.explain().splitlines())
+    assert not any("exact" in line for line in explain(plan(kv_cache="int8")))
+    assert any(line.startswith("exact ") for line in explain(found))
     with pytest.raises(ToolkitError, match="37 exact tokens of each of 8 sequences take"):
-        plan(kv_memory_bytes=found.exact_bytes, **options)
+        plan(kv_memory_bytes=found.exact.nbytes, **options)

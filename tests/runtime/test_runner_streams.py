@@ -15,6 +15,7 @@ from compress.checkpoint.errors import ToolkitError
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.memory import STREAM_LENGTH
+from runtime.memory_lines import explain
 from runtime.model.load import load_model
 from runtime.model.rope import Rotary
 from runtime.reach import Reach, held_blocks
@@ -233,8 +234,9 @@ def test_lengths_and_memory(tiny):
     runner = make_engine(tiny[0], num_blocks=None, max_num_sequences=3, prefill_chunk=8).runner
     assert runner.reach == Reach(WINDOW, SINKS)
     assert runner.num_blocks == 3 * Reach(WINDOW, SINKS).blocks_for(10**6, 8, BLOCK) == 3 * 9
-    assert "reach    the first 3 and the last 20 tokens: 9 blocks per sequence at most" in runner.memory.explain()
-    assert f"longest  {2**20} tokens (the length of streams)" in runner.memory.explain()
+    lines = explain(runner.memory)
+    assert "reach    the first 3 and the last 20 tokens: 9 blocks per sequence at most, whatever its length" in lines
+    assert f"longest  {2**20} tokens (the length of streams)" in lines
     assert make_engine(tiny[0], max_model_len=5000).runner.max_model_len == 5000
     with pytest.raises(ToolkitError, match=r"a sequence of 5000 tokens needs 9 KV blocks .* and the pool has 8"):
         make_engine(tiny[0], max_model_len=5000, num_blocks=8, prefill_chunk=8)
