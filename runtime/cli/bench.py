@@ -14,32 +14,19 @@ import typer
 
 from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.option_groups import with_groups
+from runtime.cli.bench_options import LoadOptions, ServerOptions, WorkloadOptions
 from runtime.cli.options import ModelArgument, check_targets, resolve_model
-from runtime.cli.workload_options import WorkloadOptions
 
 if TYPE_CHECKING:
     from runtime.benchmark.report import Run
-
-DEFAULT_CONCURRENCY = 8
 
 
 @with_groups
 def bench(
     *,
     model: ModelArgument = None,
-    url: Annotated[
-        str | None, typer.Option("--url", help="A running server; without it one is started for the time.")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", help="Key that the server at --url asks for.")] = None,
-    serve_options: Annotated[
-        str, typer.Option("--serve", metavar="OPTIONS", help="For the own server, e.g. '--max-sequences 16'.")
-    ] = "",
-    concurrency: Annotated[
-        int | None, typer.Option("--concurrency", "-c", min=1, help="Closed loop: so many clients. Default: 8.")
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option("--rate", "-r", min=1e-3, help="Open loop: Poisson arrivals, so many a second.")
-    ] = None,
+    target: ServerOptions,
+    arrivals: LoadOptions,
     requests: WorkloadOptions,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Requests before the measured ones.")] = 4,
     slo: Annotated[
@@ -58,18 +45,17 @@ def bench(
     the longest gap.
     """
     from runtime.benchmark.figures import parse_objectives
-    from runtime.benchmark.run import Load, Plan, run
+    from runtime.benchmark.run import Plan, run
     from runtime.benchmark.workload import read_prompts
 
-    if rate is not None and concurrency is not None:
-        raise ToolkitError("--rate and --concurrency exclude each other", "Give one: open or closed loop")
+    load = arrivals.load()
     objectives = parse_objectives(slo) if slo else ()
     workload = requests.workload()
-    path = resolve_model(model)[0] if url is None or model is not None else None
+    path = resolve_model(model)[0] if target.url is None or model is not None else None
     plan = Plan(
         command=shlex.join(["runtime", *sys.argv[1:]]),
         workload=workload,
-        load=Load(concurrency or DEFAULT_CONCURRENCY, rate),
+        load=load,
         prompts=read_prompts(requests.prompts) if requests.prompts else None,
         tokenizer_path=path,
         num_warm_up=warmup,
@@ -77,8 +63,8 @@ def bench(
         timeout=timeout,
     )
     check_targets(json_file, plot)
-    with server(url, path, serve_options) as address:
-        result = run(plan, address, api_key)
+    with server(target, path) as address:
+        result = run(plan, address, target.api_key)
     write(result, json_file, plot)
 
 
@@ -91,16 +77,16 @@ def split_options(text: str) -> list[str]:
 
 
 @contextmanager
-def server(url: str | None, path: Path | None, serve_options: str) -> Iterator[str]:
+def server(target: ServerOptions, path: Path | None) -> Iterator[str]:
     """The URL given, or one of an own server that lives as long as the block."""
     from runtime.benchmark.own_server import own_server
 
-    if url is not None or path is None:
-        if serve_options:
+    if target.url is not None or path is None:
+        if target.serve_options:
             raise ToolkitError("--serve is for an own server, and --url names a running one", "Give one of them")
-        yield url or ""
+        yield target.url or ""
         return
-    options = split_options(serve_options)
+    options = split_options(target.serve_options)
     print("starting", shlex.join(["runtime", "serve", str(path), *options]), file=sys.stderr, flush=True)
     with own_server(path, options) as own:
         yield own

@@ -6,13 +6,13 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compress.checkpoint.errors import RequestError, ToolkitError
 from compress.checkpoint.option_groups import with_groups
+from runtime.cli.grammar_options import GrammarOptions
 from runtime.cli.option_groups import (
     ComputeOptions,
     ContextOptions,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from runtime.engine import Engine
-    from runtime.sampling_params import Grammar, SamplingParams
+    from runtime.sampling_params import SamplingParams
     from runtime.types import Delta
 
 
@@ -46,12 +46,7 @@ def generate(
     penalties: PenaltyOptions,
     seed: SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option("--json-schema", metavar="FILE", help="The text must be JSON of this schema.")
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option("--regex", help="The text must be matched by this regular expression, all of it.")
-    ] = None,
+    form: GrammarOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
     compute: ComputeOptions,
     kv: KVOptions,
@@ -65,7 +60,6 @@ def generate(
     from runtime.sampling_params import SamplingParams
 
     path, name = resolve_model(model)
-    grammar = choose_grammar(json_schema, regex)
     sampling = SamplingParams(
         max_tokens,
         temperature,
@@ -73,7 +67,7 @@ def generate(
         **asdict(penalties),
         seed=seed,
         stop=tuple(stop or ()),
-        grammar=grammar,
+        grammar=form.grammar(),
     )
     text = read_prompt() if prompt is None else prompt
     if not text:
@@ -84,22 +78,6 @@ def generate(
     engine, tokenizer = load_engine(path, runtime_config(compute, kv, context, drafts))
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     write(steps(engine, token_ids, sampling), as_json, path.name)
-
-
-def choose_grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
-    """What the text must look like. Raises RequestError when both are given, or the file cannot be read."""
-    from runtime.sampling_params import Grammar, GrammarKind
-
-    if json_schema is not None and regex is not None:
-        raise RequestError("--json-schema and --regex exclude each other", "Give one of them")
-    if regex is not None:
-        return Grammar(GrammarKind.REGEX, regex)
-    if json_schema is None:
-        return None
-    try:
-        return Grammar(GrammarKind.JSON_SCHEMA, json_schema.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{json_schema} cannot be read: {error}", "Name a file with a JSON schema") from error
 
 
 def read_prompt() -> str:

@@ -1,4 +1,4 @@
-"""Options for the requests of a benchmark."""
+"""Options of `runtime bench`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,46 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.checkpoint.errors import ToolkitError
+
 if TYPE_CHECKING:
+    from runtime.benchmark.run import Load
     from runtime.benchmark.workload import Lengths, Workload
+
+DEFAULT_CONCURRENCY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Which server is measured: a running one, or an own one."""
+
+    url: Annotated[
+        str | None, typer.Option("--url", help="A running server; without it one is started for the time.")
+    ] = None
+    api_key: Annotated[str | None, typer.Option("--api-key", help="Key that the server at --url asks for.")] = None
+    serve_options: Annotated[
+        str, typer.Option("--serve", metavar="OPTIONS", help="For the own server, e.g. '--max-sequences 16'.")
+    ] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How requests follow each other."""
+
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", "-c", min=1, help="Closed loop: so many clients. Default: 8.")
+    ] = None
+    rate: Annotated[
+        float | None, typer.Option("--rate", "-r", min=1e-3, help="Open loop: Poisson arrivals, so many a second.")
+    ] = None
+
+    def load(self) -> Load:
+        """What the options say. Raises ToolkitError for both at once."""
+        from runtime.benchmark.run import Load
+
+        if self.rate is not None and self.concurrency is not None:
+            raise ToolkitError("--rate and --concurrency exclude each other", "Give one: open or closed loop")
+        return Load(self.concurrency or DEFAULT_CONCURRENCY, self.rate)
 
 
 @dataclass(frozen=True, slots=True)
