@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from compress.checkpoint.packed import CodedWeight
 from compress.checkpoint.scheme import Scheme
+
+Stored = TypeVar("Stored", bound=CodedWeight, contravariant=True)
+"""The kinds of codes that a kernel multiplies by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +52,17 @@ class RowSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(Generic[Stored]):
     """One entry of the kernel table.
 
     Attributes:
         summary: what it computes and how exactly, one line.
         refuse: why it cannot serve this scheme and number of input features on this target; empty when it can.
-        prepare: turns codes (a `CodedWeight` of the kind that its table is for) into the kernel's own layout, once, at
-            load; the bias `[O]` comes in the activation dtype.
+        prepare: turns codes `[O, I]` into the kernel's own layout, once, at load; the bias `[O]` comes in the dtype of
+            activations.
     """
 
     name: str
     summary: str
     refuse: Callable[[Scheme, int, Target], str]
-    prepare: Callable[[Any, Tensor | None, Target], Linear]
+    prepare: Callable[[Stored, Tensor | None, Target], Linear]

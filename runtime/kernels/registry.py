@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
@@ -43,9 +44,9 @@ EXPANDED = "zeros of {} are expanded at load: no kernel leaves them out on a GPU
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel, and why it and none before it."""
+    """A kernel for the codes of a scheme (integers, or 8-bit floats), and why it and none before it."""
 
-    kernel: Kernel
+    kernel: Kernel[Any]
     reason: str
 
 

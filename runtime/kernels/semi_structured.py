@@ -7,6 +7,7 @@ is not measured: so weights are multiplied dense unless this is asked for by nam
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -22,6 +23,7 @@ ROW_MULTIPLE, INPUT_MULTIPLE = 32, 64
 TOKEN_MULTIPLE = 8
 """Tokens are filled up to this with zeros."""
 KEPT, OF = 2, 4
+MULTIPLIED = f"2:4 zeros are multiplied too: few tokens are faster so (--kernels {NAME} differs)"
 
 
 class SemiStructuredLinear:
@@ -50,16 +52,24 @@ def is_two_of_four(weight: Tensor) -> bool:
     return weight.shape[1] % OF == 0 and bool(((weight.view(len(weight), -1, OF) != 0).sum(-1) <= KEPT).all())
 
 
-def why_dense(weight: Tensor, target: Target, kernels: str) -> str | None:
-    """Why a weight `[O, I]` that is 2:4 is multiplied dense all the same: empty when it is not, None for a weight that
-    is not 2:4, or on a CPU where nobody asked."""
+@dataclass(frozen=True, slots=True)
+class SemiStructuredChoice:
+    """Whether a weight in 16 bits is multiplied so, and why or why not: no reason for one that is not 2:4, or on a CPU
+    where nobody asked."""
+
+    serves: bool
+    reason: str
+
+
+def choose_semi_structured(weight: Tensor, target: Target, kernels: str) -> SemiStructuredChoice:
+    """Decides for a weight `[O, I]`; `kernels` is a name of `runtime.kernels.registry.MODES`, or of a kernel."""
     if (target.device.type != "cuda" and kernels != NAME) or not is_two_of_four(weight):
-        return None
+        return SemiStructuredChoice(False, "")
     if refusal := refuse(len(weight), weight.shape[1], target.device, target.dtype):
-        return f"{NAME} {refusal}"
-    return (
-        "" if kernels == NAME else f"2:4 zeros are multiplied too: few tokens are faster so (--kernels {NAME} differs)"
-    )
+        return SemiStructuredChoice(False, f"{NAME} {refusal}")
+    if kernels == NAME:
+        return SemiStructuredChoice(True, "asked for")
+    return SemiStructuredChoice(False, MULTIPLIED)
 
 
 def refuse(out_features: int, in_features: int, device: torch.device, dtype: torch.dtype) -> str:

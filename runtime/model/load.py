@@ -18,11 +18,12 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from runtime.free_memory import available_bytes, format_bytes
 from runtime.kernels.base import Linear, Target
-from runtime.kernels.dense import choose_dense, dense_linear
+from runtime.kernels.dense import choose_dense
 from runtime.kernels.low_rank import LowRank
 from runtime.kernels.outliers import WithOutliers
 from runtime.kernels.registry import MODES, Choice, choose_kernel
-from runtime.kernels.semi_structured import SemiStructuredLinear, why_dense
+from runtime.kernels.semi_structured import NAME as SEMI_STRUCTURED
+from runtime.kernels.semi_structured import SemiStructuredLinear, choose_semi_structured
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.device_files import unpacked_on, unpacks_anywhere
@@ -163,19 +164,22 @@ class _Loader:
             what = f"{name} beside {weight.scheme.outliers} columns in 16 bits"
             return WithOutliers(self._prepare(weight.base, what, bias), columns, values)
         if isinstance(weight, Tensor):
-            reference = self.kernels == "reference"
-            dense = choose_dense(weight.shape[1], self.target, reference=reference)
-            dtype = str(self.target.dtype).removeprefix("torch.")
-            why = why_dense(weight, self.target, self.kernels)
-            if why == "":
-                self.used[f"{name}: 2:4 {dtype}, kernel semi_structured (asked for)"] += 1
-                return SemiStructuredLinear(weight.to(self.target.device, self.target.dtype), bias)
-            reason = "; ".join(filter(None, (dense.reason, why)))
-            self.used[f"{name}: dense {dtype}, kernel {dense.kernel.name} ({reason})"] += 1
-            return dense_linear(weight, bias, self.target, reference=reference)
+            return self._prepare_dense(weight, name, bias)
         choice = self._choose(weight.scheme, weight.shape[1])
         self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1
         return choice.kernel.prepare(weight, bias, self.target)
+
+    def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None) -> Linear:
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        sparse = choose_semi_structured(weight, self.target, self.kernels)
+        placed = weight.to(self.target.device, self.target.dtype)
+        if sparse.serves:
+            self.used[f"{name}: 2:4 {dtype}, kernel {SEMI_STRUCTURED} ({sparse.reason})"] += 1
+            return SemiStructuredLinear(placed, bias)
+        dense = choose_dense(weight.shape[1], self.target, reference=self.kernels == "reference")
+        reason = "; ".join(filter(None, (dense.reason, sparse.reason)))
+        self.used[f"{name}: dense {dtype}, kernel {dense.kernel.name} ({reason})"] += 1
+        return dense.kernel.prepare(placed, bias)
 
     def _choose(self, scheme: Scheme, in_features: int) -> Choice:
         return choose_kernel(scheme, in_features, self.target, self.kernels, self.excluded)

@@ -95,18 +95,3 @@ def pack_planes(weight: IntegerWeight, device: torch.device) -> PlanedWeight:
         group_size,
         weight.shape,
     )
-
-
-def unpack_planes(packed: PlanedWeight, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight `[N, K]` of a packed one, in plain torch: what every kernel must agree with."""
-    rows, inputs = packed.shape
-    shifts = torch.arange(0, 16, packed.bits, dtype=torch.int32, device=packed.words.device)
-    planes = packed.words.to(torch.int32).unsqueeze(2) >> shifts[:, None] & (1 << packed.bits) - 1
-    codes = planes.permute(1, 0, 2, 3).flatten(1)[:rows, :inputs]
-    repeats = packed.group_size or inputs
-    scale = packed.scale.T[:rows].repeat_interleave(repeats, 1)[:, :inputs]
-    zero: int | Tensor = packed.midpoint
-    if packed.zero is not None:
-        zero = packed.zero.T[:rows].repeat_interleave(repeats, 1)[:, :inputs]
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    return ((codes - zero).to(exact) * scale.to(exact)).to(dtype)

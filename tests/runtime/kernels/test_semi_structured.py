@@ -9,7 +9,14 @@ from compress.checkpoint.scheme import Scheme, Sparsity
 from runtime.kernels import semi_structured
 from runtime.kernels.base import Target
 from runtime.kernels.registry import choose_kernel
-from runtime.kernels.semi_structured import NAME, SemiStructuredLinear, is_two_of_four, refuse, why_dense
+from runtime.kernels.semi_structured import (
+    NAME,
+    SemiStructuredChoice,
+    SemiStructuredLinear,
+    choose_semi_structured,
+    is_two_of_four,
+    refuse,
+)
 
 CUDA = torch.device("cuda")
 GPU = Target(CUDA, torch.bfloat16)
@@ -61,13 +68,18 @@ def test_older_gpus_have_no_sparse_tensor_cores(capability) -> None:
 
 def test_it_is_chosen_by_name_and_else_says_why_not() -> None:
     weight = two_of_four(32, 64)
-    assert why_dense(weight, GPU, NAME) == ""
-    assert "--kernels semi_structured" in str(why_dense(weight, GPU, "auto"))
-    assert str(why_dense(weight[:20], GPU, NAME)).startswith("semi_structured takes 32 rows")
-    assert why_dense(torch.ones(32, 64), GPU, NAME) is None
+    assert choose_semi_structured(weight, GPU, NAME) == SemiStructuredChoice(True, "asked for")
+    unasked = choose_semi_structured(weight, GPU, "auto")
+    assert not unasked.serves
+    assert "--kernels semi_structured" in unasked.reason
+    misshapen = choose_semi_structured(weight[:20], GPU, NAME)
+    assert not misshapen.serves
+    assert misshapen.reason.startswith("semi_structured takes 32 rows")
+    assert choose_semi_structured(torch.ones(32, 64), GPU, NAME) == SemiStructuredChoice(False, "")
     cpu = Target(torch.device("cpu"), torch.bfloat16)
-    assert why_dense(weight, cpu, NAME) == "semi_structured runs on NVIDIA GPUs"
-    assert why_dense(weight, cpu, "auto") is None
+    refused = SemiStructuredChoice(False, "semi_structured runs on NVIDIA GPUs")
+    assert choose_semi_structured(weight, cpu, NAME) == refused
+    assert choose_semi_structured(weight, cpu, "auto") == SemiStructuredChoice(False, "")
 
 
 def test_integers_that_are_2_of_4_are_expanded_and_it_is_said() -> None:

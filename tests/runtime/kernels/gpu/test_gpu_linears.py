@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covering
 from poisoned_memory import poisoned_allocations
 from tiny_models import random_weight
 
@@ -12,6 +13,7 @@ from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Target
 from runtime.kernels.gpu.configs import EXPAND, NARROW, WIDE, KernelConfig
+from runtime.kernels.gpu.packing import PlanedWeight
 from runtime.kernels.gpu_linears import PLANES
 from runtime.kernels.registry import choose_kernel
 from runtime.kernels.sizes import prepared_bytes
@@ -42,9 +44,7 @@ def relative_error(found, expected) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("scheme", PLANED, ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.kernel}-{config.splits}")
+@pytest.mark.parametrize(("config", "scheme", "dtype"), covering(CONFIGS, PLANED, list(BOUND)), ids=str)
 def test_planes_against_float64(gpu, config: KernelConfig, scheme: Scheme, dtype: torch.dtype) -> None:
     from runtime.kernels.gpu.launch import multiply
     from runtime.kernels.gpu.packing import pack_planes
@@ -60,14 +60,28 @@ def test_planes_against_float64(gpu, config: KernelConfig, scheme: Scheme, dtype
     assert relative_error(found, x.double() @ exact.T + bias.double()) < BOUND[dtype]
 
 
+def unpack_planes(packed: PlanedWeight) -> torch.Tensor:
+    """The weight `[N, K]` that the layout holds, in float64."""
+    rows, inputs = packed.shape
+    shifts = torch.arange(0, 16, packed.bits, dtype=torch.int32, device=packed.words.device)
+    planes = packed.words.to(torch.int32).unsqueeze(2) >> shifts[:, None] & (1 << packed.bits) - 1
+    codes = planes.permute(1, 0, 2, 3).flatten(1)[:rows, :inputs]
+    repeats = packed.group_size or inputs
+    scale = packed.scale.T[:rows].repeat_interleave(repeats, 1)[:, :inputs]
+    zero: int | torch.Tensor = packed.midpoint
+    if packed.zero is not None:
+        zero = packed.zero.T[:rows].repeat_interleave(repeats, 1)[:, :inputs]
+    return (codes - zero).double() * scale.double()
+
+
 @pytest.mark.parametrize("scheme", PLANED, ids=str)
 def test_planes_hold_every_code(gpu, scheme: Scheme) -> None:
-    from runtime.kernels.gpu.packing import pack_planes, unpack_planes
+    from runtime.kernels.gpu.packing import pack_planes
 
     inputs = 3 * (scheme.group_size or 96)
     weight = random_weight((130, inputs), scheme)
     packed = pack_planes(weight, gpu)
-    assert torch.equal(unpack_planes(packed, torch.float64).cpu(), weight.dequantize(torch.float64))
+    assert torch.equal(unpack_planes(packed).cpu(), weight.dequantize(torch.float64))
     assert packed.words.shape == (-(-inputs // (512 // packed.bits)), 256, 32)
     assert packed.nbytes == prepared_bytes("triton_planes", scheme, *weight.shape, Target(gpu, torch.bfloat16))
 
