@@ -23,11 +23,6 @@ class Capture(Protocol):
         ...
 
 
-def capture_nothing(compute: Computation) -> Computation:
-    """Runs the computation itself each time, on any device: what a recording is compared with."""
-    return compute
-
-
 class CudaCapture:
     """Records CUDA graphs. They share one pool of memory, so together they need as much as the largest one; hence what
     they compute must be written to tensors from outside of it."""

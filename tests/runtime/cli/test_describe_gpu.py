@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_models import save_tiny_model
+from unrecorded_steps import capture_nothing
 
 from runtime.cli.describe import describe_attention, describe_gpu
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.memory import plan_memory
-from runtime.model.captures import capture_nothing
 from runtime.model.load import load_model
 from runtime.runner import build_runner
 

@@ -7,12 +7,13 @@ import random
 import pytest
 import torch
 from tiny_models import save_tiny_model
+from unrecorded_steps import capture_nothing
 
 from compress.checkpoint.demo import demo_model_path
 from runtime.config import RuntimeConfig
 from runtime.draws import Draw
 from runtime.engine import Engine
-from runtime.model.captures import CudaCapture, capture_nothing
+from runtime.model.captures import CudaCapture
 from runtime.model.load import load_model
 from runtime.runner import ModelRunner, build_runner
 from runtime.sampler.sampler import sample_tokens

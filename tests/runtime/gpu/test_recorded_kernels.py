@@ -10,11 +10,12 @@ import pytest
 import torch
 from poisoned_memory import poison
 from tiny_models import save_tiny_model
+from unrecorded_steps import capture_nothing
 
 from runtime.attention.gpu_layers import TritonLayers
 from runtime.batch import slots_of
 from runtime.config import RuntimeConfig
-from runtime.model.captures import CudaCapture, capture_nothing
+from runtime.model.captures import CudaCapture
 from runtime.model.load import load_model
 from runtime.runner import ModelRunner, build_runner
 from runtime.sampling_params import SamplingParams

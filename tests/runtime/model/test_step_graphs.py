@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 from tiny_models import save_tiny_model
+from unrecorded_steps import capture_nothing
 
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
-from runtime.model.captures import capture_nothing
 from runtime.model.load import load_model
 from runtime.model.step_graphs import batch_sizes
 from runtime.runner import ModelRunner, build_runner
