@@ -36,6 +36,7 @@ from runtime.model.step_buffers import StepBuffers
 from runtime.model.step_graphs import StepGraphs
 from runtime.prompt_rows import hidden_sums, prompt_logprobs
 from runtime.reach import Reach
+from runtime.sampler.gpu import gpu_draw
 from runtime.sampler.sampler import sample_tokens
 from runtime.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.verification import verify_by_match
@@ -43,8 +44,9 @@ from runtime.warm_up import warm_up
 
 logger = logging.getLogger("runtime.runner")
 
-RowSampler = Callable[[Sequence[ScheduledSequence], Tensor], dict[str, list[SampledToken]]]
-"""From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id."""
+RowSampler = Callable[[Sequence[ScheduledSequence], Tensor, Tensor | None], dict[str, list[SampledToken]]]
+"""From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id. Of recorded
+steps it gets what `sample_tokens` calls `drawn` too."""
 
 
 class ModelRunner:
@@ -84,7 +86,7 @@ class ModelRunner:
     def record_steps(self, capture: Capture) -> None:
         """From now on steps of one token per sequence are recorded when they are first needed, and run again."""
         buffers = StepBuffers(self.decoder, self.memory, self.memory.num_sequences)
-        self.graphs = StepGraphs(self._logits, buffers, capture)
+        self.graphs = StepGraphs(self._logits, buffers, capture, gpu_draw(buffers.logits))
 
     @property
     def pages(self) -> KVPages:
@@ -154,7 +156,7 @@ class ModelRunner:
 
     def _run_again(self, graphs: StepGraphs, entries: Sequence[ScheduledSequence]) -> StepOutput:
         self.pages.memory.clear([block for entry in entries for block in fresh_blocks(entry, self.block_size)])
-        tokens = self.sample(entries, graphs.run(entries))
+        tokens = self.sample(entries, *graphs.run(entries))
         return StepOutput(tokens, path=graphs.refuse(entries) or "recorded")
 
     def _refuse_graphs(self) -> str:
@@ -185,8 +187,8 @@ class ModelRunner:
         return PagedAttention(keys, self.windows)
 
     def _logits(self, batch: Batch) -> Tensor:
-        """Of every row."""
-        return self.decoder.logits(self._forward(batch))
+        """Of every row, in the dtype of the head."""
+        return self.decoder.head(self.decoder.final_norm(self._forward(batch)))
 
     def _keep_branches(self, batch: Batch, tokens: Mapping[str, list[SampledToken]]) -> None:
         """Brings keys and values of the branches that were said to where the next step looks for them."""
@@ -201,12 +203,15 @@ class ModelRunner:
         return [(slots[number], slots[place]) for place, number in enumerate(path) if place != number]
 
     def _sample(self, hidden: Tensor, batch: Batch) -> dict[str, list[SampledToken]]:
-        return self.sample(batch.sampling, self.decoder.logits(hidden.index_select(0, batch.sample_rows)))
+        return self.sample(batch.sampling, self.decoder.logits(hidden.index_select(0, batch.sample_rows)), None)
 
 
-def sample_and_match(entries: Sequence[ScheduledSequence], logits: Tensor) -> dict[str, list[SampledToken]]:
+def sample_and_match(
+    entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
+) -> dict[str, list[SampledToken]]:
     """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
-    return verify_by_match(entries, sample_tokens(logits, [draw for entry in entries for draw in build_draws(entry)]))
+    draws = [draw for entry in entries for draw in build_draws(entry)]
+    return verify_by_match(entries, sample_tokens(logits, draws, drawn))
 
 
 def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:

@@ -77,6 +77,11 @@ class SamplingParams:
         """Whether the tokens so far change the distribution of the next one."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn, and from the likely ones only."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     def __post_init__(self) -> None:
         checks = (
             ("max_tokens", self.max_tokens >= 0, "0 or more"),

@@ -15,6 +15,8 @@ LOGITS_COPIES = 4
 """Of the float32 logits of a step, while tokens are drawn: themselves, tempered, sorted, noisy."""
 GPU_LOGIT_BYTES = 64
 """Of one logit on a GPU, where its noise is computed for the whole vocabulary, and at the worst all of it sorted."""
+RECORDED_LOGIT_BYTES = 24
+"""Of one logit of a recorded step: itself, tempered, without what is cut off, and its exponential, twice on the way."""
 SPLIT_TOKENS, MOST_SPLITS = 64, 8
 """Linears over so few tokens add up so many float32 parts of their output at most."""
 LIBRARY_BYTES = 256 * 2**20
@@ -44,7 +46,7 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
     attended = config.max_num_batched_tokens * heads * FLOAT32
     step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
-    recorded = _rows_bytes(model, rows, itemsize, 0, 2 * rows * model.vocab_size * FLOAT32)
+    recorded = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * RECORDED_LOGIT_BYTES)
     return step + recorded + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
 
 

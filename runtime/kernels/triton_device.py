@@ -27,11 +27,18 @@ def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
 
 
 def refuse_triton(device: torch.device, dtype: torch.dtype) -> str:
-    """Why no Triton kernel serves a dtype on a device; empty where they may."""
+    """Why no Triton kernel of a model serves a dtype on a device; empty where they may."""
+    if refusal := refuse_device(device):
+        return refusal
+    return "" if dtype in (torch.bfloat16, torch.float16) else "computes in 16 bits"
+
+
+def refuse_device(device: torch.device) -> str:
+    """Why no Triton kernel runs on a device; empty where they may."""
     if device.type != "cuda":
         return "runs on NVIDIA GPUs"
     if not has_triton():
         return "needs Triton"
     if not has_capability(device, FIRST_CAPABILITY):
         return f"needs a GPU of compute capability {FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} or newer"
-    return "" if dtype in (torch.bfloat16, torch.float16) else "computes in 16 bits"
+    return ""

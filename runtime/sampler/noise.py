@@ -10,6 +10,8 @@ int64 arithmetic: its finalizer turns (seed, position) into the state of a strea
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 
@@ -20,6 +22,29 @@ def _signed(word: int) -> int:
 GAMMA = _signed(0x9E3779B97F4A7C15)
 MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 UNIFORM_BITS = 52
+
+
+@dataclass(frozen=True, slots=True)
+class RowNoise:
+    """Of which stream the noise of each row is, and what scores are divided by before it is added; `[R]` each.
+
+    Attributes:
+        seeds, positions: int64, as `gumbel_noise` takes them.
+        temperature: float64; 0 where there is no noise, and the highest score wins.
+    """
+
+    seeds: Tensor
+    positions: Tensor
+    temperature: Tensor
+
+    def temper(self, scores: Tensor) -> Tensor:
+        """Scores `[R, V]` over temperature, where none is 0."""
+        return scores / self.temperature.to(scores.dtype).unsqueeze(-1)
+
+    def loudest(self, scores: Tensor, token_ids: Tensor) -> Tensor:
+        """The id `[R]` with the highest sum of score `[R, K]` and noise, the first of equal ones; ids `[R or 1, K]`."""
+        winner = gumbel_noise(self.seeds, self.positions, token_ids).add_(scores).argmax(-1, keepdim=True)
+        return token_ids.expand(len(scores), -1).gather(-1, winner).squeeze(-1)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:

@@ -36,12 +36,14 @@ class ProposalSampler:
     def __init__(self, proposals: Proposals) -> None:
         self._proposals = proposals
 
-    def __call__(self, entries: Sequence[ScheduledSequence], logits: Tensor) -> dict[str, list[SampledToken]]:
+    def __call__(
+        self, entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
+    ) -> dict[str, list[SampledToken]]:
         draws = [build_draws(entry)[0] for entry in entries]
         for entry, draw, row in zip(entries, draws, probabilities(logits, draws), strict=True):
             self._proposals[entry.sequence.id, draw.position] = row
-        drawn = sample_tokens(logits, draws)
-        return {entry.sequence.id: [token] for entry, token in zip(entries, drawn, strict=True)}
+        tokens = sample_tokens(logits, draws, drawn)
+        return {entry.sequence.id: [token] for entry, token in zip(entries, tokens, strict=True)}
 
 
 class RejectionSampler:
@@ -54,17 +56,19 @@ class RejectionSampler:
     def __init__(self, proposals: Proposals) -> None:
         self._proposals = proposals
 
-    def __call__(self, entries: Sequence[ScheduledSequence], logits: Tensor) -> dict[str, list[SampledToken]]:
+    def __call__(
+        self, entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
+    ) -> dict[str, list[SampledToken]]:
         """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
         draws = [build_draws(entry) for entry in entries]
         flat = [draw for group in draws for draw in group]
-        drawn, first, tokens = sample_tokens(logits, flat), 0, {}
+        own, first, tokens = sample_tokens(logits, flat, drawn), 0, {}
         guesses = list(_guesses(entries, draws))
         verdicts = self._judge(guesses, logits, flat) if guesses else {}
         self._proposals.clear()
         for entry, group in zip(entries, draws, strict=True):
             rows = range(first, first + len(group))
-            tokens[entry.sequence.id] = _until_refused(rows, drawn, verdicts)
+            tokens[entry.sequence.id] = _until_refused(rows, own, verdicts)
             first = rows.stop
         return tokens
 

@@ -9,10 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runtime.sampler.outcomes import UNDECIDED
+from runtime.sampler.wishes import Wishes
+
 NUM_LIKELY = 128
 """Tokens that are sorted first. Only when a row's threshold lies below them is the whole vocabulary sorted."""
 NEGLIGIBLE = 80.0
 """Below the highest score: a million such tokens add nothing to a sum, and their exponentials are no denormals."""
+
+
+def draw_likely(logits: Tensor, wishes: Wishes) -> Tensor:
+    """Tokens `[R]` drawn from logits `[R, V]`, without a look at what the device found: rows whose threshold lies below
+    the likely tokens stay undecided."""
+    likely, ids, unknown = likely_candidates(wishes.noise.temper(logits), *wishes.limits(logits.dtype))
+    return wishes.noise.loudest(likely, ids).masked_fill_(unknown, UNDECIDED)
 
 
 def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:

@@ -153,9 +153,10 @@ def all_builds(arch: int, every: bool = False) -> list[Build]:
     its many choices, and not only every two of them together."""
     from benchmarking.attention_builds import attention_builds
     from benchmarking.column_builds import column_builds
+    from benchmarking.draw_builds import draw_builds
     from benchmarking.fp8_builds import fp8_builds
     from benchmarking.linear_builds import linear_builds
     from benchmarking.step_builds import step_builds
 
     linears = linear_builds(arch) + fp8_builds(arch)
-    return linears + attention_builds(arch, every) + column_builds(arch) + step_builds(arch)
+    return linears + attention_builds(arch, every) + column_builds(arch) + step_builds(arch) + draw_builds(arch)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.native.binding import best_instruction_set, library, set_threads
 from runtime.draws import Draw
-from runtime.sampler import sampler
+from runtime.sampler import native
 from runtime.sampler.native import find_peaks, find_winners, is_native
 from runtime.sampler.noise import gumbel_noise
 from runtime.sampler.sampler import sample_tokens
@@ -92,7 +92,7 @@ def test_tokens_are_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch
     logits[10, 20:40] = 1e4
     assert is_native(logits)
     compiled = sample_tokens(logits, draws)
-    monkeypatch.setattr(sampler, "is_native", lambda scores: False)
+    monkeypatch.setattr(native, "is_native", lambda scores: False)
     assert compiled == sample_tokens(logits, draws)
     assert [bool(token.error) for token in compiled[6:11]] == [False, True, True, True, False]
 

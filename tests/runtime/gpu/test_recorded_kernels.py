@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from poisoned_memory import poison
 from tiny_models import save_tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from unrecorded_steps import capture_nothing
 
 from runtime.attention.gpu_layers import TritonLayers
@@ -17,13 +19,17 @@ from runtime.batch import slots_of
 from runtime.config import RuntimeConfig
 from runtime.model.captures import CudaCapture
 from runtime.model.load import load_model
-from runtime.runner import ModelRunner, build_runner
+from runtime.model.step_buffers import StepBuffers
+from runtime.model.step_graphs import StepGraphs
+from runtime.runner import ModelRunner, build_runner, sample_and_match
+from runtime.sampler.gpu import draw_step
 from runtime.sampling_params import SamplingParams
 from runtime.step import ScheduledSequence, StepPlan
 from runtime.types import Request, Sequence
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
 BLOCK_SIZE = 4
+GREEDY = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +42,22 @@ def decoder(gpu, tmp_path_factory):
 
 def make_runner(decoder, **options) -> ModelRunner:
     """With the kernels of a GPU, and NaN in all blocks that nobody wrote."""
+    from runtime.kernels.gpu.launch_draw import draw_rows
+
     config = {"num_blocks": 40, "block_size": BLOCK_SIZE, "max_num_sequences": 6, "max_model_len": 48} | options
     runner = build_runner(decoder, RuntimeConfig(**config))
     poison(runner.pages.memory)
     runner.triton_refusal = ""
     runner.triton_layers = TritonLayers(decoder, runner.cache)
-    runner.record_steps(CudaCapture(decoder.device) if decoder.device.type == "cuda" else capture_nothing)
+    capture = CudaCapture(decoder.device) if decoder.device.type == "cuda" else capture_nothing
+    buffers = StepBuffers(decoder, runner.memory, runner.memory.num_sequences)
+    runner.graphs = StepGraphs(runner._logits, buffers, capture, partial(draw_step, draw_rows))
     return runner
 
 
-def begin(runner: ModelRunner, lengths: list[int]) -> tuple[ScheduledSequence, ...]:
+def begin(
+    runner: ModelRunner, lengths: list[int], wishes: tuple[dict, ...] = (GREEDY,)
+) -> tuple[ScheduledSequence, ...]:
     """Sequences with keys and values (random ones) of all but the last token, and those last tokens."""
     chance, generator = random.Random(0), torch.Generator().manual_seed(0)
     config, device = runner.decoder.config, runner.decoder.device
@@ -53,7 +65,7 @@ def begin(runner: ModelRunner, lengths: list[int]) -> tuple[ScheduledSequence, .
     entries = []
     for index, length in enumerate(lengths):
         tokens = [chance.randrange(112) for _ in range(length)]
-        request = Request(f"s{index}", tuple(tokens), SamplingParams(temperature=0), seed=7)
+        request = Request(f"s{index}", tuple(tokens), SamplingParams(**wishes[index % len(wishes)]), seed=7)
         sequence = Sequence(request, tokens, block_ids=[blocks.pop() for _ in range(-(-length // BLOCK_SIZE))])
         slots = torch.tensor(slots_of(ScheduledSequence(sequence, 0, length - 1), BLOCK_SIZE), device=device)
         shape = (2, config.num_layers, length - 1, config.num_kv_heads, config.head_dim)
@@ -68,7 +80,7 @@ def ordinary_logits(runner: ModelRunner, entries: tuple[ScheduledSequence, ...])
     """In the order of the entries, from a step that is not recorded."""
     found: dict[str, torch.Tensor] = {}
 
-    def keep(sampling, rows):
+    def keep(sampling, rows, drawn):
         found.update(zip([entry.sequence.id for entry in sampling], rows, strict=True))
         return {entry.sequence.id: [] for entry in sampling}
 
@@ -83,7 +95,7 @@ def ordinary_logits(runner: ModelRunner, entries: tuple[ScheduledSequence, ...])
 def test_logits_are_those_of_ordinary_steps(decoder, kv_cache):
     runner = make_runner(decoder, kv_cache=kv_cache)
     entries = begin(runner, [9, 1, 14])
-    recorded = runner.graphs.run(entries).clone()
+    recorded = runner.graphs.run(entries)[0].clone()
     assert recorded.isfinite().all()
     expected = ordinary_logits(runner, entries)
     torch.testing.assert_close(recorded, expected, rtol=0, atol=0.02 * expected.abs().max().item())
@@ -92,10 +104,10 @@ def test_logits_are_those_of_ordinary_steps(decoder, kv_cache):
 def test_rows_of_padding_write_and_change_nothing(decoder):
     runner = make_runner(decoder)
     entries = begin(runner, [5, 14, 3])
-    first = runner.graphs.run(entries).clone()
+    first = runner.graphs.run(entries)[0].clone()
     before = {name: tensor.clone() for name, tensor in runner.pages.memory.tensors.items()}
     runner.graphs.run(entries[:1])
-    assert torch.equal(runner.graphs.run(entries), first)
+    assert torch.equal(runner.graphs.run(entries)[0], first)
     for name, tensor in runner.pages.memory.tensors.items():
         assert torch.equal(tensor.view(torch.int16), before[name].view(torch.int16)), name
 
@@ -112,7 +124,46 @@ def test_a_window_moves_with_the_sequence(gpu, tmp_path):
     assert len(hidden) > 2
     for index in hidden:
         entries[0].sequence.block_ids[index] = -1
-    recorded = runner.graphs.run(entries).clone()
+    recorded = runner.graphs.run(entries)[0].clone()
     assert recorded.isfinite().all()
     expected = ordinary_logits(runner, entries)
     torch.testing.assert_close(recorded, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
+class Operations(TorchDispatchMode):
+    """What torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.add(operation.name())
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "rest"),
+    [
+        ((GREEDY, {}, {"temperature": 0.6}), False),
+        (({"temperature": 0, "top_k": 5}, {"top_k": 3}, {"top_p": 0.7, "temperature": 2.0}), False),
+        (({}, {"min_p": 0.1}, {}), False),
+        ((GREEDY, {}, {"logit_bias": ((5, 100.0),)}), True),
+    ],
+    ids=["whole", "truncated", "mixed", "biased"],
+)
+def test_tokens_are_drawn_within_the_step(decoder, wishes, rest):
+    """What is left to do is to read them, but where requests change logits."""
+    runner = make_runner(decoder)
+    entries = begin(runner, [9, 1, 14], wishes)
+    for seed in (2**63 - 1, 5):
+        for entry in entries:
+            entry.sequence.request = replace(entry.sequence.request, seed=seed)
+        logits, drawn = runner.graphs.run(entries)
+        there = logits.cpu()
+        before = drawn.clone()
+        with Operations() as operations:
+            found = sample_and_match(entries, logits, drawn)
+        assert found == sample_and_match(entries, there)
+        assert torch.equal(drawn, before)
+        assert bool(operations.names - {"aten::_to_copy"}) == rest

@@ -90,6 +90,11 @@ def last_tokens(found: list[Sequence]) -> tuple[ScheduledSequence, ...]:
     return tuple(ScheduledSequence(sequence, sequence.num_tokens - 1, 1) for sequence in found)
 
 
+def run_again(runner: ModelRunner, entries: tuple[ScheduledSequence, ...]) -> torch.Tensor:
+    """Logits of a recorded step."""
+    return runner.graphs.run(entries)[0].clone()
+
+
 def test_sizes_hold_every_batch_and_less_than_half_is_padding():
     assert batch_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
     assert batch_sizes(1) == (1,)
@@ -104,10 +109,10 @@ def test_sizes_hold_every_batch_and_less_than_half_is_padding():
 def test_logits_are_those_of_ordinary_steps(model, lengths, request):
     runner = make_runner(request.getfixturevalue(model), capture_nothing)
     found = sequences(runner, lengths)
-    logits = runner.graphs.run(last_tokens(found)).clone()
+    logits = run_again(runner, last_tokens(found))
     for entry, row in zip(last_tokens(found), logits, strict=True):
         ordinary: list[torch.Tensor] = []
-        runner.sample = lambda entries, rows, kept=ordinary: kept.append(rows) or {}
+        runner.sample = lambda entries, rows, drawn, kept=ordinary: kept.append(rows) or {}
         runner.graphs, graphs = None, runner.graphs
         runner.execute(StepPlan((entry,)))
         runner.graphs = graphs
@@ -119,14 +124,14 @@ def test_padding_changes_nothing(tiny):
     but the three slots."""
     runner = make_runner(tiny, capture_nothing)
     found = sequences(runner, [5, 17, 29, 11])
-    first = runner.graphs.run(last_tokens(found[:3])).clone()
+    first = run_again(runner, last_tokens(found[:3]))
     runner.graphs.run(last_tokens(found))
     before = {name: tensor.clone() for name, tensor in runner.pages.memory.tensors.items()}
-    assert torch.equal(runner.graphs.run(last_tokens(found[:3])), first)
+    assert torch.equal(run_again(runner, last_tokens(found[:3])), first)
     for name, tensor in runner.pages.memory.tensors.items():
         assert torch.equal(tensor, before[name]), name
     runner.graphs.run(last_tokens(found[1:3]))
-    assert torch.equal(runner.graphs.run(last_tokens(found[:3])), first)
+    assert torch.equal(run_again(runner, last_tokens(found[:3])), first)
 
 
 def test_shapes_and_lengths_depend_on_the_size_only(tiny):

@@ -1,0 +1,39 @@
+"""Grids and arguments of what draws tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from runtime.kernels.gpu.draw import draw_parts, join_parts
+from runtime.sampler.noise import RowNoise
+from runtime.sampler.outcomes import FORBIDDEN, INFINITE, UNDECIDED
+
+BLOCK = 2048
+"""Tokens of one program: 63 of them share a row of Llama 3's vocabulary."""
+
+
+def draw_rows(logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -> None:
+    """Writes the token of each row, or one of the outcomes, to int64 `tokens [R]`. Its launches depend on shapes only
+    and wait for nothing, so they can be captured in a graph.
+
+    Args:
+        logits: float32 `[R, V]`; a row that is not finite has no token.
+        scores: the logits as requests want them, or `logits` itself.
+    """
+    rows, vocab_size = logits.shape
+    parts = triton.cdiv(vocab_size, BLOCK)
+    sums, ids = logits.new_empty(rows, 2, parts), logits.new_empty(rows, parts, dtype=torch.int32)
+    draw_parts[(rows, parts)](
+        logits, scores, noise.seeds, noise.positions, noise.temperature, sums, ids, vocab_size, parts, BLOCK=BLOCK
+    )
+    join_parts[(rows,)](sums, ids, noise.temperature, tokens, parts, **join_constants(parts))
+
+
+def join_constants(parts: int) -> dict[str, Any]:
+    """What `join_parts` is compiled for."""
+    outcomes = {"INFINITE": INFINITE, "FORBIDDEN": FORBIDDEN, "UNDECIDED": UNDECIDED}
+    return {"BLOCK": triton.next_power_of_2(parts), **outcomes, "num_warps": 1}
