@@ -26,10 +26,13 @@ from benchmarking.tables import Row, describe, print_with_markdown, write_json
 from rich.console import Console
 from torch import Tensor
 
+from compress.checkpoint.fp8 import FP8, Fp8Weight
 from compress.checkpoint.integer import IntegerWeight
+from compress.checkpoint.packed import CodedWeight
 from compress.checkpoint.scheme import Scheme
 from runtime.kernels.base import Target
 from runtime.kernels.dense import DenseLinear
+from runtime.kernels.gpu_fp8 import NATIVE, WIDENED
 from runtime.kernels.gpu_linears import BYTES, LEVELS, PLANES
 from runtime.kernels.semi_structured import semi_structured_bytes
 
@@ -40,6 +43,8 @@ KERNELS = {
     "int2 g64": (PLANES, Scheme(2, 64)),
     "int8": (BYTES, Scheme(8, None)),
     "w8a8": (LEVELS, Scheme(8, None, True, 8)),
+    "fp8": (WIDENED, Scheme(8, None, fp8=True)),
+    "fp8 w8a8": (NATIVE, Scheme(8, None, activation_bits=8, fp8=True)),
 }
 DENSE = "cuBLAS bf16"
 
@@ -53,10 +58,12 @@ class Measured:
     nbytes: int
 
 
-def random_codes(rows: int, columns: int, scheme: Scheme, device: torch.device) -> IntegerWeight:
-    codes = torch.randint(0, scheme.max_code + 1, (rows, columns), dtype=torch.uint8, device=device)
+def random_codes(rows: int, columns: int, scheme: Scheme, device: torch.device) -> CodedWeight:
     groups = rows, scheme.num_groups(columns)
     scale = torch.rand(groups, device=device).mul_(0.01).add_(0.001).bfloat16()
+    if scheme.fp8:
+        return Fp8Weight(torch.randn(rows, columns, device=device).to(FP8), scale, scheme)
+    codes = torch.randint(0, scheme.max_code + 1, (rows, columns), dtype=torch.uint8, device=device)
     zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8, device=device)
     return IntegerWeight(codes, scale, zero, scheme)
 

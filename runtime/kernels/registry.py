@@ -65,6 +65,8 @@ def choose_kernel(
     if kernels not in MODES:
         return _named(scheme, in_features, target, kernels)
     refusals = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
+    if scheme.fp8:
+        refusals += [f"{kernel.name} multiplies by integers" for kernel in MODES[kernels] if kernel not in KERNELS]
     for kernel in FP8_KERNELS if scheme.fp8 else MODES[kernels]:
         refusal = (excluded or {}).get(kernel.name) or kernel.refuse(scheme, in_features, target)
         if not refusal:

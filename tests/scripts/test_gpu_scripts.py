@@ -64,6 +64,18 @@ def test_bytes_and_copies() -> None:
     assert [row["of the stream"] for row in rows] == ["25%", "50%"]
 
 
+@pytest.mark.parametrize("name", ["int4 g128", "int2 g64", "int8", "w8a8", "fp8", "fp8 w8a8"])
+def test_every_linear_that_is_timed_multiplies(gpu: torch.device, name: str) -> None:
+    import bench_kernels
+
+    assert name in bench_kernels.KERNELS
+    first, other = bench_kernels.linears(name, 128, 256, gpu)[:2]
+    x = torch.randn(2, 256, device=gpu, dtype=torch.bfloat16)
+    assert first(x).shape == (2, 128)
+    assert bool(torch.isfinite(first(x)).all())
+    assert not torch.equal(first(x), other(x))
+
+
 def test_a_peer_that_cannot_is_left_out_and_named_but_our_kernels_must() -> None:
     import bench_kernels
     from benchmarking.kernel_peers import GEMLITE, SPARSE, TINYGEMM, peers

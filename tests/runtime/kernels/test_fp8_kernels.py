@@ -43,7 +43,10 @@ def test_what_serves_it_and_why():
     choice = choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16))
     assert choice.kernel.name == "dequantized"
     assert "triton_fp8 runs on NVIDIA GPUs" in choice.reason
-    assert choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16), "w4a8").kernel.name == "dequantized"
+    assert "integers" not in choice.reason
+    asked = choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16), "w4a8")
+    assert asked.kernel.name == "dequantized"
+    assert "native_w4a8 multiplies by integers" in asked.reason
     excluded = {"dequantized": "would need 9 GiB of 1 GiB"}
     assert choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16), excluded=excluded).kernel.name == "reference"
 
