@@ -26,7 +26,7 @@ PROMPTS = (
     "The history of the city begins with a small settlement on the river, which the Romans",
     "In 1998, the band released",
 )
-NUM_TOKENS = 128
+NUM_TOKENS = 72
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 
 

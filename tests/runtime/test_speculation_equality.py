@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from covering import covering
 from poisoned_memory import poison
 from tiny_models import save_tiny_model
 
@@ -89,9 +90,10 @@ def expected(target) -> Tokens:
     return tokens
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no cache"])
-@pytest.mark.parametrize("num_blocks", [400, 26], ids=["ample", "scarce"])
-@pytest.mark.parametrize("speculate", ["ngram", "ngram-tree", "stranger", "itself", "self:2bit", "self:skip"])
+DRAFTERS = ["ngram", "ngram-tree", "stranger", "itself", "self:2bit", "self:skip"]
+
+
+@pytest.mark.parametrize(("speculate", "num_blocks", "prefix_caching"), covering(DRAFTERS, [400, 26], [True, False]))
 def test_tokens_are_those_without_guesses(
     speculate, num_blocks, prefix_caching, folder, target, stranger, expected
 ) -> None:
