@@ -85,8 +85,10 @@ def test_transformers_computes_the_same(packed):
     assert kl[0] < 0.05 * kl[1]
 
 
-def test_smoothing_works_with_it(tmp_path):
-    result = compress(tmp_path / "packed", QuantizeStage("smoothquant", W8A8))
+def test_smoothing_works_with_it(tiny_model, tmp_path):
+    recipe = Recipe((QuantizeStage("smoothquant", W8A8),), CalibrationOptions(samples=4, length=64))
+    request = RunRequest(tiny_model(), "tiny", recipe, tmp_path / "packed", measure=False)
+    result = run(prepare(request), quiet=True)
     smoothing = [edge for block in result.report["blocks"] for edge in block["smoothing"]]
     assert smoothing
     assert all(edge["loss_after"] <= edge["loss_before"] for edge in smoothing)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import covering
 from naive_streams import NaiveStream, naive_logits
 from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
@@ -79,8 +80,7 @@ def make_engine(decoder, **options) -> Engine:
     return Engine(runner, None, config)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(("name", "chunk"), covering(list(MODELS), [1, 7, 64], at_once=1))
 def test_logits_of_a_stream(name, chunk, tmp_path):
     folder = save_model(tmp_path / "model", name)
     expected = naive_logits(load_reference(folder), STREAM, SINKS, WINDOW)
@@ -151,9 +151,7 @@ def expected(tiny):
     return answers, logprobs
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("num_blocks", [100, 30])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(("chunk", "num_blocks", "prefix_caching"), covering([1, 7, 64], [100, 30], [True, False]))
 def test_streams_beside_others_preempted_forked_and_found_again(chunk, num_blocks, prefix_caching, tiny, expected):
     engine = make_engine(tiny[0], prefill_chunk=chunk, num_blocks=num_blocks, prefix_caching=prefix_caching)
     answers, logprobs = expected
@@ -191,14 +189,14 @@ def test_a_window_without_sinks(tiny):
 
 
 def test_a_stream_far_longer_than_pool_and_context(tiny):
-    """12 blocks of 4 tokens, a context of 32, and 1,500 tokens; the last ones by definition still."""
+    """12 blocks of 4 tokens, a context of 32, and 500 tokens; the last ones by definition still."""
     engine = make_engine(tiny[0], num_blocks=12, prefill_chunk=8)
     assert engine.runner.max_model_len == STREAM_LENGTH
-    engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True), "a")
+    engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True), "a")
     tokens = []
     while engine.has_work:
         tokens += [token for delta in engine.step() for token in delta.token_ids]
-    assert len(tokens) == 1500
+    assert len(tokens) == 500
     stream = NaiveStream(tiny[1], SINKS, WINDOW)
     assert tokens == [int(stream.push(token).argmax()) for token in [5, 6, 7, *tokens[:-1]]][2:]
 

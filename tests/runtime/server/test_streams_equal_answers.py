@@ -18,7 +18,7 @@ from runtime.server.app import create_app
 from runtime.server.service import Limits
 
 PROMPTS = ["The castle was built in the", "Füße, naïve 東京 🙂", "1, 2, 3,", "Once upon a time\n\n", "x"]
-NUM_CASES = 24
+NUM_CASES = 12
 Choice = dict[str, Any]
 
 
