@@ -18,7 +18,7 @@ def print_evaluation(report: EvaluationReport) -> None:
     table.add_column("measure")
     table.add_column("value", justify="right")
     table.add_row("perplexity", f"{result.perplexity:.4f}")
-    if result.baseline_perplexity is not None:
+    if result.baseline_perplexity is not None and result.top1_agreement is not None:
         change = 100 * (result.perplexity / result.baseline_perplexity - 1)
         table.add_row("baseline perplexity", f"{result.baseline_perplexity:.4f}")
         table.add_row("change", f"{change:+.2f} %")

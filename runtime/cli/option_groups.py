@@ -16,6 +16,7 @@ from runtime.cli.options import (
     DraftTokensOption,
     Dtype,
     DtypeOption,
+    HostMemoryOption,
     Kernels,
     KernelsOption,
     KVFormat,
@@ -23,7 +24,9 @@ from runtime.cli.options import (
     KVRecentOption,
     KVRotateOption,
     KVSinksOption,
+    MemoryOption,
     MinPOption,
+    SequencesOption,
     SinksOption,
     SpeculateOption,
     TopKOption,
@@ -71,6 +74,15 @@ class DraftOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """What many requests share."""
+
+    kv_memory_bytes: MemoryOption = None
+    host_memory_bytes: HostMemoryOption = "0"  # type: ignore[assignment]  # Typer parses defaults too
+    max_num_sequences: SequencesOption = 64
+
+
+@dataclass(frozen=True, slots=True)
 class TruncationOptions:
     """Which tokens may be drawn."""
 
@@ -94,7 +106,9 @@ class PenaltyOptions:
     ] = 0
 
 
-def runtime_config(*groups: ComputeOptions | KVOptions | ContextOptions | DraftOptions, **others: Any) -> RuntimeConfig:
+def runtime_config(
+    *groups: ComputeOptions | KVOptions | ContextOptions | DraftOptions | PoolOptions, **others: Any
+) -> RuntimeConfig:
     """The configuration that groups and other fields ask for: fields of groups have the names of the configuration."""
     chosen = {name: value for group in groups for name, value in asdict(group).items()}
     return RuntimeConfig(**chosen, **others)

@@ -17,17 +17,17 @@ import typer
 
 from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.option_groups import with_groups
-from runtime.cli.limit_options import LimitOptions
 from runtime.cli.listen import listen, url_of
-from runtime.cli.option_groups import ComputeOptions, ContextOptions, DraftOptions, KVOptions, runtime_config
-from runtime.cli.options import (
-    HostMemoryOption,
-    MemoryOption,
-    ModelArgument,
-    SeedOption,
-    SequencesOption,
-    resolve_model,
+from runtime.cli.option_groups import (
+    ComputeOptions,
+    ContextOptions,
+    DraftOptions,
+    KVOptions,
+    PoolOptions,
+    runtime_config,
 )
+from runtime.cli.options import ModelArgument, SeedOption, resolve_model
+from runtime.cli.serve_options import AddressOptions, LimitOptions
 from runtime.cli.served_model import ServedModel, load_served_model, name_of
 from runtime.server.limits import Limits
 
@@ -41,18 +41,13 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 def serve(
     *,
     model: ModelArgument = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 8000,
-    api_key: Annotated[str | None, typer.Option("--api-key", help="Key that clients must send.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Model name for clients; default: the folder's.")] = None,
+    address: AddressOptions,
     compute: ComputeOptions,
     seed: SeedOption = None,
     kv: KVOptions,
     context: ContextOptions,
     drafts: DraftOptions,
-    kv_memory: MemoryOption = None,
-    host_kv_memory: HostMemoryOption = "0",  # type: ignore[assignment]  # Typer parses defaults too
-    max_sequences: SequencesOption = 64,
+    pool: PoolOptions,
     limits: LimitOptions,
     allowed_host: Annotated[
         list[str] | None,
@@ -71,24 +66,16 @@ def serve(
 
     Ctrl-C or SIGTERM lets running requests finish, then stops.
     """
+    host, api_key = address.host, address.api_key
     check_key(api_key)
     path, where = resolve_model(model)
-    listener = listen(host, port)  # before the model loads, so that a taken port costs no time
+    listener = listen(host, address.port)  # before the model loads, so that a taken port costs no time
     print(f"model     {where}", flush=True)
-    config = runtime_config(
-        compute,
-        kv,
-        context,
-        drafts,
-        kv_memory_bytes=kv_memory,
-        host_memory_bytes=host_kv_memory,
-        max_num_sequences=max_sequences,
-        seed=seed or 0,
-    )
+    config = runtime_config(compute, kv, context, drafts, pool, seed=seed or 0)
     describe_weights(path)
     served = load_served_model(
         path,
-        name or name_of(path),
+        address.name or name_of(path),
         config,
         partial(Limits, **asdict(limits)),
         api_key=api_key,

@@ -1,4 +1,4 @@
-"""Options for what a server takes on."""
+"""Options of `runtime serve`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from typing import Annotated
 import typer
 
 from runtime.cli.options import parse_size
+
+
+@dataclass(frozen=True, slots=True)
+class AddressOptions:
+    """Where clients reach the server, with which key, and by what name they call the model."""
+
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 8000
+    api_key: Annotated[str | None, typer.Option("--api-key", help="Key that clients must send.")] = None
+    name: Annotated[str | None, typer.Option("--name", help="Model name for clients; default: the folder's.")] = None
 
 
 @dataclass(frozen=True, slots=True)
