@@ -18,7 +18,8 @@ class TextPart(Strict):
 class Message(Strict):
     """One turn. What the model called stands in an assistant's message; what came of it in one of role `tool`."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: str | None = Field(None, description="of who speaks, or of the function; templates may leave it out")
     tool_calls: Annotated[list[AssistantCall], Field(min_length=1)] | None = Field(None, validate_default=True)
     tool_call_id: str | None = Field(None, validate_default=True)
     content: str | list[TextPart] | None = Field(None, validate_default=True)
@@ -50,7 +51,8 @@ class Message(Strict):
         if not isinstance(value, list):
             raise ValueError("must be a string or a list of text parts")
         for i, part in enumerate(value):
-            if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+            given = {key for key, held in part.items() if held is not None} if isinstance(part, dict) else set()
+            if given != {"type", "text"} or part["type"] != "text":
                 raise ValueError(f'part {i} is not {{"type": "text", "text": "..."}}; other kinds are not supported')
             if not isinstance(part["text"], str):
                 raise ValueError(f"the text of part {i} must be a string")
@@ -63,7 +65,10 @@ class Message(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
     def as_json(self) -> dict[str, Any]:
-        """What templates are given: content is always text, arguments are objects."""
+        """What templates are given: content is always text, arguments are objects, and who was `system` in older models
+        is so for all."""
+        role = "system" if self.role == "developer" else self.role
+        name = {} if self.name is None else {"name": self.name}
         calls = {"tool_calls": [call.as_json() for call in self.tool_calls]} if self.tool_calls else {}
         answer_to = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": self.text, **calls, **answer_to}
+        return {"role": role, **name, "content": self.text, **calls, **answer_to}

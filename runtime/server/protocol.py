@@ -9,11 +9,12 @@ from pydantic import BeforeValidator, Field, model_validator
 from runtime.sampling_params import MAX_ANSWERS, MAX_SEED, MAX_TOP_K, Grammar
 from runtime.server.messages import Message
 from runtime.server.steering import TOKEN_IDS, SteeringFields, TokenId
-from runtime.server.strict import Strict
+from runtime.server.strict import Strict, contradiction
 from runtime.server.structured import ResponseFormat, StructuredFields
 from runtime.server.tool_fields import ToolFields
 
 MAX_STOP_STRINGS = 16
+TAKEN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt"}
 
 # The bounds that a request's description states; the checks below are what refuses, in words of their own.
 TokenList = Annotated[list[TokenId], Field(min_length=1)]
@@ -49,6 +50,13 @@ def check_stop(value: Any) -> Any:
         return None
     if not isinstance(texts, list) or len(texts) > MAX_STOP_STRINGS or not all(isinstance(t, str) and t for t in texts):
         raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOP_STRINGS} of them")
+    return value
+
+
+def check_template_variables(value: Any) -> Any:
+    """Variables of a chat template by name, none of those that the request has other fields for."""
+    if isinstance(value, dict) and (taken := sorted(value.keys() & TAKEN_VARIABLES)):
+        raise contradiction(f"{taken[0]} is not for requests to set here")
     return value
 
 
@@ -129,6 +137,9 @@ class ChatRequest(ToolFields, GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     response_format: ResponseFormat | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_template_variables)] = Field(
+        None, description="variables of the model's chat template, such as enable_thinking"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 

@@ -18,14 +18,27 @@ def whole_numbers(value: Any) -> Any:
 
 
 class Strict(BaseModel):
-    """No unknown fields, no conversions between types, no NaN."""
+    """No unknown fields, no conversions between types, no NaN.
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    A field that is null asks for nothing, so even an unknown one may be: clients write out what they leave open, and
+    send answers back with all the fields that their own classes have.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        frozen=True,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def read_numbers(cls, data: Any) -> Any:
-        return {name: whole_numbers(value) for name, value in data.items()} if isinstance(data, dict) else data
+    def read(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: whole_numbers(value) for name, value in data.items() if value is not None or name in known}
 
 
 def contradiction(message: str) -> PydanticCustomError:

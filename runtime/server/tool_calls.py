@@ -22,15 +22,16 @@ def encode_conversation(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
     """Token ids of the prompt. Templates that know no tools get them in words.
 
     Raises:
-        RequestError: the template refuses the conversation.
+        RequestError: the template refuses the conversation, or has no such variable.
     """
+    variables = body.chat_template_kwargs or {}
     messages = [message.as_json() for message in body.messages]
     tools = [tool.as_json() for tool in body.usable_tools]
     if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
-        return tokenizer.encode_chat(messages)
+        return tokenizer.encode_chat(messages, **variables)
     if not mentions_tools(tokenizer.chat_template or ""):
-        return tokenizer.encode_chat(describe_tools(messages, tools))
-    return tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}))
+        return tokenizer.encode_chat(describe_tools(messages, tools), **variables)
+    return tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}), **variables)
 
 
 def find_tool_format(tokenizer: Tokenizer, body: ChatRequest) -> ToolFormat | None:

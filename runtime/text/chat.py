@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.exceptions import TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -59,6 +60,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            self._variables = find_undeclared_variables(environment.parse(source))
         except TemplateSyntaxError as error:
             raise CheckpointError(f"the model's chat template fails at line {error.lineno}: {error.message}") from error
 
@@ -70,8 +72,10 @@ class ChatTemplate:
             variables: further variables of the template, for example `tools`; `add_generation_prompt` is on.
 
         Raises:
-            RequestError: the template refuses these messages.
+            RequestError: the template refuses these messages, or has no such variable.
         """
+        if unknown := sorted(variables.keys() - self._variables - {"tools"}):  # which a template may leave out
+            raise RequestError(f"the model's chat template has no variable {unknown[0]!r}", "leave it out")
         given = {"add_generation_prompt": True} | self._special_tokens | variables
         try:
             return self._template.render(messages=[dict(message) for message in messages], **given)

@@ -87,6 +87,15 @@ def test_special_tokens_may_be_objects_and_templates_may_be_named(folder: Path) 
     assert tokenizer.render_chat(MESSAGES) == "<|im_start|>ok"
 
 
+def test_variables_of_a_template_are_its_own(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% if answer_now is defined %}{{ answer_now }}{% endif %}")
+    tokenizer = Tokenizer.open(folder)
+    assert tokenizer.render_chat(MESSAGES) == ""
+    assert tokenizer.render_chat(MESSAGES, answer_now=False) == "False"
+    with pytest.raises(RequestError, match="has no variable 'answer'"):
+        tokenizer.render_chat(MESSAGES, answer=False)
+
+
 def test_no_template_is_refused_with_the_way_out(folder: Path) -> None:
     with pytest.raises(RequestError, match=r"no chat template.*completions"):
         Tokenizer.open(folder).encode_chat(MESSAGES)

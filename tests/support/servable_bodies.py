@@ -6,7 +6,7 @@ from typing import Any
 
 # Values that are languages of their own: most that fit the description mean nothing.
 FORMS = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "response_format"}
-TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens"}
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "chat_template_kwargs"}
 TEXT_CHARACTERS = 20
 MAX_PARTS = 2
 

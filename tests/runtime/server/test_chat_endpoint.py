@@ -7,6 +7,10 @@ from typing import Any
 
 import httpx
 
+from runtime.server.messages import Message
+from runtime.server.protocol import ChatRequest
+from runtime.server.tool_calls import encode_conversation
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
 
@@ -43,6 +47,47 @@ def test_text_parts_are_joined(api: httpx.Client) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     split = chat(api, messages=[MESSAGES[0], {"role": "user", "content": parts}], max_tokens=4)
     assert split["usage"] == chat(api, max_tokens=4)["usage"]
+
+
+def test_developers_speak_as_the_system(api: httpx.Client) -> None:
+    named = [{**MESSAGES[0], "role": "developer", "name": "Ann"}, MESSAGES[1]]
+    tokens = [api.post("/tokenize", json={"messages": messages}).json()["tokens"] for messages in (MESSAGES, named)]
+    assert tokens[0] == tokens[1]
+
+
+def test_results_of_tools_may_name_the_function(api: httpx.Client) -> None:
+    """As in OpenAI's own examples, and with the nulls of its client's classes."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call], "function_call": None}
+    result = {"role": "tool", "tool_call_id": "1", "name": "weather", "content": "fine"}
+    answer = api.post("/tokenize", json={"messages": [*MESSAGES, asked, result]})
+    assert answer.status_code == 200, answer.text
+
+
+def test_templates_hear_who_speaks() -> None:
+    message = Message.model_validate({"role": "user", "name": "Ann", "content": "Hello"})
+    assert message.as_json() == {"role": "user", "name": "Ann", "content": "Hello"}
+
+
+def test_variables_of_the_template_reach_it() -> None:
+    given: dict[str, Any] = {}
+
+    class Recorder:
+        chat_template = "{{ enable_thinking }}"
+
+        def encode_chat(self, messages: Any, **variables: Any) -> list[int]:
+            given.update(variables)
+            return [1]
+
+    body = {"model": "alphabet", "messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
+    encode_conversation(Recorder(), ChatRequest.model_validate(body))  # type: ignore[arg-type]
+    assert given == {"enable_thinking": False}
+
+
+def test_null_asks_for_nothing(api: httpx.Client) -> None:
+    """Clients write out the fields that they leave open, also those that only other servers know."""
+    nulls = dict.fromkeys(("temperature", "logprobs", "store", "service_tier", "functions"))
+    assert chat(api, max_tokens=4, **nulls)["choices"] == chat(api, max_tokens=4)["choices"]
 
 
 def test_stream_opens_with_the_role_and_ends_once(api: httpx.Client) -> None:

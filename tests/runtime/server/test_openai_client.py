@@ -33,6 +33,18 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_an_answer_goes_back_with_every_field_of_its_class(client: openai.OpenAI) -> None:
+    """As `model_dump` writes it: with nulls for what this server does not know."""
+    first = client.chat.completions.create(model="alphabet", messages=MESSAGES, max_tokens=3).choices[0].message
+    dumped: Any = first.model_dump()
+    assert "audio" in dumped
+    lengths = [
+        client.chat.completions.create(model="alphabet", messages=[*MESSAGES, turn, *MESSAGES]).usage.prompt_tokens
+        for turn in ({"role": "assistant", "content": first.content}, first, dumped)
+    ]
+    assert len(set(lengths)) == 1
+
+
 def test_streamed_chat(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="alphabet", messages=MESSAGES, max_tokens=5, stream=True, stream_options={"include_usage": True}
