@@ -22,8 +22,6 @@ from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, Recipe
 from compress.stages.quantize import QuantizeStage
 
-TOKENS = 16384
-
 
 class Remembered:
     """The dense model's logits, computed once."""
@@ -40,34 +38,34 @@ class Remembered:
 
 
 @pytest.fixture(scope="module")
-def windows() -> Windows:
-    return cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=512, max_tokens=TOKENS)
-
-
-@pytest.fixture(scope="module")
 def dense() -> Remembered:
     return Remembered(demo_model_path())
 
 
-def measure(method: str, scheme: Scheme, windows: Windows, dense: Remembered, out: Path) -> Evaluation:
-    recipe = Recipe((QuantizeStage(method, scheme),), CalibrationOptions("bundled", samples=32, length=512), seed=0)
+def measure(method: str, scheme: Scheme, samples: int, windows: Windows, dense: Remembered, out: Path) -> Evaluation:
+    calibration = CalibrationOptions("bundled", samples=samples, length=512)
+    recipe = Recipe((QuantizeStage(method, scheme),), calibration, seed=0)
     request = RunRequest(demo_model_path(), "demo", recipe, out / method, dtype="float32", measure=False)
     run(prepare(request), quiet=True)
     return evaluate(RuntimeScorer(out / method, dtype="float32"), windows, dense)
 
 
 @pytest.mark.parametrize(
-    "scheme",
+    ("scheme", "samples", "num_tokens"),
     [
-        Scheme(3, 64),
-        pytest.param(Scheme(4, 64), marks=pytest.mark.slow),
-        pytest.param(Scheme(4, 128), marks=pytest.mark.slow),
-        pytest.param(Scheme(2, 64), marks=pytest.mark.slow),
+        (Scheme(3, 64), 8, 4096),
+        pytest.param(Scheme(3, 64), 32, 16384, marks=pytest.mark.slow),
+        pytest.param(Scheme(4, 64), 32, 16384, marks=pytest.mark.slow),
+        pytest.param(Scheme(4, 128), 32, 16384, marks=pytest.mark.slow),
+        pytest.param(Scheme(2, 64), 32, 16384, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_calibrated_methods_beat_rounding_to_nearest(scheme: Scheme, windows, dense, tmp_path: Path):
-    rtn, awq, gptq = (measure(method, scheme, windows, dense, tmp_path) for method in ("rtn", "awq", "gptq"))
+def test_calibrated_methods_beat_rounding_to_nearest(
+    scheme: Scheme, samples: int, num_tokens: int, dense, tmp_path: Path
+) -> None:
+    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=512, max_tokens=num_tokens)
+    rtn, awq, gptq = (measure(method, scheme, samples, windows, dense, tmp_path) for method in ("rtn", "awq", "gptq"))
     assert gptq.kl_mean < rtn.kl_mean
     assert gptq.perplexity < rtn.perplexity
     assert awq.kl_mean <= rtn.kl_mean

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
@@ -26,8 +27,10 @@ def compress(path: Path, out: Path, *stages: QuantizeStage, **options):
     return run(prepare(request), quiet=True)
 
 
-@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
-@pytest.mark.parametrize("family", ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3"])
+FAMILIES = ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3"]
+
+
+@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, ["awq", "gptq", "rtn"], at_once=1))
 def test_every_family_and_method_verifies_and_loads_in_transformers(tiny_model, tmp_path, family, method) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -49,9 +52,7 @@ def test_every_family_and_method_verifies_and_loads_in_transformers(tiny_model, 
     assert not (tmp_path / "packed.partial").exists()
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group_size", [32, None])
+@pytest.mark.parametrize(("bits", "symmetric", "group_size"), covering(range(2, 9), [True, False], [32, None]))
 def test_rtn_at_every_width(tiny_model, tmp_path, bits, symmetric, group_size) -> None:
     scheme = Scheme(bits, group_size, symmetric)
     result = compress(tiny_model(), tmp_path / "packed", QuantizeStage("rtn", scheme))
