@@ -37,7 +37,7 @@ def read_lines(path: Path, model_name: str) -> Iterator[Line | str]:
         raise DataError(f"there is no file {path}", "Name a file of JSON lines in OpenAI's batch format")
     first_lines: dict[str, int] = {}
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a byte order mark
             for number, text in enumerate(lines, 1):
                 if text.strip():
                     line = _parse(number, text, model_name)
@@ -57,7 +57,7 @@ def _parse(number: int, text: str, model_name: str) -> Line | str:
     """The request, or what is wrong with it."""
     try:
         entry = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     if not isinstance(entry, dict):
         return "not a JSON object"

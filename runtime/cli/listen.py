@@ -8,6 +8,7 @@ import socket
 from compress.checkpoint.errors import ToolkitError
 
 BACKLOG = 2048
+PORTS = range(2**16)
 PORTS_TO_TRY = 50
 
 
@@ -17,12 +18,12 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ToolkitError: the port is in use or forbidden, or the host is not this machine's.
     """
+    if port not in PORTS:
+        raise ToolkitError(f"--port {port} is no port", "Use a number from 0 to 65535")
     try:
         return _listen(host, port)
     except socket.gaierror as error:
         raise ToolkitError(f"--host {host} is unknown: {error.strerror}", "Use --host 127.0.0.1 or 0.0.0.0") from error
-    except OverflowError as error:
-        raise ToolkitError(f"--port {port} is no port", "Use a number from 0 to 65535") from error
     except OSError as error:
         raise _refusal(host, port, error) from error
 
@@ -47,7 +48,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _free_port(host: str, port: int) -> int:
     """The next free port, to be named in a remedy; 0 (any) when there is none near."""
-    for candidate in range(port + 1, min(port + PORTS_TO_TRY, 2**16)):
+    for candidate in range(port + 1, min(port + PORTS_TO_TRY, PORTS.stop)):
         try:
             _listen(host, candidate).close()
         except OSError:

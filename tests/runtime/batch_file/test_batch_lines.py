@@ -27,10 +27,15 @@ def test_good_lines_with_blank_ones_between(tmp_path: Path) -> None:
     assert found == [Line(1, "a", "/v1/completions", BODY), Line(4, "b", "/v1/chat/completions", {"model": "demo"})]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    assert read(tmp_path, "\ufeff" + json.dumps(GOOD)) == [Line(1, "a", "/v1/completions", BODY)]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("3", "not a JSON object"),
         ({"custom_id": "b"}, "lacks method, url, body"),
         (GOOD | {"custom_id": "b", "extra": 1}, "unknown field 'extra'"),
