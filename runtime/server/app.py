@@ -26,13 +26,6 @@ from runtime.server.tokenization import tokenization_router
 
 ROUTERS = (completions_router, chat_router, embeddings_router, tokenization_router, models_router, health_router)
 
-CROSS_ORIGIN: dict[str, tuple[str, ...]] = {
-    "allow_methods": ("GET", "POST"),
-    "allow_headers": ("*",),
-    "expose_headers": ("x-request-id", "retry-after"),
-}
-"""What pages of allowed hosts may send and read. They come before the key is asked for: browsers ask without it."""
-
 
 def create_app(
     engine: Engine,
@@ -56,7 +49,6 @@ def create_app(
         allowed_hosts: names by which clients may call the server, and whose pages may use it; empty for any name, and
             pages of the server itself alone.
     """
-
     service = Service(engine, tokenizer, model_name, limits, render_metrics)
     app = DescribedApi(
         model_name=model_name,
@@ -70,14 +62,25 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router(service))
     app.include_router(page_router())
+    _add_guards(app, limits, api_key, allowed_hosts)
+    return app
+
+
+def _add_guards(app: FastAPI, limits: Limits, api_key: str | None, allowed_hosts: Collection[str]) -> None:
+    """What a request passes before it is answered; the last one added comes first."""
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)
     if api_key:
         app.add_middleware(ApiKeyGuard, api_key=api_key)
-    if allowed_hosts:
-        app.add_middleware(CORSMiddleware, allow_origin_regex=origins_of(allowed_hosts), **CROSS_ORIGIN)
+    if allowed_hosts:  # before the key is asked for: browsers ask without it
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origin_regex=origins_of(allowed_hosts),
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     app.add_middleware(SiteGuard, hosts=allowed_hosts)
     app.add_middleware(RequestId)
-    return app
 
 
 @asynccontextmanager
