@@ -6,40 +6,41 @@ Nothing waits for the GPU, so this can be the end of a recorded step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from runtime.kernels.triton_device import refuse_device
-from runtime.sampler.noise import RowNoise
-from runtime.sampler.truncation import draw_likely
+from runtime.sampler.truncation import likely_candidates
 from runtime.sampler.wishes import Wishes
 
-DrawRows = Callable[[Tensor, Tensor, RowNoise, Tensor], None]
-"""`runtime.kernels.gpu.launch_draw.draw_rows`."""
 DrawStep = Callable[[Tensor, Tensor, Wishes, bool, Tensor], None]
-"""From logits `[R, V]`, the same as requests want them, wishes, and whether some of these truncate, to tokens or
-`outcomes`: int64 `[R]`."""
+"""As `draw_step`."""
 
 
 def gpu_draw(logits: Tensor) -> DrawStep | None:
     """What draws from logits like these in Triton: from float32 on a GPU, rows side by side. None from others."""
     if refuse_device(logits.device) or logits.dtype != torch.float32 or not logits.is_contiguous():
         return None
-    from runtime.kernels.gpu.launch_draw import draw_rows
-
-    return partial(draw_step, draw_rows)
+    return draw_step
 
 
-def draw_step(
-    draw_rows: DrawRows, logits: Tensor, scores: Tensor, wishes: Wishes, truncates: bool, tokens: Tensor
-) -> None:
-    """See `DrawStep`."""
+def draw_step(logits: Tensor, scores: Tensor, wishes: Wishes, truncates: bool, tokens: Tensor) -> None:
+    """Writes the token of each row, or one of `outcomes`, to int64 `tokens [R]`.
+
+    Args:
+        logits: float32 `[R, V]`.
+        scores: the logits as requests want them, or `logits` itself.
+        truncates: whether some rows want top-k, top-p or min-p.
+    """
+    from runtime.kernels.gpu.launch_draw import draw_from_listed, draw_rows
+
+    noise = wishes.noise
     if not truncates:
-        draw_rows(logits, scores, wishes.noise, tokens)
+        draw_rows(logits, scores, noise, tokens)
         return
-    noise, is_truncated = wishes.noise, wishes.is_truncated
-    untruncated = RowNoise(noise.seeds, noise.positions, noise.temperature.masked_fill(is_truncated, 0))
-    draw_rows(logits, scores, untruncated, tokens)
-    tokens.copy_(torch.where(is_truncated & (tokens >= 0), draw_likely(scores, wishes), tokens))
+    is_truncated = wishes.is_truncated
+    draw_rows(logits, scores, replace(noise, temperature=noise.temperature.masked_fill(is_truncated, 0)), tokens)
+    likely, ids, unknown = likely_candidates(noise.temper(scores), *wishes.limits(scores.dtype))
+    draw_from_listed(likely, ids, unknown, is_truncated, noise, tokens)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from benchmarking.kernel_builds import Build
-from runtime.kernels.gpu.launch_draw import BLOCK, join_constants
+from runtime.kernels.gpu.launch_draw import BLOCK, join_constants, listed_constants
+from runtime.sampler.truncation import NUM_LIKELY
 
 PARTS = (1, 16, 64, 128)
 """Of a row: up to 262144 tokens."""
@@ -25,4 +26,9 @@ def draw_builds(arch: int) -> list[Build]:
         )
         for number in PARTS
     ]  # fmt: skip
-    return parts + joins
+    listed = Build.of(
+        arch, "draw_listed", "gpu.draw.draw_listed",
+        "scores:fp32 ids:i64 truncated:i1 unknown:i1 seeds:i64 positions:i64 tokens:i64", "K",
+        listed_constants(NUM_LIKELY), converts=True,
+    )  # fmt: skip
+    return [*parts, *joins, listed]

@@ -38,6 +38,20 @@ def gumbel(word):
     return -tl.log(tl.where(bits < other, -tl.log(least), 2 * x * series))
 
 
+@triton.jit
+def noise_at(row, ids, seeds_ptr, positions_ptr):
+    """Of the tokens `ids` of a row, in float32."""
+    seed, position = tl.load(seeds_ptr + row).to(tl.uint64), tl.load(positions_ptr + row).to(tl.uint64)
+    stream = mix(mix(seed + GAMMA) ^ ((position + 1) * GAMMA))
+    return gumbel(mix(stream + (ids + 1).to(tl.uint64) * GAMMA))
+
+
+@triton.jit
+def are_close(highest, second):
+    """Whether sums are closer than float32 can tell."""
+    return highest - second <= ABSOLUTE + RELATIVE * tl.abs(highest)
+
+
 @triton.jit(
     do_not_specialize=["PARTS"], do_not_specialize_on_alignment=["seeds_ptr", "positions_ptr", "temperature_ptr"]
 )
@@ -56,10 +70,7 @@ def draw_parts(
     sums = tl.load(scores_ptr + row * V + ids, mask=ids < V, other=float("-inf"))
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
     if temperature > 0:
-        seed = tl.load(seeds_ptr + row).to(tl.uint64)
-        position = tl.load(positions_ptr + row).to(tl.uint64)
-        stream = mix(mix(seed + GAMMA) ^ ((position + 1) * GAMMA))
-        sums = tl.div_rn(sums, temperature) + gumbel(mix(stream + (ids + 1).to(tl.uint64) * GAMMA))
+        sums = tl.div_rn(sums, temperature) + noise_at(row, ids, seeds_ptr, positions_ptr)
     highest = tl.max(sums, 0)
     token = tl.min(tl.where(sums == highest, ids, NO_TOKEN), 0)
     second = tl.max(tl.where(ids == token, float("-inf"), sums), 0)
@@ -84,9 +95,30 @@ def join_parts(
     highest = tl.max(sums, 0)
     token = tl.min(tl.where(sums == highest, ids, NO_TOKEN), 0)
     second = tl.max(tl.where(ids == token, seconds, sums), 0)
-    is_close = highest - second <= ABSOLUTE + RELATIVE * tl.abs(highest)
     is_random = tl.load(temperature_ptr + row) > 0
-    token = tl.where(is_random & is_close, UNDECIDED, token)
+    token = tl.where(is_random & are_close(highest, second), UNDECIDED, token)
     token = tl.where(highest == float("-inf"), FORBIDDEN, token)
     token = tl.where(tl.max((sums != sums).to(tl.int32), 0) > 0, INFINITE, token)
     tl.store(tokens_ptr + row, token.to(tl.int64))
+
+
+@triton.jit(
+    do_not_specialize=["K"],
+    do_not_specialize_on_alignment=["truncated_ptr", "unknown_ptr", "seeds_ptr", "positions_ptr", "tokens_ptr"],
+)
+def draw_listed(
+    scores_ptr, ids_ptr, truncated_ptr, unknown_ptr, seeds_ptr, positions_ptr, tokens_ptr, K,
+    BLOCK: tl.constexpr, UNDECIDED: tl.constexpr,
+):  # fmt: skip
+    """Replaces the token of each truncated row that has one by that of K tokens `ids [R, K]` with the highest sum of
+    `scores [R, K]` and noise; where a row has unknown tokens beside these, by UNDECIDED. BLOCK is at least K."""
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + row * K + place, mask=place < K, other=NO_TOKEN)
+    scores = tl.load(scores_ptr + row * K + place, mask=place < K, other=float("-inf"))
+    sums = scores + noise_at(row, ids, seeds_ptr, positions_ptr)
+    highest = tl.max(sums, 0)
+    token = tl.min(tl.where(sums == highest, ids, NO_TOKEN), 0)
+    second = tl.max(tl.where(ids == token, float("-inf"), sums), 0)
+    token = tl.where(tl.load(unknown_ptr + row) | are_close(highest, second), UNDECIDED, token)
+    before = tl.load(tokens_ptr + row)
+    tl.store(tokens_ptr + row, tl.where(tl.load(truncated_ptr + row) & (before >= 0), token, before))

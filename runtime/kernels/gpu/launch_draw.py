@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from runtime.kernels.gpu.draw import draw_parts, join_parts
+from runtime.kernels.gpu.draw import draw_listed, draw_parts, join_parts
 from runtime.sampler.noise import RowNoise
 from runtime.sampler.outcomes import FORBIDDEN, INFINITE, UNDECIDED
 
@@ -31,6 +31,27 @@ def draw_rows(logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -
         logits, scores, noise.seeds, noise.positions, noise.temperature, sums, ids, vocab_size, parts, BLOCK=BLOCK
     )
     join_parts[(rows,)](sums, ids, noise.temperature, tokens, parts, **join_constants(parts))
+
+
+def draw_from_listed(
+    scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, noise: RowNoise, tokens: Tensor
+) -> None:
+    """Draws `tokens [R]` of truncated rows that have one again: from listed tokens, and undecided where those are not
+    all. As capturable as `draw_rows`.
+
+    Args:
+        scores: float32 `[R, K]` of int64 `ids [R, K]`, over temperature; minus infinity where one cannot be drawn.
+        unknown, is_truncated: bool `[R]`.
+    """
+    rows, listed = scores.shape
+    draw_listed[(rows,)](
+        scores, ids, is_truncated, unknown, noise.seeds, noise.positions, tokens, listed, **listed_constants(listed)
+    )
+
+
+def listed_constants(listed: int) -> dict[str, Any]:
+    """What `draw_listed` is compiled for."""
+    return {"BLOCK": triton.next_power_of_2(listed), "UNDECIDED": UNDECIDED, "num_warps": 1}
 
 
 def join_constants(parts: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -42,8 +41,6 @@ def decoder(gpu, tmp_path_factory):
 
 def make_runner(decoder, **options) -> ModelRunner:
     """With the kernels of a GPU, and NaN in all blocks that nobody wrote."""
-    from runtime.kernels.gpu.launch_draw import draw_rows
-
     config = {"num_blocks": 40, "block_size": BLOCK_SIZE, "max_num_sequences": 6, "max_model_len": 48} | options
     runner = build_runner(decoder, RuntimeConfig(**config))
     poison(runner.pages.memory)
@@ -51,7 +48,7 @@ def make_runner(decoder, **options) -> ModelRunner:
     runner.triton_layers = TritonLayers(decoder, runner.cache)
     capture = CudaCapture(decoder.device) if decoder.device.type == "cuda" else capture_nothing
     buffers = StepBuffers(decoder, runner.memory, runner.memory.num_sequences)
-    runner.graphs = StepGraphs(runner._logits, buffers, capture, partial(draw_step, draw_rows))
+    runner.graphs = StepGraphs(runner._logits, buffers, capture, draw_step)
     return runner
 
 
@@ -167,3 +164,11 @@ def test_tokens_are_drawn_within_the_step(decoder, wishes, rest):
         assert found == sample_and_match(entries, there)
         assert torch.equal(drawn, before)
         assert bool(operations.names - {"aten::_to_copy"}) == rest
+
+
+def test_steps_in_which_somebody_truncates_have_recordings_of_their_own(decoder):
+    runner = make_runner(decoder)
+    greedy, mixed = begin(runner, [9, 1]), begin(runner, [9, 1], (GREEDY, {"top_k": 3}))
+    for entries, recorded in ((greedy, 1), (mixed, 2), (greedy, 2), (mixed, 2)):
+        runner.graphs.run(entries)
+        assert len(runner.graphs._recorded) == recorded
