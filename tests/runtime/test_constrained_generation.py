@@ -73,7 +73,7 @@ def answers(llm: LLM, wanted: Grammar, num_seeds: int, **options: object) -> lis
 
 @pytest.mark.parametrize("index", range(len(SCHEMAS)))
 def test_json_parses_and_validates(llm: LLM, index: int) -> None:
-    for found in answers(llm, SCHEMA_GRAMMARS[index], 16):
+    for found in answers(llm, SCHEMA_GRAMMARS[index], 6):
         assert found.finish_reason is FinishReason.STOP, found
         validate(json.loads(found.text), SCHEMAS[index])
 

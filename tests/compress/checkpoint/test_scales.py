@@ -47,7 +47,7 @@ def brute_force_errors(weight: Tensor, importance: Tensor, scheme: Scheme) -> Te
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_search_is_close_to_brute_force(bits: int, symmetric: bool, weighted: bool) -> None:
-    weight = heavy_tailed(16, 128)
+    weight = heavy_tailed(6, 128)
     importance = uneven_importance(128) if weighted else torch.ones(128)
     scheme = Scheme(bits, 32, symmetric)
     found = encode(weight, search_scales(weight, scheme, importance if weighted else None), scheme)

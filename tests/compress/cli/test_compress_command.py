@@ -138,6 +138,11 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
         (["quantize", "--ignore", "lm_haed"], "matches no linear layer. Nearest: lm_head"),
         (["quantize", "--calibration", "none.txt"], "none.txt does not exist"),
         (["quantize", "--samples", "0"], "samples=0"),
+        (["quantize", "--method", "rtn", "--calibration", "pydoc"], "nothing in this run looks at the calibration"),
+        (["prune", "--group-size", "64"], "--group-size 64 means nothing without --bits"),
+        (["factorize", "--group-size", "64"], "--group-size 64 means nothing without --bits"),
+        (["prune", "--spread", "0.1"], "mean nothing where all blocks are pruned alike"),
+        (["eval", "--ppl", "--kernels", "w4a9"], "unknown kernel 'w4a9'"),
         (["quantize", "--seed", "-1"], "seed=-1 is outside 0 to 2^63 - 1"),
         (["quantize", "--method", "smoothquant", "--bits", "4", "--dry-run"], "w4a8 channel sym cannot be stored"),
         (["run", "int4-awk"], "Did you mean 'int4-awq'"),
@@ -153,7 +158,7 @@ def test_refusals_are_one_line_with_a_remedy(compress, tmp_path, arguments, prob
 
 
 def test_ctrl_c_says_how_to_resume_and_the_next_run_does(compress, tiny_model, tmp_path) -> None:
-    arguments = ["quantize", str(tiny_model(num_hidden_layers=16)), *QUICK]
+    arguments = ["quantize", str(tiny_model(num_hidden_layers=8)), *QUICK]
     command = [sys.executable, "-m", "compress.cli", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     # A test run started in the background ignores SIGINT, and so would its children.

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from runtime_command import serving
 
+MARGIN = 15.0  # of a busy machine
 ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 1500, "stream": True, "ignore_eos": True}
 
 
@@ -38,9 +39,9 @@ def test_sigkill_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
             start = time.monotonic()
             with pytest.raises(httpx.TransportError):
                 list(lines)
-            assert time.monotonic() - start < 5  # the client learns of it at once
-        process.wait(10)
-        end = time.monotonic() + 5
+            assert time.monotonic() - start < MARGIN  # the client learns of it at once
+        process.wait(MARGIN)
+        end = time.monotonic() + MARGIN
         while left := living_members(process.pid):
             assert time.monotonic() < end, left
             time.sleep(0.05)
@@ -54,7 +55,7 @@ def test_sigkill_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
 
 def closed_after(address: tuple[str, int], *parts: bytes) -> float:
     """Seconds until the server closes a connection that got some bytes now and then nothing more."""
-    with socket.create_connection(address, timeout=20) as connection:
+    with socket.create_connection(address, timeout=60) as connection:
         for part in parts:
             connection.sendall(part)
         start = time.monotonic()
@@ -69,7 +70,7 @@ def test_clients_that_dawdle_and_foreign_names_are_refused(tmp_path: Path) -> No
     with serving("--client-timeout", "1", cwd=tmp_path) as (_, url, _):
         address = (httpx.URL(url).host, httpx.URL(url).port)
         for parts in ([], [whole[:20]], [whole + whole[:20]], [whole, whole[:-2]]):
-            assert 0.5 < closed_after(address, *parts) < 8
+            assert 0.5 < closed_after(address, *parts) < 1 + MARGIN
         with httpx.Client(base_url=url) as client:
             assert [client.get("/health").status_code for _ in range(3)] == [200] * 3  # on one connection
             assert client.get("/health", headers={"Host": "evil.example"}).status_code == 403
@@ -83,7 +84,7 @@ def test_sigterm_refuses_new_connections_and_lets_streams_end(tmp_path: Path) ->
             next(lines)
             process.send_signal(signal.SIGTERM)
             address = (httpx.URL(url).host, httpx.URL(url).port)
-            end = time.monotonic() + 10
+            end = time.monotonic() + MARGIN
             while connects(address):
                 assert time.monotonic() < end, "it still accepts connections"
                 time.sleep(0.02)
@@ -91,7 +92,7 @@ def test_sigterm_refuses_new_connections_and_lets_streams_end(tmp_path: Path) ->
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert living_members(process.pid) == []
 
 

@@ -14,7 +14,8 @@ import uvicorn
 
 from runtime.server.connection import HurriedConnection
 
-SECONDS = 0.5
+SECONDS = 1.0
+MARGIN = 15.0  # of a busy machine
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 CHUNK = b"x" * 100_000
 NUM_CHUNKS = 300  # more than all buffers on the way hold
@@ -49,7 +50,7 @@ def connect(server: uvicorn.Server) -> socket.socket:
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(server.address)
-    connection.settimeout(10)
+    connection.settimeout(60)
     return connection
 
 
@@ -62,7 +63,7 @@ def test_all_sockets_come_back(server: uvicorn.Server, wait_until: Callable[...,
     wait_until(lambda: len(server.server_state.connections) == 20)
     start = time.monotonic()
     wait_until(lambda: not server.server_state.connections)
-    assert time.monotonic() - start < SECONDS + 3
+    assert time.monotonic() - start < SECONDS + MARGIN
     wait_until(lambda: not server.server_state.tasks)
     for connection in connections:
         connection.close()

@@ -7,7 +7,9 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -40,7 +42,7 @@ class Crowded:
 
     def body(self, index: int) -> dict[str, Any]:
         prompt = PROMPTS[index % len(PROMPTS)]
-        return {"model": "demo", "prompt": prompt, "temperature": 0.8, "seed": index % 16, "max_tokens": 20}
+        return {"model": "demo", "prompt": prompt, "temperature": 0.8, "seed": index % 16, "max_tokens": 12}
 
     async def ask(self, client: httpx.AsyncClient, index: int) -> str:
         """Asks until there is room, as a client should; every other answer as a stream."""
@@ -99,12 +101,16 @@ def test_ten_times_the_capacity(crowded: Crowded, wait_until: Any) -> None:
 
 
 def test_a_connection_outlives_the_pauses_of_clients(crowded: Crowded) -> None:
-    host, port = httpx.URL(crowded.url).host, httpx.URL(crowded.url).port
-    with socket.create_connection((host, port), timeout=20) as kept:
+    url = httpx.URL(crowded.url)
+    with closing(HTTPConnection(url.host, url.port, timeout=60)) as kept:
+        kept.connect()
+        first = kept.sock
         for pause in (0, 5.5):  # httpx and uvicorn give up after 5 seconds by default
             time.sleep(pause)
-            kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert kept.recv(2**16).startswith(b"HTTP/1.1 200")
+            kept.request("GET", "/health")
+            with kept.getresponse() as response:
+                assert (response.status, bool(response.read())) == (200, True)
+            assert kept.sock is first
 
 
 def vanish(url: str, body: dict[str, Any], num_bytes: int, seconds: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from covering import covering
 from jsonschema import validate
 from pydantic import BaseModel, Field
 
@@ -85,22 +85,22 @@ def test_response_format_of_any_object_and_of_text(api: httpx.Client) -> None:
     assert free["choices"] == api.post("/v1/chat/completions", json=plain).json()["choices"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "pattern"),
-    [
-        ({"guided_json": SCHEMA}, r"\{[\s\S]*\}"),
-        ({"guided_json": json.dumps(SCHEMA)}, r"\{[\s\S]*\}"),
-        ({"guided_regex": "[ab]{3}-[0-9]"}, "[ab]{3}-[0-9]"),
-        ({"guided_choice": CHOICES}, "|".join(map(re.escape, CHOICES))),
-        ({"guided_grammar": 'start: "(" inner ")"\ninner: /[xy]/ | "z"'}, r"\([xyz]\)"),
-        ({"structured_outputs": {"json": SCHEMA}}, r"\{[\s\S]*\}"),
-        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
-        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
-        ({"structured_outputs": {"grammar": 'start: "ok"'}}, "ok"),
-    ],
-)
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_every_name_of_a_form(api: httpx.Client, path: str, fields: dict[str, Any], pattern: str) -> None:
+FORMS = [
+    ({"guided_json": SCHEMA}, r"\{[\s\S]*\}"),
+    ({"guided_json": json.dumps(SCHEMA)}, r"\{[\s\S]*\}"),
+    ({"guided_regex": "[ab]{3}-[0-9]"}, "[ab]{3}-[0-9]"),
+    ({"guided_choice": CHOICES}, "|".join(map(re.escape, CHOICES))),
+    ({"guided_grammar": 'start: "(" inner ")"\ninner: /[xy]/ | "z"'}, r"\([xyz]\)"),
+    ({"structured_outputs": {"json": SCHEMA}}, r"\{[\s\S]*\}"),
+    ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+    ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+    ({"structured_outputs": {"grammar": 'start: "ok"'}}, "ok"),
+]
+
+
+@pytest.mark.parametrize(("path", "form"), covering(["completions", "chat/completions"], FORMS, at_once=1))
+def test_every_name_of_a_form(api: httpx.Client, path: str, form: tuple[dict[str, Any], str]) -> None:
+    fields, pattern = form
     body = COMPLETION if path == "completions" else CHAT
     for text in texts(api, path, {**body, **fields, "n": 2}):
         assert re.fullmatch(pattern, text), text
@@ -160,17 +160,14 @@ def test_compiling_does_not_hold_up_other_requests(api: httpx.Client, served: tu
     """The event loop answers while a large schema is compiled."""
     properties = {f"property_{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50 + 1}}}$"} for i in range(900)}
     slow = {**COMPLETION, "guided_json": {"type": "object", "properties": properties}, "max_tokens": 1}
-    begin = time.monotonic()
-    with ThreadPoolExecutor() as pool:
+    num_answered = 0
+    with ThreadPoolExecutor() as pool, httpx.Client(base_url=served[0], timeout=60) as other:
         answer = pool.submit(api.post, "/v1/completions", json=slow)
-        waits = []
         while not answer.done():
-            asked = time.monotonic()
-            assert httpx.get(f"{served[0]}/health").status_code == 200
-            waits.append(time.monotonic() - asked)
+            assert other.get("/health").status_code == 200
+            num_answered += 1
     assert answer.result().status_code == 200
-    assert time.monotonic() - begin < 20
-    assert max(waits) < 1
+    assert num_answered > 5  # one before and one after, were it held up
 
 
 @pytest.mark.parametrize("stream", [False, True])
