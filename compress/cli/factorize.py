@@ -10,10 +10,10 @@ from compress.checkpoint.option_groups import with_groups
 from compress.checkpoint.scheme import Scheme
 from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
-from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
+from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out, check_rounded
 from compress.search.goal import parse_size
 from compress.stages.factorize import FactorizeStage
-from compress.stages.quantize import PER_CHANNEL, QuantizeStage, group_size_from
+from compress.stages.quantize import QuantizeStage, group_size_from
 from compress.stages.table import Stage
 
 
@@ -35,8 +35,12 @@ def factorize(
     ] = None,
     bits: Annotated[int | None, typer.Option(help="Round both factors to 2 to 8 bits.")] = None,
     group_size: Annotated[
-        int, typer.Option(help="Columns of a factor that share a scale, with --bits; -1 is one scale per row.")
-    ] = PER_CHANNEL,
+        int | None,
+        typer.Option(
+            help="Columns of a factor that share a scale, with --bits. Default: -1, one scale per row.",
+            show_default=False,
+        ),
+    ] = None,
     ignore: Ignore = None,
     text: TextOptions,
     job: JobOptions,
@@ -45,12 +49,14 @@ def factorize(
 
     Both are stored and multiplied one after the other. Layers that would not become smaller are kept whole.
     """
+    check_rounded(bits, group_size)
     left_out = tuple(ignore or ())
     size = None if target_size is None else parse_size(target_size)
     stages: list[Stage] = [FactorizeStage(method, keep, allocation, ignore=left_out, target_size=size)]
     name = f"{method}-{keep:g}" if target_size is None else f"{method}-{target_size}"
     if bits is not None:
         rounding = "gptq" if stages[0].needs_calibration else "rtn"
-        stages.append(QuantizeStage(rounding, Scheme(bits, group_size_from(group_size)), ignore=left_out))
+        scheme = Scheme(bits, None if group_size is None else group_size_from(group_size))
+        stages.append(QuantizeStage(rounding, scheme, ignore=left_out))
         name += f"-int{bits}"
     carry_out(model, text.recipe(tuple(stages), name), out, job)

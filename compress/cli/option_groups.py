@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from compress.checkpoint.errors import RecipeError
 from compress.cli.options import (
     AsJson,
     CalibrationText,
@@ -19,19 +20,25 @@ from compress.cli.options import (
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe
 from compress.stages.table import Stage
 
+DEFAULT_TEXT = "bundled"
+
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """Text to calibrate on."""
 
-    calibration: CalibrationText = "bundled"
+    calibration: CalibrationText = DEFAULT_TEXT
     samples: Samples = DEFAULT_SAMPLES
     length: Length = DEFAULT_LENGTH
     seed: Seed = 0
 
     def recipe(self, stages: tuple[Stage, ...], name: str) -> Recipe:
-        """Stages that calibrate on this text. Raises RecipeError."""
-        return Recipe(stages, self.options, self.seed, name=name)
+        """Stages that calibrate on this text. Raises RecipeError, also where none does and a text is named."""
+        recipe = Recipe(stages, self.options, self.seed, name=name)
+        if self.calibration != DEFAULT_TEXT and not recipe.needs_calibration:
+            problem = f"nothing in this run looks at the calibration text {self.calibration}"
+            raise RecipeError(problem, "Leave --calibration out, or choose another --method")
+        return recipe
 
     @property
     def options(self) -> CalibrationOptions:

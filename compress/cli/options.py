@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from compress.checkpoint.errors import RecipeError
+
 Model = Annotated[
     Path | None,
     typer.Argument(metavar="MODEL", help="Folder of a dense Hugging Face model. Default: the bundled demo model."),
@@ -44,3 +46,9 @@ Length = Annotated[int, typer.Option("--length", help="Tokens of a calibration s
 Seed = Annotated[int, typer.Option("--seed", help="Decides which calibration sequences are taken.")]
 
 DEFAULT_OUT = Path("packed")
+
+
+def check_rounded(bits: int | None, group_size: int | None) -> None:
+    """Raises RecipeError for groups of weights that are not rounded."""
+    if bits is None and group_size is not None:
+        raise RecipeError(f"--group-size {group_size} means nothing without --bits", "Add --bits 4, or leave it out")

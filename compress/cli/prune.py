@@ -10,7 +10,7 @@ from compress.checkpoint.option_groups import with_groups
 from compress.checkpoint.scheme import Scheme
 from compress.cli.job import carry_out
 from compress.cli.option_groups import JobOptions, TextOptions
-from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out
+from compress.cli.options import DEFAULT_OUT, Ignore, Model, Out, check_rounded
 from compress.cli.prune_options import PruningOptions
 from compress.stages.quantize import QuantizeStage, group_size_from
 from compress.stages.table import Stage
@@ -25,7 +25,10 @@ def prune(
     bits: Annotated[
         int | None, typer.Option(help="Round what is left to 2 to 8 bits, by GPTQ together with the pruning.")
     ] = None,
-    group_size: Annotated[int, typer.Option(help="Input columns that share a scale, with --bits.")] = 128,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="Input columns that share a scale, with --bits. Default: 128.", show_default=False),
+    ] = None,
     ignore: Ignore = None,
     text: TextOptions,
     job: JobOptions,
@@ -34,10 +37,12 @@ def prune(
 
     With a pattern the zeros are not stored: 2:4 takes 9 bits per weight instead of 16, and 3.1 with --bits 4.
     """
+    check_rounded(bits, group_size)
     left_out = tuple(ignore or ())
     stages: list[Stage] = [pruning.stage(left_out)]
     name = pruning.name
     if bits is not None:
-        stages.append(QuantizeStage("gptq", Scheme(bits, group_size_from(group_size)), ignore=left_out))
+        scheme = Scheme(bits) if group_size is None else Scheme(bits, group_size_from(group_size))
+        stages.append(QuantizeStage("gptq", scheme, ignore=left_out))
         name += f"-int{bits}"
     carry_out(model, text.recipe(tuple(stages), name), out, job)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from compress.checkpoint.scheme import Sparsity
-from compress.stages.prune import DEFAULT_SPREAD, PruneStage
+from compress.stages.prune import DEFAULT_OUTLIER_FACTOR, DEFAULT_SPREAD, PruneStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PruningOptions:
     ] = DEFAULT_SPREAD
     outlier_factor: Annotated[
         float, typer.Option(help="Scores above this many times their mean are outliers, with --layerwise owl.")
-    ] = 5.0
+    ] = DEFAULT_OUTLIER_FACTOR
 
     def stage(self, ignore: tuple[str, ...]) -> PruneStage:
         """What the options say, for all layers but those that match `ignore`. Raises RecipeError, SchemeError."""

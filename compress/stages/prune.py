@@ -10,6 +10,7 @@ from compress.stages.words import nearest
 
 PRUNING_METHODS = ("sparsegpt", "wanda", "ria", "magnitude")
 LAYERWISE = ("uniform", "owl")
+DEFAULT_OUTLIER_FACTOR = 5.0
 DEFAULT_SPREAD = 0.08
 """The spread that the paper of OWL uses throughout."""
 
@@ -33,7 +34,7 @@ class PruneStage:
     pattern: Sparsity | None = None
     sparsity: float = 0.5
     layerwise: str = "uniform"
-    outlier_factor: float = 5.0
+    outlier_factor: float = DEFAULT_OUTLIER_FACTOR
     spread: float = DEFAULT_SPREAD
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
@@ -52,6 +53,9 @@ class PruneStage:
             raise RecipeError(f"layerwise {self.layerwise!r} does not exist", remedy)
         if self.layerwise != "uniform":
             self._check_layerwise()
+        elif (self.outlier_factor, self.spread) != (DEFAULT_OUTLIER_FACTOR, DEFAULT_SPREAD):
+            problem = f"outlier_factor={self.outlier_factor:g} and spread={self.spread:g} mean nothing where all blocks"
+            raise RecipeError(f"{problem} are pruned alike", "Add --layerwise owl, or leave them out")
 
     def _check_layerwise(self) -> None:
         share = self.share

@@ -75,12 +75,17 @@ def choose_kernel(
     raise SchemeError(f"no kernel serves {scheme}: {'; '.join(refusals)}")
 
 
+def check_name(kernels: str) -> None:
+    """Raises SchemeError for what is neither a mode nor a kernel: where no weight is quantized nothing else would."""
+    names = list(dict.fromkeys([*MODES, *(kernel.name for kernel in (*KERNELS, *FP8_KERNELS))]))
+    if kernels not in names:
+        raise SchemeError(f"unknown kernel {kernels!r}", f"Choose {', '.join(names)}")
+
+
 def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choice:
+    check_name(name)
     table, other = (FP8_KERNELS, KERNELS) if scheme.fp8 else (KERNELS, FP8_KERNELS)
-    kernel = next((kernel for kernel in (*table, *other) if kernel.name == name), None)
-    if kernel is None:
-        names = dict.fromkeys(kernel.name for kernel in (*table, *other))
-        raise SchemeError(f"unknown kernel {name!r}", f"Choose {', '.join([*MODES, *names])}")
+    kernel = next(kernel for kernel in (*table, *other) if kernel.name == name)
     numbers = "integers" if scheme.fp8 else "8-bit floats"
     refusal = kernel.refuse(scheme, in_features, target) if kernel in table else f"multiplies by {numbers}"
     if refusal:

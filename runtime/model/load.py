@@ -21,7 +21,7 @@ from runtime.kernels.base import Linear, Target
 from runtime.kernels.dense import choose_dense
 from runtime.kernels.low_rank import LowRank
 from runtime.kernels.outliers import WithOutliers
-from runtime.kernels.registry import MODES, Choice, choose_kernel
+from runtime.kernels.registry import MODES, Choice, check_name, choose_kernel
 from runtime.kernels.semi_structured import NAME as SEMI_STRUCTURED
 from runtime.kernels.semi_structured import SemiStructuredLinear, choose_semi_structured
 from runtime.model.config import DecoderConfig, parse_config, read_generation_config
@@ -49,6 +49,7 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
             tensors. All of it is checked before weights are read.
         ToolkitError: a device, dtype or kernel that is not there.
     """
+    check_name(kernels)
     checkpoint = PackedCheckpoint.open(path)
     config = parse_config(checkpoint.config, read_generation_config(checkpoint.path))
     chosen_device = resolve_device(device)
