@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from compress.checkpoint.config import REPORT_FILE
 from compress.checkpoint.errors import CheckpointError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -24,11 +26,18 @@ def check_out_folder(out: str | Path) -> Path:
     """
     path = Path(out).expanduser()
     if path.exists() or path.is_symlink():
-        raise CheckpointError(f"output {path} exists already", f"Remove it (rm -r {path}) or choose --out OTHER")
+        raise CheckpointError(f"output {path} exists already", _make_room(path))
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise CheckpointError(f"cannot create {path}: {parent} is not a writable folder", "Choose another --out")
     return path
+
+
+def _make_room(path: Path) -> str:
+    """Names for removal nothing but what a run here has written: `--out .` is a folder where somebody works."""
+    if path.name in ("", "..") or not (path / REPORT_FILE).is_file():
+        return "Choose another --out"
+    return f"Remove it (rm -r {shlex.quote(str(path))}) or choose --out OTHER"
 
 
 def partial_folder(out: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import resource
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,13 +127,26 @@ def test_shards_load_in_transformers_and_bytes_repeat(store, dense_folder, tmp_p
 
 def test_out_folder_that_exists(store, tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match=r"exists already. Remove it \(rm -r .*\) or choose --out OTHER"):
+    with pytest.raises(CheckpointError, match=r"exists already\. Choose another --out"):
         assemble(store, ["rest"], tmp_path / "out")
     assert content(tmp_path / "out") == {}
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is not a writable folder"):
         check_out_folder(tmp_path / "file" / "out")
     assert check_out_folder(tmp_path / "a" / "new") == tmp_path / "a" / "new"
+
+
+def test_only_what_a_run_has_written_is_named_for_removal(tmp_path, monkeypatch):
+    """Commands of a refusal are copied and run: `rm -r .` or `rm -r /` must never be one, nor a name with a blank."""
+    old = tmp_path / "my model"
+    old.mkdir()
+    (old / "compression_report.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"\(rm -r '{re.escape(str(old))}'\) or choose --out OTHER"):
+        check_out_folder(old)
+    monkeypatch.chdir(old)
+    for out in (".", "", "..", "/", "~", tmp_path):
+        with pytest.raises(CheckpointError, match=r"exists already\. Choose another --out"):
+            check_out_folder(out)
 
 
 def test_tensor_in_two_pieces(store, tmp_path):
