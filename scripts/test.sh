@@ -21,6 +21,13 @@ set_up_browser
 cd "$repository"
 # Like the command lines do: torch's threads sleep while they wait instead of keeping cores from servers under test.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+# A test a core, and a thread a test: what tests compute is too small to be shared out. On a GPU they would take each
+# other's memory.
+workers="$(getconf _NPROCESSORS_ONLN)"
+if command -v nvidia-smi >/dev/null; then
+    workers=0
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 say "ruff"
 ruff check .
 ruff format --check .
@@ -29,4 +36,4 @@ mypy
 say "import-linter"
 lint-imports
 say "pytest"
-pytest ${pytest_arguments[@]+"${pytest_arguments[@]}"}
+pytest --numprocesses "$workers" --maxprocesses 4 --dist worksteal ${pytest_arguments[@]+"${pytest_arguments[@]}"}

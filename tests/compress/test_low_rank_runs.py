@@ -207,13 +207,13 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny_model, tmp_path) -> N
 
 
 def test_whitened_beats_scaled_beats_plain_on_the_trained_model(tmp_path) -> None:
-    """At equal size: uniform ranks, 80 % of the weights, 4,096 tokens of other text than the calibration's."""
-    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=4096)
+    """At equal size: uniform ranks, 80 % of the weights, 2,048 tokens of other text than the calibration's."""
+    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=2048)
     dense = RuntimeScorer(demo_model_path(), dtype="float32")
     kl = {}
     for method, allocation in (("svd-llm", "block"), ("svd-llm", "uniform"), ("asvd", "uniform"), ("svd", "uniform")):
         out = tmp_path / f"{method}-{allocation}"
-        calibration = CalibrationOptions(samples=16, length=256)
+        calibration = CalibrationOptions(samples=8, length=256)
         compress(demo_model_path(), out, FactorizeStage(method, 0.8, allocation), calibration=calibration)
         kl[method, allocation] = evaluate(RuntimeScorer(out, dtype="float32"), windows, dense).kl_mean
     assert kl["svd-llm", "uniform"] < 0.7 * kl["asvd", "uniform"]
