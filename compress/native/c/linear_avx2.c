@@ -8,6 +8,7 @@
 #define PER_VECTOR 8
 #define VECTORS 4
 #define MOST_ROWS 2
+#define UNDECODED_BLOCKS 2
 #include "linear_vectors.h"
 
 typedef struct {

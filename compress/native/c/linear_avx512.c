@@ -3,6 +3,7 @@
 #if ON_X86
 
 #define TARGET FOR_AVX512
+#define UNDECODED_BLOCKS 6
 #include "linear_avx512.h"
 #include "linear_kernels.h"
 

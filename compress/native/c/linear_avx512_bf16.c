@@ -43,6 +43,7 @@ RUN_KERNEL(pairs, 2) RUN_KERNEL(pairs, 4) RUN_KERNEL(pairs, 8) RUN_KERNEL(pairs,
 DECODE_KERNEL(pairs, 2) DECODE_KERNEL(pairs, 4) DECODE_KERNEL(pairs, 8)
 
 const KernelKind avx512_bfloat16 = {MOST_ROWS,
+                                    2,
                                     16,
                                     {run_pairs_2, run_pairs_4, run_pairs_8, run_pairs_16},
                                     {decode_pairs_2, decode_pairs_4, decode_pairs_8}};

@@ -1,9 +1,6 @@
 /* One chunk of a product: some rows by some tiles. */
 #include "linear_call.h"
 
-/* Blocks of rows that decode a run for themselves: more of them share a decoded copy. */
-enum { BLOCKS_WITHOUT_DECODING = 2 };
-
 /* One run of a tile for all rows of a chunk, in blocks of about the same size. */
 static void multiply_run(const LinearCall *call, Place place, int64_t num_rows, uint32_t *decoded) {
     const KernelKind *kernels = call->kernels;
@@ -11,7 +8,7 @@ static void multiply_run(const LinearCall *call, Place place, int64_t num_rows, 
     const int64_t blocks = (num_rows + kernels->most_rows - 1) / kernels->most_rows;
     const int64_t block = (num_rows + blocks - 1) / blocks;
     int width = width_index(call->weight->bits);
-    if (decode != NULL && blocks > BLOCKS_WITHOUT_DECODING) {
+    if (decode != NULL && blocks > kernels->undecoded_blocks) {
         decode(place.words, &call->prepared, decoded);
         place.words = decoded;
         width = width_index(kernels->decoded_bits);

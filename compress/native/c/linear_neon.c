@@ -9,6 +9,7 @@
 #define PER_VECTOR 4
 #define VECTORS 2
 #define MOST_ROWS 6
+#define UNDECODED_BLOCKS 2
 #include "linear_vectors.h"
 
 typedef uint8x16x4_t Table; /* the first bytes of the entries, the second ones, ... */
@@ -79,6 +80,6 @@ INLINE TARGET void run_dotprod(const LinearWeight *weight, const Prepared *input
 
 RUN_KERNEL(dotprod, 2) RUN_KERNEL(dotprod, 4) RUN_KERNEL(dotprod, 8)
 
-const KernelKind neon_dotprod_levels = {MOST_ROWS, 0, {run_dotprod_2, run_dotprod_4, run_dotprod_8}, {NULL}};
+const KernelKind neon_dotprod_levels = {MOST_ROWS, 0, 0, {run_dotprod_2, run_dotprod_4, run_dotprod_8}, {NULL}};
 
 #endif

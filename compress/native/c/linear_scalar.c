@@ -3,6 +3,7 @@
 #define PER_VECTOR 4
 #define VECTORS 2
 #define MOST_ROWS 1
+#define UNDECODED_BLOCKS 2
 #include "linear_vectors.h"
 
 typedef struct {

@@ -54,7 +54,9 @@ typedef void (*DecodeKernel)(const uint32_t *words, const Prepared *input, uint3
 
 /* By width (`width_index`). */
 typedef struct {
-    int most_rows, decoded_bits;
+    int most_rows;        /* in one block */
+    int undecoded_blocks; /* that decode a run each for itself: more of them share a decoded copy */
+    int decoded_bits;
     RunKernel run[NUM_WIDTHS];
     DecodeKernel decode[NUM_WIDTHS]; /* NULL where nothing is gained */
 } KernelKind;
