@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from runtime.cli import main
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "runtime.cli"]
+HEED_INTERRUPTS = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+"""For `preexec_fn`: a test run that was started in the background ignores SIGINT, and so would its children."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
@@ -46,7 +50,9 @@ def runtime_here(*arguments: str, cwd: Path, stdin: str = "") -> subprocess.Comp
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     """Starts it, with pipes at all three ends."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*COMMAND, *arguments], cwd=cwd, env=ENVIRONMENT, text=True, **pipes)
+    return subprocess.Popen(
+        [*COMMAND, *arguments], cwd=cwd, env=ENVIRONMENT, text=True, preexec_fn=HEED_INTERRUPTS, **pipes
+    )
 
 
 @contextmanager
@@ -60,6 +66,7 @@ def serving(*options: str, cwd: Path, port: int = 0) -> Iterator[tuple[subproces
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=HEED_INTERRUPTS,
     )
     try:
         printed = ""

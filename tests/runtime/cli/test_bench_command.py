@@ -127,8 +127,8 @@ def test_no_server_is_left_behind(tmp_path: Path, number: signal.Signals) -> Non
     child = wait_for_child(bench.pid)
     time.sleep(1)
     bench.send_signal(number)
-    bench.communicate(timeout=30)
-    end = time.monotonic() + 20
+    bench.communicate(timeout=120)
+    end = time.monotonic() + 60
     while is_running(child):
         assert time.monotonic() < end, "the server outlived its benchmark"
         time.sleep(0.05)
@@ -138,7 +138,7 @@ def wait_for_child(pid: int) -> int:
     children = Path(f"/proc/{pid}/task/{pid}/children")
     if not children.parent.is_dir():
         pytest.skip("needs /proc")
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not (found := children.read_text().split()):
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runtime_command import COMMAND, ENVIRONMENT, runtime, runtime_here, start
+from runtime_command import COMMAND, ENVIRONMENT, HEED_INTERRUPTS, runtime, runtime_here, start
 
 from compress.checkpoint.demo import demo_model_path
 
@@ -52,7 +52,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     assert chat.stdout.read(1)
     chat.send_signal(signal.SIGINT)
     chat.stdin.write("/save c.json\n")
-    output, errors = chat.communicate(timeout=60)
+    output, errors = chat.communicate(timeout=120)
     assert chat.returncode == 0, errors
     assert "[stopped; " in errors or "tokens/s]" in errors  # the second when the answer was over already
     assert "temperature 0\n" in errors
@@ -70,26 +70,29 @@ def test_terminal_has_a_prompt_and_ctrl_c_drops_a_line(tmp_path: Path) -> None:
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
+        preexec_fn=HEED_INTERRUPTS,
     )
     os.close(theirs)
     try:
         read_until(ours, "> ")
         os.write(ours, b"half a li")
         read_until(ours, "half a li")
-        time.sleep(0.5)  # between two reads of the terminal Python would notice the signal at the next key only
-        chat.send_signal(signal.SIGINT)
+        for _ in range(100):  # between two reads of the terminal Python would notice the signal at the next key only
+            chat.send_signal(signal.SIGINT)
+            if select.select([ours], [], [], 0.5)[0]:
+                break
         read_until(ours, "/quit or Ctrl-D leaves")
         os.write(ours, b"Hello\n")
         read_until(ours, "generated, the first after")
         os.write(ours, b"/quit\n")
-        assert chat.wait(30) == 0
+        assert chat.wait(120) == 0
     finally:
         chat.kill()
         os.close(ours)
 
 
 def read_until(terminal: int, words: str) -> str:
-    seen, end = "", time.monotonic() + 30
+    seen, end = "", time.monotonic() + 120
     while words not in seen:
         assert select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0], seen
         seen += os.read(terminal, 4096).decode(errors="replace")

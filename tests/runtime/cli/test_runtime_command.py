@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -53,6 +53,7 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
         (["generate", "nowhere", "--prompt", "x"], 1, "there is no folder nowhere"),
         (["serve", "--host", "192.0.2.1"], 1, "no address of this machine"),
         (["serve", "--port", "70000"], 1, "--port 70000 is no port"),
+        (["serve", "--port", "-1"], 1, "--port -1 is no port"),
         (["serve", "--api-key", ""], 1, "--api-key is empty"),
         (["serve", "--kv-memory", "lots"], 2, "is not a size"),
         (["serve", "--dtype", "int3"], 2, "int3"),
@@ -133,7 +134,7 @@ def test_signal_lets_running_requests_end(tmp_path: Path, number: signal.Signals
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert "user 'Ann'" in process.stderr.read()
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
@@ -143,8 +144,9 @@ def test_drain_has_a_time_limit(tmp_path: Path) -> None:
     with serving("--drain-seconds", "1", cwd=tmp_path) as (process, url, _):
         body = {"model": "demo", "prompt": "The", "max_tokens": 2000, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-            next(response.iter_lines())
-            start = time.perf_counter()
+            lines = response.iter_lines()
+            next(lines)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
-        assert time.perf_counter() - start < 10
+            with suppress(httpx.RemoteProtocolError):
+                assert not any('"finish_reason":"length"' in line for line in lines)
+        assert process.wait(120) == 0
