@@ -32,6 +32,13 @@ def describe_kv_form(engine: Engine) -> str:
     return runner.memory.kv_choice.describe() if isinstance(runner, ModelRunner) else str(UNCOMPRESSED)
 
 
+def describe_kernels(engine: Engine) -> list[str]:
+    """Which kernel multiplies what, and why it, one line a kind: what is slow, or not as asked for, shows here."""
+    from runtime.runner import ModelRunner
+
+    return [*engine.runner.decoder.description] if isinstance(engine.runner, ModelRunner) else []
+
+
 def describe_attention(engine: Engine) -> str:
     """What computes attention, and why it: `compiled, reads pages as they are; all layers in one call`."""
     from runtime.runner import ModelRunner

@@ -106,13 +106,21 @@ def describe_weights(path: Path) -> None:
 
 
 def describe_engine(served: ServedModel) -> None:
-    """Says what room there is for requests."""
-    from runtime.cli.describe import describe_attention, describe_gpu, describe_kv_form, describe_memory
+    """Says what computes, and what room there is for requests."""
+    from runtime.cli.describe import (
+        describe_attention,
+        describe_gpu,
+        describe_kernels,
+        describe_kv_form,
+        describe_memory,
+    )
 
     config = served.engine.config
     print(f"context   {served.engine.runner.max_model_len} tokens")
     print(f"KV cache  {describe_memory(served.engine)}")
     print(f"KV form   {describe_kv_form(served.engine)}")
+    for line in describe_kernels(served.engine):
+        print(f"kernels   {line}")
     print(f"attention {describe_attention(served.engine)}")
     for line in describe_gpu(served.engine):
         print(line)
