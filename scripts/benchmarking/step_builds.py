@@ -72,7 +72,8 @@ def _gates(arch: int, dtype: str) -> list[Build]:
         Build.of(
             arch, f"gate_rows {kind} to {form} {block} {dtype}", "gpu.gate.gate_rows",
             f"{_product(kind, dtype)} {_out(form, dtype)}", "M N%16 K%16 num_sums",
-            _constants(kind) | _form(form, block) | {"like": DTYPES[dtype]}, converts=True, wide=True,
+            _constants(kind) | _form(form, block) | {"like": DTYPES[dtype], "num_warps": num_warps(2 * block)},
+            converts=True, wide=True,
         )
         for kind in SPLITS
         for form, block in blocks

@@ -24,7 +24,7 @@ TOKENS, HEADS, KV_HEADS = (1, 32, 64, 128, 2048), 32, 8
 ROWS_OF_WEIGHT, INPUTS = 8192, 8192
 KINDS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1", torch.float64: "*fp64",
 }  # fmt: skip
 
 
@@ -72,13 +72,14 @@ def launches() -> set[Launch]:
         launch,
         launch_attention,
         launch_bytes,
+        launch_draw,
         launch_fp8,
         launch_rows,
         launch_turn,
     )
 
     found: set[Launch] = set()
-    modules = columns_gpu, launch, launch_attention, launch_bytes, launch_fp8, launch_rows, launch_turn
+    modules = columns_gpu, launch, launch_attention, launch_bytes, launch_draw, launch_fp8, launch_rows, launch_turn
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             for name, value in list(vars(module).items()):
@@ -88,6 +89,7 @@ def launches() -> set[Launch]:
             for each in (_planes, _bytes, _floats, _step, _turns, _attention):
                 each(dtype)
         _columns()
+        _draws()
     return found
 
 
@@ -224,6 +226,21 @@ def _columns() -> None:
         columns = GpuColumns(weight, weight, feedback, codes, kept if has_kept else None, grid if has_grid else None)
         for count in (4, 16, 23, 33, 64):
             columns.change(64, 64 + count)
+
+
+def _draws() -> None:
+    from runtime.kernels.gpu.launch_draw import draw_from_listed, draw_rows
+    from runtime.sampler.noise import RowNoise
+    from runtime.sampler.truncation import NUM_LIKELY
+
+    numbers, tokens = empty(4, dtype=torch.int64), empty(4, dtype=torch.int64)
+    noise = RowNoise(numbers, numbers, empty(4, dtype=torch.float64))
+    for vocab_size in (2048, 32000, 128256, 262144):
+        logits = empty(4, vocab_size, dtype=torch.float32)
+        draw_rows(logits, logits, noise, tokens)
+    scores, ids = empty(4, NUM_LIKELY, dtype=torch.float32), empty(4, NUM_LIKELY, dtype=torch.int64)
+    is_truncated = empty(4, dtype=torch.bool)
+    draw_from_listed(scores, ids, is_truncated, is_truncated, noise, tokens)
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ def attention_constants(
 ) -> dict[str, Any]:
     """How `paged_attention` is compiled for heads and pages of a kind, `block_rows` rows of a program, and what else
     there is to look at."""
-    # What takes more registers than four warps have: wide heads, and many rows that look at more than pages.
-    beside = streaming and (exact or tree)
-    heavy = head_dim > 128 or (block_rows > 16 and beside) or (block_rows == 64 and exact)
+    # Wide heads, and many rows that look at more than pages, take more registers than four warps have.
+    beside = block_rows > 16 and streaming and (exact or tree)
+    heavy = head_dim > 128 or beside or (block_rows == 64 and exact)
     return {
         "HEAD_DIM": head_dim,
         "KEY_FORM": FORMS[formats[0]],
@@ -40,7 +40,7 @@ def attention_constants(
         "EXACT": exact,
         "TREE": tree,
         "BLOCK_R": block_rows,
-        "BLOCK_T": 64 if block_rows < 64 else 32,
+        "BLOCK_T": 32 if block_rows == 64 or beside else 64,
         "STAGES": 2,
         "INTERPRETED": triton.knobs.runtime.interpret,
         "num_warps": 8 if heavy else 4,

@@ -69,7 +69,7 @@ def gate(gate_up: Product, form: InputForm, dtype: torch.dtype) -> Prepared:
     gate_rows[(tokens, blocks)](
         *product_arguments(gate_up), rows, beside, tokens, width, size, form.num_sums,
         **product_constants(gate_up), FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, like=TYPES[dtype],
-        num_warps=num_warps(block),
+        num_warps=num_warps(2 * block),
     )  # fmt: skip
     return out
 
