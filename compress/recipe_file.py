@@ -62,7 +62,11 @@ def _read(name: str) -> tuple[str, str]:
     path = bundled_recipes().get(name, Path(name))
     if not path.is_file():
         raise RecipeError(f"recipe {name} does not exist", nearest(name, tuple(bundled_recipes()), "Bundled recipes"))
-    return path.read_text(encoding="utf-8"), str(path)
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except UnicodeDecodeError as error:
+        problem = f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        raise RecipeError(problem, "Name a YAML file") from error
 
 
 def parse_recipe(text: str, origin: str) -> Recipe:

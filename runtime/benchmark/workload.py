@@ -125,7 +125,11 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 
 def _prompt_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

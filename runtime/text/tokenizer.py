@@ -171,7 +171,10 @@ def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The template file beside the tokenizer, or the one in its configuration (of several the one named default)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}", "copy it from the source model again") from error
     template = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}

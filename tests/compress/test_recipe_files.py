@@ -182,3 +182,10 @@ def test_yaml_cannot_build_python_objects() -> None:
 def test_a_pattern_may_stand_without_quotes() -> None:
     recipe = parse_recipe("stages:\n  - prune: {method: wanda, pattern: 2:4}\n", "r.yaml")
     assert recipe.stages == (PruneStage("wanda", Sparsity(2, 4)),)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path) -> None:
+    path = tmp_path / "weights.yaml"
+    path.write_bytes(b"\x80\x04\xff")
+    with pytest.raises(RecipeError, match=r"weights\.yaml is not UTF-8 text"):
+        load_recipe(str(path))

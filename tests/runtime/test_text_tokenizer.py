@@ -112,6 +112,12 @@ def test_missing_or_broken_files_are_named(tmp_path: Path) -> None:
         Tokenizer.open(tmp_path)
 
 
+def test_a_template_that_is_no_text_is_named(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read"):
+        Tokenizer.open(folder)
+
+
 def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
     content = json.loads((demo_model_path() / "tokenizer.json").read_text())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(content["vocab"]))

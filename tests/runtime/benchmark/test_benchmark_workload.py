@@ -90,6 +90,9 @@ def test_wrong_prompt_files_are_refused_by_line(tmp_path: Path, content: str, wo
         read_prompts(file)
     with pytest.raises(DataError, match="there is no file"):
         read_prompts(tmp_path / "nothing")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="is not UTF-8 text"):
+        read_prompts(tmp_path / "bytes")
 
 
 def test_the_manual_is_real_text() -> None:
