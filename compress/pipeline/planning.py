@@ -31,7 +31,7 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
     Raises:
         RecipeError: a pattern that matches nothing, or nothing left to quantize.
         SchemeError: a group size that does not divide, naming every such layer; or what no file can hold.
-        CheckpointError: weights the model needs are not in the checkpoint.
+        CheckpointError: weights the model needs are not in the checkpoint, or no floating point numbers of its shapes.
     """
     _check_present(skeleton, files)
     sized = with_keep(recipe, lambda each: _plan(skeleton, files, each, scale_dtype).bytes_after)
@@ -131,3 +131,18 @@ def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
             f"e.g. {missing[0]} (there is e.g. {files.names()[0]})",
             "Check config.json, or save the model again with save_pretrained of a recent transformers",
         )
+    for name, parameter in skeleton.model.named_parameters():
+        if name in files:
+            _check_weight(files, name, tuple(parameter.shape))
+
+
+def _check_weight(files: TensorFiles, name: str, shape: tuple[int, ...]) -> None:
+    """Raises CheckpointError for a tensor that is of another shape than the model's, or of integers."""
+    if files.shape(name) != shape:
+        raise CheckpointError(
+            f"{name} has shape {list(files.shape(name))} in {files.path}, but config.json asks for {list(shape)}",
+            "Use the config.json that belongs to these weights",
+        )
+    if not files.dtype(name).is_floating_point:
+        kind = str(files.dtype(name)).removeprefix("torch.")
+        raise CheckpointError(f"{name} of {files.path} holds {kind}, not weights", "Start from the dense model")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
@@ -82,6 +84,20 @@ def test_group_size_that_does_not_divide_names_every_layer_and_what_fits(tiny_mo
     assert "q_proj" not in str(caught.value)
     assert "--group-size 64" in caught.value.remedy
     assert "--ignore down_proj" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(lambda weight: weight.to(torch.int8), "holds int8, not weights"), (lambda weight: weight[:, :32], "has shape")],
+)
+def test_tensors_that_are_not_the_model_s_are_refused_before_anything_runs(tiny_model, tmp_path, change, words) -> None:
+    path = shutil.copytree(tiny_model(), tmp_path / "changed")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, file)
+    with pytest.raises(CheckpointError, match=rf"{name} .*{words}"):
+        plan_for(path, QuantizeStage("rtn", Scheme(8, None)))
 
 
 def test_ignoring_everything_is_an_error(tiny_model) -> None:
