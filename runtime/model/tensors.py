@@ -20,10 +20,12 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
     """Every tensor the decoder needs is there, with the right shape; reads headers only.
 
     Raises:
-        CheckpointError: the first tensor that is missing or has another shape than config.json says.
+        CheckpointError: the first tensor that is missing, has another shape than config.json says, or holds integers
+            that no quantization_config explains.
     """
     for module, shape, needs_bias in expected_linears(config, checkpoint):
         _check_shape(f"{module}.weight", checkpoint.shape(module), shape)
+        _check_numbers(checkpoint, module)
         if needs_bias and f"{module}.bias" not in checkpoint.files:
             raise CheckpointError(
                 f"{checkpoint.path} has no tensor {module}.bias, which this {config.model_type} model needs", REMEDY
@@ -36,6 +38,14 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
 def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise CheckpointError(f"{name} has shape {found}, config.json says {expected}", REMEDY)
+
+
+def _check_numbers(checkpoint: PackedCheckpoint, module: str) -> None:
+    """Raises CheckpointError for integers where nothing says what they mean."""
+    if checkpoint.scheme(module) is None:
+        dtype = checkpoint.files.dtype(f"{module}.weight")
+        if not dtype.is_floating_point:
+            raise CheckpointError(f"{module}.weight holds {str(dtype).removeprefix('torch.')}, not weights", REMEDY)
 
 
 def expected_linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[Expected]:

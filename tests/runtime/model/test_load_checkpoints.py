@@ -204,3 +204,12 @@ def test_a_dtype_without_a_fast_path_is_not_silently_slow(monkeypatch):
     monkeypatch.setattr(target, "is_fast", lambda dtype: False)
     with pytest.raises(ToolkitError, match="float16 has no fast path on this CPU"):
         target.resolve_dtype("float16", "float16", torch.device("cpu"))
+
+
+def test_integers_that_nothing_explains_are_no_weights(tmp_path):
+    folder = save_tiny_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight holds int8, not weights"):
+        load_model(folder)
