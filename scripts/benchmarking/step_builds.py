@@ -8,7 +8,7 @@ from benchmarking.kernel_builds import Build
 from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
 from runtime.attention.gpu import HEAD_DIMS
 from runtime.kernels.gpu.launch_attention import FORMS as PAGE_FORMS
-from runtime.kernels.gpu.launch_bytes import MAX_SPLITS
+from runtime.kernels.gpu.launch_bytes import MAX_SPLITS, level_tile, split_inputs
 from runtime.kernels.gpu.launch_rows import BLOCK, FORMS, GATED_BLOCK, TYPES, num_warps
 from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS
 
@@ -18,6 +18,8 @@ SPLITS = {"16-bit": 1, "parts": MAX_SPLITS, "levels": MAX_SPLITS, "floats": 1}
 BIASED = ("parts", "levels")
 FORM_BLOCKS = tuple((form, block) for form in (ROWS, SUMS, LEVELS, FLOATS) for block in (4096, 8192, 16384))
 """Forms of an input, and numbers in a program that has the whole row."""
+PROCESSORS = 132
+"""Of an H200; an A100 has fewer."""
 UNITS = (32, 64, 128, 256)
 
 
@@ -59,11 +61,20 @@ def _norms(arch: int, dtype: str) -> list[Build]:
             arch, f"add_norm {kind or 'nothing'} to {form} {block} {dtype}", "gpu.norm.add_norm",
             f"hidden:{dtype} {_product(kind or '16-bit', dtype)} weight:{dtype} {_out(form, dtype)}",
             "eps:fp32 M N%16 K%16 num_sums",
-            _constants(kind or "16-bit") | _form(form, block) | {"HAS_UPDATE": kind is not None},
+            _constants(kind or "16-bit") | _splits(kind, block) | _form(form, block) | {"HAS_UPDATE": kind is not None},
             converts=True, wide=True,
         )
         for kind, form, block in updates
     ]  # fmt: skip
+
+
+def level_splits(block: int) -> int:
+    """Of products of levels whose rows take a block of that size: the longer a row, the fewer fill a GPU."""
+    return split_inputs(block // 2 + 1, 2**16, 1, level_tile(1), PROCESSORS)[0]
+
+
+def _splits(kind: str | None, block: int) -> dict[str, int]:
+    return {"SPLITS": level_splits(block)} if kind == "levels" else {}
 
 
 def _gates(arch: int, dtype: str) -> list[Build]:

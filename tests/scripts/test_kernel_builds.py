@@ -20,6 +20,7 @@ from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prep
 
 pytest.importorskip("triton")
 META, ARCHITECTURE = torch.device("meta"), 90
+MAX_SPLITS = 16
 TOKENS, HEADS, KV_HEADS = (1, 32, 64, 128, 2048), 32, 8
 ROWS_OF_WEIGHT, INPUTS = 8192, 8192
 KINDS = {
@@ -146,18 +147,18 @@ def _floats(dtype: torch.dtype) -> None:
         )
 
 
-def _products(rows: int, dtype: torch.dtype) -> Iterator[Product]:
+def _products(rows: int, dtype: torch.dtype, level_splits: int = MAX_SPLITS) -> Iterator[Product]:
     """Of each kind that some linear gives."""
-    from runtime.kernels.gpu.launch_bytes import MAX_SPLITS
-
     bias, scales = empty(rows, dtype=dtype), (empty(4, dtype=torch.float32), empty(rows, dtype=dtype))
     yield finished(empty(4, rows, dtype=dtype))
     yield Product(empty(MAX_SPLITS, 4, rows, dtype=torch.float32), rows, bias)
-    yield Product(empty(MAX_SPLITS, 4, rows, dtype=torch.int32), rows, bias, scales)
+    yield Product(empty(level_splits, 4, rows, dtype=torch.int32), rows, bias, scales)
     yield Product(empty(1, 4, rows, dtype=torch.float32), rows, None, scales)
 
 
 def _step(dtype: torch.dtype) -> None:
+    from benchmarking.step_builds import level_splits
+
     from runtime.kernels.gpu.launch_rows import finish, gate, norm, prepared
 
     for unit in (32, 64, 128, 256):
@@ -167,7 +168,7 @@ def _step(dtype: torch.dtype) -> None:
     for size in (4096, 8192, 16384):
         forms = InputForm(ROWS), InputForm(SUMS, 128, size // 128), InputForm(LEVELS), InputForm(FLOATS)
         for form in forms:
-            for update in (None, *_products(size, dtype)):
+            for update in (None, *_products(size, dtype, level_splits(size))):
                 norm(empty(4, size, dtype=dtype), update, empty(size, dtype=dtype), 1e-5, form)
             for gate_up in _products(2 * size, dtype):
                 gate(gate_up, form, dtype)
