@@ -30,7 +30,7 @@ def attention_constants(
     there is to look at."""
     # Wide heads, and many rows that look at more than pages, take more registers than four warps have.
     beside = block_rows > 16 and streaming and (exact or tree)
-    heavy = head_dim > 128 or beside or (block_rows == 64 and exact)
+    crowded = block_rows == 64 and exact
     return {
         "HEAD_DIM": head_dim,
         "KEY_FORM": FORMS[formats[0]],
@@ -41,9 +41,9 @@ def attention_constants(
         "TREE": tree,
         "BLOCK_R": block_rows,
         "BLOCK_T": 32 if block_rows == 64 or beside else 64,
-        "STAGES": 2,
+        "STAGES": 1 if crowded else 2,
         "INTERPRETED": triton.knobs.runtime.interpret,
-        "num_warps": 8 if heavy else 4,
+        "num_warps": 8 if head_dim > 128 or beside or crowded else 4,
     }
 
 
