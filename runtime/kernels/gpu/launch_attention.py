@@ -29,8 +29,9 @@ def attention_constants(
     """How `paged_attention` is compiled for heads and pages of a kind, `block_rows` rows of a program, and what else
     there is to look at."""
     # Wide heads, and many rows that look at more than pages, take more registers than four warps have.
-    beside = block_rows > 16 and streaming and (exact or tree)
+    beside = streaming and (exact or tree)
     crowded = block_rows == 64 and exact
+    heavy = head_dim > 128 or crowded or (beside and block_rows > 16 and head_dim > 32)
     return {
         "HEAD_DIM": head_dim,
         "KEY_FORM": FORMS[formats[0]],
@@ -43,7 +44,7 @@ def attention_constants(
         "BLOCK_T": 32 if block_rows == 64 or beside else 64,
         "STAGES": 1 if crowded else 2,
         "INTERPRETED": triton.knobs.runtime.interpret,
-        "num_warps": 8 if head_dim > 128 or beside or crowded else 4,
+        "num_warps": 8 if heavy else 4,
     }
 
 
