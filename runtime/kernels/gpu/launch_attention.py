@@ -42,7 +42,7 @@ def attention_constants(
         "TREE": tree,
         "BLOCK_R": block_rows,
         "BLOCK_T": 32 if block_rows == 64 or beside else 64,
-        "STAGES": 1 if crowded else 2,
+        "STAGES": 1 if crowded or (beside and head_dim > 128) else 2,
         "INTERPRETED": triton.knobs.runtime.interpret,
         "num_warps": 8 if heavy else 4,
     }
