@@ -28,10 +28,12 @@ def attention_constants(
 ) -> dict[str, Any]:
     """How `paged_attention` is compiled for heads and pages of a kind, `block_rows` rows of a program, and what else
     there is to look at."""
-    # Wide heads, and many rows that look at more than pages, take more registers than four warps have.
+    # What fits in registers as `scripts/compile_kernels.py` found it: wide heads, and many rows that look at more than
+    # pages, need more than four warps have.
     beside = streaming and (exact or tree)
     crowded = block_rows == 64 and exact
     heavy = head_dim > 128 or crowded or (beside and block_rows > 16 and head_dim > 32)
+    few_keys = block_rows == 64 or beside or (exact and head_dim <= 128)
     return {
         "HEAD_DIM": head_dim,
         "KEY_FORM": FORMS[formats[0]],
@@ -41,7 +43,7 @@ def attention_constants(
         "EXACT": exact,
         "TREE": tree,
         "BLOCK_R": block_rows,
-        "BLOCK_T": 32 if block_rows == 64 or beside else 64,
+        "BLOCK_T": 32 if few_keys else 64,
         "STAGES": 1 if crowded or (beside and head_dim > 128) else 2,
         "INTERPRETED": triton.knobs.runtime.interpret,
         "num_warps": 8 if heavy else 4,
