@@ -33,7 +33,7 @@ def attention_constants(
     beside = streaming and (exact or tree)
     crowded = block_rows == 64 and exact
     heavy = head_dim > 128 or crowded or (beside and block_rows > 16 and head_dim > 32)
-    few_keys = block_rows == 64 or beside or (exact and head_dim <= 128)
+    few_keys = block_rows == 64 or beside or (exact and head_dim in (64, 128))
     return {
         "HEAD_DIM": head_dim,
         "KEY_FORM": FORMS[formats[0]],
