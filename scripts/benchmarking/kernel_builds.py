@@ -13,7 +13,7 @@ from typing import Any
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may have, by architecture."""
 SPILL_LIMIT = {80: 16}
-"""Bytes of stack that pass on an A100: norms of sums in 16 splits have as many, stored twice and loaded twice."""
+"""Bytes of stack that pass on an A100: norms of sums in 16 splits have as many, and attention in places."""
 LAUNCHED_WARPS = 4
 """Where a launch does not say."""
 TENSOR_CORES = ("HMMA", "HGMMA", "IMMA", "IGMMA")
