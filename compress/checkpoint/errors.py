@@ -42,3 +42,7 @@ class NumericsError(ToolkitError):
 
 class RequestError(ToolkitError):
     """A generation request that this engine refuses; servers answer 400."""
+
+
+class LongPromptError(RequestError):
+    """A prompt that cannot fit into the context, whatever is asked of it."""

@@ -11,7 +11,7 @@ from runtime.server.chat_shape import ChatShape
 from runtime.server.protocol import ChatRequest
 from runtime.server.service import Service
 from runtime.server.streaming import MAY_STREAM
-from runtime.server.tool_calls import ToolShape, call_sampling, encode_conversation, find_tool_format
+from runtime.server.tool_calls import ToolShape, call_sampling, find_tool_format, render_conversation
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -24,7 +24,7 @@ def chat_router(service: Service) -> APIRouter:
         """Answers a conversation."""
         service.check_model(body.model)
         tool_format = find_tool_format(tokenizer, body)
-        token_ids = await asyncio.to_thread(encode_conversation, tokenizer, body)
+        token_ids = await asyncio.to_thread(encode_conversation, service, body)
         sampling = service.sampling(body, len(token_ids), None)
         shape = ChatShape(tokenizer, bool(body.logprobs), body.num_answers)
         if tool_format is not None:
@@ -36,3 +36,8 @@ def chat_router(service: Service) -> APIRouter:
         return await service.respond(request, body, shape, [token_ids], [sampling])
 
     return router
+
+
+def encode_conversation(service: Service, body: ChatRequest) -> list[int]:
+    """Token ids of the prompt; templates write special tokens themselves."""
+    return service.encode(render_conversation(service.tokenizer, body), add_special_tokens=False)

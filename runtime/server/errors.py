@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as AnyHttpException
 from starlette.responses import Response
 
-from compress.checkpoint.errors import RequestError
+from compress.checkpoint.errors import LongPromptError, RequestError
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -98,6 +98,10 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> Response:
         return error_response(400, str(error), code="refused")
+
+    @app.exception_handler(LongPromptError)
+    async def too_long(request: Request, error: LongPromptError) -> Response:
+        return error_response(400, str(error), "prompt", "context_length_exceeded")
 
     @app.exception_handler(AnyHttpException)
     async def http(request: Request, error: AnyHttpException) -> Response:

@@ -30,7 +30,7 @@ class Tokenizer(TokenBytes, Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
 
     @property
     def chat_template(self) -> str | None: ...
@@ -38,7 +38,7 @@ class Tokenizer(TokenBytes, Protocol):
     @property
     def special_ids(self) -> Mapping[str, int]: ...
 
-    def encode_chat(self, messages: list[dict[str, Any]], **variables: Any) -> list[int]: ...
+    def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -67,9 +67,18 @@ class Service:
                 404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
             )
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. Takes a while for long ones; those that cannot fit are refused sooner.
+
+        Raises:
+            LongPromptError: it exceeds the context by far.
+        """
+        limit = self.limits.max_model_len
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit)
+
     def encode_prompts(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        """Token ids of each prompt. Takes a while for long texts."""
-        return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        """Token ids of each prompt. Raises what `encode` does."""
+        return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def sampling(self, body: GenerationRequest, num_prompt_tokens: int, default_tokens: int | None) -> SamplingParams:
         """The request's sampling with OpenAI's defaults; `default_tokens=None` is the rest of the context.

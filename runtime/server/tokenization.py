@@ -16,7 +16,7 @@ from runtime.server.protocol import ChatRequest
 from runtime.server.service import Service
 from runtime.server.steering import TokenId
 from runtime.server.strict import Strict
-from runtime.server.tool_calls import encode_conversation
+from runtime.server.tool_calls import render_conversation
 
 
 class TokenizeRequest(Strict):
@@ -89,7 +89,8 @@ def encode(service: Service, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     conversation = {"model": service.model_name, "messages": body.messages}
-    return encode_conversation(service.tokenizer, ChatRequest.model_validate(conversation))
+    text = render_conversation(service.tokenizer, ChatRequest.model_validate(conversation))
+    return service.tokenizer.encode(text, add_special_tokens=False)
 
 
 def check_ids(token_ids: list[int], vocab_size: int) -> None:

@@ -18,8 +18,8 @@ from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
 from runtime.types import Delta, FinishReason
 
 
-def encode_conversation(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
-    """Token ids of the prompt. Templates that know no tools get them in words.
+def render_conversation(tokenizer: Tokenizer, body: ChatRequest) -> str:
+    """Text of the prompt, up to where the answer begins. Templates that know no tools get them in words.
 
     Raises:
         RequestError: the template refuses the conversation, or has no such variable.
@@ -28,10 +28,10 @@ def encode_conversation(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
     messages = [message.as_json() for message in body.messages]
     tools = [tool.as_json() for tool in body.usable_tools]
     if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
-        return tokenizer.encode_chat(messages, **variables)
+        return tokenizer.render_chat(messages, **variables)
     if not mentions_tools(tokenizer.chat_template or ""):
-        return tokenizer.encode_chat(describe_tools(messages, tools), **variables)
-    return tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}), **variables)
+        return tokenizer.render_chat(describe_tools(messages, tools), **variables)
+    return tokenizer.render_chat(messages, **({"tools": tools} if tools else {}), **variables)
 
 
 def find_tool_format(tokenizer: Tokenizer, body: ChatRequest) -> ToolFormat | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from compress.checkpoint.errors import CheckpointError, RequestError
+from compress.checkpoint.errors import CheckpointError, LongPromptError, RequestError
 from runtime.text.chat import ChatTemplate
 from runtime.text.detokenizer import Detokenizer
 from runtime.text.token_bytes import TokenByteTable
@@ -70,17 +70,21 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text. One that surely has more than `max_tokens` is refused by its beginning, unread: that
+        costs what the limit costs, however long the text is. Others are returned, also with more.
 
         Raises:
             RequestError: the text has half a surrogate pair, so it is no Unicode text.
+            LongPromptError: its beginning alone has more than `max_tokens`.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             problem = f"the text has half a surrogate pair at character {error.start}"
             raise RequestError(problem, "Send valid Unicode") from error
+        if max_tokens is not None:
+            self._check_length(text, max_tokens)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -115,6 +119,16 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Token ids of a conversation, up to where the answer begins. See `render_chat`."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Tokens of growing beginnings, each several times as long as all before it together."""
+        num_characters = 8 * max_tokens
+        while num_characters < len(text):
+            num_tokens = len(self._backend.encode(text[:num_characters], add_special_tokens=False).ids)
+            if num_tokens > 1.25 * max_tokens:  # what follows may change the last few of them
+                problem = f"the first {num_characters} of {len(text)} characters alone have {num_tokens} tokens"
+                raise LongPromptError(f"{problem}, but the context is {max_tokens} tokens", "Shorten the prompt")
+            num_characters *= 4
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

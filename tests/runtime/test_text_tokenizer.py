@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import CheckpointError, RequestError
+from compress.checkpoint.errors import CheckpointError, LongPromptError, RequestError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
 
@@ -44,6 +44,26 @@ def test_it_equals_transformers_for_text_and_chat(tokenizer: Tokenizer) -> None:
     assert tokenizer.render_chat(MESSAGES) == rendered
     ids = reference.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
     assert tokenizer.encode_chat(MESSAGES) == ids
+
+
+@pytest.mark.parametrize("word", ["the castle ", "x", " ", "日本", "\n", "<|im_end|>"])
+def test_texts_far_beyond_a_limit_are_refused_and_others_read_whole(tokenizer: Tokenizer, word: str) -> None:
+    """Also one long word, or blanks of which a token takes many."""
+    ids = tokenizer.encode(word * 40_000)
+    assert tokenizer.encode(word * 40_000, max_tokens=len(ids)) == ids
+    with pytest.raises(LongPromptError, match=f"of {40_000 * len(word)} characters alone have [0-9]+ tokens, but"):
+        tokenizer.encode(word * 40_000, max_tokens=min(1000, len(ids) // 100))
+
+
+def test_a_long_text_is_refused_by_its_beginning(tokenizer: Tokenizer) -> None:
+    """The refusal of the half is that of the whole."""
+    text = "the castle " * 10_000
+    messages = []
+    for length in (len(text) // 2, len(text)):
+        with pytest.raises(LongPromptError) as caught:
+            tokenizer.encode(text[:length], max_tokens=1000)
+        messages.append(caught.value.problem.replace(str(length), "N"))
+    assert messages[0] == messages[1]
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:

@@ -32,11 +32,11 @@ class ByteTokenizer:
     special_tokens: ClassVar[dict[str, str]] = {"eos_token": "~"}
     vocab_size = 256
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: list[dict[str, str]], **variables: object) -> list[int]:
-        return self.encode("".join(f"<{message['role']}>{message['content']}\n" for message in messages))
+    def render_chat(self, messages: list[dict[str, str]], **variables: object) -> str:
+        return "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")

@@ -9,7 +9,7 @@ import httpx
 
 from runtime.server.messages import Message
 from runtime.server.protocol import ChatRequest
-from runtime.server.tool_calls import encode_conversation
+from runtime.server.tool_calls import render_conversation
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
@@ -75,12 +75,12 @@ def test_variables_of_the_template_reach_it() -> None:
     class Recorder:
         chat_template = "{{ enable_thinking }}"
 
-        def encode_chat(self, messages: Any, **variables: Any) -> list[int]:
+        def render_chat(self, messages: Any, **variables: Any) -> str:
             given.update(variables)
-            return [1]
+            return ""
 
     body = {"model": "alphabet", "messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
-    encode_conversation(Recorder(), ChatRequest.model_validate(body))  # type: ignore[arg-type]
+    render_conversation(Recorder(), ChatRequest.model_validate(body))  # type: ignore[arg-type]
     assert given == {"enable_thinking": False}
 
 

@@ -27,13 +27,13 @@ class ByteTokens:
 
     has_template = True
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: list[dict[str, str]], *rest: Any) -> list[int]:
+    def render_chat(self, messages: list[dict[str, str]], **variables: Any) -> str:
         if not self.has_template:
             raise RequestError("this model has no chat template", "use completions with a plain prompt")
-        return self.encode("".join(message["content"] for message in messages))
+        return "".join(message["content"] for message in messages)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")

@@ -121,10 +121,15 @@ def test_token_outside_of_the_vocabulary(demo: Served) -> None:
     assert "1000000" in response.json()["error"]["message"]
 
 
-def test_prompt_longer_than_the_context(demo: Served) -> None:
-    response = demo.client.post("/v1/completions", json={**GREEDY, "prompt": PROMPT * 1000})
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_prompt_longer_than_the_context(demo: Served, path: str) -> None:
+    text = PROMPT * 1000
+    prompt = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+    response = demo.client.post(f"/v1/{path}", json={"model": "demo", **prompt})
     assert response.status_code == 400
-    assert str(demo.engine.runner.max_model_len) in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert f"context is {demo.engine.runner.max_model_len} tokens" in error["message"]
 
 
 def test_chat_streams_what_it_answers_and_uses_the_template(demo: Served) -> None:

@@ -21,7 +21,7 @@ from runtime.llm import load_engine
 from runtime.server.app import create_app
 from runtime.server.protocol import ChatRequest
 from runtime.server.service import Limits
-from runtime.server.tool_calls import encode_conversation
+from runtime.server.tool_calls import render_conversation
 from runtime.text.tokenizer import Tokenizer
 
 WEATHER = {
@@ -241,7 +241,7 @@ def test_templates_get_tools_and_calls_and_results(kind: str) -> None:
         {"role": "tool", "tool_call_id": "abc123def", "content": [{"type": "text", "text": "sunny"}]},
     ]
     body = ChatRequest.model_validate({"model": "demo", "messages": turns, "tools": TOOLS})
-    prompt = tokenizer.decode(encode_conversation(tokenizer, body), skip_special_tokens=False)
+    prompt = render_conversation(tokenizer, body)
     assert '"description": "Weather to come"' in prompt
     assert f'"{"parameters" if kind == "llama" else "arguments"}": {json.dumps(ROME)}' in prompt
     assert "<tool>sunny" in prompt
