@@ -17,7 +17,7 @@ from compress.pipeline.progress import RunDisplay
 from compress.pipeline.resume import Progress
 
 # Searches run over this share of the calibration tokens, and at least this many: they cost dozens of passes over them.
-_SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 32, 1024
+_SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 32, 512
 
 
 class PassedOn(Protocol):
