@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from compress.checkpoint.structure import StructureReport
+from compress.checkpoint.version import DISTRIBUTION, tool_version
 from compress.methods.columns import column_kernel
 from compress.pipeline.prepare import Prepared, describe_calibration
 from compress.pipeline.resume import Progress
-
-DISTRIBUTION = "compress-runtime"
-
-
-def tool_version() -> str:
-    """Version of this toolkit; `unknown` when it runs from a source tree that was never installed."""
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def provenance(prepared: Prepared, progress: Progress) -> dict[str, Any]:

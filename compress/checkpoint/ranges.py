@@ -48,16 +48,16 @@ class GroupRange:
         return scale, (-low / scale.clamp(min=_TINY)).round_().clamp_(0, self.scheme.max_code)
 
     def candidates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scales and zero points across the range, from the whole of it to a quarter."""
+        """Scales and zero points across the range, from the whole of it down."""
         if self.scheme.symmetric:
             half = self.scheme.midpoint
             # The first fraction clips nothing on the short side either: the range of an unsigned scale.
-            for fraction in (half / (half - 1), *_COARSE):
+            for fraction in (half / (half - 1), *_fractions(self.scheme.bits)):
                 scale, zero = self.shrunk(fraction)
                 yield scale, zero
                 yield -scale, zero
         else:
-            for fraction in _COARSE:
+            for fraction in _fractions(self.scheme.bits):
                 yield self.between(fraction, fraction)
             for below, above in permutations(_SIDES, 2):
                 yield self.between(below, above)
@@ -70,6 +70,11 @@ class GroupRange:
             shifted = (zero + shift).clamp_(0, self.scheme.max_code)
             for factor in (1.0, *_FINE):
                 yield scale * factor, shifted
+
+
+def _fractions(bits: int) -> tuple[float, ...]:
+    """Parts of a range to try. With 16 levels and more, less than half of it is as good as never the best."""
+    return _COARSE if bits < 4 else tuple(fraction for fraction in _COARSE if fraction > 0.5)
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:

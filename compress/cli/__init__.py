@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from compress.checkpoint.terminal import run_cli
+from compress.checkpoint.version import VersionOption
 from compress.cli.compare import compare
 from compress.cli.eval import evaluate
 from compress.cli.export import export
@@ -33,6 +34,11 @@ app.command()(verify)
 app.command()(export)
 app.command()(report)
 app.command()(compare)
+
+
+@app.callback()
+def options(version: VersionOption = False) -> None:
+    """What belongs to no command."""
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from calibration.statistics import full_float32
 from compress.checkpoint.disk import check_space
 from compress.checkpoint.errors import NumericsError, ToolkitError
 from compress.checkpoint.structure import StructureReport
+from compress.checkpoint.version import tool_version
 from compress.pipeline.block_job import BlockOutcome
 from compress.pipeline.blocks import check_finite, read_block
 from compress.pipeline.calibrated import CalibratedRunner, block_job
@@ -27,7 +28,7 @@ from compress.pipeline.quantize_block import quantize_block, quantize_block_plai
 from compress.pipeline.resume import Progress, only_one_run
 from compress.pipeline.settle import Settled, settle
 from compress.pipeline.stored import stored_form
-from compress.report import environment, full_report, provenance, tool_version
+from compress.report import environment, full_report, provenance
 
 
 @dataclass(frozen=True, slots=True)

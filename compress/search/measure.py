@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from calibration.statistics import InputStatistics
+from compress.checkpoint.version import tool_version
 from compress.pipeline.blocks import LoadedBlock, read_block
 from compress.pipeline.capture import BlockInputs, capture_inputs, run_all
 from compress.pipeline.observe import Need, observe
 from compress.pipeline.progress import RunDisplay
-from compress.report import tool_version
 from compress.search.changed import ChangedUnit
 from compress.search.form import Form
 from compress.search.resident import ResidentModel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from compress.checkpoint.terminal import run_cli
+from compress.checkpoint.version import VersionOption
 from runtime.cli.batch import batch
 from runtime.cli.bench import bench
 from runtime.cli.chat import chat
@@ -25,6 +26,11 @@ app.command()(chat)
 app.command()(batch)
 app.command()(bench)
 app.command()(memory)
+
+
+@app.callback()
+def options(version: VersionOption = False) -> None:
+    """What belongs to no command."""
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ def health_router(service: Service) -> APIRouter:
     """Routes that say how the engine is."""
     router = APIRouter()
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={503: {"description": "Unhealthy", "content": {"application/json": {}}}})
     async def health() -> Response:
         """Status 200 while answers can be expected, else 503 with the reason."""

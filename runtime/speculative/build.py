@@ -43,6 +43,8 @@ def build_speculator(
         ToolkitError: an unknown wish, a draft model with another vocabulary, or no memory for its blocks.
     """
     if not config.speculate:
+        if config.draft_mode == "reject":
+            raise ToolkitError("--draft-mode reject verifies guesses, but nothing guesses", "Add --speculate ngram")
         return None
     _check(config, runner)
     proposals: Proposals | None = {} if config.draft_mode == "reject" else None

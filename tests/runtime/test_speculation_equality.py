@@ -214,6 +214,7 @@ def test_text_that_repeats_itself_is_guessed() -> None:
         ({"speculate": "self:skip=0"}, "0 of 6 layers cannot be skipped"),
         ({"speculate": "ngram", "num_draft_tokens": 17}, "17 draft tokens are not between 1 and 16"),
         ({"speculate": "ngram", "draft_mode": "guess"}, "unknown draft mode 'guess'"),
+        ({"speculate": "", "draft_mode": "reject"}, "verifies guesses, but nothing guesses. Add --speculate ngram"),
         ({"speculate": "ngram-tree", "draft_mode": "reject"}, "trees of guesses are verified by match"),
         ({"speculate": "ngram-tree", "kv_cache": "int8", "kv_recent": 8}, "no place among exact sinks and recent"),
         ({"speculate": "ngram-tree", "attention_window": 4}, "trees of 4 tokens do not fit in a window of 4"),

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from help_pages import help_pages, seconds_of_help
 
+from compress.checkpoint.version import tool_version
+
 ROOT = Path(__file__).parents[3]
 COMMANDS = ("quantize", "prune", "factorize", "search", "eval", "run", "verify", "export", "report", "compare")
 NOISE = 3.0  # how much slower than promised a busy machine may be
@@ -59,6 +61,10 @@ def test_help_reads_well_and_loads_nothing_heavy() -> None:
 
 def test_help_returns_at_once() -> None:
     assert seconds_of_help("compress") < 0.5 * NOISE
+
+
+def test_version_is_that_of_the_package(compress) -> None:
+    assert compress("--version").stdout == f"compress-runtime {tool_version()}\n"
 
 
 def test_option_names_are_the_agreed_ones(compress) -> None:

@@ -17,6 +17,7 @@ from help_pages import help_pages, seconds_of_help
 from runtime_command import ENVIRONMENT, runtime, runtime_here, serving
 
 from compress.checkpoint.demo import demo_model_path
+from compress.checkpoint.version import tool_version
 
 COMMANDS = ("serve", "generate", "chat", "batch", "bench", "memory")
 NOISE = 3.0  # how much slower than promised a busy machine may be
@@ -30,6 +31,10 @@ def test_help_reads_well_and_loads_nothing_heavy() -> None:
 
 def test_help_returns_at_once() -> None:
     assert seconds_of_help("runtime") < 0.5 * NOISE
+
+
+def test_version_is_that_of_the_package(tmp_path: Path) -> None:
+    assert runtime_here("--version", cwd=tmp_path).stdout == f"compress-runtime {tool_version()}\n"
 
 
 def test_port_in_use_is_one_line_with_a_remedy() -> None:

@@ -22,6 +22,11 @@ def test_health_follows_the_engine(api: httpx.Client, engine: Any) -> None:
     assert response.json()["reason"] == engine.failure
 
 
+def test_watchers_may_ask_for_the_head_only(api: httpx.Client) -> None:
+    response = api.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
+
+
 def test_metrics_are_prometheus_text(api: httpx.Client) -> None:
     response = api.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
