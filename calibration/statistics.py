@@ -12,6 +12,8 @@ from compress.checkpoint.errors import NumericsError
 
 # Below this width the upper triangle of X^T X is one product; above it the redundant half is skipped by halving.
 _TRIANGLE_LEAF = 256
+# Numbers whose magnitudes are taken at once on a CPU: as many as stay in its cache.
+_CACHED_ELEMENTS = 1 << 17
 
 
 class InputStatistics:
@@ -53,12 +55,11 @@ class InputStatistics:
         """
         rows = inputs.detach().reshape(-1, self.in_features)
         rows32 = rows.float()
-        magnitudes = rows32.abs()
-        absolute = magnitudes.sum(0)
+        absolute, largest, squares = _magnitudes(rows32)
         self._refuse_non_finite(absolute, rows)
         self._absolute_sum += absolute
-        self._largest = torch.maximum(self._largest, magnitudes.amax(0))
-        self._square_sum += rows32.square().sum(0)
+        self._largest = torch.maximum(self._largest, largest)
+        self._square_sum += squares
         if self._second_moment is not None:
             with full_float32():
                 _add_upper_gram(self._second_moment, rows32, rows32)
@@ -129,6 +130,17 @@ class RowSample:
         kept = torch.cat(self._kept)
         picks = torch.linspace(0, len(kept) - 1, min(rows, len(kept)), device=kept.device).round().long()
         return kept[picks]
+
+
+def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each column of `rows [T, I]` the sum of magnitudes, the largest one, and the sum of squares."""
+    absolute, largest, squares = (torch.zeros(rows.shape[1], device=rows.device) for _ in range(3))
+    for part in rows.split(len(rows) if rows.is_cuda else max(1, _CACHED_ELEMENTS // rows.shape[1])):
+        magnitudes = part.abs()
+        absolute += magnitudes.sum(0)
+        largest = torch.maximum(largest, magnitudes.amax(0))
+        squares += magnitudes.square_().sum(0)
+    return absolute, largest, squares
 
 
 @contextmanager
