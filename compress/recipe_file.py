@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +12,7 @@ from calibration.parts import Part
 from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.recipe import CalibrationOptions, Recipe
-from compress.recipe_nodes import NodeReader
+from compress.recipe_nodes import NodeReader, kind_of
 from compress.search.goal import Goal
 from compress.search.menu import parse_menu
 from compress.search.request import SearchRequest
@@ -138,7 +139,7 @@ class _RecipeReader(NodeReader):
 
     def _source(self, node: yaml.Node) -> str | tuple[Part, ...]:
         """One text as a name, or several as a list of `{source, weight}`."""
-        if node.id == "scalar":
+        if kind_of(node) == "scalar":
             return self.scalar(node, str, "source")
         return tuple(self._part(item) for item in self.items(node, "source"))
 
@@ -150,7 +151,7 @@ class _RecipeReader(NodeReader):
         return self.build(node, Part, source=self.scalar(values["source"], str, "source"), **options)
 
     def _stage(self, node: yaml.Node) -> Stage:
-        kinds = {
+        kinds: dict[str, Callable[[yaml.Node], Stage]] = {
             "rotate": self._rotate,
             "quantize": self._quantize,
             "prune": self._prune,

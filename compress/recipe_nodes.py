@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from compress.checkpoint.errors import DataError, RecipeError, SchemeError
 from compress.search.goal import parse_size
@@ -12,6 +12,11 @@ from compress.stages.words import nearest
 
 if TYPE_CHECKING:
     import yaml
+
+
+def kind_of(node: yaml.Node) -> str:
+    """`scalar`, `sequence` or `mapping`."""
+    return cast("yaml.ScalarNode", node).id  # every kind has it, whatever the type of all says
 
 
 class NodeReader:
@@ -26,7 +31,7 @@ class NodeReader:
 
     def mapping(self, node: yaml.Node, keys: tuple[str, ...], what: str) -> dict[str, yaml.Node]:
         """Values of a mapping that has only these `keys`, each once."""
-        if node.id != "mapping":
+        if kind_of(node) != "mapping":
             raise self.refusal(node, f"{what} must be a mapping", f"Keys: {', '.join(keys)}")
         values: dict[str, yaml.Node] = {}
         for key_node, value in node.value:
@@ -42,7 +47,7 @@ class NodeReader:
         """Of a list; none of one that is not there."""
         if node is None:
             return []
-        if node.id != "sequence":
+        if kind_of(node) != "sequence":
             raise self.refusal(node, f"{what} must be a list", f"Write `{what}: [...]`")
         return list(node.value)
 
@@ -65,17 +70,18 @@ class NodeReader:
         """A scalar of just the `expected` type."""
         import yaml
 
-        value = yaml.SafeLoader("").construct_object(node, deep=True) if node.id == "scalar" else None
+        value = yaml.SafeLoader("").construct_object(node, deep=True) if kind_of(node) == "scalar" else None
         # bool is an int to Python but not to a reader of the recipe.
         if type(value) is not expected:
-            shown = node.value if node.id == "scalar" else f"a {node.id}"
+            shown = node.value if kind_of(node) == "scalar" else f"a {kind_of(node)}"
             raise self.refusal(node, f"{what}: {shown!r} is not of type {expected.__name__}", "Correct the value")
         return value
 
     def number(self, node: yaml.Node, what: str) -> float:
         """A number, whole or not. YAML 1.1 takes `1e-3` for a word, so the text counts unless it is quoted."""
         try:
-            number = float(node.value) if node.id == "scalar" and node.style is None else None
+            plain = kind_of(node) == "scalar" and cast("yaml.ScalarNode", node).style is None
+            number = float(node.value) if plain else None
         except ValueError:
             number = None
         number = self.scalar(node, float, what) if number is None else number
@@ -85,8 +91,8 @@ class NodeReader:
 
     def size(self, node: yaml.Node, what: str) -> int:
         """Bytes, as `800MB` or a plain number."""
-        if node.id != "scalar":
-            raise self.refusal(node, f"{what} is a {node.id} and no size", "Write 800MB")
+        if kind_of(node) != "scalar":
+            raise self.refusal(node, f"{what} is a {kind_of(node)} and no size", "Write 800MB")
         return self.meant(node, lambda: parse_size(str(node.value)))
 
     def build(self, node: yaml.Node, kind: type, **options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,9 @@ def run_evaluation(
     windows = cut_windows(load_texts(request.data), tokenizer, length=length, max_tokens=request.max_tokens)
     seen = SeenText.of(calibration) if calibration else SeenText.recorded(compression_block(config), tokenizer)
     shared = shared_spans(seen, windows)
-    model, reference = (
-        open_scorer(path, request.backend, device=request.device, dtype=request.dtype, kv_cache=cache, kernels=kernels)
-        if path
-        else None
-        for path, cache, kernels in (
-            (request.model, request.kv_cache, request.kernels),
-            (baseline, UNCOMPRESSED, "auto"),
-        )
-    )
+    opened = partial(open_scorer, backend=request.backend, device=request.device, dtype=request.dtype)
+    model = opened(request.model, kv_cache=request.kv_cache, kernels=request.kernels)
+    reference = opened(baseline) if baseline else None
     result = evaluate(model, windows, reference, on_progress)
     warnings += overlap_warning(shared, seen, windows)
     domain = compare_domains(reference or model, seen, windows, result, tokenizer)

@@ -125,7 +125,7 @@ class Columns:
         return GpuColumns(self.targets, self.errors, self._feedback, self.codes, self.kept, grid)
 
     def _compiled(self, instruction_set: int) -> NativeColumns:
-        pattern = self._pattern
+        pattern, choice = self._pattern, self._choice
         return NativeColumns(
             self.targets,
             self.errors,
@@ -133,7 +133,7 @@ class Columns:
             self.codes,
             self.kept,
             None if self._grid is None else self._grid.compiled,
-            None if pattern is None else ColumnPattern(pattern.kept, pattern.of, self._choice.spread.contiguous()),
+            ColumnPattern(pattern.kept, pattern.of, choice.spread.contiguous()) if pattern and choice else None,
             instruction_set,
         )
 

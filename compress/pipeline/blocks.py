@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class LoadedBlock:
     dense: dict[str, Tensor] = field(default_factory=dict)
 
     def linear(self, name: str) -> nn.Linear:
-        return self.module.get_submodule(name)
+        return cast(nn.Linear, self.module.get_submodule(name))
 
     def set_weight(self, linear: str, weight: Tensor) -> None:
         """Puts `weight [O, I]` into a linear, in the dtype of computation."""

@@ -57,7 +57,7 @@ class CalibratedRunner(Generic[Outcome]):
         self._prepared = prepared
         self._embedding = embedding
         self._work = work
-        self._tokens = prepared.sequences.tokens
+        self._tokens = prepared.tokens
         self._display = display
         self._rows = _search_rows(self._tokens)
         self._hidden: Tensor | None = progress.load_hidden(done) if done else None
@@ -69,7 +69,6 @@ class CalibratedRunner(Generic[Outcome]):
         """Works on block `index` and keeps its outputs as the inputs of the next."""
         outcome = with_smaller_batches(lambda size: self._attempt(index, size), self.micro_batch, self._retry)
         self._hidden, self._reference = outcome.hidden, outcome.reference
-        self._calibration.advance(outcome.hidden, outcome.reference)
         return outcome
 
     def _attempt(self, index: int, micro_batch: int) -> Outcome:
@@ -83,7 +82,10 @@ class CalibratedRunner(Generic[Outcome]):
             block = load_block(
                 prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device, prepared.dtype
             )
-            return self._work(block, job, self._calibration, prepared.device, self._display.step)
+            outcome = self._work(block, job, self._calibration, prepared.device, self._display.step)
+            if outcome.hidden is not None:
+                self._calibration.advance(outcome.hidden, outcome.reference)
+            return outcome
         finally:
             release(module)
             prepared.files.release()

@@ -87,7 +87,7 @@ def _load(source: SourceModel) -> Any:
 
     try:
         with _no_loading_bar():
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 source.path, dtype=source.dtype, trust_remote_code=source.trust_remote_code, local_files_only=True
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:

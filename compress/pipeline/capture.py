@@ -110,7 +110,8 @@ def capture_inputs(
         if embedding is not None:
             looked_up = skeleton.model.get_submodule(skeleton.architecture.embedding).get_parameter("weight")
             looked_up.data = embedding.to(device, dtype)
-        hidden, calls = [], []
+        hidden: list[Tensor] = []
+        calls: list[list[Call]] = []
         for batch in tokens.split(micro_batch):
             recorded = _record(trunk, recorders, batch.to(device))
             hidden.append(recorders[0].hidden.cpu())
@@ -139,11 +140,12 @@ class StandIn(nn.Module):
 class _Recorder(StandIn):
     """Keeps what it is passed."""
 
+    hidden: Tensor
+    call: Call
+
     def __init__(self, block: nn.Module, is_last: bool) -> None:
         super().__init__(block)
         self.is_last = is_last
-        self.hidden: Tensor | None = None
-        self.call: Call | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         kwargs = dict(kwargs)

@@ -150,7 +150,7 @@ class FactorRounding:
             stored = left.to(self.model_dtype), right.to(self.model_dtype)
             return LowRankWeight(*stored, Scheme(FLOAT_BITS, None, rank=rank))
         first: Factor
-        if self.factor is not None:
+        if self.factor is not None and self.statistics is not None:
             first = quantize_gptq(right, self.factor, self.scheme, self.model_dtype)
             passed = values(first, torch.float32)
             between = factorize(passed @ self.statistics.hessian @ passed.T)
@@ -160,6 +160,6 @@ class FactorRounding:
             first = quantize_rtn(right, self.scheme, inputs, self.model_dtype)
             # Of inputs that are taken as independent: the mean square of what lies between the two products.
             passed = values(first, torch.float32).square()
-            between = None if inputs is None else passed @ inputs
-            last = quantize_rtn(left, self.scheme, between, self.model_dtype)
+            importance = None if inputs is None else passed @ inputs
+            last = quantize_rtn(left, self.scheme, importance, self.model_dtype)
         return LowRankWeight(last, first, replace(self.scheme, rank=rank))

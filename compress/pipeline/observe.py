@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def linear_inputs(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The input of each linear in one forward pass, in the order in which they are reached, and the block's output."""
     seen: dict[str, Tensor] = {}
-    handles = [_on_input(block.linear(name), lambda x, name=name: seen.setdefault(name, x)) for name in linears]
+    handles = [_on_input(block.linear(name), partial(seen.setdefault, name)) for name in linears]
     try:
         output = run_block(block.module, hidden, call)
     finally:

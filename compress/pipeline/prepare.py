@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from calibration.sequences import SequenceSet
 from compress.checkpoint.config import dtype_name, read_config
@@ -74,6 +75,13 @@ class Prepared:
     micro_batch: int
     peak_memory: int
     disk: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[N, L]` int64, the calibration. Raises ValueError when the recipe needs none."""
+        if self.sequences is None:
+            raise ValueError("this recipe needs no calibration")
+        return self.sequences.tokens
 
     @property
     def notes(self) -> tuple[str, ...]:

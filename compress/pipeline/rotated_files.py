@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ class _Builder:
         for norm, linears in self._stream.readers:
             name = f"{prefix}{norm}.weight"
             norm_of |= dict.fromkeys(linears, name)
-            self._turned[name] = lambda name=name: torch.ones_like(self._files.tensor(name))
+            self._turned[name] = partial(_ones_like, self._files, name)
         for linear in {*norm_of, *self._stream.writers}:
             self._turn_linear(prefix, linear, norm_of.get(linear))
 
@@ -223,3 +224,7 @@ class _Builder:
 
     def _gamma(self, norm: str) -> Tensor:
         return self._files.tensor(norm).double()
+
+
+def _ones_like(files: TensorFiles, name: str) -> Tensor:
+    return torch.ones_like(files.tensor(name))

@@ -113,10 +113,12 @@ def _with_ranks(
     """Final ranks; a linear that had better stay whole loses its rank, and its record says why."""
     shapes = {row.tensor.removesuffix(".weight"): row.shape for row in plan.rows}
     steps = {name: rank_step(each.scheme.factor) for name, each in members.items() if each.scheme}
-    blocks = [
-        {name: RankedLinear(*shapes[name], steps[name], values) for name, values in found.items() if name in steps}
-        for found in energies
-    ]
+
+    def ranked(name: str, values: list[float]) -> RankedLinear:
+        rows, columns = shapes[name]
+        return RankedLinear(rows, columns, steps[name], values)
+
+    blocks = [{name: ranked(name, values) for name, values in found.items() if name in steps} for found in energies]
     settled = replace(factoring, allocation="uniform")
     return {
         name: replace(members[name], scheme=_ranked_scheme(members[name], rank), factoring=settled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from compress.architectures.architecture import Architecture
 from compress.architectures.find import find_architecture
@@ -31,7 +31,7 @@ class Skeleton:
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return self.model.get_submodule(self.architecture.blocks)
+        return cast("nn.ModuleList", self.model.get_submodule(self.architecture.blocks))
 
     @property
     def num_blocks(self) -> int:

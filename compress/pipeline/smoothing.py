@@ -73,7 +73,9 @@ def search_edge(
 ) -> SmoothingResult:
     """The scale of one edge that lets the quantized targets reproduce the parent's output best."""
     assignment = assignments[edge.targets[0]]
-    scheme = assignment.scheme
+    scheme = assignment.quantized
+    if scheme is None:
+        raise ValueError(f"{edge.targets[0]} is not quantized: there is nothing to smooth for")
     rounded_inputs = dict.fromkeys(edge.targets, scheme) if scheme.activation_bits else {}
     parent = block.module.get_submodule(edge.parent)
 

@@ -21,7 +21,7 @@ class _Given(StandIn):
     """Returns what it was given beforehand, and keeps what it was passed: the embedding, where it stands first."""
 
     output: Tensor | None = None
-    passed: Tensor | None = None
+    passed: Tensor
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | None:
         self.passed = args[0] if args else kwargs["hidden_states"]
@@ -53,7 +53,8 @@ class ResidentModel:
         for index, block in enumerate(self.blocks):
             fill(block, skeleton.block_name(index), files, device, dtype)
         _fill_rest(skeleton, files, device)
-        self._last = _take_blocks_out(skeleton)
+        given = _take_blocks_out(skeleton)
+        self._first, self._last = given[0], given[-1]
         self._reference = [_Reference.of(logits) for logits in self._logits(0)]
 
     @torch.no_grad()
@@ -81,7 +82,7 @@ class ResidentModel:
 
     def weight(self, module: str) -> nn.Parameter:
         """The weight of a module outside of the blocks, in float32."""
-        return self._skeleton.model.get_submodule(module).weight
+        return self._skeleton.model.get_submodule(module).get_parameter("weight")
 
     @torch.no_grad()
     def observe_head(self, hidden: Iterable[Tensor], see: Callable[[Tensor], None]) -> None:
@@ -110,7 +111,7 @@ class ResidentModel:
         """What enters the first block, `[B, T, H]`, as the embedding is now."""
         self._last.output = None
         self._skeleton.model(input_ids=tokens, use_cache=False)
-        return self._skeleton.blocks[0].passed.to(self._dtype)
+        return self._first.passed.to(self._dtype)
 
     def _after_blocks(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Logits `[B, T, V]` of outputs of the last block."""
@@ -154,8 +155,9 @@ def _fill_rest(skeleton: Skeleton, files: TensorFiles, device: torch.device) -> 
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
 
-def _take_blocks_out(skeleton: Skeleton) -> _Given:
-    """Puts stand-ins where the blocks were. Returns the last one, whose output goes on to the final norm."""
-    for index, block in enumerate(list(skeleton.blocks)):
-        skeleton.blocks[index] = _Given(block)
-    return skeleton.blocks[-1]
+def _take_blocks_out(skeleton: Skeleton) -> list[_Given]:
+    """Puts stand-ins where the blocks were. The output of the last one goes on to the final norm."""
+    given = [_Given(block) for block in skeleton.blocks]
+    for index, each in enumerate(given):
+        skeleton.blocks[index] = each
+    return given
