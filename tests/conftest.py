@@ -1,4 +1,4 @@
-"""Triton kernels run on a GPU where there is one, and else in Triton's interpreter on the CPU."""
+"""Where kernels run: Triton's on a GPU or else in its interpreter, those in C on two threads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import os
 import pytest
 import torch
 
+from compress.native.binding import library, set_threads
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, when it is imported
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_threads() -> None:
+    """Work is shared out in tests too, though the environment may allow a thread a test."""
+    if library() is not None:
+        set_threads(2)
 
 
 @pytest.fixture(scope="session")

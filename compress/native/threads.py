@@ -1,4 +1,5 @@
-"""How many threads this process may keep busy: its cores, and the share of them that its control group grants."""
+"""How many threads this process may keep busy: its cores, the share of them that its control group grants, and the
+number that its user allows OpenMP, which is what PyTorch goes by."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def available_threads() -> int:
-    """Physical cores that this process may run on, or fewer where a quota grants less. At least 1."""
+    """Physical cores that this process may run on, fewer where a quota or OMP_NUM_THREADS grants less. At least 1."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     # Two threads on one core share its units: products gain nothing from the second.
     cores = {_siblings(cpu) for cpu in allowed}
-    return max(1, math.ceil(min(len(cores), quota())))
+    return max(1, math.ceil(min(len(cores), quota(), openmp_limit())))
+
+
+def openmp_limit() -> float:
+    """What OMP_NUM_THREADS says of the outermost level; infinity where it is not set to a number."""
+    outermost = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return (outermost.isdigit() and int(outermost)) or math.inf
 
 
 def quota(groups: Path = GROUPS, membership: Path = Path("/proc/self/cgroup")) -> float:

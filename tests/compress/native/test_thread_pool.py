@@ -110,6 +110,18 @@ def test_quotas_of_control_groups(tmp_path: Path) -> None:
     assert threads.quota(tmp_path, membership) == 0.5
 
 
+@pytest.mark.parametrize(
+    ("value", "limit"), [("3", 3), ("2,1", 2), (" 5 ", 5), ("", math.inf), ("0", math.inf), ("many", math.inf)]
+)
+def test_no_more_threads_than_openmp_may_have(monkeypatch: pytest.MonkeyPatch, value: str, limit: float) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert threads.openmp_limit() == limit
+    monkeypatch.setattr(threads, "_siblings", str)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(threads, "quota", lambda: math.inf)
+    assert threads.available_threads() == min(4, limit)
+
+
 def test_at_least_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "quota", lambda: 0.2)
     assert threads.available_threads() == 1
