@@ -70,7 +70,7 @@ def _agreement(run: Timed, reference: Timed) -> float:
 def run_round(models: tuple[Path, Path], jobs: list[Job], options: argparse.Namespace) -> list[Timed]:
     """Every contender once. One-by-one answers fewer jobs: its speed does not depend on how many there are."""
     dense, packed = models
-    settings = Settings(batch=options.batch)
+    settings = Settings(batch=options.batch, dtype=options.dtype)
     timed = []
     for name in options.contenders:
         some = jobs[: options.one_by_one] if name == "one-by-one" else jobs
@@ -89,6 +89,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shortest", type=int, default=32, help="tokens of a prompt, and of an answer")
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--batch", type=int, default=64, help="sequences computed together")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="in which all of them compute"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--seed", type=int, default=0)
@@ -100,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, console = parse_options(arguments), Console(width=160, highlight=False)
     from benchmarking.machine import environment
 
-    facts = in_own_process(environment) | {"load at the start": f"{os.getloadavg()[0]:.1f}"}
+    facts = in_own_process(environment) | {"dtype": options.dtype, "load at the start": f"{os.getloadavg()[0]:.1f}"}
     console.print(describe(facts))
     rounds = []
     with tempfile.TemporaryDirectory() as work:
