@@ -73,7 +73,7 @@ class GroupRange:
 
 
 def _fractions(bits: int) -> tuple[float, ...]:
-    """Parts of a range to try. With 16 levels and more, less than half of it is as good as never the best."""
+    """Parts of a range to try: with 16 levels and more not below half, as AWQ's released code stops there."""
     return _COARSE if bits < 4 else tuple(fraction for fraction in _COARSE if fraction > 0.5)
 
 
