@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 
 from runtime.blocks import BlockPool
@@ -28,7 +28,7 @@ class TablePlan:
     num_computed_tokens: int
 
 
-def plan_table(pool: BlockPool, reach: Reach, hashes: Sequence[bytes], num_tokens: int, span: int) -> TablePlan:
+def plan_table(pool: BlockPool, reach: Reach, hashes: abc.Sequence[bytes], num_tokens: int, span: int) -> TablePlan:
     """Finds what is known of a sequence of `num_tokens` tokens.
 
     The last token is computed in any case, since its logits are wanted. When even its block is known, that block serves
@@ -55,7 +55,7 @@ def plan_table(pool: BlockPool, reach: Reach, hashes: Sequence[bytes], num_token
     return TablePlan(table, missing, saved, source, num_computed)
 
 
-def _known_blocks(pool: BlockPool, reach: Reach, hashes: Sequence[bytes], num_tokens: int) -> list[int | None]:
+def _known_blocks(pool: BlockPool, reach: Reach, hashes: abc.Sequence[bytes], num_tokens: int) -> list[int | None]:
     """The longest prefix that can be gone on from: block ids, and None where host memory has a block, or where it is
     out of reach and nobody has it."""
     if reach.window is None:

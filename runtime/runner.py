@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -44,7 +45,7 @@ from runtime.warm_up import warm_up
 
 logger = logging.getLogger("runtime.runner")
 
-RowSampler = Callable[[Sequence[ScheduledSequence], Tensor, Tensor | None], dict[str, list[SampledToken]]]
+RowSampler = Callable[[abc.Sequence[ScheduledSequence], Tensor, Tensor | None], dict[str, list[SampledToken]]]
 """From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id. Of recorded
 steps it gets what `sample_tokens` calls `drawn` too."""
 
@@ -154,7 +155,7 @@ class ModelRunner:
             path,
         )
 
-    def _run_again(self, graphs: StepGraphs, entries: Sequence[ScheduledSequence]) -> StepOutput:
+    def _run_again(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> StepOutput:
         self.pages.memory.clear([block for entry in entries for block in fresh_blocks(entry, self.block_size)])
         tokens = self.sample(entries, *graphs.run(entries))
         return StepOutput(tokens, path=graphs.refuse(entries) or "recorded")
@@ -207,7 +208,7 @@ class ModelRunner:
 
 
 def sample_and_match(
-    entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
+    entries: abc.Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
 ) -> dict[str, list[SampledToken]]:
     """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
     draws = [draw for entry in entries for draw in build_draws(entry)]

@@ -9,7 +9,8 @@ of them, and sequences that begin alike share them. It costs a pass over a handf
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class SinkStore:
         self._slots: OrderedDict[Prefix, int] = OrderedDict()
         self._free = list(range(num_slots))
 
-    def place(self, decoder: Decoder, entries: Sequence[ScheduledSequence]) -> list[int]:
+    def place(self, decoder: Decoder, entries: abc.Sequence[ScheduledSequence]) -> list[int]:
         """The slot of each entry's beginning, up to the last token of its span; computes those that are missing."""
         prefixes = [_prefix(entry, self.count) for entry in entries]
         wanted = dict.fromkeys(prefixes)
