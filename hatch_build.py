@@ -15,8 +15,8 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         sys.path.insert(0, self.root)
-        from compress.checkpoint.errors import ToolkitError
-        from compress.native.build import build
+        from compress.common.errors import ToolkitError
+        from compress.cpu.build import build
 
         try:
             library = build()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compress.checkpoint.errors import DataError
+from compress.common.errors import DataError
 
 _EXAMPLE = "Write --calibration bundled:0.5,chats.jsonl:0.5"
 

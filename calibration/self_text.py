@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import NumericsError
+from compress.common.errors import NumericsError
 
 
 @torch.inference_mode()

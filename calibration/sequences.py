@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from calibration.documents import Document, Messages
-from calibration.sources import TextSource
-from compress.checkpoint.errors import DataError
+from calibration.sources import Document, Messages, TextSource
+from compress.common.errors import DataError
 
 FEW_TOKENS = 8192
 OVERLAP_WINDOW = 32
@@ -208,3 +208,22 @@ def overlap(first: Tensor, second: Tensor, window: int = OVERLAP_WINDOW) -> floa
 def _spans(row: Tensor, window: int) -> list[bytes]:
     data = row.numpy().astype(np.int32)
     return [data[start : start + window].tobytes() for start in range(len(data) - window + 1)]
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The transformers tokenizer that lies in a model folder; nothing is downloaded.
+
+    Raises:
+        DataError: no tokenizer there, or one that cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    # transformers and the tokenizer library below it raise bare Exception too; all mean the same to a user.
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(": ")
+        raise DataError(
+            f"{path} holds no tokenizer that can be read ({reason})",
+            "Copy tokenizer.json and tokenizer_config.json of the model into it",
+        ) from error

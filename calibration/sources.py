@@ -4,16 +4,216 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import lzma
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from calibration.documents import Document
-from calibration.named_dataset import read_named_dataset
-from calibration.text_files import TEXT_ENDINGS, read_path
-from compress.checkpoint.errors import DataError
+from compress.common.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+Messages = list[dict[str, str]]
+Document = str | Messages
+
+FIELDS = ("text", "messages")
+"""Fields of a record that hold a document, the first that is there wins."""
+
+
+def document_of(record: object, place: str) -> Document:
+    """The document in a record of a .jsonl file, a table or a dataset.
+
+    Args:
+        record: a mapping with a `text` string or a `messages` list of `{role, content}`.
+        place: file and line, or dataset and row, for the error.
+
+    Raises:
+        DataError: neither is there; names the fields that are.
+    """
+    if isinstance(record, Mapping):
+        if isinstance(record.get("text"), str):
+            return record["text"]
+        messages = record.get("messages")
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+            return messages
+    raise no_document(place, list(record) if isinstance(record, Mapping) else None)
+
+
+def no_document(place: str, fields: list[str] | None) -> DataError:
+    """The refusal of a record or table without a document; None when it has no fields at all."""
+    found = "it is not an object" if fields is None else f"its fields: {', '.join(map(str, fields)) or 'none'}"
+    return DataError(
+        f"{place} has neither a `text` string nor a `messages` list ({found})",
+        'Rename the field to "text", or to "messages" with {"role", "content"} objects for chats',
+    )
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
+
+
+DEFAULT_SPLIT = "train"
+_MARKS = ("dataset_dict.json", "state.json")
+
+
+def read_named_dataset(spec: str) -> Iterator[Document]:
+    """Documents of `name[:config[:split]]`, from the network or from the library's cache.
+
+    Raises:
+        DataError: it cannot be loaded, or its rows hold no documents.
+    """
+    name, config, split = [*spec.split(":"), "", ""][:3]
+    try:
+        from datasets import DownloadConfig, load_dataset
+
+        options = DownloadConfig(max_retries=1)
+        with _quiet("huggingface_hub"):
+            rows = load_dataset(name, config or None, split=split or DEFAULT_SPLIT, download_config=options)
+    # The library and the network below it raise many unrelated types; all of them mean the same to a user.
+    except Exception as error:
+        problem = f"{spec!r} is neither a file here nor a dataset that could be loaded ({_first_line(error)})"
+        remedy = "Give a .txt, .jsonl or .parquet file, a dataset saved with save_to_disk, or bundled or pydoc"
+        raise DataError(problem, remedy) from error
+    return _documents(rows, spec)
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder."""
+    return any((path / mark).is_file() for mark in _MARKS)
+
+
+def read_saved_dataset(path: Path) -> Iterator[Document]:
+    """Documents of a saved dataset; of its `train` split when it has several. Raises DataError."""
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        rows = load_from_disk(path)
+    except Exception as error:  # As above: any of many types.
+        raise DataError(f"{path} is no dataset that can be loaded ({_first_line(error)})", "Save it again") from error
+    if isinstance(rows, DatasetDict):
+        if DEFAULT_SPLIT not in rows:
+            choices = " or ".join(str(path / split) for split in rows)
+            raise DataError(f"{path} has no split {DEFAULT_SPLIT!r}", f"Name one: {choices}")
+        rows = rows[DEFAULT_SPLIT]
+    return _documents(rows, str(path))
+
+
+def _documents(rows: Dataset, name: str) -> Iterator[Document]:
+    column = next((field for field in FIELDS if field in rows.column_names), None)
+    if column is None:
+        raise no_document(name, rows.column_names)
+    return (document_of(row, f"{name} row {number}") for number, row in enumerate(rows.select_columns(column), 1))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Keeps a library's warnings (one for each of its retries) from burying the one line that a refusal is."""
+    library = logging.getLogger(logger)
+    before = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(before)
+
+
+JSON_ENDINGS = (".jsonl", ".jsonl.xz")
+TABLE_ENDING = ".parquet"
+TEXT_ENDINGS = (".txt", ".md", *JSON_ENDINGS, TABLE_ENDING)
+_ENDINGS = f"{', '.join(TEXT_ENDINGS[:-1])} or {TABLE_ENDING}"
+
+
+def read_path(path: Path) -> Iterator[Document]:
+    """Documents of a file, of every readable file of a folder in order of name, or of a saved dataset.
+
+    Raises:
+        DataError: nothing that can be read, or a record without a document; says file and line.
+    """
+    try:
+        yield from _read(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", "Check the file") from error
+
+
+def _read(path: Path) -> Iterator[Document]:
+    if path.is_dir():
+        yield from read_saved_dataset(path) if is_saved_dataset(path) else _read_folder(path)
+    elif path.name.endswith(JSON_ENDINGS):
+        yield from _read_json_lines(path)
+    elif path.name.endswith(TABLE_ENDING):
+        yield from _read_table(path)
+    else:
+        yield _read_text(path)
+
+
+def _read_folder(path: Path) -> Iterator[Document]:
+    names = sorted(child for child in path.rglob("*") if child.name.endswith(TEXT_ENDINGS))
+    if not names:
+        raise DataError(f"folder {path} holds no {_ENDINGS} file", "Name the file itself")
+    for child in names:
+        yield from _read(child)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, error) from None
+
+
+def _read_json_lines(path: Path) -> Iterator[Document]:
+    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield document_of(_parse(line, f"{path}:{number}"), f"{path}:{number}")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, error) from None
+        except (lzma.LZMAError, EOFError) as error:
+            raise DataError(f"{path} is no whole xz file: {error}", "Compress it again with xz") from None
+
+
+def _parse(line: str, place: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place} is not JSON: {error.msg}", "Write one JSON object per line") from None
+
+
+def _read_table(path: Path) -> Iterator[Document]:
+    """Rows of a parquet file, a batch at a time, and only the column that holds the documents."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            column = next((field for field in FIELDS if field in names), None)
+            if column is None:
+                raise no_document(str(path), names)
+            batches = table.iter_batches(columns=[column])
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, 1):
+                yield document_of(row, f"{path} row {number}")
+    except ArrowException as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} is not a readable parquet file: {reason}", "Write it again as parquet") from error
+
+
+def _not_utf8(path: Path, error: UnicodeDecodeError) -> DataError:
+    return DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it to UTF-8")
+
 
 DOCUMENT_SEPARATOR = "<|document|>"
 NAMED_SOURCES = ("bundled", "pydoc")

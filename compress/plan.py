@@ -3,15 +3,104 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from compress.architectures.architecture import SmoothingEdge
-from compress.assignment import Assignment
-from compress.checkpoint.scheme import Scheme
-from compress.stages.tuning import Tuning
+from compress.checkpoint.kv_cache import AUTO, UNCOMPRESSED, KVCacheRecord, KVCacheScheme, MeasuredKVCache
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.common.errors import RecipeError
+from compress.methods.owl import OutlierShares
+from compress.models.spec import SmoothingEdge
+from compress.recipe import FactorizeStage, KVCacheStage, Recipe, Tuning
 from compress.targets import without_indices
+
+
+@dataclass(frozen=True, slots=True)
+class Pruning:
+    """Which weights of a linear become zero: N:M by `pattern`, or a `share` of all.
+
+    With `layerwise` both are means, from which a first pass over the model sets those of each block.
+    """
+
+    method: str
+    pattern: Sparsity | None
+    share: float
+    layerwise: OutlierShares | None = None
+
+    def __str__(self) -> str:
+        amount = str(self.pattern) if self.pattern else f"{round(100 * self.share, 1):g}%"
+        return f"{self.method} {amount}{f' ({self.layerwise})' if self.layerwise else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Factoring:
+    """How a linear becomes two factors.
+
+    Attributes:
+        allocation: block and model share ranks out when more is known
+            (`compress.methods.shared.rank_allocation.share_out`), so the planned rank may change; uniform keeps it.
+    """
+
+    method: str
+    keep: float
+    allocation: str = "uniform"
+
+    @property
+    def is_shared(self) -> bool:
+        return self.allocation != "uniform"
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.keep:.0%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one linear gets.
+
+    Attributes:
+        method: of quantization; None keeps 16-bit values.
+        scheme: how the weight is stored; None is dense, zeros and all.
+        alpha: SmoothQuant's exponent or GPTAQ's share where the user fixed it.
+        pruning: what is pruned before.
+        factoring: how the factors are made whose rank `scheme` has.
+        tuning: how its rounding is learned, when it is.
+    """
+
+    method: str | None
+    scheme: Scheme | None
+    alpha: float | None = None
+    pruning: Pruning | None = None
+    factoring: Factoring | None = None
+    tuning: Tuning | None = None
+
+    @property
+    def needs_hessian(self) -> bool:
+        work = {self.method, self.pruning and self.pruning.method, self.factoring and self.factoring.method}
+        return bool(work & {"gptq", "gptaq", "signround", "sparsegpt", "svd-llm"})
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether the whole model has to be looked at before it is known what this linear gets."""
+        return bool(self.pruning and self.pruning.layerwise) or self.shares_ranks
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether its rank is decided beside those of the whole model."""
+        return self.factoring is not None and self.factoring.allocation == "model"
+
+    @property
+    def quantized(self) -> Scheme | None:
+        """The integers the weight is rounded to; None when it is not."""
+        return None if self.method is None else self.scheme
+
+    def __str__(self) -> str:
+        work = [str(self.pruning)] if self.pruning else []
+        if self.factoring and self.scheme:
+            work.append(f"{self.factoring} {'about ' if self.factoring.is_shared else ''}rank {self.scheme.rank}")
+        stored = self.scheme.factor if self.factoring and self.scheme else self.scheme
+        return " + ".join([*work, f"{self.method} {stored}"] if self.method else work)
+
 
 SHAPE_TENSOR_BYTES = 16
 """Bytes of the `weight_shape` that stands beside every packed weight; it is no weight and not counted as one."""
@@ -164,3 +253,89 @@ def _summary(kind: tuple[str, tuple[int, ...], Assignment | None, str], rows: li
         "bytes_before": sum(row.bytes_before for row in rows),
         "bytes_after": sum(row.bytes_after for row in rows),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class KVChoice:
+    """The default, and why it is not what a reader of the recipe expects; empty where it is."""
+
+    scheme: KVCacheScheme
+    warning: str = ""
+
+
+def choose_kv_cache(stage: KVCacheStage, record: KVCacheRecord | None) -> KVChoice:
+    """The smallest form within the recipe's limit; 16 bits where none is."""
+    if record is None:
+        return KVChoice(UNCOMPRESSED)
+    passing = [each for each in record.candidates if record.passes(each)]
+    if passing:
+        return KVChoice(min(passing, key=_cost).scheme)
+    nearest = min(record.candidates, key=lambda each: each.kl_mean)
+    if stage.format == AUTO:
+        return KVChoice(
+            UNCOMPRESSED,
+            f"no KV cache format stays within a mean KL of {stage.max_kl:g} (nearest: {nearest.scheme}, "
+            f"{nearest.kl_mean:.4g}): the default stays 16 bits; raise max_kl to allow it",
+        )
+    return KVChoice(
+        UNCOMPRESSED,
+        f"a KV cache in {nearest.scheme} costs a mean KL of {nearest.kl_mean:.4g}, more than max_kl={stage.max_kl:g}: "
+        f"the default stays 16 bits; raise max_kl, or serve with --kv-cache {stage.format} all the same",
+    )
+
+
+def _cost(candidate: MeasuredKVCache) -> tuple[int, float]:
+    return candidate.token_bytes, candidate.kl_mean
+
+
+def kv_notes(recipe: Recipe, context: int | None) -> list[str]:
+    """What the plan says of the stage."""
+    stage = recipe.kv_cache
+    if stage is None or not stage.candidates:
+        return [] if stage is None else ["keys and values stay 16 bits by default"]
+    text = f"{stage.tokens:,} tokens of {stage.data} in windows of {stage.window_length(context):,}"
+    listed = "; ".join(map(str, stage.candidates))
+    which = "the smallest" if len(stage.candidates) > 1 else "it"
+    return [
+        f"keys and values: {listed}: measured on {text} when the weights are done; {which} becomes the default if its "
+        f"mean KL to a 16-bit cache is at most {stage.max_kl:g}"
+    ]
+
+
+LEAST, MOST = 0.01, 0.99
+_HALVINGS = 20
+
+
+def with_keep(recipe: Recipe, planned_bytes: Callable[[Recipe], int]) -> Recipe:
+    """The recipe with the largest `keep` in the place of a target size; without a target size it stays as it is.
+
+    Args:
+        planned_bytes: of a recipe's checkpoint.
+
+    Raises:
+        RecipeError: two stages have a target size, or one is out of reach.
+    """
+    wanted = [stage for stage in recipe.stages if isinstance(stage, FactorizeStage) and stage.target_size is not None]
+    if not wanted:
+        return recipe
+    if len(wanted) > 1:
+        raise RecipeError("two stages decide the size of the checkpoint", "Give one of them `keep` instead")
+    stage = wanted[0]
+    target = stage.target_size or 0
+
+    def keeping(share: float) -> Recipe:
+        changed = replace(stage, keep=share, target_size=None)
+        return replace(recipe, stages=tuple(changed if each is stage else each for each in recipe.stages))
+
+    low, high = LEAST, MOST
+    for share in (low, high):
+        size = planned_bytes(keeping(share))
+        if (size > target) == (share == low):
+            raise RecipeError(
+                f"low rank cannot give {target:,} bytes: keeping {share:.0%} of the weights takes about {size:,}",
+                "Choose another size, or quantize the factors too" if share == low else "Choose a smaller size",
+            )
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if planned_bytes(keeping(middle)) <= target else (low, middle)
+    return keeping(low)

@@ -2,14 +2,364 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from calibration.parts import Part, check_parts, parse_parts, share_out
-from compress.checkpoint.errors import RecipeError
-from compress.stages.kv_cache import KVCacheStage
-from compress.stages.rotate import RotateStage
-from compress.stages.table import STAGE_NAMES, Stage, TensorStage
+from compress.checkpoint.kv_cache import AUTO, KV_FORMATS, KVCacheScheme
+from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS, Scheme, Sparsity
+from compress.common.cli import nearest
+from compress.common.errors import RecipeError
+
+SMALLEST_FIRST = ("int4", "k8v4", "fp8", "int8")
+LONGEST_WINDOW = 8192
+"""Windows are as long as the model's context, up to this: attention over more takes minutes on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheStage:
+    """Chooses the checkpoint's default form of keys and values, by what it costs on long texts. No tensor changes.
+
+    Attributes:
+        format: `16bit`, `fp8`, `int8`, `k8v4`, `int4`, or `auto`: the smallest that stays within `max_kl`.
+        rotate: keys are turned by a Hadamard matrix; None turns those of int4.
+        sinks, recent: first and last tokens that stay exact. Recent ones save the most, and cost the runtime's prefix
+            cache: blocks are then not alike for all sequences that have the same tokens.
+        max_kl: most mean KL, in nats, between the checkpoint with a 16-bit cache and with this one.
+        data: text to measure on, see `calibration.sources.load_texts`.
+        tokens: how many of it.
+        length: tokens of a window; None takes the model's context, up to `LONGEST_WINDOW`.
+    """
+
+    format: str = AUTO
+    rotate: bool | None = None
+    sinks: int = 0
+    recent: int = 0
+    max_kl: float = 0.01
+    data: str = "pydoc"
+    tokens: int = 16384
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in (AUTO, *KV_FORMATS):
+            raise RecipeError(
+                f"KV cache format {self.format!r} does not exist", nearest(self.format, (AUTO, *KV_FORMATS), "Formats")
+            )
+        if not self.max_kl > 0:
+            raise RecipeError(f"max_kl={self.max_kl} lets no format pass", "Use 0.01, or format: 16bit")
+        if self.tokens < 2 or (self.length is not None and self.length < 2):
+            raise RecipeError("a KV cache cannot be measured on less than 2 tokens", "Use tokens: 16384")
+        # Raises SchemeError for what makes no sense together.
+        _ = self.candidates
+
+    @property
+    def candidates(self) -> tuple[KVCacheScheme, ...]:
+        """What is measured, the smallest first; nothing for a cache of 16 bits."""
+        formats = SMALLEST_FIRST if self.format == AUTO else (self.format,)
+        schemes = [KVCacheScheme.named(format, self.rotate, self.sinks, self.recent) for format in formats]
+        return tuple(scheme for scheme in schemes if not scheme.is_exact)
+
+    @property
+    def needs_calibration(self) -> bool:
+        return False
+
+    def window_length(self, context: int | None) -> int:
+        """Tokens of a window for a model of this context."""
+        wanted = self.length or LONGEST_WINDOW
+        return min(wanted, context or wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class RotateStage:
+    """Turns the residual stream and the value heads by randomized Hadamard matrices, folded into the weights around
+    them: the model computes the same, its weights and hidden states have no outlier channels any more. It stands first.
+
+    Attributes:
+        heads: whether values are turned too, head by head.
+    """
+
+    heads: bool = True
+
+    @property
+    def needs_calibration(self) -> bool:
+        return False
+
+
+FACTORIZING_METHODS = ("svd-llm", "asvd", "svd")
+ALLOCATIONS = ("block", "model", "uniform")
+
+
+@dataclass(frozen=True, slots=True)
+class FactorizeStage:
+    """Makes two smaller matrices of each linear, its product of low rank. A later quantize stage rounds both.
+
+    Attributes:
+        method: svd-llm (whitened by the inputs), asvd (inputs scaled by their magnitudes), or svd (no calibration).
+        keep: share of the weights that stay: a rank of `keep * O * I / (O + I)`, rounded down to a multiple of 8.
+        allocation: block shares the ranks out among the linears of a block for the least loss; model among those of all
+            blocks, after a first pass; uniform gives each linear its own share.
+        targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
+        ignore: patterns of modules that stay as they are.
+        target_size: bytes of the whole checkpoint's tensors, which decide `keep`; for allocation model.
+    """
+
+    method: str = "svd-llm"
+    keep: float = 0.8
+    allocation: str = "block"
+    targets: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    target_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in FACTORIZING_METHODS:
+            remedy = nearest(self.method, FACTORIZING_METHODS, "Methods")
+            raise RecipeError(f"factorizing method {self.method!r} does not exist", remedy)
+        if self.allocation not in ALLOCATIONS:
+            remedy = nearest(self.allocation, ALLOCATIONS, "Allocations")
+            raise RecipeError(f"allocation {self.allocation!r} does not exist", remedy)
+        if self.target_size is not None and (self.allocation != "model" or self.target_size < 1):
+            problem = f"target_size={self.target_size} with allocation {self.allocation!r} means nothing"
+            raise RecipeError(problem, "Give allocation: model a size above 0")
+        if not 0 < self.keep < 1:
+            raise RecipeError(f"keep={self.keep} is not between 0 and 1", "Use --keep 0.8 to keep 80 % of the weights")
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method != "svd"
+
+
+PRUNING_METHODS = ("sparsegpt", "wanda", "ria", "magnitude")
+LAYERWISE = ("uniform", "owl")
+DEFAULT_OUTLIER_FACTOR = 5.0
+DEFAULT_SPREAD = 0.08
+"""The spread that the paper of OWL uses throughout."""
+
+
+@dataclass(frozen=True, slots=True)
+class PruneStage:
+    """Sets the least important weights to zero. A later quantize stage keeps those zeros exact.
+
+    Attributes:
+        method: sparsegpt, wanda, ria, or magnitude (no calibration).
+        pattern: N:M, stored without its zeros; None prunes a `sparsity` of the weights wherever they stand, and the
+            zeros are stored.
+        sparsity: share of the weights that go; a pattern decides it itself.
+        layerwise: uniform prunes every block alike; owl spares those with outliers, see `compress.methods.owl`.
+        outlier_factor, spread: owl's M and lambda.
+        targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
+        ignore: patterns of modules that stay as they are.
+    """
+
+    method: str = "sparsegpt"
+    pattern: Sparsity | None = None
+    sparsity: float = 0.5
+    layerwise: str = "uniform"
+    outlier_factor: float = DEFAULT_OUTLIER_FACTOR
+    spread: float = DEFAULT_SPREAD
+    targets: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in PRUNING_METHODS:
+            raise RecipeError(
+                f"pruning method {self.method!r} does not exist", nearest(self.method, PRUNING_METHODS, "Methods")
+            )
+        if not 0 < self.sparsity < 1:
+            raise RecipeError(f"sparsity={self.sparsity} is not between 0 and 1", "Use --sparsity 0.5")
+        if self.pattern and self.sparsity != 0.5 and self.sparsity != 1 - self.pattern.kept / self.pattern.of:
+            raise RecipeError(f"sparsity={self.sparsity} contradicts {self.pattern}", "Give one of them")
+        if self.layerwise not in LAYERWISE:
+            remedy = nearest(self.layerwise, LAYERWISE, "Ways")
+            raise RecipeError(f"layerwise {self.layerwise!r} does not exist", remedy)
+        if self.layerwise != "uniform":
+            self._check_layerwise()
+        elif (self.outlier_factor, self.spread) != (DEFAULT_OUTLIER_FACTOR, DEFAULT_SPREAD):
+            problem = f"outlier_factor={self.outlier_factor:g} and spread={self.spread:g} mean nothing where all blocks"
+            raise RecipeError(f"{problem} are pruned alike", "Add --layerwise owl, or leave them out")
+
+    def _check_layerwise(self) -> None:
+        share = self.share
+        if not 0 < self.spread < min(share, 1 - share):
+            raise RecipeError(
+                f"spread={self.spread} around a sparsity of {share:g} leaves 0 to 1", f"Use --spread {DEFAULT_SPREAD}"
+            )
+        if self.outlier_factor <= 1:
+            raise RecipeError(f"outlier_factor={self.outlier_factor} makes outliers of most weights", "Use 5")
+        if self.pattern and self.spread * self.pattern.of < 0.5:
+            raise RecipeError(
+                f"{self.pattern} has steps of 1/{self.pattern.of}, too coarse for a spread of {self.spread}",
+                "Use 4:8, a larger spread, or no pattern",
+            )
+
+    @property
+    def share(self) -> float:
+        """Share of the weights that go."""
+        return 1 - self.pattern.kept / self.pattern.of if self.pattern else self.sparsity
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method != "magnitude" or self.layerwise != "uniform"
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Learned rounding of one block.
+
+    Attributes:
+        steps: of gradient descent, for each block.
+        lr: how far an offset moves in the first step, in steps of the weight's grid; None means 1 / steps, with which
+            an offset can just reach its limit. It falls linearly to zero.
+        batch: calibration sequences in a step.
+    """
+
+    steps: int = 200
+    lr: float | None = None
+    batch: int = 4
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise RecipeError(f"steps={self.steps} learns nothing", "Use --steps 200, or method gptq, where it starts")
+        if self.lr is not None and not 0 < self.lr <= 0.5:
+            raise RecipeError(f"lr={self.lr} is outside 0 to 0.5", "Leave it out: 1 / steps")
+        if self.batch < 1:
+            raise RecipeError(f"batch={self.batch} has no sequences", "Use batch: 4")
+
+    @property
+    def first_rate(self) -> float:
+        return 1 / self.steps if self.lr is None else self.lr
+
+
+METHODS = ("rtn", "hqq", "awq", "gptq", "gptaq", "signround", "smoothquant")
+DATA_FREE_METHODS = frozenset(("rtn", "hqq"))
+FACTOR_METHODS = frozenset(("rtn", "gptq"))
+SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
+ALPHA_METHODS = ("smoothquant", "gptaq")
+FP8_METHODS = ("rtn", "smoothquant")
+DEFAULT_METHOD, DEFAULT_FP8_METHOD = "awq", "rtn"
+PER_CHANNEL = -1
+HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeStage:
+    """Quantization of the linears in the transformer blocks.
+
+    Attributes:
+        method: rtn or hqq (no calibration), awq, gptq, gptaq, signround or smoothquant.
+        scheme: bits, group size and symmetry, or 8-bit floats, which every weight is rounded to the nearest of.
+        targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
+        ignore: patterns of modules that stay dense.
+        alpha: SmoothQuant's exponent, 0 to 1, for every layer; None searches one for each. GPTAQ's share of the drift
+            of inputs that is made up for, 0 to 1; None is all of it.
+        tuning: how signround learns; None for every other method.
+        outlier_columns: share of the input columns (below 1), or how many, that stay in 16 bits.
+    """
+
+    method: str = DEFAULT_METHOD
+    scheme: Scheme = field(default_factory=Scheme)
+    targets: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    alpha: float | None = None
+    tuning: Tuning | None = None
+    outlier_columns: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise RecipeError(f"method {self.method!r} does not exist", nearest(self.method, METHODS, "Methods"))
+        if self.scheme.fp8 and self.method not in FP8_METHODS:
+            problem = f"{self.method} chooses integers, and {self.scheme} has none"
+            raise RecipeError(problem, f"Use method {' or '.join(FP8_METHODS)} for 8-bit floats")
+        if self.method == "smoothquant" and self.scheme.activation_bits is None:
+            problem = f"smoothquant makes room for 8-bit activations, and {self.scheme} has none"
+            raise RecipeError(problem, "Set activation_bits: 8, or use awq for 16-bit activations")
+        if self.alpha is not None and (self.method not in ALPHA_METHODS or not 0 <= self.alpha <= 1):
+            remedy = f"Give {' or '.join(ALPHA_METHODS)} one of 0 to 1"
+            raise RecipeError(f"alpha={self.alpha} with {self.method} means nothing", remedy)
+        if self.outlier_columns is not None:
+            self._check_outliers(self.outlier_columns)
+        if self.method == "signround":
+            self._check_signround()
+        elif self.tuning is not None:
+            raise RecipeError(f"{self.method} learns nothing in steps", "Leave steps out, or use method signround")
+
+    def _check_signround(self) -> None:
+        if self.scheme.activation_bits is not None:
+            problem = f"signround learns with 16-bit activations, and {self.scheme} rounds them"
+            raise RecipeError(problem, "Leave activation_bits out, or use gptq or smoothquant")
+        if self.tuning is None:
+            object.__setattr__(self, "tuning", Tuning())
+
+    def _check_outliers(self, wanted: float) -> None:
+        if not (0 < wanted < 1 or (float(wanted).is_integer() and wanted > 0)):
+            problem = f"outlier_columns={wanted:g} is neither a share below 1 nor a number of columns"
+            raise RecipeError(problem, "Use 0.01 to keep 1 % of the columns in 16 bits")
+        if self.method == "signround":
+            raise RecipeError("signround learns no outlier columns", "Use gptq, or leave outlier_columns out")
+        if self.method == "gptaq":
+            raise RecipeError("gptaq keeps no outlier columns", "Use gptq, or leave outlier_columns out")
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method not in DATA_FREE_METHODS or self.outlier_columns is not None
+
+    def scheme_for(self, in_features: int) -> Scheme:
+        """The scheme of a layer with so many inputs."""
+        wanted = self.outlier_columns
+        if wanted is None:
+            return self.scheme
+        return replace(self.scheme, outliers=int(wanted) if wanted >= 1 else max(1, round(wanted * in_features)))
+
+
+def default_method(fp8: bool) -> str:
+    """The method of a user who names none."""
+    return DEFAULT_FP8_METHOD if fp8 else DEFAULT_METHOD
+
+
+def default_scheme(method: str, fp8: bool = False) -> Scheme:
+    """What a method or 8-bit floats are for, where the user does not say."""
+    return Scheme(8, None, activation_bits=8, fp8=fp8) if fp8 or method == "smoothquant" else Scheme()
+
+
+def activation_bits_from(value: int) -> int | None:
+    """The scheme's activation bits from what a user writes: 16 means that activations are not rounded."""
+    return None if value == FLOAT_BITS else value
+
+
+def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int | None) -> tuple[QuantizeStage, ...]:
+    """Stages for the matrices outside of the blocks, where they get bits: the head is rounded by GPTQ when there is a
+    calibration anyway, the embedding to nearest. 8 bits have one scale per row, fewer have the groups of `stage`; the
+    usual ones beside 8-bit activations, whose weights have none.
+
+    Args:
+        stage: what the linears in the blocks get.
+    """
+    head_method = "gptq" if stage.needs_calibration else "rtn"
+    group_size = Scheme().group_size if stage.scheme.activation_bits else stage.scheme.group_size
+    wanted = ((HEAD_TARGET, head_bits, head_method), (EMBEDDING_TARGET, embedding_bits, "rtn"))
+    return tuple(
+        QuantizeStage(method, Scheme(bits, None if bits == MAX_BITS else group_size), targets=(name,))
+        for name, bits, method in wanted
+        if bits is not None
+    )
+
+
+def group_size_from(value: int) -> int | None:
+    """The scheme's group size from what a user writes: -1 means one group per output channel."""
+    return None if value == PER_CHANNEL else value
+
+
+TensorStage = QuantizeStage | PruneStage | FactorizeStage
+"""Stages that change tensors."""
+Stage = TensorStage | RotateStage | KVCacheStage
+
+STAGE_NAMES = {
+    RotateStage: "rotate",
+    QuantizeStage: "quantize",
+    PruneStage: "prune",
+    FactorizeStage: "factorize",
+    KVCacheStage: "kv_cache",
+}
+
 
 DEFAULT_SAMPLES, DEFAULT_LENGTH = 64, 512
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import platform
 from typing import Any
 
-from compress.checkpoint.structure import StructureReport
-from compress.checkpoint.version import DISTRIBUTION, tool_version
-from compress.methods.columns import column_kernel
+from compress.checkpoint.verify import StructureReport
+from compress.common.cli import DISTRIBUTION, tool_version
+from compress.methods.shared.column_solver import column_kernel
 from compress.pipeline.prepare import Prepared, describe_calibration
 from compress.pipeline.resume import Progress
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
-from compress.checkpoint.errors import RecipeError
+from compress.common.errors import RecipeError
 
 REGEX_PREFIX = "re:"
 _MAX_SUGGESTIONS = 4

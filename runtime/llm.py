@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compress.checkpoint.errors import RequestError, ToolkitError
-from runtime.config import RuntimeConfig
-from runtime.engine import NO_OPTIONS, Engine
-from runtime.sampling_params import SamplingParams
+from compress.common.errors import RequestError, ToolkitError
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from runtime.engine.engine import NO_OPTIONS, Engine
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Delta, FinishReason, RequestOptions, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -47,8 +46,8 @@ def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokeni
         CheckpointError: the folder cannot be loaded, and why.
         ToolkitError: the configuration asks for what this machine or the model does not have.
     """
-    from runtime.model.load import load_model
-    from runtime.runner import build_runner
+    from runtime.model.loader import load_model
+    from runtime.runner.runner import build_runner
     from runtime.speculative.build import build_speculator
 
     tokenizer = Tokenizer.open(path)

@@ -27,8 +27,7 @@ from benchmarking.tables import Row, describe, print_table, write_json
 from rich.console import Console
 
 from compress.checkpoint.scheme import Scheme
-from compress.recipe import CalibrationOptions
-from compress.stages.quantize import METHODS, QuantizeStage, group_size_from
+from compress.recipe import METHODS, CalibrationOptions, QuantizeStage, group_size_from
 
 DENSE_PASS = "dense forward"
 
@@ -76,12 +75,11 @@ def measure_dense_pass(setup: Setup) -> Measured:
     from benchmarking.compression import Stopwatch
     from transformers import AutoModelForCausalLM
 
-    from calibration.sequences import pack_sequences
+    from calibration.sequences import load_tokenizer, pack_sequences
     from calibration.sources import load_texts
-    from calibration.tokenizer import load_tokenizer
-    from compress.checkpoint.device import resolve_device
-    from compress.pipeline.compute import pick_dtype
+    from compress.common.device import resolve_device
     from compress.pipeline.memory import first_micro_batch
+    from compress.pipeline.prepare import pick_dtype
 
     device = resolve_device(setup.device)
     dtype = pick_dtype(setup.dtype, "bfloat16", device)

@@ -17,8 +17,8 @@ from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown
 from rich.console import Console
 
-from compress.checkpoint.errors import ToolkitError
-from compress.native.binding import INSTRUCTION_SETS, absence, best_instruction_set, library
+from compress.common.errors import ToolkitError
+from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library
 
 
 def linear_rows(in_features: int, out_features: int, numbers_of_rows: list[int], seconds: float) -> list[Row]:

@@ -35,8 +35,7 @@ def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
     from benchmarking.random_model import SHAPES, write_model
 
     from compress.checkpoint.scheme import Scheme
-    from compress.recipe import CalibrationOptions
-    from compress.stages.quantize import HEAD_TARGET, QuantizeStage
+    from compress.recipe import HEAD_TARGET, CalibrationOptions, QuantizeStage
 
     dense = work / "dense"
     write_model(dense, SHAPES[shape])

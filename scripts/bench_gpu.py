@@ -34,10 +34,9 @@ def prepare(work: Path, shape: str, device: str) -> dict[str, Path]:
     from benchmarking.compression import compress
     from benchmarking.random_model import SHAPES, write_model
 
-    from compress.checkpoint.demo import demo_model_path
     from compress.checkpoint.scheme import Scheme
-    from compress.recipe import CalibrationOptions
-    from compress.stages.quantize import HEAD_TARGET, QuantizeStage
+    from compress.common.cli import demo_model_path
+    from compress.recipe import HEAD_TARGET, CalibrationOptions, QuantizeStage
 
     dense = demo_model_path()
     if shape != "demo":

@@ -26,15 +26,14 @@ from benchmarking.tables import Row, describe, print_with_markdown, write_json
 from rich.console import Console
 from torch import Tensor
 
-from compress.checkpoint.fp8 import FP8, Fp8Weight
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.packed import CodedWeight
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels.base import Target
-from runtime.kernels.dense import DenseLinear
-from runtime.kernels.gpu_fp8 import NATIVE, WIDENED
-from runtime.kernels.gpu_linears import BYTES, LEVELS, PLANES
-from runtime.kernels.semi_structured import semi_structured_bytes
+from compress.checkpoint.weights import CodedWeight
+from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
+from compress.checkpoint.weights.integer import IntegerWeight
+from runtime.backends.base import Target
+from runtime.backends.torch.linear import DenseLinear
+from runtime.backends.torch.semi_structured import semi_structured_bytes
+from runtime.backends.triton.linear import BYTES, LEVELS, NATIVE, PLANES, WIDENED
 
 SHAPES = ("4096x4096", "6144x4096", "28672x4096", "4096x14336", "8192x8192")
 TOKENS = (1, 4, 16, 64, 256, 2048)
@@ -119,7 +118,7 @@ def measure_attention(contexts: Sequence[int], batches: Sequence[int], device: t
     from benchmarking.cpu_attention import Case
     from benchmarking.gpu_attention import FORMS, SDPA, paged_calls, sdpa_calls
 
-    from runtime.kernels.triton_device import num_processors
+    from runtime.backends.triton.device import num_processors
 
     measured = []
     for case in (Case(batch, context) for batch in batches for context in contexts):

@@ -23,11 +23,11 @@ from benchmarking.tables import Row, describe, print_with_markdown
 from benchmarking.workload import Job, mixed_jobs
 from rich.console import Console
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.engine.engine import Engine
 from runtime.llm import load_engine
-from runtime.sampling_params import SamplingParams
 
 DECODING = 8
 """Sequences that decode while long prompts arrive."""

@@ -33,14 +33,12 @@ from torch import Tensor
 
 from calibration.mixture import pack_parts
 from calibration.parts import parse_parts
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
-from compress.evaluate.overlap import overlap_warning, shared_spans
-from compress.evaluate.perplexity import Evaluation, score_positions
+from compress.common.cli import demo_model_path
+from compress.evaluate.checks import SeenText, overlap_warning, shared_spans
+from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, score_positions
 from compress.evaluate.scorers import BACKENDS, Scorer, open_scorer
-from compress.evaluate.seen import SeenText
-from compress.evaluate.windows import Windows, cut_windows
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions
 
 

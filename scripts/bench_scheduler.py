@@ -15,12 +15,12 @@ from statistics import median, quantiles
 from benchmarking.tables import Row, print_table
 from rich.console import Console
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.reach import ALL
-from runtime.sampling_params import SamplingParams
-from runtime.step import SampledToken, StepOutput, StepPlan
+from compress.common.cli import demo_model_path
+from runtime.core.attention_window import ALL
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.core.step import SampledToken, StepOutput, StepPlan
+from runtime.engine.engine import Engine
 from runtime.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 128
@@ -28,7 +28,7 @@ NEW_TOKENS = 512
 
 
 class InstantRunner:
-    """Implements `runtime.step.Runner`: every step says the same token at once, and notes when it was asked."""
+    """Implements `runtime.core.step.Runner`: every step says the same token at once, and notes when it was asked."""
 
     max_model_len = 4096
     vocab_size = 8192

@@ -29,10 +29,9 @@ def prepare(work: Path, shape: str) -> tuple[Path, Path]:
     from benchmarking.compression import compress
     from benchmarking.random_model import SHAPES, write_model
 
-    from compress.checkpoint.demo import demo_model_path
     from compress.checkpoint.scheme import Scheme
-    from compress.recipe import CalibrationOptions
-    from compress.stages.quantize import QuantizeStage
+    from compress.common.cli import demo_model_path
+    from compress.recipe import CalibrationOptions, QuantizeStage
 
     dense = demo_model_path()
     if shape != "demo":

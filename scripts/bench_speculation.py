@@ -24,13 +24,13 @@ from benchmarking.tables import Row, describe, print_with_markdown
 from benchmarking.workload import mixed_jobs
 from rich.console import Console
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.core.step import StepPlan
+from runtime.engine.engine import Engine
 from runtime.llm import load_engine
-from runtime.sampling_params import SamplingParams
-from runtime.speculative.speculator import Speculator
-from runtime.step import StepPlan
+from runtime.speculative.proposer import Speculator
 
 DRAFTERS = ("demo", "ngram", "ngram-tree", "self:2bit", "self:3bit", "self:skip=1", "self:skip")
 TEMPERATURES = (0.0, 0.8)

@@ -17,7 +17,7 @@ from benchmarking.entry import leave_with
 from benchmarking.linear_candidates import candidates
 from rich.console import Console
 
-from runtime.kernels.gpu.configs import BUCKETS, KernelConfig, to_json
+from runtime.backends.triton.kernels.configs import BUCKETS, KernelConfig, to_json
 
 Timer = Callable[[int, KernelConfig], float]
 """Seconds for so many tokens; raises RuntimeError where a configuration cannot run."""
@@ -45,8 +45,8 @@ def timer_of(rows: int, columns: int) -> Timer:
     from benchmarking.gpu_timing import num_copies, require_gpu, seconds_per_call
 
     from compress.checkpoint.scheme import Scheme
-    from runtime.kernels.gpu.launch import multiply
-    from runtime.kernels.gpu.packing import pack_planes
+    from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
+    from runtime.backends.triton.kernels.weight_layout import pack_planes
 
     device = require_gpu()
     packed = pack_planes(random_codes(rows, columns, Scheme(4, 128), device), device)
@@ -55,7 +55,7 @@ def timer_of(rows: int, columns: int) -> Timer:
 
     def time(tokens: int, config: KernelConfig) -> float:
         x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-        return seconds_per_call([lambda weight=weight: multiply(x, weight, None, config) for weight in weights])
+        return seconds_per_call([lambda weight=weight: multiply_w4a16(x, weight, None, config) for weight in weights])
 
     return time
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_gpu()
     import torch
 
-    from runtime.kernels.gpu_linears import table_path
+    from runtime.backends.triton.linear import table_path
 
     gpu = torch.cuda.get_device_name()
     found = {}

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from compress.native.binding import library, set_threads
+from compress.cpu.binding import library, set_threads
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, when it is imported

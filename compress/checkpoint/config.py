@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.errors import CheckpointError
+from compress.common.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
-REPORT_FILE = "compression_report.json"
 """Beside it, in checkpoints that `compress` made."""
 LEGACY_QUANTIZATION_FILE = "quantize_config.json"
 QUANTIZATION_KEY = "quantization_config"

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.checkpoint.fp8 import Fp8Weight
-from compress.checkpoint.low_rank import LowRankWeight
-from compress.checkpoint.outliers import OutlierWeight
-from compress.checkpoint.packed import PackedWeight
-from compress.checkpoint.pruned import PrunedWeight
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.safetensors_file import tensor_bytes
+from compress.checkpoint.safetensors import tensor_bytes
+from compress.checkpoint.weights import PackedWeight
+from compress.checkpoint.weights.fp8 import Fp8Weight
+from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.checkpoint.weights.outlier_columns import OutlierWeight
+from compress.checkpoint.weights.sparse_nm import PrunedWeight
 
 
 def digest(weight: PackedWeight | Tensor) -> str:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from compress.checkpoint.config import HEAD, REPORT_FILE, compression_block, is_embedding, packed_config
-from compress.checkpoint.disk import check_out_folder, partial_folder
-from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.formats import dense, native
-from compress.checkpoint.formats.table import find_format
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.packed import PackedWeight
+from compress.checkpoint.config import HEAD, compression_block, is_embedding, packed_config
+from compress.checkpoint.formats import compress_runtime, dense
+from compress.checkpoint.formats.registry import find_format
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import PackedWeight
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.writer import MAX_SHARD_BYTES, PieceStore, assemble
+from compress.common.errors import CheckpointError, SchemeError
+from compress.common.files import REPORT_FILE, check_out_folder, partial_folder
 
 
 def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
@@ -70,7 +70,7 @@ def _target_schemes(packed: PackedCheckpoint, format: str) -> dict[str, Scheme]:
     """Schemes as the target says them: formats of other tools store the zeros of sparse integers as codes, and AWQ
     stores zero points even when every one is the midpoint, where elsewhere such codes are symmetric. They have none
     for embeddings."""
-    if format in (dense.NAME, native.NAME):
+    if format in (dense.NAME, compress_runtime.NAME):
         return packed.schemes
     if factorized := [module for module, scheme in packed.schemes.items() if scheme.rank]:
         raise SchemeError(f"{format} has no weights of low rank, e.g. {factorized[0]}", "Use --format dense")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import SchemeError
+from compress.common.errors import SchemeError
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble `k` of an AWQ word holds output `8 j + AWQ_ORDER[k]`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,16 @@ from compress.checkpoint.config import (
     quantization_block,
     read_config,
 )
-from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.formats import dense
-from compress.checkpoint.formats.table import Format, find_format
-from compress.checkpoint.low_rank import LowRankWeight
-from compress.checkpoint.outliers import OutlierWeight
-from compress.checkpoint.packed import CodedWeight, PackedWeight
-from compress.checkpoint.pruned import PrunedWeight
+from compress.checkpoint.formats.registry import Format, find_format
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.source import TensorFiles
+from compress.checkpoint.weights import CodedWeight, PackedWeight
+from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.checkpoint.weights.outlier_columns import OutlierWeight
+from compress.checkpoint.weights.sparse_nm import PrunedWeight
+from compress.common.errors import CheckpointError, ToolkitError
 
 
 @dataclass(frozen=True)
@@ -155,3 +156,26 @@ class PackedCheckpoint:
         """Stored bytes of a quantized weight: codes, scales and zero points, without shapes and indices."""
         names = (name for name in self.packed_names(module) if not name.endswith((".weight_shape", "g_idx")))
         return sum(self.files.tensor_nbytes(name) for name in names)
+
+
+@dataclass(frozen=True)
+class RoundedCheckpoint(PackedCheckpoint):
+    """`source` with the modules of `schemes` rounded to them, under the scales with the least squared error.
+
+    Everything else is as in the source. Nothing is written.
+    """
+
+    source: PackedCheckpoint
+
+    @classmethod
+    def of(cls, source: PackedCheckpoint, schemes: Mapping[str, Scheme]) -> RoundedCheckpoint:
+        return cls(source.path, source.config, source.files, dict(schemes), source)
+
+    def packed_weight(self, module: str) -> IntegerWeight:
+        """Rounds the module's stored weight. Raises CheckpointError as the source does, NumericsError for NaN."""
+        stored = self.source.weight(module)
+        dense = stored if isinstance(stored, Tensor) else stored.dequantize()
+        return encode(dense, search_scales(dense, self.schemes[module]), self.schemes[module])
+
+    def shape(self, module: str) -> tuple[int, int]:
+        return self.source.shape(module)

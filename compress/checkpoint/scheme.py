@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from compress.checkpoint.errors import SchemeError
+from compress.common.errors import SchemeError
 
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 16

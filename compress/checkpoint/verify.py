@@ -3,21 +3,205 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from compress.checkpoint.config import compression_block, quantization_block
-from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.expected import expected_shape, is_tabled, missing_parameters
 from compress.checkpoint.formats import compressed_tensors
-from compress.checkpoint.kv_cache import stored_kv_cache
-from compress.checkpoint.kv_measured import measured_kv_caches
+from compress.checkpoint.kv_cache import measured_kv_caches, stored_kv_cache
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.source import TensorFiles
-from compress.checkpoint.structure import DenseTensor, StructureReport
-from compress.checkpoint.weight_problems import weight_problems
+from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.weights import CodedWeight, PackedWeight
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.checkpoint.weights.outlier_columns import OutlierWeight
+from compress.checkpoint.weights.sparse_nm import PrunedWeight
+from compress.common.errors import CheckpointError, SchemeError
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensor:
+    """A tensor that was not quantized, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StructureReport:
+    """What a checkpoint holds, and what is wrong with it.
+
+    Attributes:
+        format: `compressed-tensors`, `gptq`, `awq`, `compress-runtime` or `dense`.
+        problems: one line each; empty when the structure is sound.
+        quantized: scheme of every quantized module, as text.
+        dense: every other tensor.
+        num_parameters: weights of the model, quantized or not.
+        num_quantized: weights in quantized modules.
+        quantized_bytes: stored codes, scales and zero points.
+        total_bytes: size of the weight files.
+        notes: checks that could not be made, and why.
+    """
+
+    path: str
+    format: str
+    problems: tuple[str, ...]
+    quantized: dict[str, str]
+    dense: tuple[DenseTensor, ...]
+    num_parameters: int
+    num_quantized: int
+    quantized_bytes: int
+    total_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per quantized weight; 0 when nothing is quantized."""
+        return 8 * self.quantized_bytes / self.num_quantized if self.num_quantized else 0.0
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Stored bits per weight of the whole model, headers and dense tensors included."""
+        return 8 * self.total_bytes / self.num_parameters if self.num_parameters else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        figures = {"bits_per_weight": self.bits_per_weight, "bits_per_parameter": self.bits_per_parameter}
+        return {"ok": self.ok, **asdict(self), **figures}
+
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+BLOCK_LINEARS = {
+    "phi3": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+}
+DEFAULT_LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def is_tabled(config: Mapping[str, Any]) -> bool:
+    """Whether this model family's names and shapes are known here and its config states every size."""
+    return config.get("model_type") in FAMILIES and all(isinstance(config.get(size), int) for size in SIZES)
+
+
+def expected_shape(module: str, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """`(O, I)` of a matrix as the config implies it; None when it implies nothing."""
+    if not is_tabled(config):
+        return None
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    shapes = {
+        "q_proj": (heads * head_dim, hidden),
+        "k_proj": (kv_heads * head_dim, hidden),
+        "v_proj": (kv_heads * head_dim, hidden),
+        "qkv_proj": ((heads + 2 * kv_heads) * head_dim, hidden),
+        "o_proj": (hidden, heads * head_dim),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "gate_up_proj": (2 * inner, hidden),
+        "down_proj": (hidden, inner),
+        "embed_tokens": (config["vocab_size"], hidden),
+        "lm_head": (config["vocab_size"], hidden),
+    }
+    return shapes.get(module.rpartition(".")[2])
+
+
+def missing_parameters(config: Mapping[str, Any], stored: Set[str]) -> list[str]:
+    """Weights the config implies that are not among the stored ones (`<module>.weight`, packed or dense)."""
+    if not is_tabled(config):
+        return []
+    linears = BLOCK_LINEARS.get(config["model_type"], DEFAULT_LINEARS)
+    blocks = range(config["num_hidden_layers"])
+    names = [f"model.layers.{block}.{part}.weight" for block in blocks for part in (*linears, *BLOCK_NORMS)]
+    names += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    return [name for name in names if name not in stored]
+
+
+def weight_problems(packed: PackedCheckpoint, module: str, weight: PackedWeight) -> Iterator[str]:
+    """What is wrong with the shape, size or numbers of one packed weight, a line each."""
+    expected = expected_shape(module, packed.config)
+    if expected and expected != weight.shape:
+        yield f"{module} is {weight.shape}, but config.json says {expected}"
+    if isinstance(weight, LowRankWeight):
+        yield from _low_rank_problems(packed, module, weight)
+        return
+    if isinstance(weight, OutlierWeight):
+        yield from _outlier_problems(packed, module, weight)
+        return
+    yield from _number_problems(module, weight.values if isinstance(weight, PrunedWeight) else weight)
+    yield from _sparsity_problems(module, weight)
+
+
+def _low_rank_problems(packed: PackedCheckpoint, module: str, weight: LowRankWeight) -> Iterator[str]:
+    for side, factor in zip(("left", "right"), weight.factors, strict=True):
+        yield from _number_problems(f"{module}.{side}", factor)
+    yield from _size_problems(packed, module, weight)
+    rows, columns = weight.shape
+    if weight.scheme.rank is not None and weight.scheme.rank * (rows + columns) >= rows * columns:
+        yield f"{module} has more weights in its factors than in their product {weight.shape}"
+
+
+def _outlier_problems(packed: PackedCheckpoint, module: str, weight: OutlierWeight) -> Iterator[str]:
+    yield from _number_problems(module, weight.base)
+    yield from _number_problems(f"{module}.outlier_values", weight.values)
+    yield from _size_problems(packed, module, weight)
+
+
+def _size_problems(packed: PackedCheckpoint, module: str, weight: LowRankWeight | OutlierWeight) -> Iterator[str]:
+    stored, promised = 8 * packed.weight_bytes(module), weight.scheme.stored_bits(*weight.shape, _model_bits(packed))
+    if stored != promised:
+        yield f"{module} takes {stored} bits, but {weight.scheme} of {weight.shape} means {promised}"
+
+
+def _model_bits(packed: PackedCheckpoint) -> int:
+    return 8 * packed.dtype.itemsize
+
+
+def _number_problems(name: str, weight: CodedWeight | Tensor) -> Iterator[str]:
+    if not isinstance(weight, Tensor):
+        yield from _code_problems(name, weight)
+    elif not bool(torch.isfinite(weight.to(torch.float32)).all()):
+        yield f"{name} holds NaN or infinity"
+
+
+def _sparsity_problems(module: str, weight: PackedWeight) -> Iterator[str]:
+    sparsity = weight.scheme.sparsity
+    if sparsity is None:
+        return
+    nonzero = weight.dequantize().view(weight.shape[0], -1, sparsity.of) != 0
+    crowded = int((nonzero.sum(-1) > sparsity.kept).sum())
+    if crowded:
+        yield f"{module} has {crowded} groups with more than {sparsity} values"
+
+
+def _code_problems(module: str, weight: CodedWeight) -> Iterator[str]:
+    largest = weight.scheme.max_code
+    if isinstance(weight, IntegerWeight) and max(int(weight.codes.max()), int(weight.zero.max())) > largest:
+        yield f"{module} has codes or zero points above {largest}"
+    bad = int((~torch.isfinite(weight.scale.to(torch.float32))).sum())
+    if bad:
+        yield f"{module} has {bad} scales that are not finite"
 
 
 def verify_structure(path: str | Path, source: TensorFiles | None = None) -> StructureReport:

@@ -19,7 +19,17 @@ from typing import Any
 from torch import Tensor
 
 from compress.checkpoint.config import CONFIG_FILE, LEGACY_QUANTIZATION_FILE, write_config
-from compress.checkpoint.disk import (
+from compress.checkpoint.safetensors import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    MappedFile,
+    TensorFiles,
+    build_header,
+    storage_order,
+    tensor_bytes,
+)
+from compress.common.errors import CheckpointError
+from compress.common.files import (
     PARTIAL_SUFFIX,
     atomic_file,
     check_out_folder,
@@ -28,9 +38,6 @@ from compress.checkpoint.disk import (
     refuse_when_full,
     sync,
 )
-from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.safetensors_file import MappedFile, build_header, storage_order, tensor_bytes
-from compress.checkpoint.source import INDEX_FILE, SINGLE_FILE, TensorFiles
 
 MAX_SHARD_BYTES = 4 * 2**30
 REWRITTEN = frozenset({CONFIG_FILE, LEGACY_QUANTIZATION_FILE, "quant_config.json"})

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from compress.checkpoint.terminal import run_cli
-from compress.checkpoint.version import VersionOption
-from compress.cli.compare import compare
-from compress.cli.eval import evaluate
-from compress.cli.export import export
-from compress.cli.factorize import factorize
-from compress.cli.prune import prune
-from compress.cli.quantize import quantize
-from compress.cli.report import report
-from compress.cli.run import run
-from compress.cli.search import search
-from compress.cli.verify import verify
+from compress.cli.check_commands import compare, evaluate, export, report, verify
+from compress.cli.compress_commands import factorize, prune, quantize
+from compress.cli.recipe_commands import run, search
+from compress.common.cli import VersionOption, run_cli
 
 app = typer.Typer(
     name="compress",

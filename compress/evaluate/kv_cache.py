@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.errors import CheckpointError, NumericsError
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
-from compress.evaluate.perplexity import BATCH_LOGITS, Evaluation, Positions, compare_positions
-from compress.evaluate.windows import Windows, cut_windows
+from compress.common.errors import CheckpointError, NumericsError
+from compress.evaluate.perplexity import BATCH_LOGITS, Evaluation, Positions, Windows, compare_positions, cut_windows
 
 if TYPE_CHECKING:
     from runtime.model.decoder import Decoder
@@ -47,9 +46,8 @@ def check_measurable(config: dict[str, Any], nbytes: int, device: str) -> None:
     Raises:
         CheckpointError: it does not.
     """
-    from compress.checkpoint.device import resolve_device
-    from runtime.free_memory import available_bytes, format_bytes
-    from runtime.model.config import parse_config
+    from compress.common.device import available_bytes, format_bytes, resolve_device
+    from runtime.core.model_config import parse_config
 
     parse_config(config)
     available = available_bytes(resolve_device(device))
@@ -81,8 +79,8 @@ def measure_kv_caches(
         ToolkitError: a path or text that cannot be used.
         NumericsError: logits that are not finite.
     """
-    from runtime.memory import kv_token_bytes
-    from runtime.model.load import load_model
+    from runtime.memory.plan import kv_token_bytes
+    from runtime.model.loader import load_model
 
     windows = cut_windows(load_texts(data), load_tokenizer(path), length=length, max_tokens=tokens)
     decoder = load_model(path, device=device)

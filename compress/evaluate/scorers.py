@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
-from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.weights import PackedWeight
+from compress.common.errors import CheckpointError
 
 BACKENDS = ("runtime", "transformers")
 
@@ -40,7 +40,7 @@ class RuntimeScorer:
         kernels: str = "auto",
         kv_cache: KVCacheScheme = UNCOMPRESSED,
     ) -> None:
-        from runtime.model.load import load_model
+        from runtime.model.loader import load_model
 
         self._decoder = load_model(path, device=device, dtype=dtype, kernels=kernels)
         self.kv_cache = kv_cache

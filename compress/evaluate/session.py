@@ -9,20 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibration.sequences import SequenceSet
+from calibration.sequences import SequenceSet, load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
 from compress.checkpoint.config import compression_block, dtype_name, read_config
-from compress.checkpoint.demo import DEMO_SOURCE, demo_model_path
-from compress.checkpoint.errors import CheckpointError, DataError
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
-from compress.checkpoint.source import TensorFiles
-from compress.evaluate.domain import Domain, compare_domains
-from compress.evaluate.overlap import overlap_warning, shared_spans
-from compress.evaluate.perplexity import Evaluation, evaluate
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.cli import DEMO_SOURCE, demo_model_path
+from compress.common.errors import CheckpointError, DataError
+from compress.evaluate.checks import Domain, SeenText, compare_domains, overlap_warning, shared_spans
+from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
 from compress.evaluate.scorers import BACKENDS, open_scorer
-from compress.evaluate.seen import SeenText
-from compress.evaluate.windows import Windows, cut_windows
 
 DEFAULT_DATA = "pydoc"
 DEFAULT_LENGTH = 512
@@ -41,7 +37,7 @@ class EvaluationRequest:
         length: tokens of a window.
         max_tokens: stop after this many tokens; None takes all the text.
         kv_cache: keys and values of the model, not of the baseline, are read as such a cache gives them back.
-        kernels: of the model, not of the baseline: a mode or a kernel of `runtime.kernels.registry`.
+        kernels: of the model, not of the baseline: a mode or a kernel of `runtime.backends.registry`.
     """
 
     model: Path
@@ -171,9 +167,8 @@ def quick_check(
 
 def _require_memory(source: Path) -> None:
     """Compressing streams; measuring holds two whole models. Better no figure than a run that is killed at its end."""
-    from compress.checkpoint.device import resolve_device
-    from runtime.free_memory import available_bytes, format_bytes
-    from runtime.model.target import resolve_dtype
+    from compress.common.device import available_bytes, format_bytes, resolve_device
+    from runtime.model.loader import resolve_dtype
 
     files = TensorFiles.open(source)
     device = resolve_device("auto")

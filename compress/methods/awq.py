@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.numerics import require_finite
-from compress.checkpoint.scales import GroupScales, encode, search_scales
 from compress.checkpoint.scheme import Scheme
-from compress.methods.folding import share_across_heads
-from compress.methods.smoothing import Candidate, Loss, SmoothingResult, best_scale
+from compress.checkpoint.weights.integer import GroupScales, IntegerWeight, encode, search_scales
+from compress.common.device import require_finite
+from compress.methods.shared.smoothing import Candidate, Loss, SmoothingResult, best_scale, share_across_heads
 
 
 def search_smoothing(

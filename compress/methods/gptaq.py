@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.gptq import quantize_gptq
-from compress.methods.hessian import HessianFactor
+from compress.methods.shared.hessian import HessianFactor
 
 DEFAULT_ALPHA = 1.0
 

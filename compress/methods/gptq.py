@@ -11,11 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.scales import encode, search_scales
 from compress.checkpoint.scheme import Scheme
-from compress.methods.columns import Columns, Grid
-from compress.methods.hessian import HessianFactor
+from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+from compress.methods.shared.column_solver import Columns, Grid
+from compress.methods.shared.hessian import HessianFactor
 
 
 def quantize_gptq(

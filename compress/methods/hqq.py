@@ -14,10 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.ranges import round_to_grid, storable
-from compress.checkpoint.scales import GroupScales, encode, search_scales
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import (
+    GroupScales,
+    IntegerWeight,
+    encode,
+    round_to_grid,
+    search_scales,
+    storable,
+)
 
 
 @dataclass(frozen=True, slots=True)

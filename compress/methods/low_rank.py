@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import NumericsError
-from compress.checkpoint.numerics import require_finite
+from compress.common.device import require_finite
+from compress.common.errors import NumericsError
 
 ALPHA = 0.5
 DAMPING = (0.01, 0.1, 1.0)

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.outliers import OutlierWeight, without_columns
-from compress.checkpoint.scales import encode, round_in_range, search_scales
 from compress.checkpoint.scheme import Scheme
-from compress.methods.columns import Columns, Grid
-from compress.methods.hessian import HessianFactor
+from compress.checkpoint.weights.integer import IntegerWeight, encode, round_in_range, search_scales
+from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
+from compress.methods.shared.column_solver import Columns, Grid
+from compress.methods.shared.hessian import HessianFactor
 
 
 def sensitivity(weights: Sequence[Tensor], scheme: Scheme, importance: Tensor | None) -> Tensor:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.checkpoint.numerics import require_finite
 from compress.checkpoint.scheme import Sparsity
+from compress.common.device import require_finite
 
 PER_OUTPUT = frozenset({"wanda"})
 """Methods that compare weights within an output; the others compare those of the whole layer."""

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.ranges import storable
+from compress.checkpoint.weights.integer import IntegerWeight, storable
 
 LARGEST_OFFSET = 0.5
 # How far a range factor moves for every step of an offset.

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from compress.checkpoint.numerics import require_finite
-from compress.methods.folding import share_across_heads
-from compress.methods.smoothing import Candidate, Loss, SmoothingResult, best_scale
+from compress.common.device import require_finite
+from compress.methods.shared.smoothing import Candidate, Loss, SmoothingResult, best_scale, share_across_heads
 
 ALPHAS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 # Channels that calibration never excited would get a scale of zero.

@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.scales import encode, search_scales
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.methods.columns import Choice, Columns, Grid
-from compress.methods.hessian import GptqOptions, HessianFactor
+from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
 from compress.methods.pruning import keep_pattern, keep_share, scores
+from compress.methods.shared.column_solver import Choice, Columns, Grid
+from compress.methods.shared.hessian import GptqOptions, HessianFactor
 
 OPTIONS = GptqOptions(activation_order=False)
 """How the Hessian must be factorized."""

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.errors import CheckpointError, NumericsError
-from compress.checkpoint.source import TensorFiles
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.errors import CheckpointError, NumericsError
 from compress.pipeline.skeleton import Skeleton
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from calibration.mixture import pack_parts
 from calibration.self_text import sample_sequences
-from calibration.sequences import SequenceSet, separator_token
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.source import TensorFiles
+from calibration.sequences import SequenceSet, load_tokenizer, separator_token
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.errors import CheckpointError
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.progress import RunDisplay
 from compress.recipe import CalibrationOptions
@@ -119,7 +118,7 @@ def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 def _require_memory(source: SourceModel) -> None:
     """Compressing streams; sampling holds the whole dense model. Refused in words rather than killed by the system."""
-    from runtime.free_memory import available_bytes, format_bytes
+    from compress.common.device import available_bytes, format_bytes
 
     files = TensorFiles.open(source.path)
     needed = source.dtype.itemsize * sum(math.prod(files.shape(name)) for name in files.names())

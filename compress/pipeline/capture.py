@@ -6,17 +6,20 @@ and whatever else a family passes to its blocks come from the family's own code,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from compress.checkpoint.errors import NumericsError
-from compress.checkpoint.source import TensorFiles
-from compress.pipeline.blocks import fill, release
+from calibration.statistics import InputDifference, InputStatistics
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.errors import NumericsError
+from compress.pipeline.blocks import LoadedBlock, fill, release
 from compress.pipeline.skeleton import Skeleton
 
 
@@ -206,3 +209,144 @@ def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
     return left is right or left == right
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a method wants to know of a linear's inputs."""
+
+    hessian: bool = False
+    sample_rows: int = 0
+
+    def __or__(self, other: Need) -> Need:
+        return Need(self.hessian or other.hessian, max(self.sample_rows, other.sample_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Statistics by linear; `groups` lists linears that share their input, hence one statistics object."""
+
+    statistics: dict[str, InputStatistics]
+    groups: tuple[tuple[str, ...], ...]
+
+
+def observe(
+    block: LoadedBlock,
+    inputs: BlockInputs,
+    index: int,
+    needs: dict[str, Need],
+    device: torch.device,
+    tick: Callable[[float], None] = lambda _: None,
+) -> Observed:
+    """Runs the whole calibration through a block and gathers statistics of its linears' inputs.
+
+    The first micro-batch shows which linears receive the very same tensor; from then on one of them counts for all.
+    A linear that nothing reaches (an unused expert) is in no group.
+
+    Args:
+        tick: told the share of the calibration that has passed.
+
+    Raises:
+        NumericsError: NaN or infinity in an input, naming the linear.
+    """
+    batches = inputs.batches(index, device)
+    first, _ = linear_inputs(block, *next(batches), tuple(needs))
+    groups = _same_tensor(first)
+    leaders = {group[0]: _statistics(block, group, needs, device) for group in groups}
+    for leader, statistics in leaders.items():
+        statistics.update(first[leader])
+    first.clear()
+    handles = [_on_input(block.linear(leader), statistics.update) for leader, statistics in leaders.items()]
+    try:
+        for number, (hidden, call) in enumerate(batches, 1):
+            tick(number / len(inputs.calls))
+            run_block(block.module, hidden, call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Observed({name: leaders[group[0]] for group in groups for name in group}, groups)
+
+
+def linear_inputs(
+    block: LoadedBlock, hidden: Tensor, call: Call, linears: Sequence[str]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The input of each linear in one forward pass, in the order in which they are reached, and the block's output."""
+    seen: dict[str, Tensor] = {}
+    handles = [_on_input(block.linear(name), partial(seen.setdefault, name)) for name in linears]
+    try:
+        output = run_block(block.module, hidden, call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen, output
+
+
+def _same_tensor(inputs: dict[str, Tensor]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, tensor in inputs.items():
+        groups.setdefault(id(tensor), []).append(name)
+    return tuple(map(tuple, groups.values()))
+
+
+def _statistics(
+    block: LoadedBlock, group: tuple[str, ...], needs: dict[str, Need], device: torch.device
+) -> InputStatistics:
+    need = Need()
+    for name in group:
+        need |= needs[name]
+    return InputStatistics(
+        block.linear(group[0]).in_features,
+        f"{block.name}.{group[0]}",
+        hessian=need.hessian,
+        sample_rows=need.sample_rows,
+        device=device,
+    )
+
+
+def _on_input(module: nn.Module, action: Callable[[Tensor], Any]) -> RemovableHandle:
+    def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        action(args[0])
+
+    return module.register_forward_pre_hook(hook)
+
+
+def follow_dense(
+    block: LoadedBlock,
+    inputs: BlockInputs,
+    reference: Tensor,
+    index: int,
+    linears: Sequence[str],
+    device: torch.device,
+    tick: Callable[[float], None] = lambda _: None,
+) -> tuple[dict[str, InputDifference], Tensor]:
+    """Runs the calibration of both models through a block that still has its own weights.
+
+    Args:
+        inputs: what enters the block in the quantized model.
+        reference: `[N, L, H]`, what enters it in the dense one.
+        linears: those whose inputs are compared.
+        tick: told the share of the calibration that has passed.
+
+    Returns:
+        The differences by linear, without those that other tokens reach in the dense model (experts); and the dense
+        model's next hidden states `[N, L, H]`, on the host.
+    """
+    found = {name: InputDifference(block.linear(name).in_features, device) for name in linears}
+    outputs = torch.empty_like(reference)
+    begin = 0
+    for hidden, call in inputs.batches(index, device):
+        tick(begin / len(outputs))
+        rows = slice(begin, begin + len(hidden))
+        wanted, output = linear_inputs(block, reference[rows].to(device), call, linears)
+        outputs[rows] = output
+        seen, _ = linear_inputs(block, hidden, call, linears)
+        found = {name: each for name, each in found.items() if _add(each, seen.get(name), wanted.get(name))}
+        begin = rows.stop
+    return found, outputs
+
+
+def _add(difference: InputDifference, seen: Tensor | None, wanted: Tensor | None) -> bool:
+    if seen is None or wanted is None or seen.shape != wanted.shape:
+        return False
+    difference.update(seen, wanted)
+    return True

@@ -8,19 +8,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.config import REPORT_FILE, packed_config
-from compress.checkpoint.digest import verify_against
-from compress.checkpoint.disk import sync
-from compress.checkpoint.errors import CheckpointError, ToolkitError
+import torch
+from torch import Tensor
+
+from compress.checkpoint.config import packed_config
+from compress.checkpoint.digest import digest, verify_against
 from compress.checkpoint.formats import dense
-from compress.checkpoint.formats.table import format_for
+from compress.checkpoint.formats.registry import format_for
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.structure import StructureReport
-from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.verify import StructureReport, verify_structure
 from compress.checkpoint.writer import assemble
+from compress.common.errors import CheckpointError, ToolkitError
+from compress.common.files import REPORT_FILE, sync
+from compress.pipeline.block import BlockOutcome
 from compress.pipeline.blocks import check_finite
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.resume import REST, Progress, block_key
+from compress.report import environment
 
 
 def save_rest(prepared: Prepared, progress: Progress) -> None:
@@ -131,3 +135,22 @@ def compare_with_report(folder: Path) -> list[str] | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a report of this toolkit: {error!r}", "Remove it to skip this") from error
     return verify_against(folder, digests)
+
+
+def stored_form(prepared: Prepared, outcome: BlockOutcome) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by full name, and what happened, with the scheme and the digest of every weight.
+
+    Raises:
+        SchemeError: a weight that the format of this plan cannot hold.
+    """
+    model_dtype = getattr(torch, prepared.plan.scale_dtype)
+    codec = format_for(prepared.plan.schemes)
+    tensors = outcome.dense | outcome.pruned
+    for module, weight in outcome.weights.items():
+        tensors |= codec.encode(module, weight, model_dtype)
+    facts = outcome.facts() | {
+        "schemes": {module: weight.scheme.to_dict() for module, weight in outcome.weights.items()},
+        "digests": {name: digest(weight) for name, weight in (outcome.weights | outcome.pruned).items()},
+        "environment": environment(prepared),
+    }
+    return tensors, facts

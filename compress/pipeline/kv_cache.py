@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.config import COMPRESSION_KEY, read_config, write_config
-from compress.checkpoint.kv_cache import KV_CACHE_KEY, KVCacheScheme
-from compress.checkpoint.kv_measured import KV_MEASURED_KEY, KVCacheRecord, MeasuredKVCache
-from compress.kv_choice import KVChoice, choose_kv_cache
+from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
 from compress.pipeline.prepare import Prepared
 from compress.pipeline.progress import RunDisplay
-from compress.stages.kv_cache import KVCacheStage
+from compress.plan import KVChoice, choose_kv_cache
+from compress.recipe import KVCacheStage
 
 if TYPE_CHECKING:
     from compress.evaluate.perplexity import Evaluation

@@ -12,18 +12,39 @@ from torch import Tensor
 
 from calibration.sequences import SequenceSet
 from compress.checkpoint.config import dtype_name, read_config
-from compress.checkpoint.device import resolve_device
-from compress.checkpoint.disk import check_out_folder
-from compress.checkpoint.source import TensorFiles
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.device import resolve_device
+from compress.common.errors import ToolkitError
+from compress.common.files import check_out_folder
+from compress.make_plan import make_plan
 from compress.pipeline.calibration_text import SourceModel, calibration_sequences
-from compress.pipeline.compute import pick_dtype
-from compress.pipeline.memory import first_micro_batch
-from compress.pipeline.peak_memory import estimate_peak
-from compress.pipeline.planning import make_plan
-from compress.pipeline.rotated_files import RotatedSource
+from compress.pipeline.memory import estimate_peak, first_micro_batch
+from compress.pipeline.rotated_source import RotatedSource
 from compress.pipeline.skeleton import Skeleton, open_skeleton
 from compress.plan import Plan
 from compress.recipe import Recipe
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def pick_dtype(name: str, model_dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of the forward passes; `auto` is the model's own where the device multiplies it natively, else float32.
+
+    Raises:
+        ToolkitError: a dtype that is not offered.
+    """
+    if name not in DTYPES:
+        raise ToolkitError(f"dtype {name!r} is not offered", f"Use --dtype {', '.join(DTYPES)}")
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda" or (model_dtype == "bfloat16" and _has_native_bfloat16()):
+        return getattr(torch, model_dtype)
+    return torch.float32
+
+
+def _has_native_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 @dataclass(frozen=True, slots=True)

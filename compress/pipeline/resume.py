@@ -23,10 +23,10 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.checkpoint.disk import atomic_file, partial_folder
-from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.safetensors_file import MappedFile
+from compress.checkpoint.safetensors import MappedFile
 from compress.checkpoint.writer import PieceStore
+from compress.common.errors import CheckpointError
+from compress.common.files import atomic_file, partial_folder
 
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 BLOCK, SURVEY = "block", "survey"

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from compress.architectures.architecture import Architecture
-from compress.architectures.find import find_architecture
-from compress.checkpoint.errors import CheckpointError
+from compress.common.errors import CheckpointError
+from compress.models.registry import find_architecture
+from compress.models.spec import Architecture
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
+
 
 _OTHER_INPUTS = ("vision_config", "audio_config", "text_config")
 

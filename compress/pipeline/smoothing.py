@@ -13,19 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.architectures.architecture import SmoothingEdge
-from compress.assignment import Assignment
-from compress.checkpoint.activations import quantize_tokens
-from compress.checkpoint.scales import round_in_range
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.fp8 import quantize_tokens
+from compress.checkpoint.weights.integer import round_in_range
 from compress.methods.awq import search_smoothing
-from compress.methods.folding import one_per_value_head, scale_inputs, scale_norm, scale_outputs
-from compress.methods.fp8 import round_to_fp8
-from compress.methods.smoothing import SmoothingResult
+from compress.methods.rtn import round_to_fp8
+from compress.methods.shared.smoothing import (
+    SmoothingResult,
+    one_per_value_head,
+    scale_inputs,
+    scale_norm,
+    scale_outputs,
+)
 from compress.methods.smoothquant import ALPHAS, search_alpha
+from compress.models.spec import SmoothingEdge
 from compress.pipeline.blocks import LoadedBlock
-from compress.pipeline.capture import BlockInputs, Call, run_block
-from compress.pipeline.observe import Observed
+from compress.pipeline.capture import BlockInputs, Call, Observed, run_block
+from compress.plan import Assignment
 
 NUM_RATIOS = 10
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.checkpoint.config import dtype_name, read_config
-from compress.checkpoint.errors import ToolkitError
-from compress.checkpoint.source import TensorFiles
-from compress.reporting.run_report import RunReport
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.errors import ToolkitError
+from compress.reporting.report_data import RunReport
 from compress.targets import without_indices
 
 # Some configs say "no limit" by a number past every real size.

@@ -2,19 +2,238 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from compress.reporting import charts, provenance
-from compress.reporting.axis import short
+from compress.checkpoint.kv_cache import EXACT, KVCacheRecord, MeasuredKVCache
+from compress.reporting import charts
+from compress.reporting.charts import BOTTOM, MUTED, TOP, Bar, Mark, Series, bars, figure, lines
 from compress.reporting.headers import Headers
 from compress.reporting.html import bullets, facts, page, paragraph, section, table, tag, text
-from compress.reporting.kv_page import kv_section
-from compress.reporting.run_report import RunReport
-from compress.reporting.search_section import search_section
-from compress.reporting.units import change, percent, size, times
+from compress.reporting.numbers import Axis, change, percent, short, size, times
+from compress.reporting.report_data import KVCacheFacts, RunReport, SearchedUnit, SearchRecord
+
+GIB = 2**30
+HEAD = (
+    "keys and values",
+    "one token",
+    "tokens per GiB",
+    "KL mean",
+    "KL 99.9 %",
+    "perplexity",
+    "change",
+    "first token",
+    "",
+)
+NUMERIC = (1, 2, 3, 4, 5, 6, 7)
+
+
+def kv_section(report: RunReport) -> list[str]:
+    """One section, or none where the recipe said nothing of the cache."""
+    found = report.kv_cache
+    if found is None:
+        return []
+    said = [] if not found.warning else [bullets([f"warning: {found.warning}"])]
+    if found.record is None:
+        return [section("KV cache", paragraph("Keys and values stay 16 bits; nothing was measured."), *said)]
+    record = found.record
+    measured = facts(
+        [
+            ("predicted tokens", f"{record.tokens:,}, in windows of {record.length:,}"),
+            ("compared with", "this checkpoint with a cache of 16 bits"),
+            ("limit", f"a mean KL of {record.max_kl:g}"),
+            ("protocol", record.protocol),
+        ]
+    )
+    drawn = tag("div", _bytes_chart(record), _cost_chart(record), class_="charts")
+    return [section("KV cache", drawn, table(HEAD, _rows(found, record), NUMERIC), measured, *said)]
+
+
+def _rows(found: KVCacheFacts, record: KVCacheRecord) -> list[tuple[str, ...]]:
+    chosen = "the default" if found.default.is_exact else ""
+    exact = (EXACT, size(record.token_bytes), _tokens(record.token_bytes), "0", "0", f"{record.perplexity:.3f}")
+    rows: list[tuple[str, ...]] = [(*exact, "-", "-", chosen)]
+    return rows + [_row(found, record, each) for each in record.candidates]
+
+
+def _row(found: KVCacheFacts, record: KVCacheRecord, each: MeasuredKVCache) -> tuple[str, ...]:
+    verdict = "within the limit" if record.passes(each) else "above the limit"
+    return (
+        str(each.scheme),
+        size(each.token_bytes),
+        _tokens(each.token_bytes),
+        _kl(each),
+        short(each.kl_p999),
+        f"{each.perplexity:.3f}",
+        change(record.perplexity, each.perplexity) if record.perplexity else "-",
+        percent(each.top1_agreement),
+        "the default" if each.scheme == found.default else verdict,
+    )
+
+
+def _kl(each: MeasuredKVCache) -> str:
+    error = f" ± {each.kl_standard_error:.4f}" if each.kl_standard_error is not None else ""
+    return f"{each.kl_mean:.4f}{error}"
+
+
+def _tokens(token_bytes: int) -> str:
+    return f"{GIB // token_bytes:,}" if token_bytes else "-"
+
+
+def _bytes_chart(record: KVCacheRecord) -> str:
+    rows = [Bar(EXACT, size(record.token_bytes), ((record.token_bytes, MUTED),))]
+    rows += [Bar(str(each.scheme), size(each.token_bytes), ((each.token_bytes, 2),)) for each in record.candidates]
+    subtitle = "keys and values of one token in all layers, with their scales"
+    return figure("Bytes per token", subtitle, bars("Bytes of keys and values per token", rows))
+
+
+def _cost_chart(record: KVCacheRecord) -> str:
+    rows = [Bar(str(each.scheme), _kl(each), ((each.kl_mean, 0),)) for each in record.candidates]
+    subtitle = "mean KL(16-bit cache || this), in nats, ± standard error over windows"
+    return figure("What it costs", subtitle, bars("Divergence from a cache of 16 bits", rows)) if rows else ""
+
+
+def exceptions(report: RunReport) -> str:
+    """Fallbacks, notes, and what was kept dense and why."""
+    fallbacks = [(linear.module, linear.recovery) for linear in report.linears if linear.recovery]
+    dense = [(kind.tensor, kind.count, size(kind.bytes_after), kind.reason) for kind in report.kinds if kind.reason]
+    parts = [table(("layer", "fallback"), fallbacks) if fallbacks else paragraph("No fallback was needed.")]
+    parts.append(bullets(report.notes) if report.notes else "")
+    parts.append(table(("kept dense", "count", "size", "why"), dense, (1, 2)) if dense else "")
+    return section("Exceptions and notes", *parts)
+
+
+def verification(report: RunReport) -> str:
+    """What re-reading the finished checkpoint found."""
+    found = report.verification
+    verdict = tag("span", text("sound" if found.ok else "not sound"), class_="good" if found.ok else "bad")
+    schemes: dict[str, int] = {}
+    for scheme in found.schemes.values():
+        schemes[scheme] = schemes.get(scheme, 0) + 1
+    rows = [
+        ("format", found.format),
+        ("compared bit for bit", f"{found.bit_compared} layers, with the codes chosen"),
+        ("packed layers", ", ".join(f"{count} as {name}" for name, count in sorted(schemes.items())) or "none"),
+        ("parameters", f"{found.num_parameters:,}, of which {found.num_packed:,} are packed"),
+    ]
+    said = f"Re-read from the disk when it was finished. To check it again: compress verify {report.folder}"
+    return section(
+        "Verification",
+        tag("p", verdict),
+        facts(rows),
+        bullets([*found.problems, *found.notes]) if found.problems or found.notes else "",
+        paragraph(said, class_="soft"),
+    )
+
+
+def made(report: RunReport) -> str:
+    """Source, seed, tool, calibration, environment and the recipe."""
+    rows: list[tuple[str, object]] = [
+        ("source", report.source),
+        ("seed", report.seed),
+        ("tool", report.tool),
+        ("seconds", f"{report.seconds:.1f}"),
+    ]
+    rows += [("calibration", _calibration(report.calibration))]
+    rows += [(str(key), value) for key, value in report.environment.items()]
+    recipe = json.dumps(report.recipe, indent=2, ensure_ascii=False)
+    shown = tag("details", tag("summary", "Recipe"), tag("pre", text(recipe)))
+    warnings = report.calibration.get("warnings")
+    listed = bullets(f"calibration: {line}" for line in warnings) if isinstance(warnings, list) and warnings else ""
+    return section("How it was made", facts(rows), listed, shown)
+
+
+def _calibration(fields: Mapping[str, Any]) -> str:
+    if not fields:
+        return "none: the method needs no data"
+    amount = f"{fields.get('sequences', '?')} sequences of {fields.get('length', '?')} tokens"
+    digest = str(fields.get("token_sha256", ""))[:12]
+    return f"{fields.get('source', '?')}: {amount}; {fields.get('description', '')}; token sha256 {digest}"
+
+
+def search_section(report: RunReport) -> str:
+    """Sensitivities over depth, what they add up to, and the choice of every layer; nothing where none was searched."""
+    search = report.search
+    if search is None:
+        return ""
+    charts = [each for each in (sensitivity_chart(report, search), sums_chart(report, search)) if each]
+    note = (
+        f"Target: {search.target}. Sensitivities were measured on {search.measured_tokens:,} tokens of calibration "
+        "text that no method saw."
+    )
+    listed = tag("details", tag("summary", text(f"The {len(search.units)} choices")), _choices(search))
+    return section("Search", paragraph(note), tag("div", *charts, class_="charts"), _tries(search), listed)
+
+
+def sensitivity_chart(report: RunReport, search: SearchRecord) -> str:
+    """KL of each unit alone over depth, a line for each kind; nothing where no unit stands in a block."""
+    scheme = search.typical
+    marks: dict[str, list[Mark]] = {}
+    for unit in search.units:
+        place = _place(report, unit)
+        if place is not None and scheme in unit.sensitivity:
+            index, kind = place
+            value = unit.sensitivity[scheme]
+            title = f"{kind}, block {index}: KL {short(value)} as {scheme}; chosen: {unit.chosen}"
+            marks.setdefault(kind, []).append(Mark(index, value, title))
+    series = [Series(kind, tuple(found)) for kind, found in marks.items()]
+    if not series:
+        return ""
+    up = Axis.spanning([mark.y for each in series for mark in each.marks], BOTTOM, TOP)
+    scale = "; logarithmic scale" if up.is_log else ""
+    return figure(
+        "Sensitivity of layers",
+        f"KL of the whole model when only these layers are {scheme}, in nats{scale}",
+        lines(f"Sensitivity of layers as {scheme}", series, len(report.blocks), up),
+        list(enumerate(each.name for each in series)),
+    )
+
+
+def sums_chart(report: RunReport, search: SearchRecord) -> str:
+    """What sensitivities add up to for one scheme everywhere, and for the choice; and what that measured."""
+    rows = [Bar(f"{scheme} everywhere", f"{total:.4f}", ((total, MUTED),)) for scheme, total in search.uniform.items()]
+    rows.append(Bar("chosen, predicted", f"{search.predicted:.4f}", ((search.predicted, 0),)))
+    measured = report.quality.kl_mean if report.quality else None
+    if measured is not None:
+        rows.append(Bar("chosen, measured", f"{measured:.4f}", ((measured, 1),)))
+    rows.sort(key=lambda row: -row.parts[0][0])
+    subtitle = "sums of sensitivities, in nats; measured: the finished checkpoint on the evaluation text"
+    return figure("What changes add up to", subtitle, bars("Sums of sensitivities", rows))
+
+
+def _choices(search: SearchRecord) -> str:
+    schemes = list(dict.fromkeys(scheme for unit in search.units for scheme in unit.sensitivity))
+    rows = [
+        (
+            ", ".join((unit.modules[0], *(module.rpartition(".")[2] for module in unit.modules[1:]))),
+            unit.chosen,
+            *(short(unit.sensitivity[scheme]) if scheme in unit.sensitivity else "-" for scheme in schemes),
+        )
+        for unit in search.units
+    ]
+    return table(("layers", "chosen", *(f"KL as {each}" for each in schemes)), rows, tuple(range(2, 2 + len(schemes))))
+
+
+def _tries(search: SearchRecord) -> str:
+    if not search.tries:
+        return ""
+    rows = [
+        (number, f"{each.predicted:.4f}", f"{each.measured:.4f}", size(each.bytes))
+        for number, each in enumerate(search.tries, 1)
+    ]
+    return table(("try", "predicted KL", "measured KL", "size"), rows, (0, 1, 2, 3))
+
+
+def _place(report: RunReport, unit: SearchedUnit) -> tuple[int, str] | None:
+    """Index of the block and the last parts of the names; None for what stands in no block."""
+    for index, block in enumerate(report.blocks):
+        if unit.modules[0].startswith(f"{block.name}."):
+            return index, ", ".join(module.rpartition(".")[2] for module in unit.modules)
+    return None
+
 
 WORST = 8
-GIB = 2**30
 
 
 def report_page(report: RunReport, headers: Headers) -> str:
@@ -32,9 +251,9 @@ def report_page(report: RunReport, headers: Headers) -> str:
         _bits(report, headers),
         _smoothing(report),
         _outliers(report),
-        provenance.exceptions(report),
-        provenance.verification(report),
-        provenance.made(report),
+        exceptions(report),
+        verification(report),
+        made(report),
         tag("footer", text(f"Written from {report.path.name}. Rest the pointer on a mark to read its value.")),
     )
 

@@ -6,10 +6,13 @@ Free of torch. Solved by dynamic programming over the budget, which gives the be
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from compress.common.errors import RecipeError
+from compress.search.space import Form, Unit
 
 STEPS = 1 << 16
 """Budgets that are told apart at most. Where costs have a common divisor large enough, the answer is exact; elsewhere
@@ -135,3 +138,96 @@ def _worth(now: Option, other: Option) -> float:
     """Loss taken away per byte."""
     more = other.cost - now.cost
     return (now.loss - other.loss) / more if more > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The form of every unit, the bytes they take together, and the sum of their sensitivities."""
+
+    forms: dict[Unit, Form]
+    cost: int
+    predicted: float
+
+
+class Chooser:
+    """All best choices of a search.
+
+    Args:
+        menus: forms that each unit may get.
+        cost: bytes of a unit in a form.
+        loss: its sensitivity.
+    """
+
+    def __init__(
+        self,
+        menus: Mapping[Unit, Sequence[Form]],
+        cost: Callable[[Unit, Form], int],
+        loss: Callable[[Unit, Form], float],
+    ) -> None:
+        self._menus = menus
+        self._frontier = Frontier(
+            [[Option(cost(unit, form), loss(unit, form)) for form in menu] for unit, menu in menus.items()]
+        )
+
+    def within_budget(self, budget: int) -> Choice:
+        """The least sum of sensitivities. Raises RecipeError where even the smallest forms take more bytes."""
+        found = self._frontier.within_cost(budget)
+        if found is None:
+            raise RecipeError(
+                f"the layers take {self._frontier.smallest:,} bytes at least, not {budget:,}", "Allow more"
+            )
+        return self._choice(found)
+
+    def within_loss(self, limit: float) -> Choice:
+        """The fewest bytes; where even the best forms lose more, those."""
+        return self._choice(self._frontier.within_loss(max(limit, self._frontier.least_loss)))
+
+    def _choice(self, allocation: Allocation) -> Choice:
+        chosen = zip(self._menus.items(), allocation.chosen, strict=True)
+        return Choice({unit: menu[index] for (unit, menu), index in chosen}, allocation.cost, allocation.loss)
+
+
+CLOSE = 0.97
+"""A checkpoint whose divergence is at least this share of what is allowed is close enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One checkpoint that was made.
+
+    Attributes:
+        predicted: sum of the sensitivities of its layers, in nats.
+        measured: its mean divergence, in nats.
+        bytes: of its weight files.
+    """
+
+    predicted: float
+    measured: float
+    bytes: int
+
+
+def best(tries: Sequence[Try], limit: float) -> Try | None:
+    """The smallest that keeps the limit; None when none does."""
+    return min((each for each in tries if each.measured <= limit), key=lambda each: each.bytes, default=None)
+
+
+def next_allowed(tries: Sequence[Try], limit: float) -> float | None:
+    """The sum of sensitivities to allow next; None when the best is close enough.
+
+    Measured divergence grows with the predicted one, nearly in proportion: so the last ratio tells what to allow.
+    What is known to be too much, or not too much, bounds it.
+    """
+    if not tries:
+        return limit
+    kept = max((each for each in tries if each.measured <= limit), key=lambda each: each.predicted, default=None)
+    if kept and kept.measured >= CLOSE * limit:
+        return None
+    low = kept.predicted if kept else 0.0
+    high = min((each.predicted for each in tries if each.measured > limit), default=math.inf)
+    last = tries[-1]
+    aim = last.predicted * limit / last.measured * (1 + CLOSE) / 2 if last.measured > 0 else math.inf
+    if low < aim < high:
+        return aim
+    if math.isinf(high):
+        return 2 * low
+    return math.sqrt(low * high) if low else high / 2

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.disk import atomic_file
-from compress.checkpoint.errors import CheckpointError
-from compress.search.form import Form
-from compress.search.units import Unit
+from compress.common.errors import CheckpointError
+from compress.common.files import atomic_file
+from compress.search.space import Form, Unit
 
 FORMAT_VERSION = 1
 

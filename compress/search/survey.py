@@ -4,22 +4,103 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.assignment import Assignment
-from compress.checkpoint.errors import CheckpointError, DataError, RecipeError
-from compress.pipeline.outside import find_ends
+from compress.checkpoint.formats import compress_runtime
+from compress.common.errors import CheckpointError, DataError, RecipeError, SchemeError
+from compress.make_plan import assign, find_ends, packed_bytes
+from compress.methods.shared.rank_allocation import ALIGNMENT, largest_rank
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
-from compress.search.file_bytes import fixed_bytes, unit_bytes
-from compress.search.fit import assignments_of, menu_for
-from compress.search.form import Form
-from compress.search.goal import Goal
-from compress.search.request import SearchRequest
-from compress.search.units import EMBEDDING, Unit, units_of
+from compress.plan import Assignment, Plan, shape_bytes
+from compress.search.space import EMBEDDING, Form, Goal, SearchRequest, Unit, units_of
+
+
+def assignments_of(unit: Unit, form: Form, method: str) -> dict[str, Assignment]:
+    """What each linear of a unit gets, by full name; empty where it stays dense.
+
+    Args:
+        method: how integers are rounded.
+
+    Raises:
+        SchemeError: the form does not fit: groups or pattern do not divide, or factors would be no smaller.
+    """
+    if form.factorizing and not all(largest_rank(*shape, ALIGNMENT) for shape in unit.shapes):
+        raise SchemeError(f"factors of {unit.name} would be no smaller", "Leave low rank out")
+    if form.is_dense:
+        return {}
+    shapes = dict(zip(unit.modules, unit.shapes, strict=True))
+    assignments, _ = assign(form.stages(method, unit.modules), shapes, {})
+    for module, each in assignments.items():
+        if each.scheme is not None:
+            compress_runtime.check(each.scheme, shapes[module])
+    return assignments
+
+
+def menu_for(unit: Unit, menu: Sequence[Form], method: str) -> list[Form]:
+    """The forms that fit a unit. Raises SchemeError when none does."""
+    fitting = [form for form in menu if _fits(unit, form, method)]
+    if not fitting:
+        widths = ", ".join(str(columns) for _, columns in unit.shapes)
+        raise SchemeError(f"nothing on the menu fits the {widths} inputs of {unit.name}", "Add w8 or w4 to --menu")
+    return fitting
+
+
+def _fits(unit: Unit, form: Form, method: str) -> bool:
+    try:
+        assignments_of(unit, form, method)
+    except SchemeError:
+        return False
+    return True
+
+
+# A tensor's entry in the header of a weight file beside its name.
+_ENTRY_BYTES = 128
+
+
+def unit_bytes(plan: Plan, unit: Unit, form: Form, method: str) -> int:
+    """Of a unit's weights: values and their places, both factors, scales, zero points.
+
+    Args:
+        plan: of the same model, whatever its recipe.
+        method: how integers are rounded.
+    """
+    if form.is_dense:
+        dense = {f"{module}.weight" for module in unit.modules}
+        return sum(row.bytes_before for row in plan.rows if row.tensor in dense)
+    assignments = assignments_of(unit, form, method)
+    shapes = zip(unit.modules, unit.shapes, strict=True)
+    packed = sum(packed_bytes(assignments[module], shape, plan.scale_dtype) for module, shape in shapes)
+    return packed - _shape_bytes(assignments)
+
+
+def fixed_bytes(plan: Plan, menus: Mapping[Unit, Sequence[Form]], method_of: Callable[[Unit], str]) -> int:
+    """At most how many all else takes: other tensors, headers, and the shapes beside packed weights."""
+    searched = {f"{module}.weight" for unit in menus for module in unit.modules}
+    others = sum(row.bytes_after for row in plan.rows if row.tensor not in searched)
+    header = sum(_ENTRY_BYTES + len(row.tensor) for row in plan.rows if row.bytes_after)
+    shapes = 0
+    for unit, menu in menus.items():
+        more = max(map(_entries, menu)) - 1
+        header += sum(more * (_ENTRY_BYTES + len(module)) for module in unit.modules)
+        shapes += max(_shape_bytes(assignments_of(unit, form, method_of(unit))) for form in menu)
+    return others + header + shapes
+
+
+def _entries(form: Form) -> int:
+    """Tensors in the file: values, or codes, scales, shapes and zero points; places beside them; two factors of all."""
+    tensors = 1 if form.scheme is None else 3 if form.scheme.symmetric else 4
+    return (tensors + bool(form.pattern)) * (2 if form.factorizing else 1)
+
+
+def _shape_bytes(assignments: Mapping[str, Assignment]) -> int:
+    """Of the shapes beside packed weights, which are no weights."""
+    return sum(shape_bytes(each.scheme) for each in assignments.values() if each.scheme)
+
 
 _FLOAT32 = 4
 
@@ -112,7 +193,7 @@ class Survey:
 
     def require_memory(self) -> None:
         """Raises CheckpointError where the model does not fit: better than a search that the system kills."""
-        from runtime.free_memory import available_bytes, format_bytes
+        from compress.common.device import available_bytes, format_bytes
 
         available = available_bytes(self.prepared.device)
         if self.peak_memory > available:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from compress.checkpoint.terminal import run_cli
-from compress.checkpoint.version import VersionOption
+from compress.common.cli import VersionOption, run_cli
 from runtime.cli.batch import batch
 from runtime.cli.bench import bench
 from runtime.cli.chat import chat

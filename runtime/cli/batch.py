@@ -11,18 +11,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.checkpoint.errors import DataError, ToolkitError
-from compress.checkpoint.option_groups import with_groups
-from runtime.cli.option_groups import ComputeOptions, DraftOptions, KVOptions, runtime_config
-from runtime.cli.options import ContextOption, MemoryOption, SeedOption, SequencesOption, check_targets, resolve_model
-from runtime.cli.served_model import load_served_model, name_of
+from compress.common.cli import with_groups
+from compress.common.errors import DataError, ToolkitError
+from runtime.cli.options import (
+    ComputeOptions,
+    ContextOption,
+    DraftOptions,
+    KVOptions,
+    MemoryOption,
+    SeedOption,
+    SequencesOption,
+    check_targets,
+    resolve_model,
+    runtime_config,
+)
+from runtime.cli.serve import load_served_model, name_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from runtime.batch_file.results import ResultFile
-    from runtime.batch_file.run import Batch, Progress
-    from runtime.config import RuntimeConfig
+    from runtime.cli.batch_file import Batch, Progress, ResultFile
+    from runtime.core.config import RuntimeConfig
+
 
 MAX_PROBLEMS_SHOWN = 20
 WAITING = 16
@@ -60,7 +70,7 @@ def batch(
     or a crash, answers what is missing in OUT and --errors: remove a line there to have it answered anew. Status 1 when
     a request failed.
     """
-    from runtime.batch_file.run import Batch, Progress
+    from runtime.cli.batch_file import Batch, Progress
 
     path, where = resolve_model(model)
     served_name = name or name_of(path)
@@ -88,7 +98,7 @@ def batch(
 @contextmanager
 def result_files(out: Path, errors: Path | None) -> Iterator[list[ResultFile]]:
     """Open files: for all answers, or for good ones and for failures."""
-    from runtime.batch_file.results import ResultFile
+    from runtime.cli.batch_file import ResultFile
 
     paths = [out] if errors is None or errors == out else [out, errors]
     with ExitStack() as stack:
@@ -114,7 +124,7 @@ def run(app: FastAPI, plan: Batch, progress: Progress) -> None:
     """Answers what is pending. Ctrl-C ends it between lines of the results."""
     import asyncio
 
-    from runtime.batch_file.run import answer_all
+    from runtime.cli.batch_file import answer_all
 
     try:
         asyncio.run(answer_all(app, plan, progress))
@@ -127,7 +137,7 @@ def run(app: FastAPI, plan: Batch, progress: Progress) -> None:
 
 def report(files: list[ResultFile], custom_ids: list[str]) -> None:
     """Says where the answers are. Raises ToolkitError when some are failures."""
-    from runtime.batch_file.run import OK
+    from runtime.cli.batch_file import OK
 
     print(f"answers   {files[0].path}")
     statuses = {name: status for file in files for name, status in file.statuses.items()}
@@ -142,7 +152,7 @@ def check(source: Path, name: str) -> list[str]:
     Raises:
         DataError: the file cannot be read, is empty, or has a wrong line.
     """
-    from runtime.batch_file.lines import Line, read_lines
+    from runtime.cli.batch_file import Line, read_lines
 
     lines = list(read_lines(source, name))
     problems = [line for line in lines if isinstance(line, str)]

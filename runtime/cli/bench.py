@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.checkpoint.errors import ToolkitError
-from compress.checkpoint.option_groups import with_groups
-from runtime.cli.bench_options import LoadOptions, ServerOptions, WorkloadOptions
-from runtime.cli.options import ModelArgument, check_targets, resolve_model
+from compress.common.cli import with_groups
+from compress.common.errors import ToolkitError
+from runtime.cli.options import LoadOptions, ModelArgument, ServerOptions, WorkloadOptions, check_targets, resolve_model
 
 if TYPE_CHECKING:
-    from runtime.benchmark.report import Run
+    from runtime.bench.figures import Run
 
 
 @with_groups
@@ -44,9 +43,9 @@ def bench(
     (output tokens - 1). e2e: to the end of the answer. Goodput: requests that meet all of --slo, where itl bounds
     the longest gap.
     """
-    from runtime.benchmark.figures import parse_objectives
-    from runtime.benchmark.run import Plan, run
-    from runtime.benchmark.workload import read_prompts
+    from runtime.bench.figures import parse_objectives
+    from runtime.bench.load import read_prompts
+    from runtime.bench.run import Plan, run
 
     load = arrivals.load()
     objectives = parse_objectives(slo) if slo else ()
@@ -79,7 +78,7 @@ def split_options(text: str) -> list[str]:
 @contextmanager
 def server(target: ServerOptions, path: Path | None) -> Iterator[str]:
     """The URL given, or one of an own server that lives as long as the block."""
-    from runtime.benchmark.own_server import own_server
+    from runtime.bench.run import own_server
 
     if target.url is not None or path is None:
         if target.serve_options:
@@ -94,8 +93,8 @@ def server(target: ServerOptions, path: Path | None) -> Iterator[str]:
 
 def write(result: Run, json_file: Path | None, plot: Path | None) -> None:
     """Prints the table; writes the files asked for. Status 1 when no request was complete."""
-    from runtime.benchmark.plot import draw
-    from runtime.benchmark.report import print_run
+    from runtime.bench.figures import print_run
+    from runtime.bench.plot import draw
 
     print_run(result)
     if json_file:

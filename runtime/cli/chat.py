@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.checkpoint.errors import RequestError, ToolkitError
-from compress.checkpoint.option_groups import with_groups
-from runtime.cli.option_groups import (
+from compress.common.cli import with_groups
+from compress.common.errors import RequestError, ToolkitError
+from runtime.cli.options import (
     ComputeOptions,
     ContextOptions,
     DraftOptions,
     KVOptions,
+    ModelArgument,
+    SeedOption,
     TruncationOptions,
+    resolve_model,
     runtime_config,
 )
-from runtime.cli.options import ModelArgument, SeedOption, resolve_model
-from runtime.sampling_params import SamplingParams
+from runtime.core.request import Delta, FinishReason, SamplingParams
+from runtime.engine.engine import Engine
+from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from runtime.chat.session import Session
-    from runtime.config import RuntimeConfig
-    from runtime.text.tokenizer import Tokenizer
+    from runtime.core.config import RuntimeConfig
+
 
 PROMPT = "> "
 
@@ -73,8 +78,6 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 def load(path: Path, tokenizer: Tokenizer, config: RuntimeConfig, sampling: SamplingParams, system: str) -> Session:
     """An engine for one conversation. Imports torch."""
-    from runtime.chat.conversation import Conversation
-    from runtime.chat.session import Session
     from runtime.llm import load_engine
 
     engine, _ = load_engine(path, config)
@@ -94,7 +97,6 @@ def talk(session: Session) -> None:
 
 
 def obey(session: Session, line: str) -> None:
-    from runtime.chat.commands import run_command
 
     if said := run_command(session.conversation, line):
         tell(said)
@@ -114,7 +116,7 @@ def read_lines(session: Session) -> Iterator[str]:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # gives input() a history
+            pass
         tell("Say something; /help lists commands.")
     while not session.conversation.is_over:
         try:
@@ -140,3 +142,196 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
 
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+Message = dict[str, str]
+
+
+@dataclass
+class Conversation:
+    """Turns of user and assistant in order, after a system message if there is one.
+
+    Attributes:
+        sampling: of the next answer.
+        is_over: the user has left.
+    """
+
+    sampling: SamplingParams
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+    is_over: bool = False
+
+    @property
+    def messages(self) -> list[Message]:
+        """As a chat template takes them."""
+        return [{"role": "system", "content": self.system}, *self.turns] if self.system else list(self.turns)
+
+    def with_user(self, text: str) -> list[Message]:
+        """The messages if the user said this next."""
+        return [*self.messages, {"role": "user", "content": text}]
+
+    def add_turn(self, question: str, answer: str) -> None:
+        """Keeps a question and its answer, whole or stopped."""
+        self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def save(self, path: Path) -> None:
+        """Writes the messages as JSON, in the form that chat completions take."""
+        content = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
+        path.write_text(content + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command.
+
+    Attributes:
+        usage: how it is typed. help: what it does.
+        run: does it and says so; takes what stands behind the name.
+    """
+
+    usage: str
+    help: str
+    run: Callable[[Conversation, str], str]
+
+
+def run_command(conversation: Conversation, line: str) -> str:
+    """Obeys a line that begins with a slash and says what was done.
+
+    Raises:
+        RequestError: no such command, or a value that cannot be.
+    """
+    name, _, argument = line.strip().partition(" ")
+    if name not in COMMANDS:
+        raise RequestError(f"there is no command {name}", f"There are {', '.join(COMMANDS)}")
+    return COMMANDS[name].run(conversation, argument.strip())
+
+
+def _system(conversation: Conversation, text: str) -> str:
+    conversation.system = text
+    return "system message set" if text else "no system message"
+
+
+def _temperature(conversation: Conversation, text: str) -> str:
+    if text:
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise RequestError(f"{text!r} is no temperature", "Write a number, for example /temperature 0.7") from error
+        conversation.sampling = replace(conversation.sampling, temperature=value)
+    return f"temperature {conversation.sampling.temperature:g}"
+
+
+def _reset(conversation: Conversation, _: str) -> str:
+    conversation.turns.clear()
+    return "the conversation begins anew" + ("; the system message stays" if conversation.system else "")
+
+
+def _save(conversation: Conversation, name: str) -> str:
+    if not name:
+        raise RequestError("/save has no file", "Name one, for example /save chat.json")
+    path = Path(name).expanduser()
+    try:
+        conversation.save(path)
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written: {error.strerror}", "Name another file") from error
+    return f"{len(conversation.messages)} messages in {path}"
+
+
+def _help(_: Conversation, __: str) -> str:
+    return "\n".join(f"{command.usage:18} {command.help}" for command in COMMANDS.values())
+
+
+def _quit(conversation: Conversation, _: str) -> str:
+    conversation.is_over = True
+    return ""
+
+
+COMMANDS = {
+    "/system": Command("/system TEXT", "Set the system message; without text: remove it.", _system),
+    "/temperature": Command("/temperature X", "Set or show the temperature; 0 is greedy.", _temperature),
+    "/reset": Command("/reset", "Forget what was said.", _reset),
+    "/save": Command("/save FILE", "Write the conversation as JSON.", _save),
+    "/help": Command("/help", "Show this list.", _help),
+    "/quit": Command("/quit", "Leave; Ctrl-D does too.", _quit),
+}
+
+
+@dataclass
+class TurnFigures:
+    """Of the last answer. Seconds count from the question."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    first_seconds: float = 0.0
+    seconds: float = 0.0
+    is_cut: bool = False
+
+    def __str__(self) -> str:
+        generating = self.seconds - self.first_seconds
+        rate = f", {(self.output_tokens - 1) / generating:.1f} tokens/s" if self.output_tokens > 1 else ""
+        prompt = f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached)"
+        cut = "; the limit of tokens cut it" if self.is_cut else ""
+        return f"{prompt}, {self.output_tokens} generated, the first after {self.first_seconds:.2f} s{rate}{cut}"
+
+
+class Session:
+    """Answers a conversation's questions with an engine of its own.
+
+    Args:
+        engine: nobody else may use it.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, conversation: Conversation) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.conversation = conversation
+        self.figures = TurnFigures()
+
+    def ask(self, question: str, is_stopped: Callable[[], bool]) -> Iterator[str]:
+        """The answer in pieces. However it ends, the turn is kept with what was said, and the engine is free again.
+
+        Args:
+            is_stopped: asked after every step; True ends the answer.
+
+        Raises:
+            RequestError: the conversation does not fit in the context, or the template refuses it; nothing is kept.
+            ToolkitError: the engine failed; nothing is kept.
+        """
+        token_ids = self.tokenizer.encode_chat(self.conversation.with_user(question))
+        began, self.figures = time.perf_counter(), TurnFigures(len(token_ids))
+        request_id = self.engine.add_request(token_ids, self._sampling(len(token_ids)))
+        pieces: list[str] = []
+        try:
+            for delta in self._deltas(is_stopped):
+                self._note(delta, time.perf_counter() - began)
+                pieces.append(delta.text)
+                yield delta.text
+        finally:
+            self.engine.abort(request_id)
+        self.conversation.add_turn(question, "".join(pieces))
+
+    def _sampling(self, num_prompt_tokens: int) -> SamplingParams:
+        room = self.engine.runner.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the conversation has {num_prompt_tokens} tokens and the context {self.engine.runner.max_model_len}",
+                "/reset begins anew",
+            )
+        sampling = self.conversation.sampling
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+
+    def _deltas(self, is_stopped: Callable[[], bool]) -> Iterator[Delta]:
+        while self.engine.has_work and not is_stopped():
+            for delta in self.engine.step():
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise ToolkitError(f"the answer failed: {delta.error}", "Try --kernels reference --dtype float32")
+                yield delta
+
+    def _note(self, delta: Delta, seconds: float) -> None:
+        figures = self.figures
+        if not figures.output_tokens:
+            figures.first_seconds = seconds
+        figures.seconds = seconds
+        figures.output_tokens, figures.cached_tokens = delta.num_output_tokens, delta.num_cached_tokens
+        figures.is_cut = delta.finish_reason is FinishReason.LENGTH

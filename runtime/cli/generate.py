@@ -10,26 +10,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.checkpoint.errors import RequestError, ToolkitError
-from compress.checkpoint.option_groups import with_groups
-from runtime.cli.grammar_options import GrammarOptions
-from runtime.cli.option_groups import (
+from compress.common.cli import with_groups
+from compress.common.errors import RequestError, ToolkitError
+from runtime.cli.options import (
     ComputeOptions,
     ContextOptions,
     DraftOptions,
+    GrammarOptions,
     KVOptions,
+    ModelArgument,
     PenaltyOptions,
+    SeedOption,
     TruncationOptions,
+    resolve_model,
     runtime_config,
 )
-from runtime.cli.options import ModelArgument, SeedOption, resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from runtime.engine import Engine
-    from runtime.sampling_params import SamplingParams
-    from runtime.types import Delta
+    from runtime.core.request import Delta, SamplingParams
+    from runtime.engine.engine import Engine
 
 
 @with_groups
@@ -57,7 +58,7 @@ def generate(
 
     Text goes to standard output, everything else to standard error.
     """
-    from runtime.sampling_params import SamplingParams
+    from runtime.core.request import SamplingParams
 
     path, name = resolve_model(model)
     sampling = SamplingParams(
@@ -73,7 +74,7 @@ def generate(
     if not text:
         raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")
     print(f"model: {name}", file=sys.stderr)
-    from runtime.llm import load_engine  # imports torch
+    from runtime.llm import load_engine
 
     engine, tokenizer = load_engine(path, runtime_config(compute, kv, context, drafts))
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)

@@ -7,9 +7,18 @@ from typing import Annotated
 
 import typer
 
-from compress.checkpoint.option_groups import with_groups
-from runtime.cli.option_groups import ComputeOptions, ContextOptions, KVOptions, runtime_config
-from runtime.cli.options import MemoryOption, ModelArgument, SequencesOption, parse_size, resolve_model
+from compress.common.cli import with_groups
+from runtime.cli.options import (
+    ComputeOptions,
+    ContextOptions,
+    KVOptions,
+    MemoryOption,
+    ModelArgument,
+    SequencesOption,
+    parse_size,
+    resolve_model,
+    runtime_config,
+)
 
 
 @with_groups
@@ -32,8 +41,8 @@ def memory(
     Reads config and headers only. Weights and keys and values are exact; activations and the process are estimates.
     """
     path, _ = resolve_model(model)
-    from runtime.capacity.inspect import inspect
-    from runtime.cli.describe import describe_scheme
+    from runtime.cli.serve import describe_scheme
+    from runtime.memory.advice import inspect
 
     config = runtime_config(compute, kv, context, kv_memory_bytes=kv_memory, max_num_sequences=max_sequences)
     report = inspect(path, describe_scheme(path), config, memory)

@@ -2,37 +2,157 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import re
 import shlex
 import signal
 import socket
 import sys
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.checkpoint.errors import ToolkitError
-from compress.checkpoint.option_groups import with_groups
-from runtime.cli.listen import listen, url_of
-from runtime.cli.option_groups import (
+from compress.checkpoint.kv_cache import UNCOMPRESSED
+from compress.common.cli import demo_model_path, with_groups
+from compress.common.errors import ToolkitError
+from runtime.cli.options import (
+    AddressOptions,
     ComputeOptions,
     ContextOptions,
     DraftOptions,
     KVOptions,
+    LimitOptions,
+    ModelArgument,
     PoolOptions,
+    SeedOption,
+    resolve_model,
     runtime_config,
 )
-from runtime.cli.options import ModelArgument, SeedOption, resolve_model
-from runtime.cli.serve_options import AddressOptions, LimitOptions
-from runtime.cli.served_model import ServedModel, load_served_model, name_of
 from runtime.server.limits import Limits
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from runtime.core.config import RuntimeConfig
+    from runtime.engine.engine import Engine
+    from runtime.text.tokenizer import Tokenizer
+
+
+BACKLOG = 2048
+PORTS = range(2**16)
+PORTS_TO_TRY = 50
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free one. Clients that come while the model loads wait for it.
+
+    Raises:
+        ToolkitError: the port is in use or forbidden, or the host is not this machine's.
+    """
+    if port not in PORTS:
+        raise ToolkitError(f"--port {port} is no port", "Use a number from 0 to 65535")
+    try:
+        return _listen(host, port)
+    except socket.gaierror as error:
+        raise ToolkitError(f"--host {host} is unknown: {error.strerror}", "Use --host 127.0.0.1 or 0.0.0.0") from error
+    except OSError as error:
+        raise _refusal(host, port, error) from error
+
+
+def _refusal(host: str, port: int, error: OSError) -> ToolkitError:
+    match error.errno:
+        case errno.EADDRINUSE:
+            remedy = f"Stop the server that uses it, or use --port {_free_port(host, port)}"
+            return ToolkitError(f"port {port} on {host} is already in use", remedy)
+        case errno.EACCES:
+            return ToolkitError(f"port {port} needs more rights than this user has", "Use a --port of 1024 or more")
+        case errno.EADDRNOTAVAIL:
+            return ToolkitError(f"--host {host} is no address of this machine", "Use --host 127.0.0.1 or 0.0.0.0")
+        case _:
+            return ToolkitError(f"cannot listen on {host}:{port}: {error.strerror}", "Use another --host or --port")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def _free_port(host: str, port: int) -> int:
+    """The next free port, to be named in a remedy; 0 (any) when there is none near."""
+    for candidate in range(port + 1, min(port + PORTS_TO_TRY, PORTS.stop)):
+        try:
+            _listen(host, candidate).close()
+        except OSError:
+            continue
+        return candidate
+    return 0
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a client on this machine reaches the socket."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One engine, its tokenizer, and the application through which clients reach it under `name`."""
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    app: FastAPI
+
+
+def name_of(path: Path) -> str:
+    """What clients call the model of a folder when nobody says otherwise."""
+    return "demo" if path == demo_model_path() else path.resolve().name
+
+
+def load_served_model(
+    path: Path,
+    name: str,
+    config: RuntimeConfig,
+    limits: Callable[[int], Limits],
+    *,
+    api_key: str | None = None,
+    allowed_hosts: Collection[str] = (),
+) -> ServedModel:
+    """Loads a checkpoint and wraps it. Imports torch; the engine's thread starts with the application.
+
+    Args:
+        limits: what the server takes on, given the context length that the loaded model has.
+        api_key: key that clients must send; None asks for none.
+        allowed_hosts: names by which clients may call the server; empty for any.
+
+    Raises:
+        CheckpointError: the folder cannot be loaded, and why.
+        ToolkitError: the configuration asks for what this machine or the model does not have.
+    """
+    from runtime.engine.engine_thread import EngineThread
+    from runtime.llm import load_engine
+    from runtime.server.app import create_app
+
+    engine, tokenizer = load_engine(path, config)
+    app = create_app(
+        EngineThread(engine),
+        tokenizer,
+        name,
+        limits(engine.runner.max_model_len),
+        render_metrics=engine.render_metrics,
+        api_key=api_key,
+        allowed_hosts=allowed_hosts,
+    )
+    return ServedModel(name, engine, tokenizer, app)
+
 
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
@@ -100,20 +220,12 @@ def names_of_server(host: str, allowed: list[str]) -> list[str]:
 
 def describe_weights(path: Path) -> None:
     """Says how the weights are stored, before the slow part begins."""
-    from runtime.cli.describe import describe_scheme
 
     print(f"weights   {describe_scheme(path)}", flush=True)
 
 
 def describe_engine(served: ServedModel) -> None:
     """Says what computes, and what room there is for requests."""
-    from runtime.cli.describe import (
-        describe_attention,
-        describe_gpu,
-        describe_kernels,
-        describe_kv_form,
-        describe_memory,
-    )
 
     config = served.engine.config
     print(f"context   {served.engine.runner.max_model_len} tokens")
@@ -154,7 +266,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     `client_seconds` to send the head of a request, and to read on."""
     import uvicorn
 
-    from runtime.server.connection import IDLE_SECONDS, HurriedConnection
+    from runtime.server.middleware import IDLE_SECONDS, HurriedConnection
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("runtime").setLevel(logging.INFO)
@@ -176,3 +288,72 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     )
     Server(config).run(sockets=[listener])
     print("stopped", file=sys.stderr)
+
+
+def describe_scheme(path: Path) -> str:
+    """How the weights are stored: `compressed-tensors, w4a16 g128 sym (42 linears)`."""
+    from compress.checkpoint.reader import PackedCheckpoint
+
+    checkpoint = PackedCheckpoint.open(path)
+    # Ranks may differ from layer to layer; what is alike in the rest is one kind.
+    counts = Counter(re.sub(r" rank \d+", " low rank", str(scheme)) for scheme in checkpoint.schemes.values())
+    schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
+    return f"{checkpoint.format}, {schemes}" if schemes else f"dense {str(checkpoint.dtype).removeprefix('torch.')}"
+
+
+def describe_kv_form(engine: Engine) -> str:
+    """How keys and values are kept, and why: `int4 rotated (as asked for)`."""
+    from runtime.runner.runner import ModelRunner
+
+    runner = engine.runner
+    return runner.memory.kv_choice.describe() if isinstance(runner, ModelRunner) else str(UNCOMPRESSED)
+
+
+def describe_kernels(engine: Engine) -> list[str]:
+    """Which kernel multiplies what, and why it, one line a kind: what is slow, or not as asked for, shows here."""
+    from runtime.runner.runner import ModelRunner
+
+    return [*engine.runner.decoder.description] if isinstance(engine.runner, ModelRunner) else []
+
+
+def describe_attention(engine: Engine) -> str:
+    """What computes attention, and why it: `compiled, reads pages as they are; all layers in one call`."""
+    from runtime.runner.runner import ModelRunner
+
+    runner = engine.runner
+    if not isinstance(runner, ModelRunner):
+        return "none"
+    attention = runner.cache.reason if runner.triton_refusal else "Triton, reads pages as they are"
+    if runner.decoder.device.type == "cuda" and runner.triton_refusal:
+        attention = f"plain torch; Triton {runner.triton_refusal}"
+    if runner.layers_refusal:
+        return f"{attention}; layer by layer: {runner.layers_refusal}"
+    return f"{attention}; {'fused kernels between products' if runner.triton_layers else 'all layers in one call'}"
+
+
+def describe_gpu(engine: Engine) -> list[str]:
+    """What only a GPU has: how its memory is divided, and which steps are recorded. Nothing on a CPU."""
+    from runtime.memory.plan import explain
+    from runtime.runner.runner import ModelRunner
+
+    runner = engine.runner
+    if not isinstance(runner, ModelRunner) or runner.decoder.device.type != "cuda":
+        return []
+    steps = f"launched kernel by kernel: {runner.graphs_refusal}"
+    if runner.graphs is not None:
+        sizes = ", ".join(map(str, runner.graphs.sizes))
+        steps = f"of one token for each of {sizes} sequences are recorded at their first use (CUDA graphs)"
+    return [*(f"memory    {line}" for line in explain(runner.memory)), f"steps     {steps}"]
+
+
+def describe_memory(engine: Engine) -> str:
+    """Room in the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
+    runner, config = engine.runner, engine.config
+    needed = runner.reach.blocks_for(runner.max_model_len, config.max_span_tokens, config.block_size)
+    num_tokens, requests = runner.num_blocks * config.block_size, runner.num_blocks / needed
+    room = f"{num_tokens} tokens in {runner.num_blocks} blocks, {requests:.1f} requests of the whole context"
+    if runner.num_host_blocks:
+        room += f", {runner.num_host_blocks * config.block_size} more tokens in host memory"
+    if runner.reach.window is None:
+        return room
+    return f"{room} ({needed} blocks each: tokens see {runner.reach})"

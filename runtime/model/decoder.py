@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from runtime.kernels.base import Linear
-from runtime.model.config import DecoderConfig
+from runtime.backends.base import Linear
+from runtime.backends.torch.ops import Ops, TorchOps
+from runtime.core.model_config import DecoderConfig
+from runtime.core.rope import Rotary
 from runtime.model.embedding import Embedding
-from runtime.model.ops import Ops, TorchOps
-from runtime.model.rope import Rotary
 
 
 class Attention(Protocol):

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.packing import pack_bits, unpack_bits
-from runtime.kernels.base import Linear, RowSource, Target
+from compress.checkpoint.weights.integer import IntegerWeight
+from runtime.backends.base import Linear, RowSource, Target
 
 
 class Embedding(Protocol):

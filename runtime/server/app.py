@@ -3,26 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse, Response
 
 from runtime.server.chat import chat_router
 from runtime.server.completions import completions_router
-from runtime.server.description import DescribedApi
 from runtime.server.embeddings import embeddings_router
-from runtime.server.errors import add_error_handlers
-from runtime.server.generation import Engine
-from runtime.server.guard import ApiKeyGuard, BodyLimit, SiteGuard, origins_of
-from runtime.server.health import health_router
-from runtime.server.models import models_router
+from runtime.server.errors import JsonResponse, add_error_handlers
+from runtime.server.middleware import ApiKeyGuard, BodyLimit, RequestId, SiteGuard, origins_of
+from runtime.server.openapi import DescribedApi
 from runtime.server.page import page_router
-from runtime.server.request_id import RequestId
-from runtime.server.service import Limits, Service, Tokenizer
-from runtime.server.tokenization import tokenization_router
+from runtime.server.serving import Engine, Limits, Service, Tokenizer
+from runtime.server.tokenize import tokenization_router
+
+
+def health_router(service: Service) -> APIRouter:
+    """Routes that say how the engine is."""
+    router = APIRouter()
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", responses={503: {"description": "Unhealthy", "content": {"application/json": {}}}})
+    async def health() -> Response:
+        """Status 200 while answers can be expected, else 503 with the reason."""
+        state = service.generations.engine.check()
+        body = {
+            "status": "ok" if state.healthy else "unhealthy",
+            "reason": state.reason,
+            "running": state.num_running,
+            "waiting": state.num_waiting,
+        }
+        return JsonResponse(body, 200 if state.healthy else 503)
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Figures of the engine in Prometheus' text format."""
+        return PlainTextResponse(service.render_metrics(), media_type="text/plain; version=0.0.4")
+
+    return router
+
+
+def models_router(service: Service) -> APIRouter:
+    """Routes that say what is served."""
+    router = APIRouter()
+    model = {
+        "id": service.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "local",
+        "max_model_len": service.limits.max_model_len,
+    }
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        """The one model that is served."""
+        return JsonResponse({"object": "list", "data": [model]})
+
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        service.check_model(name)
+        return JsonResponse(model)
+
+    return router
+
 
 ROUTERS = (completions_router, chat_router, embeddings_router, tokenization_router, models_router, health_router)
 

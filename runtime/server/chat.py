@@ -3,15 +3,171 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from runtime.server.chat_shape import ChatShape
+from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
 from runtime.server.protocol import ChatRequest
-from runtime.server.service import Service
-from runtime.server.streaming import MAY_STREAM
-from runtime.server.tool_calls import ToolShape, call_sampling, find_tool_format, render_conversation
+from runtime.server.protocol_tools import Function
+from runtime.server.responses import MAY_STREAM, Output, chat_logprobs
+from runtime.server.serving import Service, Tokenizer
+from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
+from runtime.text.tools import ToolFormat, allowed_calls, describe_tools, find_format, forced_calls, mentions_tools
+
+
+@dataclass
+class ChatShape:
+    """Choices of `chat.completion` objects and their chunks."""
+
+    tokenizer: Tokenizer
+    with_logprobs: bool
+    num_choices: int
+    id_prefix: str = "chatcmpl"
+    whole_object: str = "chat.completion"
+    chunk_object: str = "chat.completion.chunk"
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [self.chunk(index, {"role": "assistant", "content": ""}) for index in range(self.num_choices)]
+
+    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        if not (delta.text or delta.logprobs):
+            return []
+        return [self.chunk(index, {"content": delta.text}, self.write_logprobs(delta.token_ids, delta.logprobs))]
+
+    def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        return self.chunk(index, {}, None, reason)
+
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": self.write_logprobs(output.token_ids, output.logprobs),
+            "finish_reason": output.finish_reason,
+        }
+
+    def write_logprobs(self, token_ids: list[int], found: list[TokenLogprobs]) -> dict[str, Any] | None:
+        return chat_logprobs(self.tokenizer, zip(token_ids, found, strict=True)) if self.with_logprobs else None
+
+    def chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def render_conversation(tokenizer: Tokenizer, body: ChatRequest) -> str:
+    """Text of the prompt, up to where the answer begins. Templates that know no tools get them in words.
+
+    Raises:
+        RequestError: the template refuses the conversation, or has no such variable.
+    """
+    variables = body.chat_template_kwargs or {}
+    messages = [message.as_json() for message in body.messages]
+    tools = [tool.as_json() for tool in body.usable_tools]
+    if not (tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)):
+        return tokenizer.render_chat(messages, **variables)
+    if not mentions_tools(tokenizer.chat_template or ""):
+        return tokenizer.render_chat(describe_tools(messages, tools), **variables)
+    return tokenizer.render_chat(messages, **({"tools": tools} if tools else {}), **variables)
+
+
+def find_tool_format(tokenizer: Tokenizer, body: ChatRequest) -> ToolFormat | None:
+    """How the answer will write calls; None when there is nothing to call.
+
+    Raises:
+        RequestError: the model's form is not supported.
+    """
+    return find_format(tokenizer.chat_template or "") if body.usable_tools else None
+
+
+def call_sampling(
+    sampling: SamplingParams, tool_format: ToolFormat, tokenizer: Tokenizer, body: ChatRequest
+) -> SamplingParams:
+    """Keeps the tags of calls in the text, forces a call where the request does, and holds strict tools to theirs."""
+    grammar = None
+    if tools := body.forced_tools:
+        described = [tool.function.model_dump(exclude_none=True) for tool in tools]
+        grammar = forced_calls(tool_format, described, tokenizer.special_ids, several=body.allows_several_calls)
+    elif any(tool.function.strict for tool in body.usable_tools):
+        described = [loosely(tool.function) for tool in body.usable_tools]
+        grammar = allowed_calls(tool_format, described, tokenizer.special_ids, several=body.allows_several_calls)
+    return replace(sampling, skip_special_tokens=False, grammar=grammar)
+
+
+def loosely(function: Function) -> dict[str, Any]:
+    """A tool, with its parameters only if it is strict about them."""
+    parameters = function.parameters if function.strict else {}
+    return {"name": function.name} | ({} if parameters is None else {"parameters": parameters})
+
+
+@dataclass
+class ToolShape(ChatShape):
+    """Choices of chats that may call tools. A streamed call comes in one piece, when it is complete.
+
+    Attributes:
+        tool_format: what calls look like in the text.
+        several: report more than one call per choice.
+    """
+
+    tool_format: ToolFormat = field(kw_only=True)
+    several: bool = field(kw_only=True)
+    parsers: dict[int, ToolCallParser] = field(default_factory=dict)
+
+    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        parser = self.parsers.setdefault(index, self.new_parser())
+        num_before = parser.num_calls
+        content = self.describe(parser.push(delta.text), num_before)
+        if not (content or delta.logprobs):
+            return []
+        return [self.chunk(index, content, self.write_logprobs(delta.token_ids, delta.logprobs))]
+
+    def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        parser = self.parsers.setdefault(index, self.new_parser())
+        num_before = parser.num_calls
+        content = self.describe(parser.flush(), num_before)
+        return self.chunk(index, content, None, called(reason, parser))
+
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        parser = self.new_parser()
+        message = self.describe(parser.push(output.text) + parser.flush(), 0)
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # which only streams have
+        choice = super().whole(index, output)
+        choice["message"] = {"role": "assistant", "content": None, "refusal": None, **message}
+        if not message:
+            choice["message"]["content"] = ""
+        return choice | {"finish_reason": called(choice["finish_reason"], parser)}
+
+    def new_parser(self) -> ToolCallParser:
+        return ToolCallParser(self.tool_format, several=self.several)
+
+    def describe(self, pieces: list[Piece], num_before: int) -> dict[str, Any]:
+        """`content` and `tool_calls` of pieces; neither of them when there is none."""
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+        described = [self.describe_call(number, call) for number, call in enumerate(calls, start=num_before)]
+        return ({"content": text} if text else {}) | ({"tool_calls": described} if described else {})
+
+    def describe_call(self, number: int, call: ToolCall) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": number, "id": new_call_id(self.tool_format), "type": "function", "function": function}
+
+
+def new_call_id(tool_format: ToolFormat) -> str:
+    """An id that the format's templates take back."""
+    return uuid4().hex[: tool_format.id_length] if tool_format.id_length else f"call_{uuid4().hex[:24]}"
+
+
+def called(reason: FinishReason, parser: ToolCallParser) -> str:
+    """OpenAI's reason of an end with calls. An answer that was cut off says so."""
+    return "tool_calls" if parser.num_calls and reason is FinishReason.STOP else reason
 
 
 def chat_router(service: Service) -> APIRouter:

@@ -9,11 +9,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from runtime.server.logprobs import CompletionLogprobs
+from runtime.core.request import Delta, FinishReason, TokenLogprobs
 from runtime.server.protocol import CompletionRequest, separate_prompts
-from runtime.server.service import Service, Tokenizer
-from runtime.server.streaming import MAY_STREAM, Output
-from runtime.types import Delta, FinishReason, TokenLogprobs
+from runtime.server.responses import MAY_STREAM, CompletionLogprobs, Output
+from runtime.server.serving import Service, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -13,13 +13,11 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
-from runtime.sampling_params import SamplingParams
-from runtime.server.generation import Job
+from runtime.core.request import Delta, RequestOptions, SamplingParams
 from runtime.server.protocol import Prompt, check_prompt, separate_prompts
-from runtime.server.service import Service
-from runtime.server.streaming import respond_at_once
-from runtime.server.strict import Strict
-from runtime.types import Delta, RequestOptions
+from runtime.server.protocol_base import Strict
+from runtime.server.responses import respond_at_once
+from runtime.server.serving import Job, Service
 
 logger = logging.getLogger("runtime.server")
 

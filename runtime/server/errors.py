@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as AnyHttpException
 from starlette.responses import Response
 
-from compress.checkpoint.errors import LongPromptError, RequestError
+from compress.common.errors import LongPromptError, RequestError
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

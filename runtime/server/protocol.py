@@ -2,16 +2,127 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from runtime.sampling_params import MAX_ANSWERS, MAX_SEED, MAX_TOP_K, Grammar
-from runtime.server.messages import Message
-from runtime.server.steering import TOKEN_IDS, SteeringFields, TokenId
-from runtime.server.strict import Strict, contradiction
-from runtime.server.structured import ResponseFormat, StructuredFields
-from runtime.server.tool_fields import ToolFields
+from runtime.core.request import MAX_ANSWERS, MAX_PRIORITY, MAX_SEED, MAX_TOP_K, Grammar
+from runtime.server.protocol_base import Strict, contradiction
+from runtime.server.protocol_tools import AssistantCall, ResponseFormat, StructuredFields, ToolFields
+
+MAX_BIAS = 100
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+
+TOKEN_IDS = range(2**31)
+"""What token ids can be at all; the engine knows how many the model has."""
+TokenId = Annotated[int, Field(ge=0, lt=TOKEN_IDS.stop)]
+Bias = Annotated[
+    dict[Annotated[str, Field(pattern=f"^({TOKEN_ID.pattern})$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    Field(json_schema_extra={"additionalProperties": False}),
+]
+
+
+def check_bias(value: Any) -> Any:
+    """A number for each of some token ids, which JSON writes as strings."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(isinstance(key, str) and TOKEN_ID.fullmatch(key) for key in value):
+        raise ValueError('must be an object from token ids to numbers, for example {"42": -100}')
+    for token_id, bias in value.items():
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"the bias of token {token_id} must be a number between -{MAX_BIAS} and {MAX_BIAS}")
+    return value
+
+
+class SteeringFields(Strict):
+    """The fields by which completions and chat steer sampling. One given as null has its default."""
+
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=2, description="divides positive and multiplies negative logits of tokens said; 1 is off"
+    )
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[Bias | None, BeforeValidator(check_bias)] = Field(
+        None, description="what is added to the logits of tokens, by token id"
+    )
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=128, description="tokens that end the answer")
+    priority: int | None = Field(
+        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is served earlier; 0 is the default"
+    )
+    cache_salt: str | None = Field(
+        None, max_length=256, description="computed prefixes are shared only with requests of the same salt"
+    )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Token ids and what is added to their logits."""
+        return tuple((int(token_id), float(bias)) for token_id, bias in (self.logit_bias or {}).items())
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One turn. What the model called stands in an assistant's message; what came of it in one of role `tool`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: str | None = Field(None, description="of who speaks, or of the function; templates may leave it out")
+    tool_calls: Annotated[list[AssistantCall], Field(min_length=1)] | None = Field(None, validate_default=True)
+    tool_call_id: str | None = Field(None, validate_default=True)
+    content: str | list[TextPart] | None = Field(None, validate_default=True)
+    refusal: None = Field(None, description="as answers have it, so that they can be sent back as they came")
+
+    @field_validator("tool_calls")
+    @classmethod
+    def check_tool_calls(cls, value: list[AssistantCall] | None, info: ValidationInfo) -> list[AssistantCall] | None:
+        if value is not None and info.data.get("role") != "assistant":
+            raise contradiction("only messages of the assistant have calls")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def check_tool_call_id(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if (value is not None) != (info.data.get("role") == "tool"):
+            raise contradiction("messages of role tool need it, and only they have it")
+        return value
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def check_content(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None:
+            if info.data.get("tool_calls"):
+                return None
+            raise contradiction("required, unless the message has tool_calls")
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise ValueError("must be a string or a list of text parts")
+        for i, part in enumerate(value):
+            given = {key for key, held in part.items() if held is not None} if isinstance(part, dict) else set()
+            if given != {"type", "text"} or part["type"] != "text":
+                raise ValueError(f'part {i} is not {{"type": "text", "text": "..."}}; other kinds are not supported')
+            if not isinstance(part["text"], str):
+                raise ValueError(f"the text of part {i} must be a string")
+        return value
+
+    @property
+    def text(self) -> str:
+        if self.content is None:
+            return ""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    def as_json(self) -> dict[str, Any]:
+        """What templates are given: content is always text, arguments are objects, and who was `system` in older models
+        is so for all."""
+        role = "system" if self.role == "developer" else self.role
+        name = {} if self.name is None else {"name": self.name}
+        calls = {"tool_calls": [call.as_json() for call in self.tool_calls]} if self.tool_calls else {}
+        answer_to = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        return {"role": role, **name, "content": self.text, **calls, **answer_to}
+
 
 MAX_STOP_STRINGS = 16
 TAKEN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt"}

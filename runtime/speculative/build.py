@@ -6,21 +6,18 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from compress.checkpoint.demo import draft_model_path
-from compress.checkpoint.errors import ToolkitError
-from runtime.config import RuntimeConfig
-from runtime.kv_bytes import kv_token_bytes
-from runtime.memory import MemoryPlan
+from compress.common.cli import draft_model_path
+from compress.common.errors import ToolkitError
+from runtime.core.config import RuntimeConfig
+from runtime.memory.kv import kv_token_bytes
+from runtime.memory.plan import MemoryPlan
 from runtime.model.decoder import Decoder
-from runtime.model.load import load_model
-from runtime.runner import ModelRunner, check_fits
-from runtime.sampler.rejection import Proposals, ProposalSampler, RejectionSampler
-from runtime.speculative.base import Drafter
-from runtime.speculative.controller import Gate
-from runtime.speculative.draft_model import ModelDrafter
+from runtime.model.loader import load_model
+from runtime.runner.runner import ModelRunner, check_fits
+from runtime.sampling.rejection import Proposals, ProposalSampler, RejectionSampler
+from runtime.speculative.draft_model import ModelDrafter, round_layers, skip_layers
 from runtime.speculative.ngram import CHAINS, TREE_BRANCHES, TREES, NgramDrafter
-from runtime.speculative.self_draft import round_layers, skip_layers
-from runtime.speculative.speculator import Speculator
+from runtime.speculative.proposer import Drafter, Gate, Speculator
 from runtime.text.tokenizer import Tokenizer
 
 MAX_DRAFT_TOKENS = 16

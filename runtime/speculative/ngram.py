@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
-from runtime.draft_tree import grow_tree
-from runtime.speculative.base import Wish
-from runtime.types import Sequence
+from runtime.core.request import Sequence
+from runtime.core.step import grow_tree
+from runtime.speculative.proposer import Wish
 
 LENGTHS = (3, 2)
 """Numbers of tokens that must agree with an earlier place; the first that is found counts."""

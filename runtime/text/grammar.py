@@ -2,16 +2,217 @@
 
 from __future__ import annotations
 
+import json
+import re
+import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from runtime.sampling_params import Grammar
-from runtime.text.grammar_source import compile_grammar
-from runtime.text.token_constraint import TokenConstraint
+from compress.common.errors import RequestError
+from runtime.core.request import Grammar, GrammarKind
+
+
+class TokenConstraint:
+    """Implements `runtime.core.request.Constraint`.
+
+    To llguidance the text ends with a token that the model does not have, the one behind its last. The tokens that end
+    this sequence stand for it. So a model may have any number of end tokens, or none.
+
+    Args:
+        matcher: at the beginning of the grammar; it belongs to this object from now on.
+        vocab_size: of the model.
+        end_token_ids: tokens that end the sequence; allowed wherever the grammar may end.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: Collection[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._end_token_ids = frozenset(token for token in end_token_ids if token < vocab_size)
+        self._has_ended = False
+        self._mask: bytes | None = None
+        self._is_complete = False
+
+    def mask(self) -> bytes:
+        """`ceil(vocab_size / 8)` bytes. All bits are zero when the grammar cannot go on, as at a limit of its work."""
+        if self._mask is None:
+            self._mask, self._is_complete = self._compute()
+        return self._mask
+
+    def accept(self, token_ids: list[int]) -> int:
+        for count, token_id in enumerate(token_ids):
+            is_taken = self._accept(token_id)
+            if is_taken or self._matcher.is_error():
+                self._mask = None
+            if not is_taken:
+                return count
+        return len(token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            return
+        self._mask = None
+        num_matched = num_tokens - self._has_ended
+        self._has_ended = False
+        if num_matched:
+            self._matcher.rollback(num_matched)
+
+    @property
+    def is_complete(self) -> bool:
+        self.mask()
+        return self._is_complete
+
+    @property
+    def is_stuck(self) -> bool:
+        return not self.is_complete and is_empty(self.mask())
+
+    def _accept(self, token_id: int) -> bool:
+        if self._has_ended or not 0 <= token_id < self._vocab_size:
+            return False
+        if self._matcher.try_consume_tokens([token_id]):
+            return True
+        self._has_ended = token_id in self._end_token_ids and self._matcher.is_accepting()
+        return self._has_ended
+
+    def _compute(self) -> tuple[bytes, bool]:
+        """The mask, and whether the text is whole and cannot be longer."""
+        size = self._vocab_size
+        if self._has_ended:
+            return _with_bits(bytes((size + 7) // 8), self._end_token_ids), True
+        if self._matcher.is_error():
+            return bytes((size + 7) // 8), False
+        found = self._matcher.compute_bitmask()
+        may_end = self._matcher.is_accepting()
+        text = _without_bit(found[: size // 8 + 1], size)[: (size + 7) // 8]
+        return (_with_bits(text, self._end_token_ids) if may_end else text), may_end and is_empty(text)
+
+
+def is_empty(mask: bytes) -> bool:
+    """Whether no token is allowed."""
+    return mask.count(0) == len(mask)
+
+
+def _with_bits(mask: bytes, token_ids: Collection[int]) -> bytes:
+    changed = bytearray(mask)
+    for token_id in token_ids:
+        changed[token_id // 8] |= 1 << token_id % 8
+    return bytes(changed)
+
+
+def _without_bit(mask: bytes, token_id: int) -> bytes:
+    changed = bytearray(mask)
+    changed[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(changed)
+
+
+STACK_BYTES = 2**28
+"""Address space, not memory: pages that are never touched cost nothing."""
+
+T = TypeVar("T")
+_lock = threading.Lock()
+
+
+def call_on_deep_stack(function: Callable[[], T]) -> T:
+    """Calls the function in a thread with a stack of 256 MiB, and gives its result or raises what it raises."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="deep stack")
+    with _lock:  # the size is the process's; a thread that starts elsewhere meanwhile gets the larger one as well
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return future.result()
+
+
+NAMES = {
+    GrammarKind.JSON_OBJECT: "JSON grammar",
+    GrammarKind.JSON_SCHEMA: "JSON schema",
+    GrammarKind.REGEX: "regular expression",
+    GrammarKind.LARK: "Lark grammar",
+}
+
+MAX_CHARACTERS = 2**16
+"""Of a grammar's text. What fits in there cannot be nested so deeply that compiling it overflows its stack."""
+
+JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,20})?", "lenient": False, "coerce_one_of": False}
+"""Blanks within JSON are a space, or a new line and its indent: a model cannot go on with them for ever. Keywords that
+llguidance does not know how to keep to are errors."""
+
+NO_FORCING = '%llguidance {"no_forcing": true}'
+"""Text that only one way leads through is not cut into tokens beforehand: the model chooses among all that fit."""
+
+LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=10_000, step_max_items=200_000)
+"""Bounds of the work: seconds to compile, some 50 ms per token. Objects may have 2,000 optional properties."""
+
+EXCERPT = re.compile(r"\s*(\d+ \|.*|\^*|<non-verbose/>)\s*$")
+"""Lines of an error that quote the grammar."""
+
+POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+"""The place of an error in the grammar as it was handed to llguidance, which is not the user's text."""
+
+
+def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
+    """A matcher at the beginning of the grammar, its first mask computed.
+
+    Raises:
+        RequestError: the grammar is invalid, uses what is not supported, is too large, or allows no text.
+    """
+    if len(grammar.text) > MAX_CHARACTERS:
+        problem = f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters"
+        raise RequestError(problem, f"Shorten it to at most {MAX_CHARACTERS}")
+    try:
+        source = LLMatcher.grammar_from_lark(f"{_lark(grammar)}\n{NO_FORCING}")
+    except (ValueError, RecursionError) as error:
+        raise _refusal(grammar, str(error)) from error
+    matcher = call_on_deep_stack(lambda: LLMatcher(tokens, source, log_level=0, limits=LIMITS))
+    if matcher.is_error():
+        raise _refusal(grammar, matcher.get_error())
+    first = TokenConstraint(matcher, tokens.vocab_size - 1, ())
+    if is_empty(first.mask()):
+        raise _refusal(grammar, "it allows no text at all")
+    return matcher
+
+
+def _lark(grammar: Grammar) -> str:
+    """The grammar in llguidance's form of Lark. Raises ValueError for what is no JSON object."""
+    match grammar.kind:
+        case GrammarKind.REGEX:
+            return json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
+        case GrammarKind.LARK:
+            return grammar.text
+        case GrammarKind.JSON_OBJECT:
+            return _json_rule({"type": "object"})
+        case GrammarKind.JSON_SCHEMA:
+            schema = json.loads(grammar.text)
+            if not isinstance(schema, dict):
+                raise ValueError("a schema must be a JSON object")
+            return _json_rule(schema)
+
+
+def _json_rule(schema: dict[str, Any]) -> str:
+    # In place of options that the schema may carry, which could switch the strictness off.
+    return f"start: %json {json.dumps(schema | {'x-guidance': JSON_OPTIONS})}"
+
+
+def _refusal(grammar: Grammar, reason: str) -> RequestError:
+    lines = [line.strip() for line in reason.splitlines() if not EXCERPT.match(line)]
+    text = "; ".join(lines)
+    short = (text if grammar.kind is GrammarKind.LARK else POSITION.sub("", text))[:300] or "it is not valid"
+    return RequestError(f"the {NAMES[grammar.kind]} cannot be followed: {short}", "Change or simplify it")
+
 
 CACHE_SIZE = 128
 """Distinct grammars that stay compiled."""

@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from runtime.text.json_end import JsonEnd
-from runtime.text.tool_format import ToolFormat
+from runtime.text.tools import ToolFormat
+
+NOTABLE = re.compile(r'["\\\[\]{}]')
+
+
+class JsonEnd:
+    """Counts brackets outside of strings. It does not check that the JSON is valid otherwise."""
+
+    def __init__(self) -> None:
+        self._position = 0
+        self._depth = 0
+        self._in_string = False
+
+    def find(self, text: str, start: int = 0) -> int | None:
+        """The position behind the value that begins at `start`, or None while it is not complete.
+
+        Each call must bring the text of the call before, and more of it; the old part is not read again.
+        """
+        position = max(self._position, start)
+        while match := NOTABLE.search(text, position):
+            position = match.end()
+            character = match[0]
+            if character == "\\" and self._in_string:
+                if position == len(text):
+                    position -= 1  # what it escapes is not there yet
+                    break
+                position += 1
+            elif character == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and character != "\\":
+                self._depth += 1 if character in "[{" else -1
+                if self._depth <= 0:
+                    self._position = position
+                    return position
+        else:
+            position = len(text)
+        self._position = position
+        return None
 
 
 @dataclass(frozen=True, slots=True)

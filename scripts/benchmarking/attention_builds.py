@@ -8,8 +8,8 @@ from itertools import product
 
 from benchmarking.kernel_builds import TENSOR_CORES, Build
 from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
-from runtime.attention.gpu import HEAD_DIMS, MAX_SPLITS, block_rows
-from runtime.kernels.gpu.launch_attention import attention_constants, join_constants
+from runtime.backends.triton.attention import HEAD_DIMS, MAX_SPLITS, block_rows
+from runtime.backends.triton.kernels.paged_attention import attention_constants, join_constants
 
 DTYPES = ("bf16", "fp16")
 HEADS, KV_HEADS = 32, 8
@@ -57,7 +57,7 @@ def _attention(arch: int, dtype: str, size: tuple[int, int], cache: str, flags: 
     )
     return Build.of(
         arch, " ".join((f"paged_attention {cache} {dtype} D{head_dim} {rows} rows", *sorted(flags))),
-        "gpu.attention.paged_attention",
+        "paged_attention.paged_attention",
         f"query:{dtype} moved:{dtype} keys:{codes} key_scales:{scales} values:{codes} value_scales:{scales} "
         f"exact_keys:{dtype} exact_values:{dtype} exact_slots:i64 blocks:i64 positions:i64 "
         "ancestors:i64 part:fp32 weight:fp32",
@@ -68,6 +68,6 @@ def _attention(arch: int, dtype: str, size: tuple[int, int], cache: str, flags: 
 
 def _join(arch: int, dtype: str, head_dim: int, splits: int) -> Build:
     return Build.of(
-        arch, f"join_splits {splits} {dtype} D{head_dim}", "gpu.attention.join_splits",
+        arch, f"join_splits {splits} {dtype} D{head_dim}", "paged_attention.join_splits",
         f"part:fp32 weight:fp32 out:{dtype}", "splits", join_constants(head_dim, splits),
     )  # fmt: skip

@@ -10,7 +10,7 @@ def column_builds(arch: int) -> list[Build]:
     return [
         Build.of(
             arch, f"change_columns {columns}{' grid' if grid else ''}{' kept' if kept else ''}",
-            "compress.methods.columns_gpu.change_columns",
+            "compress.methods.shared.column_solver_triton.change_columns",
             "targets:fp32 errors:fp32 feedback:fp32 codes:u8 "
             f"{'scale:fp32 zero:fp32 group:i64' if grid else 'scale:fp32 zero:fp32 group:fp32'} "
             f"kept:{'i1' if kept else 'fp32'}",

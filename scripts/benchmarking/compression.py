@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarking.memory import peak_host_bytes
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.table import Stage
+from compress.recipe import CalibrationOptions, Recipe, Stage
 
 
 class Stopwatch:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarking.compression import Stopwatch
 from benchmarking.workload import Job
-from compress.checkpoint.errors import ToolkitError
+from compress.common.errors import ToolkitError
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Settings:
 
 def engine(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
     """This runtime, offline, with its defaults but for the number of sequences."""
-    from runtime.config import RuntimeConfig
+    from runtime.core.config import RuntimeConfig
+    from runtime.core.request import SamplingParams
     from runtime.llm import LLM
-    from runtime.sampling_params import SamplingParams
 
     sizes = {"max_num_sequences": settings.batch, "prefix_caching": False}
     llm = LLM(model, RuntimeConfig(device=settings.device, dtype=settings.dtype, **sizes))
@@ -133,7 +133,7 @@ def _load(model: Path, settings: Settings):
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from compress.checkpoint.device import resolve_device
+    from compress.common.device import resolve_device
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from benchmarking.tables import Row
 
 if TYPE_CHECKING:
-    from runtime.batch import Batch
-    from runtime.model.config import DecoderConfig
+    from runtime.core.batch import Batch
+    from runtime.core.model_config import DecoderConfig
     from runtime.model.decoder import Attention
+
 
 FORMATS = ("16bit", "int8", "k8v4", "int4")
 ROUNDS = 9
@@ -72,8 +73,8 @@ def compiled_step(case: Case, format: str) -> Callable[[], object]:
     import torch
 
     from compress.checkpoint.kv_cache import KVCacheScheme
-    from runtime.attention.native import NativeAttention
-    from runtime.model.pages_native import NativePages
+    from runtime.backends.cpu.attention import NativeAttention
+    from runtime.backends.cpu.kv_pages import NativePages
 
     layers, device = _layers(case), torch.device("cpu")
     blocks = case.batch * case.context // case.block_size
@@ -93,8 +94,8 @@ def torch_step(case: Case) -> Callable[[], object]:
     """As `compiled_step`, by what serves without compiled code: pages gathered, then torch's attention."""
     import torch
 
-    from runtime.attention.spans import attend_tokens
-    from runtime.model.pages import ExactPages
+    from runtime.backends.kv.pages import ExactPages
+    from runtime.backends.torch.span_attention import attend_tokens
 
     layers, device = _layers(case), torch.device("cpu")
     blocks = case.batch * case.context // case.block_size
@@ -125,7 +126,7 @@ def _layers(case: Case) -> int:
 
 def decoder_config(case: Case, layers: int) -> DecoderConfig:
     from benchmarking.random_model import SHAPES, config_of
-    from runtime.model.config import parse_config
+    from runtime.core.model_config import parse_config
 
     sizes = {"num_hidden_layers": layers, "num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
     return parse_config(config_of(SHAPES["tiny"]) | sizes | {"head_dim": case.head_dim})
@@ -134,7 +135,7 @@ def decoder_config(case: Case, layers: int) -> DecoderConfig:
 def _batch(case: Case, blocks: int) -> Batch:
     import torch
 
-    from runtime.batch import AttentionGroup, Batch
+    from runtime.core.batch import AttentionGroup, Batch
 
     random = torch.Generator().manual_seed(0)
     positions, nothing = torch.full((case.batch,), case.context - 1), torch.empty(0, dtype=torch.int64)
@@ -150,7 +151,7 @@ def main() -> None:
 
     from benchmarking.machine import environment
     from benchmarking.tables import describe, print_with_markdown
-    from compress.native.binding import set_threads
+    from compress.cpu.binding import set_threads
 
     torch.set_num_threads(1)
     set_threads(1)

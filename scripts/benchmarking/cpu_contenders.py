@@ -57,7 +57,7 @@ class Engine:
     def __init__(self, model: Path, threads: int, kernels: str, dtype: str) -> None:
         import torch
 
-        from runtime.config import RuntimeConfig
+        from runtime.core.config import RuntimeConfig
         from runtime.llm import LLM
 
         torch.set_num_threads(threads)
@@ -78,7 +78,7 @@ class Engine:
         return Timing(both[0] - first[0], both[1] - first[1])
 
     def _generate(self, sequences: int, prompt: int, tokens: int) -> None:
-        from runtime.sampling_params import SamplingParams
+        from runtime.core.request import SamplingParams
 
         prompts = [[(7 * index + 31 * s) % 1000 + 3 for index in range(prompt)] for s in range(sequences)]
         made = self.llm.generate(prompts, [SamplingParams(tokens, temperature=0, ignore_eos=True)] * sequences)
@@ -216,7 +216,7 @@ def _timed(model: Model, task: Task) -> Timing:
 
 
 def _set_native_threads(threads: int) -> None:
-    from compress.native.binding import library, set_threads
+    from compress.cpu.binding import library, set_threads
 
     if library() is not None:
         set_threads(threads)

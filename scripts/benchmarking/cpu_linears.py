@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from compress.native.binding import set_threads
-from compress.native.linear import Activations, NativeLinear
-from runtime.kernels import int4pack
-from runtime.kernels.base import Linear, Target
-from runtime.kernels.dense import PrepackedLinear
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.cpu.binding import set_threads
+from compress.cpu.linear import Activations, NativeLinear
+from runtime.backends.base import Linear, Target
+from runtime.backends.torch import int4pack
+from runtime.backends.torch.linear import PrepackedLinear
 
 CACHES = 128 * 2**20
 """Bytes of copies of one weight."""

@@ -9,14 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.recipe import Recipe
+from compress.common.errors import RecipeError
+from compress.recipe import METHODS, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import bundled_recipes, load_recipe, load_work
-from compress.stages.factorize import FactorizeStage
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import METHODS, QuantizeStage
-from compress.stages.table import Stage
 
 RECIPES = "recipes"
 SETTINGS = ("w4g64", "w4g128", "w3g64", "w2g64", "w8a8", "2:4", "50%", "2:4+w4g64", "rank0.8", RECIPES)

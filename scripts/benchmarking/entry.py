@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from compress.checkpoint.errors import ToolkitError
+from compress.common.errors import ToolkitError
 
 
 def leave_with(main: Callable[[], int]) -> NoReturn:

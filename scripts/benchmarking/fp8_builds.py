@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarking.kernel_builds import TENSOR_CORES, Build
-from runtime.kernels.gpu.launch_bytes import byte_tile
-from runtime.kernels.gpu.launch_fp8 import WIDE_TILE
+from runtime.backends.triton.kernels.fp8 import WIDE_TILE
+from runtime.backends.triton.kernels.int8 import byte_tile
 
 NATIVE_ARCHITECTURE = 89
 NARROW_TOKENS = (1, 32, 64)
@@ -24,7 +24,7 @@ def _narrow(arch: int, dtype: str, rounds_inputs: bool, tokens: int) -> Build:
     tile, form = byte_tile(tokens, 0), "x8" if rounds_inputs else "x16"
     native = {"LEVELS": rounds_inputs, "NATIVE": arch >= NATIVE_ARCHITECTURE, "INTERPRETED": False}
     return Build.of(
-        arch, f"narrow_fp8_product {form} {dtype} {tile['BLOCK_N']}x{tile['BLOCK_M']}", "gpu.fp8.narrow_fp8_product",
+        arch, f"narrow_fp8_product {form} {dtype} {tile['BLOCK_N']}x{tile['BLOCK_M']}", "fp8.narrow_fp8_product",
         f"x:{'u8' if rounds_inputs else dtype} codes:u8 row_scale:{dtype} part:fp32",
         "M K%16 ROWS%16 blocks_per_split", native | tile, wants=TENSOR_CORES,
     )  # fmt: skip
@@ -32,7 +32,7 @@ def _narrow(arch: int, dtype: str, rounds_inputs: bool, tokens: int) -> Build:
 
 def _wide(arch: int, dtype: str, has_bias: bool) -> Build:
     return Build.of(
-        arch, f"wide_fp8_product {dtype}{' bias' if has_bias else ''}", "gpu.fp8.wide_fp8_product",
+        arch, f"wide_fp8_product {dtype}{' bias' if has_bias else ''}", "fp8.wide_fp8_product",
         f"levels:u8 codes:u8 token_scale:fp32 row_scale:{dtype} bias:{dtype} y:{dtype}", "M K%16 ROWS%16",
         {"HAS_BIAS": has_bias, "INTERPRETED": False, **WIDE_TILE}, wants=("QGMMA",) if arch == 90 else ("QMMA",),
     )  # fmt: skip

@@ -11,10 +11,9 @@ from torch.nn import functional
 from benchmarking.cpu_attention import Case, decoder_config
 from benchmarking.gpu_timing import num_copies
 from compress.checkpoint.kv_cache import KVCacheScheme
-from runtime.attention.gpu import block_rows, num_splits
-from runtime.kernels.gpu.head_pages import layer_pages
-from runtime.model.pages import ExactPages
-from runtime.model.pages_quantized import QuantizedPages
+from runtime.backends.kv.pages import ExactPages, QuantizedPages
+from runtime.backends.triton.attention import block_rows, num_splits
+from runtime.backends.triton.kernels.page_views import layer_pages
 
 FORMS = ("16bit", "fp8", "int8", "int4")
 SDPA = "SDPA bf16, contiguous"
@@ -30,7 +29,7 @@ class Calls:
 
 def paged_calls(case: Case, form: str, processors: int, device: torch.device) -> Calls:
     """One token of each of `case.batch` sequences over `case.context` keys, in the form of the pages."""
-    from runtime.kernels.gpu.launch_attention import attend
+    from runtime.backends.triton.kernels.paged_attention import attend
 
     blocks, scheme = case.batch * case.context // case.block_size, KVCacheScheme(form)
     config = decoder_config(case, copies_of(case))

@@ -29,7 +29,7 @@ class Engine:
     """This runtime, offline: with sampling, scheduling and tokens handed out."""
 
     def __init__(self, model: Path, device: str, kv_cache: str, kv_memory_bytes: int | None) -> None:
-        from runtime.config import RuntimeConfig
+        from runtime.core.config import RuntimeConfig
         from runtime.llm import LLM
 
         self.llm = LLM(
@@ -46,7 +46,7 @@ class Engine:
         )
 
     def answer(self, jobs: Sequence[Job]) -> None:
-        from runtime.sampling_params import SamplingParams
+        from runtime.core.request import SamplingParams
 
         params = [SamplingParams(job.num_output_tokens, temperature=0, ignore_eos=True) for job in jobs]
         made = self.llm.generate([list(job.prompt) for job in jobs], params)
@@ -62,7 +62,7 @@ class Transformers:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
-        from compress.checkpoint.device import resolve_device
+        from compress.common.device import resolve_device
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()

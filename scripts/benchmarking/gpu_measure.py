@@ -105,9 +105,9 @@ def step_bytes(folder: Path, kv_cache: str, batch: int, context: int) -> int:
     """Bytes that a decode step reads at least: every weight but the embedding, once, and all keys and values."""
     from compress.checkpoint.config import read_config
     from compress.checkpoint.kv_cache import KVCacheScheme
-    from compress.checkpoint.source import TensorFiles
-    from runtime.kv_bytes import kv_token_bytes
-    from runtime.model.config import parse_config
+    from compress.checkpoint.safetensors import TensorFiles
+    from runtime.core.model_config import parse_config
+    from runtime.memory.kv import kv_token_bytes
 
     files = TensorFiles.open(folder)
     names = files.names()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from compress.checkpoint.errors import ToolkitError
+from compress.common.errors import ToolkitError
 
 CACHE_BYTES = 2 * 64 * 2**20
 """Copies that are read in turn hold together at least twice the second-level cache of the largest GPU."""

@@ -53,7 +53,7 @@ class Build:
     def of(
         cls, arch: int, name: str, path: str, pointers: str, integers: str, constants: dict[str, Any], **rules: Any
     ) -> Build:
-        """A build in short words: path `gpu.rows.finish_rows` (below runtime.kernels, or whole from `compress.` on),
+        """A build in short words: path `norm_act.finish_rows` (below the Triton kernels, or whole from `compress.` on),
         pointers `part:fp32 y:bf16`, integers `M N%16`, where `%16` marks what is always a multiple of 16, as pointers
         are; a number of another type is `scale:fp32`."""
         module, _, kernel = path.rpartition(".")
@@ -63,7 +63,7 @@ class Build:
         for word in integers.split():
             argument, _, kind = word.removesuffix("%16").partition(":")
             types[argument] = kind or "i32"
-        place = module if module.startswith("compress.") else f"runtime.kernels.{module}"
+        place = module if module.startswith("compress.") else f"runtime.backends.triton.kernels.{module}"
         return cls(arch, name, place, kernel, types, frozenset(aligned), constants, **rules)
 
 

@@ -21,7 +21,7 @@ def tinygemm(rows: int, columns: int, device: torch.device) -> Callable[[Tensor]
 
 def semi_structured(rows: int, columns: int, device: torch.device) -> Callable[[Tensor], Tensor]:
     """PyTorch's product with 16-bit weights of which every second is zero."""
-    from runtime.kernels.semi_structured import SemiStructuredLinear
+    from runtime.backends.torch.semi_structured import SemiStructuredLinear
 
     weight = torch.randn(rows, columns, device=device, dtype=torch.bfloat16).view(rows, -1, 4)
     weight[..., 2:] = 0

@@ -10,11 +10,11 @@ from typing import Any
 
 from benchmarking.kernel_builds import TENSOR_CORES, Build
 from benchmarking.linear_candidates import candidates
-from runtime.kernels.gpu.configs import BUCKETS, EXPAND, NARROW, KernelConfig, all_configs
-from runtime.kernels.gpu.launch import GROUP_M
-from runtime.kernels.gpu.launch_bytes import byte_tile, level_tile
-from runtime.kernels.gpu.packing import tile_inputs
-from runtime.kernels.gpu.planes import unpack_instructions
+from runtime.backends.triton.kernels.configs import BUCKETS, EXPAND, NARROW, KernelConfig, all_configs
+from runtime.backends.triton.kernels.dequant import unpack_instructions
+from runtime.backends.triton.kernels.int8 import byte_tile, level_tile
+from runtime.backends.triton.kernels.w4a16 import GROUP_M
+from runtime.backends.triton.kernels.weight_layout import tile_inputs
 
 DTYPES = ("bf16", "fp16")
 
@@ -77,7 +77,7 @@ def _planes(arch: int, config: KernelConfig, dtype: str, form: Form, tried: bool
     )
     if config.kernel == EXPAND:
         integers, constants["BLOCK_N"] = "first_row%16 ROWS%16 N%16 K%16", 64
-        return Build.of(arch, name, "gpu.wide.expand", pointers + f"weight:{dtype}", integers, constants)
+        return Build.of(arch, name, "w4a16.expand", pointers + f"weight:{dtype}", integers, constants)
     name += f" {config.block_n}x{config.block_m} {config.num_warps} warps {config.num_stages} stages"
     constants |= {
         "BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "STAGES": config.num_stages, "EVEN_K": form.even,
@@ -86,17 +86,17 @@ def _planes(arch: int, config: KernelConfig, dtype: str, form: Form, tried: bool
     rules = {"wants": TENSOR_CORES, "tried": tried}
     if config.kernel == NARROW:
         integers, pointers = "M N%16 K%16 num_tiles tiles_per_split", pointers + f"x:{dtype} sums:fp32 part:fp32"
-        return Build.of(arch, name, "gpu.narrow.narrow_product", pointers, integers, constants, **rules)
+        return Build.of(arch, name, "w4a16.narrow_product", pointers, integers, constants, **rules)
     constants |= {"HAS_BIAS": form.has_bias, "GROUP_M": GROUP_M}
     pointers += f"x:{dtype} bias:{dtype} y:{dtype}"
-    return Build.of(arch, name, "gpu.wide.wide_product", pointers, "M N%16 K%16 ROWS%16 num_tiles", constants, **rules)
+    return Build.of(arch, name, "w4a16.wide_product", pointers, "M N%16 K%16 ROWS%16 num_tiles", constants, **rules)
 
 
 def _bytes(arch: int, dtype: str, group: tuple[int, bool], tokens: int) -> Build:
     (group_size, has_zero), tile = group, byte_tile(tokens, group[0])
     return Build.of(
         arch, f"byte_product g{group_size or 'row'}{'z' * has_zero} {dtype} {tile['BLOCK_N']}x{tile['BLOCK_M']}",
-        "gpu.bytes.byte_product", f"x:{dtype} codes:i8 scale:{dtype} zero:i8 part:fp32",
+        "int8.byte_product", f"x:{dtype} codes:i8 scale:{dtype} zero:i8 part:fp32",
         "M K%16 ROWS%16 blocks_per_split",
         {"GROUP_SIZE": group_size, "HAS_ZERO": has_zero, "INTERPRETED": False, **tile},
         wants=TENSOR_CORES, converts=True,
@@ -106,6 +106,6 @@ def _bytes(arch: int, dtype: str, group: tuple[int, bool], tokens: int) -> Build
 def _levels(arch: int, tokens: int) -> Build:
     tile = level_tile(tokens)
     return Build.of(
-        arch, f"level_product {tile['BLOCK_M']}x{tile['BLOCK_N']}", "gpu.bytes.level_product",
+        arch, f"level_product {tile['BLOCK_M']}x{tile['BLOCK_N']}", "int8.level_product",
         "levels:i8 codes:i8 part:i32", "M K%16 ROWS%16 blocks_per_split", tile, wants=("IMMA", "IGMMA"),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.kernels.gpu.configs import EXPAND, NARROW, WIDE, KernelConfig
+from runtime.backends.triton.kernels.configs import EXPAND, NARROW, WIDE, KernelConfig
 
 
 def candidates(tokens: int) -> Iterator[KernelConfig]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from calibration.sources import load_texts
-from compress.checkpoint.demo import demo_model_path
+from compress.common.cli import demo_model_path
 
 WEIGHT_SPREAD = 0.02
 CHARACTERS_PER_TOKEN = 5

@@ -6,11 +6,11 @@ from typing import Any
 
 from benchmarking.kernel_builds import Build
 from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
-from runtime.attention.gpu import HEAD_DIMS
-from runtime.kernels.gpu.launch_attention import FORMS as PAGE_FORMS
-from runtime.kernels.gpu.launch_bytes import MAX_SPLITS, level_tile, split_inputs
-from runtime.kernels.gpu.launch_rows import BLOCK, FORMS, GATED_BLOCK, TYPES, num_warps
-from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS
+from runtime.backends.base import FLOATS, LEVELS, ROWS, SUMS
+from runtime.backends.triton.attention import HEAD_DIMS
+from runtime.backends.triton.kernels.int8 import MAX_SPLITS, level_tile, split_inputs
+from runtime.backends.triton.kernels.norm_act import BLOCK, FORMS, GATED_BLOCK, TYPES, num_warps
+from runtime.backends.triton.kernels.paged_attention import FORMS as PAGE_FORMS
 
 DTYPES = dict(zip(("bf16", "fp16"), TYPES.values(), strict=True))
 SPLITS = {"16-bit": 1, "parts": MAX_SPLITS, "levels": MAX_SPLITS, "floats": 1}
@@ -36,7 +36,7 @@ def _rows(arch: int, dtype: str) -> list[Build]:
     blocks += [(form, 32, block) for form in (LEVELS, FLOATS) for block in (4096, 16384, 32768)]
     before = [
         Build.of(
-            arch, f"prepare_rows {form} {unit if form == SUMS else block} {dtype}", "gpu.rows.prepare_rows",
+            arch, f"prepare_rows {form} {unit if form == SUMS else block} {dtype}", "norm_act.prepare_rows",
             f"x:{dtype} {_out(form, dtype)}", "M K%16 num_sums",
             {"FORM": FORMS[form], "UNIT": unit, "BLOCK": block, "num_warps": num_warps(block)}, wide=True,
         )
@@ -44,7 +44,7 @@ def _rows(arch: int, dtype: str) -> list[Build]:
     ]  # fmt: skip
     after = [
         Build.of(
-            arch, f"finish_rows {kind} {dtype}", "gpu.rows.finish_rows", f"{_product(kind, dtype)} y:{dtype}",
+            arch, f"finish_rows {kind} {dtype}", "norm_act.finish_rows", f"{_product(kind, dtype)} y:{dtype}",
             "M N%16 ROWS_OUT%16", _constants(kind) | {"BLOCK": BLOCK}, converts=True, wide=True,
         )
         for kind in SPLITS
@@ -58,7 +58,7 @@ def _norms(arch: int, dtype: str) -> list[Build]:
     updates = [(kind, *each) for kind in (None, *SPLITS) for each in FORM_BLOCKS]
     return [
         Build.of(
-            arch, f"add_norm {kind or 'nothing'} to {form} {block} {dtype}", "gpu.norm.add_norm",
+            arch, f"add_norm {kind or 'nothing'} to {form} {block} {dtype}", "norm_act.add_norm",
             f"hidden:{dtype} {_product(kind or '16-bit', dtype)} weight:{dtype} {_out(form, dtype)}",
             "eps:fp32 M N%16 K%16 num_sums",
             _constants(kind or "16-bit") | _splits(kind, block) | _form(form, block) | {"HAS_UPDATE": kind is not None},
@@ -81,7 +81,7 @@ def _gates(arch: int, dtype: str) -> list[Build]:
     blocks = [(ROWS, BLOCK), (SUMS, BLOCK), (LEVELS, GATED_BLOCK), (FLOATS, GATED_BLOCK)]
     return [
         Build.of(
-            arch, f"gate_rows {kind} to {form} {block} {dtype}", "gpu.gate.gate_rows",
+            arch, f"gate_rows {kind} to {form} {block} {dtype}", "norm_act.gate_rows",
             f"{_product(kind, dtype)} {_out(form, dtype)}", "M N%16 K%16 num_sums",
             _constants(kind) | _form(form, block) | {"like": DTYPES[dtype], "num_warps": num_warps(2 * block)},
             converts=True, wide=True,
@@ -104,7 +104,7 @@ def _turn(arch: int, dtype: str, cache: str, head_dim: int, kind: str, normed: b
     scheme = KVCacheScheme.named(cache)
     codes, scales = (dtype, dtype) if cache == EXACT else ("u8", "fp16")
     return Build.of(
-        arch, f"turn_write {kind} to {cache} {dtype} D{head_dim}{' normed' * normed}", "gpu.turn.turn_write",
+        arch, f"turn_write {kind} to {cache} {dtype} D{head_dim}{' normed' * normed}", "rope_kv_write.turn_write",
         f"{_product(kind, dtype)} norm:{dtype} cos:{dtype} sin:{dtype} slots:i64 query:{dtype} "
         f"keys:{codes} key_scales:{scales} values:{codes} value_scales:{scales}",
         "eps:fp32 M N%16",

@@ -18,8 +18,8 @@ class Job:
 
 def mixed_jobs(model: Path, count: int, shortest: int, longest: int, seed: int = 0) -> list[Job]:
     """Prompts and answers with lengths uniform in `[shortest, longest]`, prompts cut from the Python manual."""
+    from calibration.sequences import load_tokenizer
     from calibration.sources import load_texts
-    from calibration.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     rng = random.Random(seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.checkpoint.disk import sync
+from compress.common.files import sync
 from demo_training.optimizer import MuonAdam
 
 

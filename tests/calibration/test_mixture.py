@@ -11,7 +11,7 @@ from calibration.mixture import pack_parts
 from calibration.parts import Part
 from calibration.sequences import FEW_TOKENS, pack_sequences
 from calibration.sources import load_texts
-from compress.checkpoint.errors import DataError
+from compress.common.errors import DataError
 
 
 def letters(text: str) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibration.parts import Part, check_parts, parse_parts, share_out
-from compress.checkpoint.errors import DataError
+from compress.common.errors import DataError
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from calibration.self_text import sample_sequences
-from compress.checkpoint.errors import NumericsError
+from compress.common.errors import NumericsError
 
 VOCABULARY = 12
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from jinja2 import TemplateError
 
-from calibration.sequences import overlap, pack_sequences
+from calibration.sequences import load_tokenizer, overlap, pack_sequences
 from calibration.sources import TextSource
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import DataError
+from compress.common.cli import demo_model_path
+from compress.common.errors import DataError
 
 
 def letters(text: str) -> list[int]:

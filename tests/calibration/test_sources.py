@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from calibration.sources import DOCUMENT_SEPARATOR, load_texts
-from compress.checkpoint.errors import DataError
+from compress.common.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
 

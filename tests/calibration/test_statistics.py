@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics, RowSample, full_float32
-from compress.checkpoint.errors import NumericsError
+from compress.common.errors import NumericsError
 
 
 def activations(tokens: int, features: int) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from calibration.sources import load_texts
-from compress.checkpoint.errors import DataError
+from compress.common.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.demo import demo_model_path
+from compress.common.cli import demo_model_path
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 128, 256, 3, 4, 2
 FAMILIES = ("llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3")

@@ -8,15 +8,14 @@ import pytest
 
 from calibration.sources import load_texts
 from compress.checkpoint.config import compression_block, read_config
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import CheckpointError, DataError
 from compress.checkpoint.scheme import Scheme
+from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError, DataError
 from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.pipeline import calibration_text
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 
 def request(model: Path, out: Path, source: str, seed: int = 0, size: tuple[int, int] = (4, 32)) -> RunRequest:
@@ -44,7 +43,7 @@ def test_the_model_writes_its_calibration_text(tiny_model, tmp_path: Path, capsy
 
 
 def test_the_model_is_not_loaded_without_the_memory_for_it(tiny_model, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("runtime.free_memory.available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("compress.common.device.available_bytes", lambda device: 1 << 20)
     with pytest.raises(CheckpointError, match=r"needs the whole model, .* and 1\.0 MiB are free") as caught:
         prepare(request(tiny_model(), tmp_path / "out", "self"))
     assert "instead of self" in caught.value.remedy

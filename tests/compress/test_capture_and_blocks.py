@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from compress.checkpoint.config import read_config
-from compress.checkpoint.errors import CheckpointError, NumericsError
-from compress.checkpoint.source import TensorFiles
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.errors import CheckpointError, NumericsError
 from compress.pipeline.blocks import fill, load_block, release
 from compress.pipeline.capture import capture_inputs, run_all
 from compress.pipeline.skeleton import open_skeleton

@@ -8,15 +8,14 @@ import pytest
 import torch
 from killed_runs import killed_after_block
 
-from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
+from compress.common.errors import RecipeError
 from compress.methods.hqq import quantize_hqq
-from compress.pipeline import quantize_block
+from compress.pipeline import compress_block
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 CALIBRATION = CalibrationOptions(samples=4, length=64)
 
@@ -80,7 +79,7 @@ def test_a_killed_run_of_gptaq_continues_to_the_same_bytes(tiny_model, tmp_path:
 
 def test_memory_that_runs_out_halves_the_batch_of_both_streams(tiny_model, tmp_path: Path, monkeypatch) -> None:
     model = tiny_model()
-    followed = quantize_block.follow_dense
+    followed = compress_block.follow_dense
     attempts: list[int] = []
 
     def run_out_once(block, inputs, *rest):
@@ -89,7 +88,7 @@ def test_memory_that_runs_out_halves_the_batch_of_both_streams(tiny_model, tmp_p
             raise MemoryError
         return followed(block, inputs, *rest)
 
-    monkeypatch.setattr(quantize_block, "follow_dense", run_out_once)
+    monkeypatch.setattr(compress_block, "follow_dense", run_out_once)
     result = compress(model, tmp_path / "short", gptaq(), micro_batch=4)
     assert attempts[:3] == [4, 4, 2]
     assert [block["micro_batch"] for block in result.report["blocks"]] == [4, 2, 2]

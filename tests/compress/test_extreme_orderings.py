@@ -9,19 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.scheme import Scheme
-from compress.evaluate.perplexity import evaluate
+from compress.common.cli import demo_model_path
+from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.windows import cut_windows
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
-from compress.stages.rotate import RotateStage
-from compress.stages.table import Stage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, RotateStage, Stage
 
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from compress.assignment import Assignment
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme
-from compress.pipeline.factor_notes import LAUNCH_SECONDS, READ_RATE, factor_notes, slower_seconds
-from compress.plan import PlanRow
+from compress.plan import Assignment, PlanRow
+from compress.plan_notes import LAUNCH_SECONDS, READ_RATE, factor_notes, slower_seconds
 
 
 def row(outputs: int, inputs: int, scheme: Scheme | None) -> PlanRow:

@@ -5,27 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RecipeError, SchemeError
-from compress.checkpoint.fp8 import MAX_FP8
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
-from compress.cli.quantize_options import RoundingOptions
-from compress.evaluate.perplexity import evaluate
+from compress.checkpoint.weights.fp8 import MAX_FP8
+from compress.cli.options import RoundingOptions
+from compress.common.cli import demo_model_path
+from compress.common.errors import RecipeError, SchemeError
+from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.windows import cut_windows
-from compress.methods.fp8 import quantize_fp8, round_to_fp8
+from compress.methods.rtn import quantize_fp8, round_to_fp8
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 from compress.recipe_file import parse_recipe
-from compress.stages.quantize import QuantizeStage
-from runtime.capacity.weights import Weights
-from runtime.kernels.base import Target
-from runtime.model.config import parse_config
-from runtime.model.load import load_model
+from runtime.backends.base import Target
+from runtime.core.model_config import parse_config
+from runtime.memory.capacity import Weights
+from runtime.model.loader import load_model
 
 W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
 SMALL = CalibrationOptions(samples=8, length=256)

@@ -8,28 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.source import TensorFiles
 from compress.checkpoint.verify import verify_structure
-from compress.cli.embedding_tip import embedding_tip
+from compress.cli.tables import embedding_tip
+from compress.common.errors import RecipeError
 from compress.evaluate.scorers import open_scorer
 from compress.methods.rtn import quantize_rtn
-from compress.pipeline import ends
+from compress.pipeline import embed_and_head
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.reporting.units import size
-from compress.stages.factorize import FactorizeStage
-from compress.stages.quantize import QuantizeStage, end_stages
-from compress.stages.table import Stage
-from runtime.capacity.weights import Weights
-from runtime.kernels.base import Target
-from runtime.model.config import parse_config
-from runtime.model.load import load_model
+from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe, Stage, end_stages
+from compress.reporting.numbers import size
+from runtime.backends.base import Target
+from runtime.core.model_config import parse_config
+from runtime.memory.capacity import Weights
+from runtime.model.loader import load_model
 
 SMALL = CalibrationOptions(samples=6, length=48)
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -127,7 +124,7 @@ def test_rows_are_rounded_some_at_a_time_without_a_difference(tiny_model, tmp_pa
     source = tiny_model("llama", tie_word_embeddings=False)
     stages = at_ends(embedding=Scheme(8, None), head=Scheme(4, 64), method="gptq")
     compress(source, tmp_path / "whole", *stages)
-    monkeypatch.setattr(ends, "ELEMENTS_AT_ONCE", 128 * 1000)
+    monkeypatch.setattr(embed_and_head, "ELEMENTS_AT_ONCE", 128 * 1000)
     compress(source, tmp_path / "chunks", *stages)
     names = ("whole", "chunks")
     whole, chunks = ((tmp_path / name / "model.safetensors").read_bytes() for name in names)

@@ -9,23 +9,27 @@ import pytest
 import torch
 
 from compress.checkpoint.config import COMPRESSION_KEY, read_config, write_config
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import CheckpointError, RecipeError
-from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme, stored_kv_cache
-from compress.checkpoint.kv_measured import KVCacheRecord, MeasuredKVCache, kv_cache_warning, measured_kv_caches
+from compress.checkpoint.kv_cache import (
+    UNCOMPRESSED,
+    KVCacheRecord,
+    KVCacheScheme,
+    MeasuredKVCache,
+    kv_cache_warning,
+    measured_kv_caches,
+    stored_kv_cache,
+)
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.verify import verify_structure
+from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError, RecipeError
 from compress.evaluate.kv_cache import measure_kv_caches
 from compress.evaluate.perplexity import evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.kv_choice import choose_kv_cache
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import Recipe
+from compress.plan import choose_kv_cache
+from compress.recipe import KVCacheStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import parse_recipe
-from compress.stages.kv_cache import KVCacheStage
-from compress.stages.quantize import QuantizeStage
-from compress.stages.table import Stage
 
 INT4, K8V4 = KVCacheScheme.named("int4"), KVCacheScheme.named("k8v4")
 

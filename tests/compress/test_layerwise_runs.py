@@ -6,22 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.writer import PieceStore
-from compress.evaluate.perplexity import evaluate
+from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError
+from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.windows import cut_windows
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
-from compress.stages.table import Stage
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
 
 SMALL = CalibrationOptions(samples=6, length=48)
 

@@ -7,12 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Sparsity
-from compress.layerwise import block_patterns, block_shares
-from compress.methods.outliers import outlier_ratio
+from compress.common.errors import RecipeError
+from compress.methods.owl import block_patterns, block_shares, outlier_ratio
+from compress.recipe import PruneStage
 from compress.recipe_file import parse_recipe
-from compress.stages.prune import PruneStage
 
 RATIOS = st.lists(st.tuples(st.floats(0, 0.2), st.integers(1, 10**6)), min_size=1, max_size=40)
 

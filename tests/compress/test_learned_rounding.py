@@ -7,22 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.evaluate.perplexity import evaluate
+from compress.common.cli import demo_model_path
+from compress.common.errors import RecipeError
+from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.windows import cut_windows
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
-from compress.stages.table import Stage
-from compress.stages.tuning import Tuning
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage, Tuning
 
 SMALL = CalibrationOptions(samples=6, length=48)
 SHORT = Tuning(steps=20, lr=0.002, batch=3)

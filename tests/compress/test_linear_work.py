@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from calibration.statistics import InputStatistics
-from compress.assignment import Assignment, Pruning
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.pipeline.linear_work import LinearWork, values_of
-from compress.pipeline.shared_factors import SharedFactors
+from compress.pipeline.compress_layer import LinearWork, SharedFactors, values_of
+from compress.plan import Assignment, Pruning
 
 
 @pytest.mark.parametrize("method", [None, "awq"])

@@ -8,33 +8,28 @@ import pytest
 import torch
 from killed_runs import killed_after_block
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.assignment import Assignment, Factoring
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RecipeError, SchemeError, ToolkitError
 from compress.checkpoint.export import export_checkpoint
-from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.verify import verify_structure
-from compress.evaluate.perplexity import evaluate
+from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.common.cli import demo_model_path
+from compress.common.errors import RecipeError, SchemeError, ToolkitError
+from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.windows import cut_windows
 from compress.pipeline.finish import compare_with_report
-from compress.pipeline.low_rank_work import decompose_block
+from compress.pipeline.low_rank import decompose_block
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.factorize import FactorizeStage
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
-from compress.stages.table import Stage
-from runtime.capacity.weights import Weights
-from runtime.kernels.base import Target
-from runtime.model.config import parse_config
-from runtime.model.load import load_model
-from runtime.speculative.self_draft import round_layers
+from compress.plan import Assignment, Factoring
+from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
+from runtime.backends.base import Target
+from runtime.core.model_config import parse_config
+from runtime.memory.capacity import Weights
+from runtime.model.loader import load_model
+from runtime.speculative.draft_model import round_layers
 
 SMALL = CalibrationOptions(samples=6, length=48)
 

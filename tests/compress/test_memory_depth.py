@@ -20,7 +20,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.pipeline.run import run
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import QuantizeStage
 
 model, out = map(Path, sys.argv[1:])
 recipe = Recipe((QuantizeStage("gptq", Scheme(4, 64)),), CalibrationOptions(samples=4, length=64))

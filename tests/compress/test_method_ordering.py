@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.scheme import Scheme
-from compress.evaluate.perplexity import Evaluation, evaluate
+from compress.common.cli import demo_model_path
+from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.windows import Windows, cut_windows
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 
 class Remembered:

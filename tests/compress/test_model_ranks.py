@@ -6,18 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.errors import RecipeError
-from compress.checkpoint.low_rank import LowRankWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.common.errors import RecipeError
+from compress.methods.shared.rank_allocation import RankedLinear, share_out, share_out_over_blocks
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.ranks import RankedLinear, share_out, share_out_over_blocks
-from compress.recipe import CalibrationOptions, Recipe
+from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import parse_recipe
-from compress.stages.factorize import FactorizeStage
-from compress.stages.quantize import QuantizeStage
-from compress.stages.table import Stage
 
 SMALL = CalibrationOptions(samples=6, length=48)
 

@@ -8,37 +8,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.digest import digest
-from compress.checkpoint.errors import CheckpointError, RecipeError, SchemeError
 from compress.checkpoint.export import export_checkpoint
-from compress.checkpoint.formats import native
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.outliers import OutlierWeight, without_columns
+from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scales import round_in_range
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights.fp8 import quantize_tokens
+from compress.checkpoint.weights.integer import IntegerWeight, round_in_range
+from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
+from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.evaluate.scorers import open_scorer
 from compress.methods.gptq import quantize_gptq
-from compress.methods.hessian import GptqOptions, factorize
 from compress.methods.outlier_columns import beside_outliers, highest, quantize_gptq_beside, sensitivity
 from compress.methods.rtn import quantize_rtn
+from compress.methods.shared.hessian import GptqOptions, factorize
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import parse_recipe
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
-from compress.stages.table import Stage
-from runtime.capacity.weights import Weights
-from runtime.kernels.base import Target
-from runtime.kernels.outliers import WithOutliers
-from runtime.kernels.registry import choose_kernel
-from runtime.model.config import parse_config
-from runtime.model.linear import SideBySide
-from runtime.model.load import load_model
+from runtime.backends.base import Target
+from runtime.backends.registry import choose_kernel
+from runtime.backends.torch.linear import WithOutliers
+from runtime.core.model_config import parse_config
+from runtime.memory.capacity import Weights
+from runtime.model.loader import SideBySide, load_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
 SMALL = CalibrationOptions(samples=6, length=48)
@@ -65,16 +60,16 @@ def test_what_is_stored_is_read_back_and_as_large_as_computed(scheme) -> None:
     _, weight = inputs_and_weight()
     columns, scheme = torch.tensor([3, 40, 127]), replace(scheme, outliers=3)
     stored = beside_outliers(weight, quantize_rtn(weight.index_fill(1, columns, 0), scheme.base), columns, scheme)
-    tensors = native.encode("m", stored, torch.bfloat16)
+    tensors = compress_runtime.encode("m", stored, torch.bfloat16)
 
     def get(name: str) -> torch.Tensor:
         if name not in tensors:
             raise CheckpointError(name)
         return tensors[name]
 
-    again = native.decode("m", get, scheme)
+    again = compress_runtime.decode("m", get, scheme)
     assert digest(again) == digest(stored)
-    assert native.modules(tensors) == ["m"]
+    assert compress_runtime.modules(tensors) == ["m"]
     size = sum(8 * tensor.nbytes for name, tensor in tensors.items() if not name.endswith("_shape"))
     assert size == scheme.stored_bits(96, 128)
     values = again.dequantize(torch.bfloat16)
@@ -88,7 +83,7 @@ def test_the_example_of_the_format_page() -> None:
     scale, zero = torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8)
     base = IntegerWeight(codes, scale, zero, scheme.base)
     weight = OutlierWeight(base, torch.tensor([2]), torch.tensor([[3.25]]).bfloat16(), scheme)
-    tensors = native.encode("m", weight, torch.bfloat16)
+    tensors = compress_runtime.encode("m", weight, torch.bfloat16)
     assert f"0x{int(tensors['m.weight_packed'][0, 0]):08x}" in PAGE.read_text()
     assert weight.dequantize().tolist() == [[0.5, -0.5, 3.25, 1.0]]
 
@@ -110,7 +105,7 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(SchemeError, match="neither sparsity nor low rank"):
         Scheme(4, 32, sparsity=Sparsity(2, 4), outliers=2)
     with pytest.raises(SchemeError, match="all of 128 inputs"):
-        native.check(Scheme(4, 32, outliers=128), (96, 128))
+        compress_runtime.check(Scheme(4, 32, outliers=128), (96, 128))
 
 
 def test_the_costly_columns_are_chosen() -> None:

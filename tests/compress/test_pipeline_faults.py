@@ -9,14 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.checkpoint.errors import CheckpointError, NumericsError, ToolkitError
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
+from compress.common.errors import CheckpointError, NumericsError, ToolkitError
 from compress.pipeline.memory import is_out_of_memory, with_smaller_batches
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 
 def make_request(model: Path, out: Path, method: str = "gptq", **options) -> RunRequest:
@@ -115,12 +114,11 @@ class LittleMemory:
 
 def starve(monkeypatch, most: int, kind: type[BaseException] = RuntimeError) -> LittleMemory:
     import compress.pipeline.capture
-    import compress.pipeline.observe
     import compress.pipeline.smoothing
 
     memory = LittleMemory(most, kind)
     limited = memory(compress.pipeline.capture.run_block)
-    for module in (compress.pipeline.capture, compress.pipeline.observe, compress.pipeline.smoothing):
+    for module in (compress.pipeline.capture, compress.pipeline.capture, compress.pipeline.smoothing):
         monkeypatch.setattr(module, "run_block", limited)
     return memory
 

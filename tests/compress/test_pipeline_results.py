@@ -11,12 +11,11 @@ from covering import covering
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.source import TensorFiles
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 SMALL = CalibrationOptions(samples=6, length=48)
 

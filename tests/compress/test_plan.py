@@ -11,16 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config
-from compress.checkpoint.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
 from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.common.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.skeleton import check_supported
 from compress.plan import Plan
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
-from compress.stages.rotate import RotateStage
-from compress.stages.table import Stage
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, RotateStage, Stage
 
 SMALL = CalibrationOptions(samples=2, length=32)
 

@@ -7,24 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RecipeError, SchemeError
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.verify import verify_structure
-from compress.evaluate.perplexity import evaluate
+from compress.common.cli import demo_model_path
+from compress.common.errors import RecipeError, SchemeError
+from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.windows import cut_windows
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
-from compress.stages.table import Stage
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
 
 TWO_OF_FOUR = Sparsity(2, 4)
 SMALL = CalibrationOptions(samples=6, length=48)

@@ -7,14 +7,10 @@ import json
 import pytest
 
 from calibration.parts import Part
-from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.recipe import CalibrationOptions, Recipe
+from compress.common.errors import RecipeError
+from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Tuning
 from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
-from compress.stages.factorize import FactorizeStage
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
-from compress.stages.tuning import Tuning
 
 BUNDLED = {
     "int2-gptq-outliers": ("gptq", Scheme(2, 64)),

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.writer import PieceStore
+from compress.common.errors import CheckpointError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
-from compress.stages.tuning import Tuning
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, Tuning
 
 # A fresh process that has torch loaded already, and no threads yet when it forks.
 SPAWN = multiprocessing.get_context("forkserver")

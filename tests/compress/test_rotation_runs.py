@@ -11,16 +11,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.checkpoint.config import read_config
-from compress.checkpoint.errors import RecipeError
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.source import TensorFiles
+from compress.common.errors import RecipeError
 from compress.pipeline.prepare import Prepared, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, RotateStage, Stage
 from compress.recipe_file import parse_recipe
-from compress.stages.quantize import QuantizeStage
-from compress.stages.rotate import RotateStage
-from compress.stages.table import Stage
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 112
 CALIBRATION = CalibrationOptions(samples=4, length=64)

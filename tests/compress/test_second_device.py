@@ -13,9 +13,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
 
 SEQUENCES, LENGTH = 6, 32
 STAGES = {

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.assignment import Assignment
 from compress.checkpoint.config import read_config
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.source import TensorFiles
-from compress.pipeline.block_job import BlockJob
+from compress.pipeline.block import BlockJob
 from compress.pipeline.blocks import load_block
-from compress.pipeline.capture import capture_inputs, run_all
-from compress.pipeline.observe import Need, observe
+from compress.pipeline.capture import Need, capture_inputs, observe, run_all
 from compress.pipeline.skeleton import open_skeleton
 from compress.pipeline.smoothing import HeadLayout, fold_edge, head_layout, search_edge, trace_modules
+from compress.plan import Assignment
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(10, 8000, (4, 32), generator=torch.Generator().manual_seed(2))

@@ -9,19 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RecipeError
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
-from compress.evaluate.perplexity import evaluate
+from compress.common.cli import demo_model_path
+from compress.common.errors import RecipeError
+from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.windows import cut_windows
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 W8A8 = Scheme(8, None, activation_bits=8)
 SMALL = CalibrationOptions(samples=16, length=256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compress.checkpoint.errors import RecipeError
+from compress.common.errors import RecipeError
 from compress.targets import matches, select, without_indices
 
 MODULES = [f"model.layers.{i}.{name}" for i in range(12) for name in ("self_attn.q_proj", "mlp.down_proj")] + [

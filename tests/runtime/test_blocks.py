@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.blocks import BlockPool, extend_hashes, root_hash
+from runtime.engine.block_pool import BlockPool, extend_hashes, root_hash
 
 
 def chain(tokens: list[int], block_size: int = 2, salt: str = "", namespace: str = "") -> list[bytes]:

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from runtime.blocks import BlockPool, extend_hashes, root_hash
+from runtime.engine.block_pool import BlockPool, extend_hashes, root_hash
 
 BLOCK_SIZE = 2
 

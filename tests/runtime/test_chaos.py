@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from fake_runner import FakeRunner, expected_tokens
 
-from runtime.chaos import Chaos
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.sampling_params import SamplingParams
-from runtime.types import FinishReason
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import FinishReason, SamplingParams
+from runtime.engine.engine import Engine
+from runtime.engine.fault_injection import Chaos
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 10])

@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 from jsonschema import validate
 
-from compress.checkpoint.demo import demo_model_path, draft_model_path
-from compress.checkpoint.errors import RequestError
-from runtime.config import RuntimeConfig
+from compress.common.cli import demo_model_path, draft_model_path
+from compress.common.errors import RequestError
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import FinishReason, Grammar, GrammarKind, SamplingParams
 from runtime.llm import LLM, Completion
-from runtime.sampling_params import Grammar, GrammarKind, SamplingParams
-from runtime.types import FinishReason
 
 PERSON = {
     "type": "object",

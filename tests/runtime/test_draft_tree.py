@@ -5,12 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.draft_tree import ancestor_bits, chain, depth, find_child, follow, grow_tree, paths
-from runtime.draws import build_draws
-from runtime.sampling_params import SamplingParams
-from runtime.step import SampledToken, ScheduledSequence
-from runtime.types import Request, Sequence
-from runtime.verification import verify_by_match
+from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.sampling_metadata import build_draws
+from runtime.core.step import (
+    SampledToken,
+    ScheduledSequence,
+    ancestor_bits,
+    chain,
+    depth,
+    find_child,
+    follow,
+    grow_tree,
+    paths,
+)
+from runtime.speculative.verify import verify_by_match
 
 BRANCHES = st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=5)
 

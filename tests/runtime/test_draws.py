@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from runtime.draws import build_draws
-from runtime.sampling_params import SamplingParams
-from runtime.step import ScheduledSequence
-from runtime.types import Request, Sequence
+from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.sampling_metadata import build_draws
+from runtime.core.step import ScheduledSequence
 
 
 class Ascending:

@@ -5,13 +5,12 @@ import itertools
 import pytest
 from fake_runner import VOCAB_SIZE, FakeRunner, expected_tokens
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RequestError
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.sampling_params import SamplingParams
+from compress.common.cli import demo_model_path
+from compress.common.errors import RequestError
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.engine.engine import Engine
 from runtime.text.tokenizer import Tokenizer
-from runtime.types import Delta, FinishReason, RequestOptions
 
 
 def make_engine(runner: FakeRunner | None = None, tokenizer: Tokenizer | None = None, **options: object) -> Engine:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from fake_runner import VOCAB_SIZE, FakeRunner, expected_tokens
 
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.sampling_params import SamplingParams
-from runtime.step import StepOutput, StepPlan
-from runtime.types import Delta, FinishReason
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Delta, FinishReason, SamplingParams
+from runtime.core.step import StepOutput, StepPlan
+from runtime.engine.engine import Engine
 
 BLOCK_SIZE = 4
 

@@ -20,16 +20,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from compress.checkpoint.errors import RequestError
-from runtime.chaos import Chaos
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.live_requests import derive_seed
-from runtime.reach import ALL, Reach
-from runtime.sampling_params import SamplingParams
-from runtime.scheduler import PRIORITY_PLACES
-from runtime.speculative.speculator import Speculator
-from runtime.types import Delta, FinishReason, RequestOptions
+from compress.common.errors import RequestError
+from runtime.core.attention_window import ALL, Reach
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.engine.engine import Engine
+from runtime.engine.fault_injection import Chaos
+from runtime.engine.output_processor import derive_seed
+from runtime.engine.scheduler import PRIORITY_PLACES
+from runtime.speculative.proposer import Speculator
 
 MAX_MODEL_LEN = 30
 END_TOKENS = frozenset({0, 1})

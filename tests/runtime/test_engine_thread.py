@@ -9,13 +9,12 @@ from contextlib import aclosing
 import pytest
 from fake_runner import FakeRunner, expected_tokens
 
-from compress.checkpoint.errors import RequestError
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.engine_thread import EngineThread
-from runtime.sampling_params import SamplingParams
-from runtime.step import StepOutput, StepPlan
-from runtime.types import Delta, FinishReason
+from compress.common.errors import RequestError
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Delta, FinishReason, SamplingParams
+from runtime.core.step import StepOutput, StepPlan
+from runtime.engine.engine import Engine
+from runtime.engine.engine_thread import EngineThread
 
 STALL_SECONDS = 0.5
 

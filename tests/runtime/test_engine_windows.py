@@ -7,12 +7,12 @@ from fake_runner import FakeRunner, expected_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.checkpoint.errors import RequestError
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.live_requests import derive_seed
-from runtime.reach import Reach, held_blocks
-from runtime.sampling_params import SamplingParams
+from compress.common.errors import RequestError
+from runtime.core.attention_window import Reach, held_blocks
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.engine.engine import Engine
+from runtime.engine.output_processor import derive_seed
 
 
 def make_engine(

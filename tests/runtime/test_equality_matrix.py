@@ -18,15 +18,15 @@ import pytest
 from covering import covering
 from poisoned_memory import poison
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine import Engine
+from runtime.engine.engine_thread import EngineThread
 from runtime.model.decoder import Decoder
-from runtime.model.load import load_model
-from runtime.runner import build_runner
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 from runtime.server.app import create_app
-from runtime.server.service import Limits
+from runtime.server.serving import Limits
 from runtime.speculative.build import build_speculator
 from runtime.text.tokenizer import Tokenizer
 

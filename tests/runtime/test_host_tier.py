@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.host_tier import HostTier
-from runtime.step import BlockOffload
+from runtime.core.step import BlockOffload
+from runtime.engine.kv_offload import HostTier
 
 
 def saved(tier: HostTier, *names: bytes) -> HostTier:

@@ -9,13 +9,13 @@ from covering import covering
 from poisoned_memory import poison
 from tiny_models import save_tiny_model
 
-from runtime.chaos import Chaos
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.engine.engine import Engine
+from runtime.engine.fault_injection import Chaos
 from runtime.model.decoder import Decoder
-from runtime.model.load import load_model
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 PROMPTS = [[(7 * i + k % 3) % 112 for i in range(6 + 5 * k)] for k in range(6)]
 SAMPLINGS = [SamplingParams(max_tokens=40, temperature=k % 2, seed=k, n=1 + k % 2, ignore_eos=True) for k in range(6)]

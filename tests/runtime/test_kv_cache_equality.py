@@ -14,13 +14,13 @@ from poisoned_memory import poison
 from tiny_models import save_tiny_model
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.engine.engine import Engine
 from runtime.model.decoder import Decoder
-from runtime.model.load import load_model
+from runtime.model.loader import load_model
 from runtime.model.scoring import score
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
+from runtime.runner.runner import build_runner
 from runtime.speculative.build import build_speculator
 
 SYSTEM = list(range(50, 71))

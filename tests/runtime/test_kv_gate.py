@@ -8,12 +8,11 @@ import pytest
 from tiny_models import save_tiny_model
 
 from compress.checkpoint.config import COMPRESSION_KEY, read_config, write_config
-from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.kv_measured import KVCacheRecord, MeasuredKVCache
-from runtime.config import RuntimeConfig
-from runtime.model.load import load_model
-from runtime.runner import build_runner
+from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, MeasuredKVCache
+from compress.common.errors import CheckpointError
+from runtime.core.config import RuntimeConfig
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 MEASURED = MeasuredKVCache(KVCacheScheme.named("int4"), 144, 0.25, 2.0, 21.5, 0.8)
 RECORD = KVCacheRecord(0.01, 126, 64, "pydoc", "abc", "some windows", 20.0, 512, (MEASURED,))

@@ -9,16 +9,15 @@ import pytest
 import torch
 from tiny_models import load_reference, pack_model, put_weights, save_tiny_model
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RequestError
 from compress.checkpoint.scheme import Scheme
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
+from compress.common.cli import demo_model_path
+from compress.common.errors import RequestError
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import FinishReason, SamplingParams
+from runtime.engine.engine import Engine
 from runtime.llm import LLM, Completion
-from runtime.model.load import load_model
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
-from runtime.types import FinishReason
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 PROMPTS = (
     "The history of the city begins",

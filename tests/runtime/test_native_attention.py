@@ -13,13 +13,13 @@ from decoder_configs import decoder_config
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.kv_numerics import dequantize_heads, quantize_heads, read_back, rotate_heads
-from compress.native.binding import best_instruction_set, library, set_threads
-from runtime.attention.native import NativeAttention
-from runtime.batch import AttentionGroup, Batch
-from runtime.draft_tree import ancestor_bits, paths
-from runtime.model.config import DecoderConfig
-from runtime.model.pages_native import NativePages, refuse_pages
+from compress.checkpoint.kv_quant import dequantize_heads, quantize_heads, read_back, rotate_heads
+from compress.cpu.binding import best_instruction_set, library, set_threads
+from runtime.backends.cpu.attention import NativeAttention
+from runtime.backends.cpu.kv_pages import NativePages, refuse_pages
+from runtime.core.batch import AttentionGroup, Batch
+from runtime.core.model_config import DecoderConfig
+from runtime.core.step import ancestor_bits, paths
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)

@@ -10,21 +10,21 @@ import torch
 from decoder_configs import decoder_config
 from torch import Tensor
 
-from compress.checkpoint.errors import ToolkitError
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.scheme import Scheme
-from compress.native.binding import INSTRUCTION_SETS, best_instruction_set, library
-from compress.native.linear import Activations, NativeLinear
-from runtime.attention.native import NativeAttention
-from runtime.attention.native_layers import NativeLayers, refuse_layers
-from runtime.batch import AttentionGroup, Batch
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import ToolkitError
+from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
+from compress.cpu.linear import Activations, NativeLinear
+from runtime.backends.cpu.attention import NativeAttention
+from runtime.backends.cpu.kv_pages import NativePages
+from runtime.backends.cpu.layers import NativeLayers, refuse_layers
+from runtime.backends.cpu.ops import NativeOps
+from runtime.backends.torch.ops import TorchOps
+from runtime.core.batch import AttentionGroup, Batch
+from runtime.core.rope import Rotary
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import DenseEmbedding
-from runtime.model.ops import TorchOps
-from runtime.model.ops_native import NativeOps
-from runtime.model.pages_native import NativePages
-from runtime.model.rope import Rotary
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 CPU = torch.device("cpu")

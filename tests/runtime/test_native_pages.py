@@ -8,9 +8,9 @@ from decoder_configs import decoder_config
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.kv_numerics import rotate_heads
-from compress.native.binding import best_instruction_set, library, set_threads
-from runtime.model.pages_native import NativePages
+from compress.checkpoint.kv_quant import rotate_heads
+from compress.cpu.binding import best_instruction_set, library, set_threads
+from runtime.backends.cpu.kv_pages import NativePages
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.native.binding import best_instruction_set, library, set_threads
-from runtime.draws import Draw
-from runtime.sampler import native
-from runtime.sampler.native import find_peaks, find_winners, is_native
-from runtime.sampler.noise import gumbel_noise
-from runtime.sampler.sampler import sample_tokens
-from runtime.sampling_params import SamplingParams
+from compress.cpu.binding import best_instruction_set, library, set_threads
+from runtime.backends.cpu import sampling as cpu_sampling
+from runtime.backends.cpu.sampling import find_peaks, find_winners, is_native
+from runtime.core.request import SamplingParams
+from runtime.core.sampling_metadata import Draw
+from runtime.sampling.sampler import sample_tokens
+from runtime.sampling.sampling_tensors import gumbel_noise
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
@@ -92,7 +92,7 @@ def test_tokens_are_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch
     logits[10, 20:40] = 1e4
     assert is_native(logits)
     compiled = sample_tokens(logits, draws)
-    monkeypatch.setattr(native, "is_native", lambda scores: False)
+    monkeypatch.setattr(cpu_sampling, "is_native", lambda scores: False)
     assert compiled == sample_tokens(logits, draws)
     assert [bool(token.error) for token in compiled[6:11]] == [False, True, True, True, False]
 

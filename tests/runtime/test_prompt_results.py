@@ -10,15 +10,14 @@ import torch
 from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
 
-from compress.checkpoint.demo import demo_model_path
-from runtime import prompt_rows
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.engine.engine import Engine
 from runtime.llm import LLM
-from runtime.model.load import load_model
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
-from runtime.types import Delta, FinishReason, RequestOptions
+from runtime.model.loader import load_model
+from runtime.runner import runner
+from runtime.runner.runner import build_runner
 
 VOCAB = 112
 EMBED = RequestOptions(embed=True)
@@ -205,7 +204,7 @@ def test_tokens_are_the_same_with_and_without(decoder):
 
 
 def test_few_logits_exist_at_a_time(decoder, reference, monkeypatch):
-    monkeypatch.setattr(prompt_rows, "LOGITS_AT_ONCE", 7 * VOCAB)
+    monkeypatch.setattr(runner, "LOGITS_AT_ONCE", 7 * VOCAB)
     head = CountingHead(decoder.head)
     monkeypatch.setattr(decoder, "head", head)
     served = serve(decoder)

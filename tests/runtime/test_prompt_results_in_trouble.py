@@ -7,12 +7,11 @@ import random
 import pytest
 from fake_runner import FakeRunner, expected_tokens
 
-from runtime.chaos import Chaos
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.sampling_params import SamplingParams
-from runtime.step import StepOutput, StepPlan
-from runtime.types import Delta, FinishReason, RequestOptions, TokenLogprobs
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from runtime.core.step import StepOutput, StepPlan
+from runtime.engine.engine import Engine
+from runtime.engine.fault_injection import Chaos
 
 MAX_MODEL_LEN = 40
 

@@ -10,23 +10,23 @@ from poisoned_memory import poison
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, save_tiny_model
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.kv_numerics import read_back
+from compress.checkpoint.kv_quant import read_back
+from compress.common.cli import demo_model_path
+from compress.common.errors import ToolkitError
+from compress.evaluate.perplexity import cut_windows
 from compress.evaluate.scorers import RuntimeScorer
-from compress.evaluate.windows import cut_windows
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.kv_bytes import kv_token_bytes
-from runtime.model.config import parse_config
-from runtime.model.load import load_model
-from runtime.model.pages_quantized import QuantizedPages
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
-from runtime.step import BlockCopy
+from runtime.backends.kv.pages import QuantizedPages
+from runtime.core.config import RuntimeConfig
+from runtime.core.model_config import parse_config
+from runtime.core.request import SamplingParams
+from runtime.core.step import BlockCopy
+from runtime.engine.engine import Engine
+from runtime.memory.kv import kv_token_bytes
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 CPU = torch.device("cpu")
 QUANTIZED = ("fp8", "int8", "k8v4", "int4")

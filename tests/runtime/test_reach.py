@@ -7,8 +7,8 @@ from fake_runner import visible_positions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.checkpoint.errors import ToolkitError
-from runtime.reach import ALL, RELEASED, Reach, find_reach, held_blocks
+from compress.common.errors import ToolkitError
+from runtime.core.attention_window import ALL, RELEASED, Reach, find_reach, held_blocks
 
 reaches = st.builds(Reach, st.integers(1, 20), st.integers(0, 9))
 block_sizes = st.integers(1, 6)

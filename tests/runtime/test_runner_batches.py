@@ -4,10 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.batch import build_batch, group_entries
-from runtime.sampling_params import SamplingParams
-from runtime.step import ScheduledSequence
-from runtime.types import Request, Sequence
+from runtime.core.batch import build_batch, group_entries
+from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.step import ScheduledSequence
 
 BLOCK = 4
 CPU = torch.device("cpu")

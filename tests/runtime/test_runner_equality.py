@@ -9,13 +9,12 @@ import torch
 from poisoned_memory import poison
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.model.load import load_model
-from runtime.runner import ModelRunner, build_runner
-from runtime.sampling_params import SamplingParams
-from runtime.step import BlockCopy, ScheduledSequence, StepPlan
-from runtime.types import Request, Sequence
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.step import BlockCopy, ScheduledSequence, StepPlan
+from runtime.model.loader import load_model
+from runtime.runner.runner import ModelRunner, build_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 

@@ -10,12 +10,12 @@ import torch
 from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.model.load import load_model
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.engine.engine import Engine
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 
 def serve(decoder, requests, arrivals=None, **options) -> dict[str, list[int]]:

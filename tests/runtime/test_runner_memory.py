@@ -3,14 +3,13 @@ from __future__ import annotations
 import pytest
 from tiny_models import SIZES, save_tiny_model
 
-from compress.checkpoint.errors import ToolkitError
-from runtime.config import RuntimeConfig
-from runtime.free_memory import format_bytes
-from runtime.memory import plan_memory
-from runtime.memory_lines import explain
-from runtime.model.config import parse_config
-from runtime.model.load import load_model
-from runtime.runner import build_runner
+from compress.common.device import format_bytes
+from compress.common.errors import ToolkitError
+from runtime.core.config import RuntimeConfig
+from runtime.core.model_config import parse_config
+from runtime.memory.plan import explain, plan_memory
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 MODEL = parse_config({"model_type": "llama", **SIZES})
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 2

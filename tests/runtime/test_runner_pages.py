@@ -4,10 +4,9 @@ import pytest
 import torch
 from tiny_models import SIZES
 
-from runtime.model.block_memory import BlockField, BlockMemory
-from runtime.model.config import parse_config
-from runtime.model.pages import ExactPages
-from runtime.step import BlockCopy, BlockOffload, BlockRestore
+from runtime.backends.kv.pages import BlockField, BlockMemory, ExactPages
+from runtime.core.model_config import parse_config
+from runtime.core.step import BlockCopy, BlockOffload, BlockRestore
 
 CONFIG = parse_config({"model_type": "llama", **SIZES})
 CPU = torch.device("cpu")

@@ -12,19 +12,18 @@ from naive_streams import NaiveStream, naive_logits
 from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
 
-from compress.checkpoint.errors import ToolkitError
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.memory import STREAM_LENGTH
-from runtime.memory_lines import explain
-from runtime.model.load import load_model
-from runtime.model.rope import Rotary
-from runtime.reach import Reach, held_blocks
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
+from compress.common.errors import ToolkitError
+from runtime.core.attention_window import Reach, held_blocks
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.core.rope import Rotary
+from runtime.engine.engine import Engine
+from runtime.memory.plan import STREAM_LENGTH, explain
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 from runtime.speculative.draft_model import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
-from runtime.speculative.speculator import Speculator
+from runtime.speculative.proposer import Speculator
 
 SINKS, WINDOW, BLOCK = 3, 20, 4
 ROPE = {"rope_theta": 500.0, "factor": 4.0}

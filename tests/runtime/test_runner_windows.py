@@ -10,13 +10,13 @@ from covering import covering
 from poisoned_memory import poison
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
-from compress.checkpoint.errors import ToolkitError
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.model.load import load_model
-from runtime.reach import ALL, Reach, held_blocks
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
+from compress.common.errors import ToolkitError
+from runtime.core.attention_window import ALL, Reach, held_blocks
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.engine.engine import Engine
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 WINDOW = 16
 BLOCK = 4

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from runtime.draws import Draw
-from runtime.sampler.adjust import adjust_logits
-from runtime.sampler.sampler import sample_tokens
-from runtime.sampler.truncation import candidates
-from runtime.sampling_params import SamplingParams
+from runtime.core.request import SamplingParams
+from runtime.core.sampling_metadata import Draw
+from runtime.sampling.logits_processors import adjust_logits, candidates
+from runtime.sampling.sampler import sample_tokens
 
 VOCAB = 19
 PROMPT = (1, 2, 2, 3, 9)

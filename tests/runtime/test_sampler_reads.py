@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from runtime.draws import Draw
-from runtime.sampler.sampler import sample_tokens
-from runtime.sampling_params import SamplingParams
+from runtime.core.request import SamplingParams
+from runtime.core.sampling_metadata import Draw
+from runtime.sampling.sampler import sample_tokens
 
 READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "unique"}
 VOCAB = 1000

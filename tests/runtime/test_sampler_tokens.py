@@ -4,9 +4,9 @@ import pytest
 import torch
 from exact_sampling import chi_square, exact_distribution
 
-from runtime.draws import Draw
-from runtime.sampler.sampler import draw_tokens, probabilities, sample_tokens
-from runtime.sampling_params import SamplingParams
+from runtime.core.request import SamplingParams
+from runtime.core.sampling_metadata import Draw
+from runtime.sampling.sampler import draw_tokens, probabilities, sample_tokens
 
 VOCAB = 20
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.sampler import truncation
-from runtime.sampler.truncation import candidates
+from runtime.sampling import logits_processors
+from runtime.sampling.logits_processors import candidates
 
 
 def kept(scores: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
@@ -78,20 +78,20 @@ def test_any_row(num_likely, scores, top_k, top_p, min_p):
     """Sorting a few likely tokens first changes nothing."""
     values = [score / 4 for score in scores]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(truncation, "NUM_LIKELY", num_likely)
+        patch.setattr(logits_processors, "NUM_LIKELY", num_likely)
         found = kept(torch.tensor(values, dtype=torch.float64), top_k, top_p, min_p)
     assert found == by_the_book(values, top_k, top_p, min_p)
 
 
 def test_top_k_beyond_the_likely_tokens_still_limits_the_mass_of_top_p(monkeypatch):
-    monkeypatch.setattr(truncation, "NUM_LIKELY", 3)
+    monkeypatch.setattr(logits_processors, "NUM_LIKELY", 3)
     values = [0.0, 0.0, 0.0, 0.0, 0.0, 0.25, -0.25, 2.0]
     assert kept(torch.tensor(values, dtype=torch.float64), 4, 0.513, 0.0) == {7}
 
 
 @pytest.mark.parametrize("num_likely", [4, 256])
 def test_rows_are_independent(num_likely, monkeypatch):
-    monkeypatch.setattr(truncation, "NUM_LIKELY", num_likely)
+    monkeypatch.setattr(logits_processors, "NUM_LIKELY", num_likely)
     scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     top_k, top_p = torch.tensor([0, 5, 0, 3]), torch.tensor([1.0, 1.0, 0.5, 0.9])
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.1])

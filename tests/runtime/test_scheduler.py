@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from compress.checkpoint.errors import RequestError
-from runtime.blocks import BlockPool
-from runtime.config import RuntimeConfig
-from runtime.sampling_params import SamplingParams
-from runtime.scheduler import PRIORITY_PLACES, Scheduler
-from runtime.step import StepPlan
-from runtime.types import Request, RequestOptions, Sequence, Status
+from compress.common.errors import RequestError
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Request, RequestOptions, SamplingParams, Sequence, Status
+from runtime.core.step import StepPlan
+from runtime.engine.block_pool import BlockPool
+from runtime.engine.scheduler import PRIORITY_PLACES, Scheduler
 
 
 def make_scheduler(num_blocks: int = 100, max_model_len: int = 1000, **options: object) -> Scheduler:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.blocks import BlockPool
-from runtime.config import RuntimeConfig
-from runtime.sampling_params import SamplingParams
-from runtime.scheduler import Scheduler
-from runtime.step import StepPlan
-from runtime.types import Request, Sequence, Status
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Request, SamplingParams, Sequence, Status
+from runtime.core.step import StepPlan
+from runtime.engine.block_pool import BlockPool
+from runtime.engine.scheduler import Scheduler
 
 BLOCK = 4
 

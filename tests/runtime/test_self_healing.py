@@ -8,11 +8,11 @@ import logging
 import pytest
 from fake_runner import FakeRunner, expected_tokens
 
-from runtime.blocks import BlockPool
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.engine_thread import CHECK_SECONDS, EngineThread
-from runtime.sampling_params import SamplingParams
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.engine.block_pool import BlockPool
+from runtime.engine.engine import Engine
+from runtime.engine.engine_thread import CHECK_SECONDS, EngineThread
 
 
 def leak(pool: BlockPool) -> None:
@@ -45,7 +45,7 @@ def test_broken_bookkeeping_is_reported_rebuilt_and_counted(corrupt, caplog: pyt
     engine.check()
     assert engine.metrics.broken_invariants_total == 0
     corrupt(engine.scheduler.pool)
-    with caplog.at_level(logging.CRITICAL, "runtime.engine"):
+    with caplog.at_level(logging.CRITICAL, "runtime.engine.engine"):
         engine.check()
     assert "KV blocks is broken" in caplog.text
     assert engine.metrics.broken_invariants_total == 1

@@ -9,18 +9,18 @@ from covering import covering
 from poisoned_memory import poison
 from tiny_models import save_tiny_model
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import ToolkitError
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
+from compress.common.cli import demo_model_path
+from compress.common.errors import ToolkitError
+from runtime.backends.kv.pages import ExactPages
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Grammar, GrammarKind, SamplingParams
+from runtime.engine.engine import Engine
 from runtime.llm import LLM, Completion
-from runtime.model.load import load_model
-from runtime.model.pages import ExactPages
-from runtime.runner import build_runner
-from runtime.sampling_params import Grammar, GrammarKind, SamplingParams
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 from runtime.speculative.build import build_speculator
 from runtime.speculative.draft_model import ModelDrafter
-from runtime.speculative.speculator import Speculator
+from runtime.speculative.proposer import Speculator
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)

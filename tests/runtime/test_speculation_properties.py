@@ -9,13 +9,12 @@ from fake_runner import VOCAB_SIZE, FakeDrafter, FakeRunner, FakeTreeDrafter, ex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.live_requests import derive_seed
-from runtime.reach import ALL, Reach
-from runtime.sampling_params import SamplingParams
-from runtime.speculative.speculator import Speculator
-from runtime.types import FinishReason, Sequence
+from runtime.core.attention_window import ALL, Reach
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import FinishReason, SamplingParams, Sequence
+from runtime.engine.engine import Engine
+from runtime.engine.output_processor import derive_seed
+from runtime.speculative.proposer import Speculator
 
 MAX_MODEL_LEN = 64
 END_TOKENS = frozenset({0, 1})

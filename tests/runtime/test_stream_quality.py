@@ -7,13 +7,13 @@ from tiny_models import load_reference, save_tiny_model
 from torch import Tensor
 
 from calibration.sources import load_texts
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.model.load import load_model
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.engine.engine import Engine
+from runtime.model.loader import load_model
 from runtime.model.scoring import score
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
+from runtime.runner.runner import build_runner
 from runtime.text.tokenizer import Tokenizer
 
 

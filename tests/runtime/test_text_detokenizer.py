@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from compress.checkpoint.demo import demo_model_path
+from compress.common.cli import demo_model_path
 from runtime.text.detokenizer import Detokenizer
 from runtime.text.tokenizer import Tokenizer
 

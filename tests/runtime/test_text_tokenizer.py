@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import CheckpointError, LongPromptError, RequestError
-from runtime.text.chat import ChatTemplate
-from runtime.text.tokenizer import Tokenizer
+from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError, LongPromptError, RequestError
+from runtime.text.tokenizer import ChatTemplate, Tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & “kind”."},
@@ -69,7 +68,7 @@ def test_a_long_text_is_refused_by_its_beginning(tokenizer: Tokenizer) -> None:
 def test_neither_torch_nor_transformers_is_imported() -> None:
     code = (
         "import sys; from runtime.text.tokenizer import Tokenizer;"
-        "from compress.checkpoint.demo import demo_model_path;"
+        "from compress.common.cli import demo_model_path;"
         "Tokenizer.open(demo_model_path()).encode_chat([{'role': 'user', 'content': 'hi'}]);"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )

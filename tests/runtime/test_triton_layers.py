@@ -16,33 +16,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.kv_numerics import rotate_heads
+from compress.checkpoint.kv_quant import rotate_heads
 from compress.checkpoint.scheme import Scheme
-from runtime.attention.gpu import TritonAttention
-from runtime.attention.gpu_layers import TritonLayers, refuse_triton_layers
-from runtime.attention.paged import PagedAttention
-from runtime.attention.step_keys import StepKeys
-from runtime.batch import AttentionGroup, Batch
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.kernels.base import Linear, Target
-from runtime.kernels.dense import DenseLinear
-from runtime.kernels.gpu_fp8 import NATIVE
-from runtime.kernels.gpu_linears import BYTES, LEVELS, PLANES
-from runtime.kernels.low_rank import LowRank
-from runtime.kernels.reference import ReferenceLinear
+from runtime.backends.base import Linear, Target
+from runtime.backends.kv.cache import ExactPlaces
+from runtime.backends.kv.pages import ExactPages, QuantizedPages
+from runtime.backends.torch.attention import PagedAttention, StepKeys
+from runtime.backends.torch.linear import DenseLinear, LowRank
+from runtime.backends.torch.ops import TorchOps
+from runtime.backends.torch.reference import ReferenceLinear
+from runtime.backends.triton.attention import TritonAttention
+from runtime.backends.triton.layers import TritonLayers, refuse_triton_layers
+from runtime.backends.triton.linear import BYTES, LEVELS, NATIVE, PLANES
+from runtime.backends.triton.ops import TritonOps
+from runtime.core.attention_window import ALL, Reach
+from runtime.core.batch import AttentionGroup, Batch
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.core.rope import Rotary
+from runtime.engine.engine import Engine
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import DenseEmbedding
-from runtime.model.kv_cache import ExactPlaces
-from runtime.model.linear import SideBySide
-from runtime.model.ops import TorchOps
-from runtime.model.ops_triton import TritonOps
-from runtime.model.pages import ExactPages
-from runtime.model.pages_quantized import QuantizedPages
-from runtime.model.rope import Rotary
-from runtime.reach import ALL, Reach
-from runtime.runner import build_runner
-from runtime.sampling_params import SamplingParams
+from runtime.model.loader import SideBySide
+from runtime.runner.runner import build_runner
 
 SIZE, LAYERS, BLOCK, NUM_BLOCKS, VOCABULARY = 128, 2, 4, 12, 64
 INT4, INT4_ASYMMETRIC, W8A8, INT8 = Scheme(4, 32), Scheme(4, 64, False), Scheme(8, None, True, 8), Scheme(8, 64)

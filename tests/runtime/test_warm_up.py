@@ -4,11 +4,10 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
-from compress.checkpoint.errors import ToolkitError
-from runtime.config import RuntimeConfig
-from runtime.model.load import load_model
-from runtime.runner import build_runner
-from runtime.warm_up import largest_steps, warm_up
+from compress.common.errors import ToolkitError
+from runtime.core.config import RuntimeConfig
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner, largest_steps, warm_up
 
 CONFIG = RuntimeConfig(
     num_blocks=32, block_size=4, max_num_sequences=5, max_num_batched_tokens=50, prefill_chunk=20, max_model_len=64

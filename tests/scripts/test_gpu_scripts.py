@@ -32,7 +32,7 @@ def test_without_a_gpu_they_say_so_in_one_line(command: list[str]) -> None:
 def test_the_fastest_configuration_wins_and_refusals_are_counted() -> None:
     import tune_kernels
 
-    from runtime.kernels.gpu.configs import WIDE, KernelConfig
+    from runtime.backends.triton.kernels.configs import WIDE, KernelConfig
 
     def timer(tokens: int, config: KernelConfig) -> float:
         if config.num_stages == 5:

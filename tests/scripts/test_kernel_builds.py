@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KV_FORMATS, KVCacheScheme
-from runtime.attention.gpu import HEAD_DIMS, block_rows
-from runtime.kernels.gpu.front import Front
-from runtime.kernels.gpu.head_pages import HeadPages
-from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product, finished
+from runtime.backends.base import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product, finished
+from runtime.backends.triton.attention import HEAD_DIMS, block_rows
+from runtime.backends.triton.kernels.page_views import Front, HeadPages
 
 pytest.importorskip("triton")
 META, ARCHITECTURE = torch.device("meta"), 90
@@ -68,19 +67,12 @@ def _choices(types: dict[str, str], constants: dict[str, Any]) -> frozenset[tupl
 @pytest.fixture(scope="module")
 def launches() -> set[Launch]:
     """All that can be chosen, over dtypes, forms, sizes and numbers of tokens."""
-    from compress.methods import columns_gpu
-    from runtime.kernels.gpu import (
-        launch,
-        launch_attention,
-        launch_bytes,
-        launch_draw,
-        launch_fp8,
-        launch_rows,
-        launch_turn,
-    )
+    from compress.methods.shared import column_solver_triton
+    from runtime.backends.triton.kernels import fp8, int8, norm_act, paged_attention, rope_kv_write, w4a16
+    from runtime.backends.triton.kernels import sampling as kernels_sampling
 
     found: set[Launch] = set()
-    modules = columns_gpu, launch, launch_attention, launch_bytes, launch_draw, launch_fp8, launch_rows, launch_turn
+    modules = column_solver_triton, w4a16, paged_attention, int8, kernels_sampling, fp8, norm_act, rope_kv_write
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             for name, value in list(vars(module).items()):
@@ -101,10 +93,10 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 def _planes(dtype: torch.dtype) -> None:
     from benchmarking.linear_builds import FORMS, _tried
 
-    from runtime.kernels.gpu.configs import all_configs
-    from runtime.kernels.gpu.launch import input_form, product
-    from runtime.kernels.gpu.launch_rows import prepared
-    from runtime.kernels.gpu.packing import PlanedWeight, tile_inputs
+    from runtime.backends.triton.kernels.configs import all_configs
+    from runtime.backends.triton.kernels.norm_act import prepared
+    from runtime.backends.triton.kernels.w4a16 import input_form, product
+    from runtime.backends.triton.kernels.weight_layout import PlanedWeight, tile_inputs
 
     for form in FORMS:
         tile = tile_inputs(form.bits)
@@ -123,7 +115,7 @@ def _planes(dtype: torch.dtype) -> None:
 def _bytes(dtype: torch.dtype) -> None:
     from benchmarking.linear_builds import GROUPS
 
-    from runtime.kernels.gpu.launch_bytes import ByteWeight, byte_parts, level_parts
+    from runtime.backends.triton.kernels.int8 import ByteWeight, byte_parts, level_parts
 
     codes, bias = empty(ROWS_OF_WEIGHT, INPUTS, dtype=torch.int8), empty(ROWS_OF_WEIGHT, dtype=dtype)
     for (group_size, has_zero), tokens in product(GROUPS, TOKENS):
@@ -136,7 +128,7 @@ def _bytes(dtype: torch.dtype) -> None:
 
 
 def _floats(dtype: torch.dtype) -> None:
-    from runtime.kernels.gpu.launch_fp8 import PlacedFp8, fp8_parts
+    from runtime.backends.triton.kernels.fp8 import PlacedFp8, fp8_parts
 
     codes, bias = empty(ROWS_OF_WEIGHT, INPUTS, dtype=torch.uint8), empty(ROWS_OF_WEIGHT, dtype=dtype)
     for rounds, tokens, with_bias in product((False, True), TOKENS, (False, True)):
@@ -159,7 +151,7 @@ def _products(rows: int, dtype: torch.dtype, level_splits: int = MAX_SPLITS) -> 
 def _step(dtype: torch.dtype) -> None:
     from benchmarking.step_builds import level_splits
 
-    from runtime.kernels.gpu.launch_rows import finish, gate, norm, prepared
+    from runtime.backends.triton.kernels.norm_act import finish, gate, norm, prepared
 
     for unit in (32, 64, 128, 256):
         prepared(empty(4, 4096, dtype=dtype), InputForm(SUMS, unit, 4096 // unit))
@@ -184,7 +176,7 @@ def _pages(cache: str, head_dim: int, dtype: torch.dtype) -> HeadPages:
 
 
 def _turns(dtype: torch.dtype) -> None:
-    from runtime.kernels.gpu.launch_turn import write_turned
+    from runtime.backends.triton.kernels.rope_kv_write import write_turned
 
     for cache, head_dim, has_norm in product(KV_FORMATS, HEAD_DIMS, (False, True)):
         norm, angles = empty(HEADS + KV_HEADS, head_dim, dtype=dtype), empty(4, 1, head_dim, dtype=dtype)
@@ -196,7 +188,7 @@ def _turns(dtype: torch.dtype) -> None:
 def _attention(dtype: torch.dtype) -> None:
     from benchmarking.attention_builds import FLAGS, SPLITS, flags_of
 
-    from runtime.kernels.gpu.launch_attention import attend
+    from runtime.backends.triton.kernels.paged_attention import attend
 
     sizes = [(head_dim, rows) for head_dim in HEAD_DIMS for rows in block_rows(head_dim)]
     for cache, (head_dim, rows) in product(KV_FORMATS, sizes):
@@ -216,8 +208,8 @@ def _attention(dtype: torch.dtype) -> None:
 
 
 def _columns() -> None:
-    from compress.methods.columns_gpu import GpuColumns
-    from compress.native.columns import ColumnGrid
+    from compress.cpu.gptq import ColumnGrid
+    from compress.methods.shared.column_solver_triton import GpuColumns
 
     weight, feedback = empty(256, 4096, dtype=torch.float32), empty(256, 256, dtype=torch.float32)
     codes, kept = empty(256, 4096, dtype=torch.uint8), empty(256, 4096, dtype=torch.bool)
@@ -230,9 +222,9 @@ def _columns() -> None:
 
 
 def _draws() -> None:
-    from runtime.kernels.gpu.launch_draw import draw_from_listed, draw_rows
-    from runtime.sampler.noise import RowNoise
-    from runtime.sampler.truncation import NUM_LIKELY
+    from runtime.backends.triton.kernels.sampling import draw_from_listed, draw_rows
+    from runtime.sampling.logits_processors import NUM_LIKELY
+    from runtime.sampling.sampling_tensors import RowNoise
 
     numbers, tokens = empty(4, dtype=torch.int64), empty(4, dtype=torch.int64)
     noise = RowNoise(numbers, numbers, empty(4, dtype=torch.float64))
@@ -273,11 +265,9 @@ def test_every_two_choices_are_built_together(launches: set[Launch], builds: dic
     built: dict[str, set[Any]] = {}
     for build in builds:
         built.setdefault(build.kernel, set()).update(_pairs(build))
-    missing = {
-        (launch.kernel, pair) for launch in launches for pair in _pairs(launch) if pair not in built[launch.kernel]
-    }
+    missing = {(w4a16.kernel, pair) for w4a16 in launches for pair in _pairs(w4a16) if pair not in built[w4a16.kernel]}
     assert not missing
 
 
-def _pairs(launch: Launch) -> Iterator[frozenset[Any]]:
-    return (frozenset(pair) for pair in combinations(sorted(launch.choices, key=str), 2))
+def _pairs(w4a16: Launch) -> Iterator[frozenset[Any]]:
+    return (frozenset(pair) for pair in combinations(sorted(w4a16.choices, key=str), 2))

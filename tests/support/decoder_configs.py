@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from runtime.model.config import DecoderConfig, parse_config
+from runtime.core.model_config import DecoderConfig, parse_config
 
 
 def decoder_config(heads: int, kv_heads: int, head_dim: int, num_layers: int, **fields: object) -> DecoderConfig:

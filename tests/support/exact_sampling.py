@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from runtime.draws import Draw
+from runtime.core.sampling_metadata import Draw
 
 
 def exact_distribution(row: Tensor, draw: Draw) -> Tensor:

@@ -10,10 +10,9 @@ from array import array
 from collections.abc import Sequence as TokenIds
 from hashlib import blake2b
 
-from runtime.draft_tree import find_child, grow_tree, paths
-from runtime.reach import ALL, RELEASED, Reach
-from runtime.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
-from runtime.types import Sequence, TokenLogprobs
+from runtime.core.attention_window import ALL, RELEASED, Reach
+from runtime.core.request import Sequence, TokenLogprobs
+from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan, find_child, grow_tree, paths
 
 VOCAB_SIZE = 50
 Slot = tuple[int, int]
@@ -49,7 +48,7 @@ def expected_tokens(
 
 
 class FakeRunner:
-    """Implements `runtime.step.Runner`.
+    """Implements `runtime.core.step.Runner`.
 
     Attributes:
         broken_ids: requests whose logits are not finite.

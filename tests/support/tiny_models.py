@@ -8,21 +8,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from compress.checkpoint.config import packed_config, read_config, write_config
-from compress.checkpoint.formats.table import find_format
-from compress.checkpoint.fp8 import FP8, Fp8Weight
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.packed import CodedWeight
+from compress.checkpoint.formats.registry import find_format
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import CodedWeight
+from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
+from compress.checkpoint.weights.integer import IntegerWeight
 
 FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES = {

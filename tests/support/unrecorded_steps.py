@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.model.captures import Computation
+from runtime.runner.cuda_graphs import Computation
 
 
 def capture_nothing(compute: Computation) -> Computation:
-    """A `runtime.model.captures.Capture` whose recording is the computation itself."""
+    """A `runtime.runner.cuda_graphs.Capture` whose recording is the computation itself."""
     return compute

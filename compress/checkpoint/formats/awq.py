@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.formats.tensors import Get, cast_exactly, owners, refuse_floats, refuse_structure
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.packing import deinterleave_awq, interleave_awq, pack_bits, unpack_bits
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "awq"
 SUFFIXES: tuple[str, ...] = (".qweight", ".qzeros", ".scales")

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.formats import float_quantized
 from compress.checkpoint.formats.tensors import (
     Get,
     cast_exactly,
@@ -23,11 +21,41 @@ from compress.checkpoint.formats.tensors import (
     refuse_activation_order,
     refuse_structure,
 )
-from compress.checkpoint.fp8 import Fp8Weight
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.packed import CodedWeight
 from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import CodedWeight
+from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import CheckpointError, SchemeError
+
+FLOAT, NAIVE = "float-quantized", "naive-quantized"
+
+
+def layout(scheme: Scheme) -> str:
+    """The name compressed-tensors has for it: with 8-bit activations, or of weights alone."""
+    return FLOAT if scheme.activation_bits else NAIVE
+
+
+def encode_float(module: str, weight: Fp8Weight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Stored tensors of one linear layer, by full name. `dtype` is the model's, in which scales are stored."""
+    return {f"{module}.weight": weight.codes, f"{module}.weight_scale": cast_exactly(module, weight.scale, dtype)}
+
+
+def decode_float(module: str, get: Get, scheme: Scheme) -> Fp8Weight:
+    """The weight, also of a file with one scale for the whole matrix.
+
+    Raises:
+        CheckpointError: codes of another dtype, or some that are no numbers.
+    """
+    codes, scale = get(f"{module}.weight"), get(f"{module}.weight_scale")
+    if codes.dtype != FP8:
+        raise CheckpointError(f"{module}.weight should hold 8-bit floats (e4m3), but is {codes.dtype}")
+    if bad := int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum()):
+        raise CheckpointError(f"{module}.weight holds {bad} codes that are no numbers (NaN)", "Quantize it again")
+    if scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(codes.shape[0], 1)
+    return Fp8Weight(codes, scale.reshape(codes.shape[0], 1).contiguous(), scheme)
+
 
 NAME = "compressed-tensors"
 PACKED, INTEGER = "pack-quantized", "int-quantized"
@@ -58,7 +86,7 @@ def encode(module: str, weight: CodedWeight, dtype: torch.dtype) -> dict[str, Te
     """Stored tensors of one linear layer, by full name. `dtype` is the model's, in which scales are stored."""
     check(weight.scheme, weight.shape)
     if isinstance(weight, Fp8Weight):
-        return float_quantized.encode(module, weight, dtype)
+        return encode_float(module, weight, dtype)
     bits = weight.scheme.bits
     scale = cast_exactly(module, weight.scale, dtype)
     if weight.scheme.activation_bits:
@@ -75,7 +103,7 @@ def encode(module: str, weight: CodedWeight, dtype: torch.dtype) -> dict[str, Te
 
 def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> CodedWeight:
     """The codes of one stored layer. Raises CheckpointError when tensors contradict each other."""
-    return float_quantized.decode(module, get, scheme) if scheme.fp8 else decode_integers(module, get, scheme)
+    return decode_float(module, get, scheme) if scheme.fp8 else decode_integers(module, get, scheme)
 
 
 def decode_integers(module: str, get: Get, scheme: Scheme) -> IntegerWeight:
@@ -184,7 +212,7 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 
 def _layout(scheme: Scheme) -> str:
     if scheme.fp8:
-        return float_quantized.layout(scheme)
+        return layout(scheme)
     return INTEGER if scheme.activation_bits else PACKED
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.formats.tensors import Get
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.packed import PackedWeight
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import PackedWeight
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import CheckpointError
 
 NAME = "dense"
 SUFFIXES: tuple[str, ...] = (".weight",)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.formats.tensors import (
     Get,
     cast_exactly,
@@ -19,9 +18,10 @@ from compress.checkpoint.formats.tensors import (
     refuse_floats,
     refuse_structure,
 )
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.packing import pack_bits, unpack_bits
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "gptq"
 SUFFIXES: tuple[str, ...] = (".qweight", ".qzeros", ".scales", ".g_idx")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.scheme import Scheme
+from compress.common.errors import CheckpointError, SchemeError
 
 Get = Callable[[str], Tensor]
 """Gives a stored tensor by its full name; raises CheckpointError when there is none."""

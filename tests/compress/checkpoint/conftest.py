@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.config import packed_config, read_config
-from compress.checkpoint.formats.table import find_format
-from compress.checkpoint.fp8 import FP8, Fp8Weight
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.packed import CodedWeight
+from compress.checkpoint.formats.registry import find_format
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.source import TensorFiles
+from compress.checkpoint.weights import CodedWeight
+from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.writer import PieceStore, assemble
 
 HIDDEN, INNER, VOCAB = 128, 256, 96

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from compress.checkpoint.device import on_device, resolve_device
-from compress.checkpoint.errors import ToolkitError
+from compress.common.device import on_device, resolve_device
+from compress.common.errors import ToolkitError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compress.checkpoint.division import divide
+from compress.common.device import divide
 
 
 class Divisors(TorchDispatchMode):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
+from compress.common.errors import CheckpointError
 
 ROWS, COLUMNS = 32, 64  # outputs, inputs
 MODULE = "model.layers.0.mlp.up_proj"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from compress.checkpoint.formats import compressed_tensors
-from compress.checkpoint.fp8 import FP8, Fp8Weight
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.packing import pack_bits
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
+from compress.checkpoint.weights.integer import IntegerWeight
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 

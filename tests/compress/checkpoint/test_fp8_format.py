@@ -6,16 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.checkpoint.activations import quantize_tokens, round_tokens
 from compress.checkpoint.config import read_config, write_config
 from compress.checkpoint.digest import digest, verify_against
-from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.formats import awq, compressed_tensors, gptq
-from compress.checkpoint.fp8 import FP8, Fp8Weight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights.fp8 import FP8, Fp8Weight, quantize_tokens, round_tokens
+from compress.common.errors import CheckpointError, SchemeError
 
 W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
 

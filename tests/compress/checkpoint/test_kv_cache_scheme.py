@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.kv_cache import KV_FORMATS, KVCacheScheme, stored_kv_cache, wished_kv_cache
+from compress.common.errors import SchemeError
 
 RECORDED = KVCacheScheme("int4", rotate=True, sinks=4)
 

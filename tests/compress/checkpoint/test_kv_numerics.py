@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.kv_numerics import FP8, dequantize_heads, quantize_heads, read_back, rotate_heads
+from compress.checkpoint.kv_quant import FP8, dequantize_heads, quantize_heads, read_back, rotate_heads
 
 FORMATS = ("fp8", "int8", "int4")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)

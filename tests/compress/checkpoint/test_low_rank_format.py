@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.digest import digest
-from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.formats import compressed_tensors, gptq, native
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.low_rank import LowRankWeight
-from compress.checkpoint.scales import encode, search_scales
+from compress.checkpoint.formats import compress_runtime, compressed_tensors, gptq
 from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.common.errors import CheckpointError, SchemeError
 
 M = "model.layers.0.mlp.down_proj"
 
@@ -49,12 +48,12 @@ def make(scheme: Scheme, rows: int = 48, columns: int = 96) -> LowRankWeight:
 )
 def test_factors_come_back_in_the_bits_promised(scheme) -> None:
     weight = make(scheme)
-    tensors = native.encode(M, weight, torch.bfloat16)
+    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
     assert {name.split(".")[-2] for name in tensors} == {"left", "right"}
-    again = native.decode(M, stored(tensors), scheme)
+    again = compress_runtime.decode(M, stored(tensors), scheme)
     assert digest(again) == digest(weight)
-    assert native.shape(M, stored(tensors), scheme) == weight.shape == (48, 96)
-    assert native.modules([*tensors, "model.norm.weight"]) == [M]
+    assert compress_runtime.shape(M, stored(tensors), scheme) == weight.shape == (48, 96)
+    assert compress_runtime.modules([*tensors, "model.norm.weight"]) == [M]
     nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("weight_shape"))
     assert 8 * nbytes == scheme.stored_bits(48, 96)
 
@@ -73,7 +72,7 @@ def test_worked_example() -> None:
         scheme.factor,
     )
     weight = LowRankWeight(left, right, scheme)
-    tensors = native.encode(M, weight, torch.bfloat16)
+    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
     assert tensors[f"{M}.left.weight_packed"].tolist() == [[0x89], [0xA7]]
     assert tensors[f"{M}.right.weight_packed"].tolist() == [[0xBA9], [0xC84]]
     assert tensors[f"{M}.left.weight_shape"].tolist() == [2, 2]
@@ -91,7 +90,7 @@ def test_bits_of_a_factorized_weight() -> None:
 
 def test_config_says_every_rank() -> None:
     schemes = {"a": Scheme(16, None, rank=8), "b": Scheme(4, 32, rank=32), "c": Scheme(), "d": Scheme(16, None, rank=9)}
-    assert native.schemes(native.quantization_config(schemes, []), schemes) == schemes
+    assert compress_runtime.schemes(compress_runtime.quantization_config(schemes, []), schemes) == schemes
 
 
 def test_factors_that_contradict_each_other_are_refused() -> None:
@@ -102,13 +101,13 @@ def test_factors_that_contradict_each_other_are_refused() -> None:
         LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Scheme())
     with pytest.raises(SchemeError, match="not stored as"):
         LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Scheme(8, None, rank=4))
-    tensors = native.encode(M, LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), scheme), torch.bfloat16)
+    tensors = compress_runtime.encode(M, LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), scheme), torch.bfloat16)
     with pytest.raises(SchemeError, match="not of rank 5"):
-        native.decode(M, stored(tensors), Scheme(16, None, rank=5))
+        compress_runtime.decode(M, stored(tensors), Scheme(16, None, rank=5))
     with pytest.raises(SchemeError, match="has no rank of 40"):
-        native.check(Scheme(16, None, rank=40), (32, 64))
+        compress_runtime.check(Scheme(16, None, rank=40), (32, 64))
     with pytest.raises(SchemeError, match="does not divide"):
-        native.check(Scheme(4, 32, rank=24), (64, 64))
+        compress_runtime.check(Scheme(4, 32, rank=24), (64, 64))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from compress.checkpoint.option_groups import with_groups
+from compress.common.cli import with_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.packing import deinterleave_awq, interleave_awq, num_words, pack_bits, unpack_bits
+from compress.common.errors import SchemeError
 
 
 def words(*values: int) -> list[int]:

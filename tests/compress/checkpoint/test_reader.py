@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from compress.checkpoint.config import is_tied, read_config, write_config
-from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import CheckpointError
 
 UP = "model.layers.1.mlp.up_proj"
 

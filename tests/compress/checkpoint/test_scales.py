@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import NumericsError, SchemeError
-from compress.checkpoint.scales import encode, range_scales, round_in_range, search_scales
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import encode, range_scales, round_in_range, search_scales
+from compress.common.errors import NumericsError, SchemeError
 
 
 def heavy_tailed(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -173,7 +173,7 @@ def test_search_on_inputs_minimises_the_groups_output_error() -> None:
 def test_chunking_over_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scheme = heavy_tailed(40, 128), Scheme(4, 64, True)
     whole = search_scales(weight, scheme)
-    monkeypatch.setattr("compress.checkpoint.scales._CHUNK_ELEMENTS_CPU", 3 * 128)
+    monkeypatch.setattr("compress.checkpoint.weights.integer._CHUNK_ELEMENTS_CPU", 3 * 128)
     chunked = search_scales(weight, scheme)
     assert torch.equal(whole.scale, chunked.scale)
     assert torch.equal(whole.zero, chunked.zero)

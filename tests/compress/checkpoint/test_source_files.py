@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config
-from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.source import INDEX_FILE, TensorFiles
+from compress.checkpoint.safetensors import INDEX_FILE, TensorFiles
+from compress.common.errors import CheckpointError
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.bfloat16).view(2, 3),

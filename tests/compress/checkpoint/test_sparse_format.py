@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.checkpoint.errors import CheckpointError, SchemeError
-from compress.checkpoint.formats import compressed_tensors, native
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.pruned import PrunedWeight
+from compress.checkpoint.formats import compress_runtime, compressed_tensors
 from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.sparse_nm import PrunedWeight
+from compress.common.errors import CheckpointError, SchemeError
 
 TWO_OF_FOUR, FOUR_OF_EIGHT = Sparsity(2, 4), Sparsity(4, 8)
 M = "model.layers.0.mlp.down_proj"
@@ -57,12 +57,12 @@ def make_integers(scheme: Scheme, rows: int, columns: int, seed: int) -> Integer
 def test_integers_come_back(bits, symmetric, group_size, sparsity, rows, blocks, seed) -> None:
     scheme = Scheme(bits, group_size, symmetric, sparsity=sparsity)
     weight = make_integers(scheme, rows, 32 * blocks, seed)
-    tensors = native.encode(M, weight, torch.bfloat16)
-    again = native.decode(M, stored(tensors), scheme)
+    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
+    again = compress_runtime.decode(M, stored(tensors), scheme)
     assert torch.equal(again.codes, weight.codes)
     assert torch.equal(again.scale, weight.scale)
     assert torch.equal(again.zero, weight.zero)
-    assert native.shape(M, stored(tensors), scheme) == weight.shape
+    assert compress_runtime.shape(M, stored(tensors), scheme) == weight.shape
 
 
 @pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, FOUR_OF_EIGHT])
@@ -71,10 +71,10 @@ def test_pruned_values_come_back(sparsity) -> None:
     scheme = Scheme(16, None, sparsity=sparsity)
     values = torch.randn(12, 64, generator=generator).bfloat16()
     values = values.masked_fill(~random_mask(12, 64, sparsity, generator), 0)
-    tensors = native.encode(M, PrunedWeight(values, scheme), torch.bfloat16)
+    tensors = compress_runtime.encode(M, PrunedWeight(values, scheme), torch.bfloat16)
     assert tensors[f"{M}.weight_values"].shape == (12, 32)
-    assert torch.equal(native.decode(M, stored(tensors), scheme).values, values)
-    assert native.shape(M, stored(tensors), scheme) == (12, 64)
+    assert torch.equal(compress_runtime.decode(M, stored(tensors), scheme).values, values)
+    assert compress_runtime.shape(M, stored(tensors), scheme) == (12, 64)
 
 
 def test_worked_example() -> None:
@@ -82,7 +82,7 @@ def test_worked_example() -> None:
     scheme = Scheme(4, None, sparsity=TWO_OF_FOUR)
     codes = torch.tensor([[8, 1, 8, 15, 2, 3, 8, 8]], dtype=torch.uint8)
     weight = IntegerWeight(codes, torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8), scheme)
-    tensors = native.encode(M, weight, torch.bfloat16)
+    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
     # Kept: places 1 and 3 of the first group, 0 and 1 of the second.
     assert tensors[f"{M}.weight_packed"].tolist() == [[0x32F1]]
     assert tensors[f"{M}.weight_indices"].tolist() == [[0b01_00_11_01]]
@@ -108,7 +108,7 @@ def test_bits_per_weight_are_those_promised(scheme, expected) -> None:
         weight = PrunedWeight(values.masked_fill(~kept, 0), scheme)
     else:
         weight = make_integers(scheme, rows, columns, 0)
-    tensors = native.encode(M, weight, torch.bfloat16)
+    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
     nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("weight_shape"))
     assert 8 * nbytes == scheme.stored_bits(rows, columns) == expected * rows * columns
 
@@ -116,33 +116,33 @@ def test_bits_per_weight_are_those_promised(scheme, expected) -> None:
 def test_a_group_that_is_too_full_is_refused() -> None:
     scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
     with pytest.raises(SchemeError, match=r"2 groups .* hold more values than 2:4 keeps"):
-        native.encode(M, PrunedWeight(torch.tensor([[1.0, 2, 3, 0, 1, 1, 1, 1]]), scheme), torch.bfloat16)
+        compress_runtime.encode(M, PrunedWeight(torch.tensor([[1.0, 2, 3, 0, 1, 1, 1, 1]]), scheme), torch.bfloat16)
 
 
 def test_kept_values_that_are_zero_keep_their_number() -> None:
     scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
     values = torch.tensor([[0, 0, 0, 5.0, 0, 0, 0, 0]])
-    tensors = native.encode(M, PrunedWeight(values, scheme), torch.float32)
+    tensors = compress_runtime.encode(M, PrunedWeight(values, scheme), torch.float32)
     assert tensors[f"{M}.weight_values"].shape == (1, 4)
-    assert torch.equal(native.decode(M, stored(tensors), scheme).values, values)
+    assert torch.equal(compress_runtime.decode(M, stored(tensors), scheme).values, values)
 
 
 def test_places_that_contradict_each_other_are_refused() -> None:
     scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
     tensors = {f"{M}.weight_values": torch.ones(1, 4), f"{M}.weight_indices": torch.tensor([[0]], dtype=torch.int32)}
     with pytest.raises(CheckpointError, match="do not rise"):
-        native.decode(M, stored(tensors), scheme)
+        compress_runtime.decode(M, stored(tensors), scheme)
     tensors[f"{M}.weight_indices"] = torch.zeros(1, 3, dtype=torch.int32)
     with pytest.raises(CheckpointError, match="places of 2:4 pack to"):
-        native.decode(M, stored(tensors), scheme)
+        compress_runtime.decode(M, stored(tensors), scheme)
 
 
 def test_config_says_every_scheme() -> None:
     schemes = {"a": Scheme(4, 128, sparsity=TWO_OF_FOUR), "b": Scheme(16, None, sparsity=FOUR_OF_EIGHT), "c": Scheme()}
-    config = native.quantization_config(schemes, ["lm_head"])
-    assert native.schemes(config, schemes) == schemes
+    config = compress_runtime.quantization_config(schemes, ["lm_head"])
+    assert compress_runtime.schemes(config, schemes) == schemes
     with pytest.raises(CheckpointError, match="no group of quantization_config lists d"):
-        native.schemes(config, ["d"])
+        compress_runtime.schemes(config, ["d"])
 
 
 @pytest.mark.parametrize(

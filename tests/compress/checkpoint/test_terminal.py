@@ -9,8 +9,8 @@ import sys
 import pytest
 import typer
 
-from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.terminal import let_threads_sleep, run_cli
+from compress.common.cli import let_threads_sleep, run_cli
+from compress.common.errors import CheckpointError
 
 
 def exit_status(monkeypatch, *arguments: str) -> int:

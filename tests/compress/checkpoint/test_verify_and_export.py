@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config, write_config
 from compress.checkpoint.digest import digest, verify_against
-from compress.checkpoint.errors import CheckpointError, SchemeError
 from compress.checkpoint.export import export_checkpoint
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.source import TensorFiles
 from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import CheckpointError, SchemeError
 
 DOWN = "model.layers.0.mlp.down_proj"
 

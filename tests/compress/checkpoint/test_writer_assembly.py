@@ -14,12 +14,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from compress.checkpoint import disk
 from compress.checkpoint.config import packed_config, read_config
-from compress.checkpoint.disk import atomic_file, check_out_folder
-from compress.checkpoint.errors import CheckpointError
-from compress.checkpoint.source import INDEX_FILE, TensorFiles
+from compress.checkpoint.safetensors import INDEX_FILE, TensorFiles
 from compress.checkpoint.writer import PieceStore, assemble
+from compress.common import files
+from compress.common.errors import CheckpointError
+from compress.common.files import atomic_file, check_out_folder
 
 TENSORS = {
     "blocks.0.w": torch.arange(12, dtype=torch.int32).view(3, 4),
@@ -168,12 +168,12 @@ def test_full_disk_leaves_nothing(store, dense_folder, tmp_path):
 
 def test_full_disk_is_seen_before_writing(store, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1_000})
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(CheckpointError, match=r"has 0.0 MB free, but 0.\d MB are needed"):
         assemble(store, ["rest", "blocks"], tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial"]
 
 
 def test_other_errors_are_not_called_full(tmp_path):
-    with pytest.raises(OSError, match="Input/output"), disk.refuse_when_full(tmp_path):
+    with pytest.raises(OSError, match="Input/output"), files.refuse_when_full(tmp_path):
         raise OSError(errno.EIO, "Input/output error")

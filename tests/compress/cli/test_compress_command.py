@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from help_pages import help_pages, seconds_of_help
 
-from compress.checkpoint.version import tool_version
+from compress.common.cli import tool_version
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ("quantize", "prune", "factorize", "search", "eval", "run", "verify", "export", "report", "compare")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.demo import demo_model_path
 from compress.cli import main
+from compress.common.cli import demo_model_path
 from compress.evaluate import session
 
 SHORT = ["--tokens", "128", "--length", "64"]

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.checkpoint.config import packed_config, read_config, write_config
-from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.scheme import Scheme
+from compress.common.cli import demo_model_path
 from compress.methods.rtn import quantize_rtn
 
 MakeModel = Callable[..., Path]

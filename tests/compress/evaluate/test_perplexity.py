@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import CheckpointError, NumericsError
+from compress.common.errors import CheckpointError, NumericsError
 from compress.evaluate import perplexity
-from compress.evaluate.perplexity import evaluate
-from compress.evaluate.windows import Windows
+from compress.evaluate.perplexity import Windows, evaluate
 
 VOCABULARY = 7
 

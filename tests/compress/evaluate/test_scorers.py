@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from calibration.tokenizer import load_tokenizer
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import CheckpointError
 from compress.checkpoint.scheme import Scheme
-from compress.evaluate.perplexity import evaluate
+from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError
+from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import TransformersScorer, load_dequantized, open_scorer
-from compress.evaluate.windows import cut_windows
 
 TOKENS = torch.arange(2, 66).view(2, 32)
 

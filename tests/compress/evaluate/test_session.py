@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from calibration.sources import load_texts
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import CheckpointError, DataError
 from compress.checkpoint.scheme import Scheme
+from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError, DataError
 from compress.evaluate.session import EvaluationRequest, quick_check, recorded_source, run_evaluation
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 BOTH = ("runtime", "transformers")
 
@@ -80,7 +79,7 @@ def test_quick_check_measures_a_fixed_slice(make_packed, tmp_path: Path):
 
 def test_quick_check_is_not_begun_without_the_memory_for_both_models(make_packed, monkeypatch: pytest.MonkeyPatch):
     packed, dequantized = make_packed()
-    monkeypatch.setattr("runtime.free_memory.available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("compress.common.device.available_bytes", lambda device: 1 << 20)
     with pytest.raises(CheckpointError, match=r"take about 8\.\d MiB, of which 1\.0 MiB are free"):
         quick_check(packed, dequantized)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from calibration.sources import TextSource
-from compress.checkpoint.errors import DataError
-from compress.evaluate.windows import cut_windows
+from compress.common.errors import DataError
+from compress.evaluate.perplexity import cut_windows
 
 BOS = 1
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import NumericsError
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.scales import encode, range_scales
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight, encode, range_scales
+from compress.common.errors import NumericsError
 from compress.methods.awq import quantize_awq, search_clip, search_smoothing
 from compress.methods.rtn import quantize_rtn
 

@@ -7,10 +7,10 @@ import torch
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from compress.checkpoint.scales import GroupScales, search_scales
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.methods.columns import Choice, Columns, Grid, column_kernel
-from compress.methods.hessian import GptqOptions, HessianFactor, factorize
+from compress.checkpoint.weights.integer import GroupScales, search_scales
+from compress.methods.shared.column_solver import Choice, Columns, Grid, column_kernel
+from compress.methods.shared.hessian import GptqOptions, HessianFactor, factorize
 
 
 def layer(outputs: int, inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from compress.methods.folding import one_per_value_head, scale_inputs, scale_norm, scale_outputs, share_across_heads
+from compress.methods.shared.smoothing import (
+    one_per_value_head,
+    scale_inputs,
+    scale_norm,
+    scale_outputs,
+    share_across_heads,
+)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

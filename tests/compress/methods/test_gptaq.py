@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibration.difference import InputDifference
-from compress.checkpoint.scales import GroupScales, search_scales
+from calibration.statistics import InputDifference
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import GroupScales, search_scales
 from compress.methods.gptaq import DriftedFactor, quantize_gptaq
 from compress.methods.gptq import quantize_gptq
-from compress.methods.hessian import GptqOptions, factorize
+from compress.methods.shared.hessian import GptqOptions, factorize
 
 OUTPUTS, INPUTS, TOKENS = 48, 64, 400
 DAMPING = GptqOptions().damping[0]

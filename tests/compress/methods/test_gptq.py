@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import NumericsError, SchemeError
-from compress.checkpoint.integer import IntegerWeight
-from compress.checkpoint.scales import encode, range_scales, search_scales
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight, encode, range_scales, search_scales
+from compress.common.errors import NumericsError, SchemeError
 from compress.methods.gptq import quantize_gptq
-from compress.methods.hessian import GptqOptions, factorize
 from compress.methods.rtn import quantize_rtn
+from compress.methods.shared.hessian import GptqOptions, factorize
 
 PLAIN = GptqOptions(activation_order=False)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.errors import NumericsError
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import NumericsError
 from compress.methods.hqq import HqqOptions, norm_error, quantize_hqq
 from compress.methods.rtn import quantize_rtn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.checkpoint.errors import NumericsError
+from compress.common.errors import NumericsError
 from compress.methods.low_rank import Whitening, decompose, scale_inputs, whiten
 
 ROWS, COLUMNS, TOKENS = 24, 40, 400

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.checkpoint.errors import NumericsError
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import NumericsError
 from compress.methods.gptq import quantize_gptq
-from compress.methods.hessian import factorize
 from compress.methods.pruning import keep_pattern, keep_share, scores
 from compress.methods.rtn import quantize_rtn
+from compress.methods.shared.hessian import factorize
 from compress.methods.sparsegpt import OPTIONS, prune_sparsegpt
 
 TWO_OF_FOUR, FOUR_OF_EIGHT = Sparsity(2, 4), Sparsity(4, 8)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.gptq import quantize_gptq
-from compress.methods.hessian import GptqOptions, factorize
 from compress.methods.rtn import quantize_rtn
+from compress.methods.shared.hessian import GptqOptions, factorize
 from compress.methods.signround import LARGEST_OFFSET, Learned, LearnedRounding, learn
 
 SCHEMES = [

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.activations import quantize_tokens
-from compress.checkpoint.errors import NumericsError
-from compress.checkpoint.scales import round_in_range
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.fp8 import quantize_tokens
+from compress.checkpoint.weights.integer import round_in_range
+from compress.common.errors import NumericsError
 from compress.methods.smoothquant import ALPHAS, search_alpha
 
 SCHEME = Scheme(8, None, activation_bits=8)

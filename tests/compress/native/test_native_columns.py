@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scales import GroupScales, search_scales
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.methods.columns import Choice, Columns, Grid
-from compress.methods.hessian import GptqOptions, HessianFactor, factorize
-from compress.native.binding import best_instruction_set, library, set_threads
-from compress.native.columns import LONGEST_STRETCH, ColumnGrid, NativeColumns
+from compress.checkpoint.weights.integer import GroupScales, search_scales
+from compress.cpu.binding import best_instruction_set, library, set_threads
+from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, NativeColumns
+from compress.methods.shared.column_solver import Choice, Columns, Grid
+from compress.methods.shared.hessian import GptqOptions, HessianFactor, factorize
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from tiny_models import random_weight
 
-from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.scheme import Scheme
-from compress.native import binding, build
-from compress.native.binding import absence
-from compress.native.binding import library as loaded_library
-from compress.native.linear import NativeLinear, _functions
+from compress.common.errors import ToolkitError
+from compress.cpu import binding, build
+from compress.cpu.binding import absence
+from compress.cpu.binding import library as loaded_library
+from compress.cpu.linear import NativeLinear, _functions
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +36,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
 def test_without_the_library_everything_says_why(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setattr(binding, "LIBRARY", tmp_path / "libnative.so")
     assert loaded_library() is None
-    assert absence() == "the native kernels are not compiled: run python -m compress.native.build"
+    assert absence() == "the native kernels are not compiled: run python -m compress.cpu.build"
     assert binding.best_instruction_set() == -1
     with pytest.raises(ToolkitError, match=r"no native kernels.*not compiled"):
         binding.set_threads(1)
@@ -53,7 +53,7 @@ def test_its_absence_is_logged_once_with_the_remedy(
         assert loaded_library() is None
         assert binding.best_instruction_set() == -1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "run python -m compress.native.build (until then PyTorch computes" in caplog.text
+    assert "run python -m compress.cpu.build (until then PyTorch computes" in caplog.text
 
 
 @pytest.mark.skipif(loaded_library() is None, reason=absence())
@@ -72,7 +72,7 @@ def test_nothing_is_logged_where_it_is(fresh: pytest.MonkeyPatch, caplog: pytest
 )
 def test_commands_go_on_without_it_and_say_so_once(command: tuple[str, ...], tmp_path: Path) -> None:
     missing = (
-        "from pathlib import Path; from compress.native import binding; "
+        "from pathlib import Path; from compress.cpu import binding; "
         f"setattr(binding, 'LIBRARY', Path('{tmp_path}/none'))"
     )
     code = f"{missing}; from {command[0]}.cli import main; main()"
@@ -81,7 +81,7 @@ def test_commands_go_on_without_it_and_say_so_once(command: tuple[str, ...], tmp
         [sys.executable, "-c", code, *command[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("run python -m compress.native.build (until then PyTorch computes") == 1, result.stderr
+    assert result.stderr.count("run python -m compress.cpu.build (until then PyTorch computes") == 1, result.stderr
 
 
 def test_a_file_that_is_no_library_is_not_fatal(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_weight
 
-from compress.checkpoint.errors import SchemeError
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.scheme import Scheme
-from compress.native.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from compress.native.linear import Activations, NativeLinear
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import SchemeError
+from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
+from compress.cpu.linear import Activations, NativeLinear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.errors import ToolkitError
-from compress.native.build import FLAGS, SOURCES, compile_c, find_compiler
+from compress.common.errors import ToolkitError
+from compress.cpu.build import FLAGS, SOURCES, compile_c, find_compiler
 
 DRIVERS = {
     "linear_driver.c": ("linear*.c",),

@@ -16,9 +16,9 @@ import torch
 from tiny_models import random_weight
 
 from compress.checkpoint.scheme import Scheme
-from compress.native import threads
-from compress.native.binding import absence, library, set_threads
-from compress.native.linear import NativeLinear
+from compress.cpu import binding
+from compress.cpu.binding import absence, library, set_threads
+from compress.cpu.linear import NativeLinear
 
 needs_library = pytest.mark.skipif(library() is None, reason=absence())
 
@@ -85,7 +85,7 @@ def test_a_busy_neighbour_costs_its_share_and_not_more(linear: NativeLinear) -> 
 def test_the_number_of_threads_is_clamped() -> None:
     assert set_threads(1) == 1
     assert set_threads(10**6) == 64
-    assert set_threads(0) == threads.available_threads()
+    assert set_threads(0) == binding.available_threads()
 
 
 def test_quotas_of_control_groups(tmp_path: Path) -> None:
@@ -95,19 +95,19 @@ def test_quotas_of_control_groups(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    assert threads.quota(tmp_path, membership) == math.inf
+    assert binding.quota(tmp_path, membership) == math.inf
     membership.write_text("0::/slice/job\n")
-    assert threads.quota(tmp_path, membership) == math.inf
+    assert binding.quota(tmp_path, membership) == math.inf
     write("slice/job/cpu.max", "max 100000\n")
-    assert threads.quota(tmp_path, membership) == math.inf
+    assert binding.quota(tmp_path, membership) == math.inf
     write("slice/cpu.max", "150000 100000\n")
-    assert threads.quota(tmp_path, membership) == 1.5
+    assert binding.quota(tmp_path, membership) == 1.5
     membership.write_text("3:cpu,cpuacct:/job\n2:memory:/other\n")
     write("cpu/job/cpu.cfs_quota_us", "-1\n")
     write("cpu/job/cpu.cfs_period_us", "100000\n")
-    assert threads.quota(tmp_path, membership) == math.inf
+    assert binding.quota(tmp_path, membership) == math.inf
     write("cpu/job/cpu.cfs_quota_us", "50000\n")
-    assert threads.quota(tmp_path, membership) == 0.5
+    assert binding.quota(tmp_path, membership) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_quotas_of_control_groups(tmp_path: Path) -> None:
 )
 def test_no_more_threads_than_openmp_may_have(monkeypatch: pytest.MonkeyPatch, value: str, limit: float) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
-    assert threads.openmp_limit() == limit
-    monkeypatch.setattr(threads, "_siblings", str)
+    assert binding.openmp_limit() == limit
+    monkeypatch.setattr(binding, "_siblings", str)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(threads, "quota", lambda: math.inf)
-    assert threads.available_threads() == min(4, limit)
+    monkeypatch.setattr(binding, "quota", lambda: math.inf)
+    assert binding.available_threads() == min(4, limit)
 
 
 def test_at_least_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "quota", lambda: 0.2)
-    assert threads.available_threads() == 1
+    monkeypatch.setattr(binding, "quota", lambda: 0.2)
+    assert binding.available_threads() == 1

@@ -10,17 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.scheme import Scheme
 from compress.cli import main
+from compress.common.errors import ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import Recipe
-from compress.reporting.compare_page import compare_page
-from compress.reporting.comparison import compare, judged_by
-from compress.reporting.read import read_report
-from compress.reporting.run_report import RunReport
-from compress.stages.quantize import QuantizeStage
+from compress.recipe import QuantizeStage, Recipe
+from compress.reporting.comparison import compare, compare_page, judged_by
+from compress.reporting.report_data import RunReport, read_report
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import CheckpointError
+from compress.common.cli import demo_model_path
+from compress.common.errors import CheckpointError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import Recipe
-from compress.reporting.compare_page import table_rows
-from compress.reporting.comparison import compare
+from compress.recipe import KVCacheStage, Recipe
+from compress.reporting.comparison import compare, table_rows
 from compress.reporting.headers import read_headers
-from compress.reporting.read import read_report
+from compress.reporting.report_data import read_report
 from compress.reporting.report_page import report_page
-from compress.stages.kv_cache import KVCacheStage
 
 REPORT = "compression_report.json"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from compress.layerwise import BlockShare
+from compress.methods.owl import BlockShare
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
+from compress.recipe import CalibrationOptions, PruneStage, Recipe
 from compress.reporting.headers import read_headers
-from compress.reporting.read import read_report
+from compress.reporting.report_data import read_report
 from compress.reporting.report_page import report_page
-from compress.stages.prune import PruneStage
 
 
 def test_shares_of_blocks_are_read_and_drawn(tiny_model, tmp_path) -> None:

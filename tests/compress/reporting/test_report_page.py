@@ -10,18 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.errors import ToolkitError
 from compress.checkpoint.scheme import Scheme
 from compress.cli import main
+from compress.common.errors import ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, Recipe
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
 from compress.reporting.headers import read_headers
-from compress.reporting.read import read_report
+from compress.reporting.html import write_page
+from compress.reporting.report_data import read_report
 from compress.reporting.report_page import report_page
-from compress.reporting.write import write_page
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
 
 HOSTILE = "<script>alert('x')</script>\"&\u202e"
 REPORT = "compression_report.json"

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.errors import CheckpointError
-from compress.reporting.fields import Fields
-from compress.reporting.search_record import SearchRecord, read_search
+from compress.common.errors import CheckpointError
+from compress.reporting.report_data import Fields, SearchRecord, read_search
 
 
 def written(tmp_path: Path, **changes) -> Fields:

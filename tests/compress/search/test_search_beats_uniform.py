@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.demo import demo_model_path
+from compress.common.cli import demo_model_path
 from compress.evaluate.session import EvaluationRequest, run_evaluation
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, Recipe
-from compress.search.goal import Goal
-from compress.search.menu import parse_menu
-from compress.search.request import SearchRequest
-from compress.search.search import Files, carry_out, find
+from compress.search.run import Files, carry_out, find
+from compress.search.space import Goal, SearchRequest, parse_menu
 from compress.search.survey import survey
 
 TEXT = CalibrationOptions("bundled", samples=32, length=512)

@@ -9,21 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.errors import CheckpointError, RecipeError
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.common.errors import CheckpointError, RecipeError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions
 from compress.recipe_file import load_recipe
 from compress.reporting.headers import read_headers
-from compress.reporting.read import read_report
+from compress.reporting.report_data import read_report
 from compress.reporting.report_page import report_page
-from compress.search.form import Form
-from compress.search.goal import Goal
-from compress.search.menu import parse_menu
-from compress.search.request import SearchRequest
-from compress.search.resident import ResidentModel
-from compress.search.search import Files, carry_out, find, write_choice
+from compress.search.measure import ResidentModel
+from compress.search.run import Files, carry_out, find, write_choice
+from compress.search.space import Form, Goal, SearchRequest, parse_menu
 from compress.search.survey import survey
 
 MENU = parse_menu("w2g64,w4g64,w8")
@@ -223,7 +220,7 @@ def test_what_cannot_be_reached_is_said_with_what_can(tiny_model, tmp_path: Path
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("runtime.free_memory.available_bytes", lambda device: 5 << 20)
+    monkeypatch.setattr("compress.common.device.available_bytes", lambda device: 5 << 20)
     found = opened(tiny_model("llama"), tmp_path / "out", asked(Goal(kl=1.0)))
     with pytest.raises(CheckpointError, match=r"holds the whole model, about .*, and 5.0 MiB are free on cpu"):
         find(found, files(tmp_path / "out"), quiet=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compress.search.tries import CLOSE, Try, best, next_allowed
+from compress.search.allocate import CLOSE, Try, best, next_allowed
 
 
 def tries_until_close(limit: float, measured, most: int = 6) -> list[Try]:

@@ -5,19 +5,12 @@ from __future__ import annotations
 import pytest
 
 from calibration.parts import Part
-from compress.checkpoint.errors import CheckpointError, RecipeError, ToolkitError
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.recipe import CalibrationOptions, Recipe
+from compress.common.errors import CheckpointError, RecipeError, ToolkitError
+from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
 from compress.recipe_file import load_recipe, load_work, parse_recipe, parse_work
-from compress.search.form import Form
-from compress.search.goal import Goal, parse_size
-from compress.search.menu import DEFAULT_MENU, parse_menu
-from compress.search.recipe_text import recipe_text, write_recipe
-from compress.search.request import SearchRequest
-from compress.search.units import Unit
-from compress.stages.factorize import FactorizeStage
-from compress.stages.prune import PruneStage
-from compress.stages.quantize import QuantizeStage
+from compress.search.run import recipe_text, write_recipe
+from compress.search.space import DEFAULT_MENU, Form, Goal, SearchRequest, Unit, parse_menu, parse_size
 
 
 def test_menu_words() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from compress.checkpoint.errors import DataError
-from runtime.batch_file.lines import Line, read_lines
+from compress.common.errors import DataError
+from runtime.cli.batch_file import Line, read_lines
 
 BODY = {"model": "demo", "prompt": "x"}
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": BODY}

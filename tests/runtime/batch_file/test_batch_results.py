@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.errors import DataError
-from runtime.batch_file.app_client import Answer
-from runtime.batch_file.results import ResultFile
+from compress.common.errors import DataError
+from runtime.cli.batch_file import Answer, ResultFile
 
 
 def answer(status: int = 200, text: str = "hi") -> Answer:

@@ -8,13 +8,10 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from compress.checkpoint.errors import ToolkitError
-from runtime.benchmark.client import Record
-from runtime.benchmark.figures import Distribution, Objective, parse_objectives, percentile, summarize
-from runtime.benchmark.plot import active_over_time, draw, tokens_over_time
-from runtime.benchmark.report import Run, facts
-from runtime.benchmark.svg import Scale
-from runtime.benchmark.workload import Lengths, Workload
+from compress.common.errors import ToolkitError
+from runtime.bench.figures import Distribution, Objective, Run, facts, parse_objectives, percentile, summarize
+from runtime.bench.load import Lengths, Record, Workload
+from runtime.bench.plot import Scale, active_over_time, draw, tokens_over_time
 
 QUICK = Record(1.0, 2.0, [1.1, 1.2, 1.4], prompt_tokens=10, cached_tokens=4, output_tokens=5, status=200)
 SLOW = Record(1.5, 5.0, [3.5, 4.5], prompt_tokens=20, output_tokens=2, status=200)

@@ -9,11 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from compress.checkpoint.errors import ToolkitError
-from runtime.benchmark.client import Client, Record
-from runtime.benchmark.http_client import Address, fetch_json, request
-from runtime.benchmark.load import closed_loop, open_loop
-from runtime.benchmark.workload import Job
+from compress.common.errors import ToolkitError
+from runtime.bench.load import Address, Client, Job, Record, closed_loop, fetch_json, open_loop, request
 
 JOB = Job("/v1/completions", {"prompt": "x"})
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.errors import DataError
-from runtime.benchmark.workload import Lengths, Workload, python_manual, read_prompts
+from compress.common.errors import DataError
+from runtime.bench.load import Lengths, Workload, python_manual, read_prompts
 
 TEXT = list(range(1000))
 

@@ -10,15 +10,14 @@ import pytest
 import torch
 from tiny_models import pack_model, save_tiny_model
 
-from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.scheme import Scheme
-from runtime.capacity.capacity import Capacity, activation_bytes, estimate
-from runtime.capacity.inspect import inspect
-from runtime.capacity.report import Report
-from runtime.config import RuntimeConfig
+from compress.common.cli import demo_model_path
+from runtime.core.attention_window import Reach
+from runtime.core.config import RuntimeConfig
 from runtime.llm import load_engine
-from runtime.memory import MemoryPlan
-from runtime.reach import Reach
+from runtime.memory.advice import Report, inspect
+from runtime.memory.capacity import Capacity, activation_bytes, estimate
+from runtime.memory.plan import MemoryPlan
 
 GIB = 2**30
 CONFIG = RuntimeConfig(device="cpu", kv_memory_bytes=4 * 2**20)

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RequestError, ToolkitError
-from runtime.chat.commands import COMMANDS, run_command
-from runtime.chat.conversation import Conversation
-from runtime.chat.session import Session
-from runtime.config import RuntimeConfig
+from compress.common.cli import demo_model_path
+from compress.common.errors import RequestError, ToolkitError
+from runtime.cli.chat import COMMANDS, Conversation, Session, run_command
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
 from runtime.llm import LLM, load_engine
-from runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 CONFIG = RuntimeConfig(device="cpu", dtype="float64", kernels="reference", num_blocks=64)

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from runtime_command import runtime, runtime_here, start
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.benchmark.own_server import own_server
+from compress.common.cli import demo_model_path
+from runtime.bench.run import own_server
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 EXACT = ["--dtype", "float64", "--kernels", "reference"]  # no token depends on who else is in the batch

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from runtime_command import runtime, runtime_here, start
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.benchmark.own_server import own_server
+from compress.common.cli import demo_model_path
+from runtime.bench.run import own_server
 
 SMALL = ["--input", "8:24", "--output", "4:12", "--warmup", "2"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from runtime_command import COMMAND, ENVIRONMENT, HEED_INTERRUPTS, runtime, runtime_here, start
 
-from compress.checkpoint.demo import demo_model_path
+from compress.common.cli import demo_model_path
 
 pty = pytest.importorskip("pty")
 

@@ -9,12 +9,12 @@ import torch
 from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
 
-from runtime.cli.describe import describe_attention, describe_gpu
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.memory import plan_memory
-from runtime.model.load import load_model
-from runtime.runner import build_runner
+from runtime.cli.serve import describe_attention, describe_gpu
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine import Engine
+from runtime.memory.plan import plan_memory
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 GIB = 2**30
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from tiny_models import save_tiny_model
 
-from runtime.cli.describe import describe_kernels
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.model.load import load_model
-from runtime.runner import build_runner
+from runtime.cli.serve import describe_kernels
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine import Engine
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

@@ -16,8 +16,7 @@ import pytest
 from help_pages import help_pages, seconds_of_help
 from runtime_command import ENVIRONMENT, runtime, runtime_here, serving
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.version import tool_version
+from compress.common.cli import demo_model_path, tool_version
 
 COMMANDS = ("serve", "generate", "chat", "batch", "bench", "memory")
 NOISE = 3.0  # how much slower than promised a busy machine may be

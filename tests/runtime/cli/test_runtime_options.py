@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import ToolkitError
-from runtime.cli.listen import listen, url_of
+from compress.common.cli import demo_model_path
+from compress.common.errors import ToolkitError
 from runtime.cli.options import parse_size, resolve_model
+from runtime.cli.serve import listen, url_of
 
 
 @pytest.mark.parametrize(

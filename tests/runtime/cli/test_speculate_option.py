@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from compress.checkpoint.demo import draft_model_path
-from compress.checkpoint.errors import ToolkitError
+from compress.common.cli import draft_model_path
+from compress.common.errors import ToolkitError
 from runtime.cli import app
 
 COMMAND = ["generate", "--prompt", "The city lies on the river", "--max-tokens", "24", "--dtype", "float64", "--json"]

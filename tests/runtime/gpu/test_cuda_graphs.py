@@ -9,17 +9,16 @@ import torch
 from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.draws import Draw
-from runtime.engine import Engine
-from runtime.model.captures import CudaCapture
-from runtime.model.load import load_model
-from runtime.runner import ModelRunner, build_runner
-from runtime.sampler.sampler import sample_tokens
-from runtime.sampling_params import SamplingParams
-from runtime.step import ScheduledSequence, StepPlan
-from runtime.types import Request, Sequence
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.sampling_metadata import Draw
+from runtime.core.step import ScheduledSequence, StepPlan
+from runtime.engine.engine import Engine
+from runtime.model.loader import load_model
+from runtime.runner.cuda_graphs import CudaCapture
+from runtime.runner.runner import ModelRunner, build_runner
+from runtime.sampling.sampler import sample_tokens
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

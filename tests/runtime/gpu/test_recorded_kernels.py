@@ -13,18 +13,15 @@ from tiny_models import save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from unrecorded_steps import capture_nothing
 
-from runtime.attention.gpu_layers import TritonLayers
-from runtime.batch import slots_of
-from runtime.config import RuntimeConfig
-from runtime.model.captures import CudaCapture
-from runtime.model.load import load_model
-from runtime.model.step_buffers import StepBuffers
-from runtime.model.step_graphs import StepGraphs
-from runtime.runner import ModelRunner, build_runner, sample_and_match
-from runtime.sampler.gpu import draw_step
-from runtime.sampling_params import SamplingParams
-from runtime.step import ScheduledSequence, StepPlan
-from runtime.types import Request, Sequence
+from runtime.backends.triton.layers import TritonLayers
+from runtime.backends.triton.sampling import draw_step
+from runtime.core.batch import slots_of
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.step import ScheduledSequence, StepPlan
+from runtime.model.loader import load_model
+from runtime.runner.cuda_graphs import CudaCapture, StepBuffers, StepGraphs
+from runtime.runner.runner import ModelRunner, build_runner, sample_and_match
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
 BLOCK_SIZE = 4
@@ -33,7 +30,7 @@ GREEDY = {"temperature": 0}
 
 @pytest.fixture(scope="module")
 def decoder(gpu, tmp_path_factory):
-    from runtime.model.ops_triton import TritonOps
+    from runtime.backends.triton.ops import TritonOps
 
     folder = save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3", head_dim=32, **SIZES)
     return replace(load_model(folder, device=gpu.type, dtype="bfloat16", kernels="reference"), ops=TritonOps())
@@ -111,7 +108,7 @@ def test_rows_of_padding_write_and_change_nothing(decoder):
 
 def test_a_window_moves_with_the_sequence(gpu, tmp_path):
     """Its blocks before the window are given back: keys have other places than positions."""
-    from runtime.model.ops_triton import TritonOps
+    from runtime.backends.triton.ops import TritonOps
 
     folder = save_tiny_model(tmp_path / "model", "mistral", head_dim=32, sliding_window=6, **SIZES)
     windowed = replace(load_model(folder, device=gpu.type, dtype="bfloat16", kernels="reference"), ops=TritonOps())

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.demo import demo_model_path
 from compress.checkpoint.scheme import Scheme
+from compress.common.cli import demo_model_path
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import Recipe
-from compress.stages.quantize import QuantizeStage
-from runtime.config import RuntimeConfig
+from compress.recipe import QuantizeStage, Recipe
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
 from runtime.llm import LLM, Completion
-from runtime.sampling_params import SamplingParams
 
 PROMPTS = (
     "The list method",

@@ -6,18 +6,19 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
-from compress.native.binding import absence
-from compress.native.linear import NativeLinear
-from runtime.attention.native_layers import refuse_layers
-from runtime.kernels import cpu, dense
-from runtime.kernels.base import RowSource, Target
-from runtime.kernels.dense import NATIVE, PLAIN, PREPACKED, choose_dense, dense_linear
-from runtime.kernels.sizes import dense_bytes
-from runtime.model.load import load_model
+from compress.cpu.binding import absence
+from compress.cpu.linear import NativeLinear
+from runtime.backends.base import RowSource, Target
+from runtime.backends.cpu import linear as cpu_linear
+from runtime.backends.cpu.layers import refuse_layers
+from runtime.backends.linear_sizes import dense_bytes
+from runtime.backends.torch import linear as torch_linear
+from runtime.backends.torch.linear import NATIVE, PLAIN, PREPACKED, choose_dense, dense_linear
+from runtime.model.loader import load_model
 
 CPU = torch.device("cpu")
 BF16 = Target(CPU, torch.bfloat16)
-needs_vectors = pytest.mark.skipif(not cpu.has_native_vectors(), reason=absence() or "no vectors for this CPU")
+needs_vectors = pytest.mark.skipif(not cpu_linear.has_native_vectors(), reason=absence() or "no vectors for this CPU")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -35,16 +36,16 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     ],
 )
 def test_the_choice_says_why(in_features, target, kernel, said, monkeypatch):
-    monkeypatch.setattr(dense, "has_fast_torch_products", lambda dtype: True)
-    monkeypatch.setattr(dense, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(torch_linear, "has_fast_torch_products", lambda dtype: True)
+    monkeypatch.setattr(torch_linear, "has_matrix_tiles", lambda: False)
     choice = choose_dense(in_features, target)
     assert choice.kernel is kernel
     assert said in choice.reason
 
 
 def test_matrix_tiles_are_left_to_onednn(monkeypatch):
-    monkeypatch.setattr(dense, "has_fast_torch_products", lambda dtype: True)
-    monkeypatch.setattr(dense, "has_matrix_tiles", lambda: True)
+    monkeypatch.setattr(torch_linear, "has_fast_torch_products", lambda dtype: True)
+    monkeypatch.setattr(torch_linear, "has_matrix_tiles", lambda: True)
     choice = choose_dense(64, BF16)
     assert choice.kernel is PREPACKED
     if not absence():
@@ -52,9 +53,9 @@ def test_matrix_tiles_are_left_to_onednn(monkeypatch):
 
 
 def test_without_native_kernels(monkeypatch):
-    monkeypatch.setattr(dense, "absence", lambda: "not compiled")
+    monkeypatch.setattr(torch_linear, "absence", lambda: "not compiled")
     for products, kernel in ((True, PREPACKED), (False, PLAIN)):
-        monkeypatch.setattr(dense, "has_fast_torch_products", lambda dtype, products=products: products)
+        monkeypatch.setattr(torch_linear, "has_fast_torch_products", lambda dtype, products=products: products)
         choice = choose_dense(64, BF16)
         assert choice.kernel is kernel
         assert "not compiled" in choice.reason
@@ -88,7 +89,7 @@ def test_product_rows_and_size(shape, dtype):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_dense_checkpoint_runs_compiled(tied, tmp_path, monkeypatch):
     """All of its linears: the layers run in one call, and a head that is the embedding is held once."""
-    monkeypatch.setattr(dense, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(torch_linear, "has_matrix_tiles", lambda: False)
     path = save_tiny_model(
         tmp_path, dtype=torch.bfloat16, tie_word_embeddings=tied, hidden_size=128, intermediate_size=96
     )

@@ -6,13 +6,13 @@ import pytest
 import torch
 from tiny_models import random_weight
 
-from compress.checkpoint.activations import quantize_tokens
-from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels.base import Target
-from runtime.kernels.registry import FP8_KERNELS, choose_kernel
-from runtime.kernels.sizes import prepared_bytes
-from runtime.model.linear import fuse_weights
+from compress.checkpoint.weights.fp8 import quantize_tokens
+from compress.common.errors import SchemeError
+from runtime.backends.base import Target
+from runtime.backends.linear_sizes import prepared_bytes
+from runtime.backends.registry import FP8_KERNELS, choose_kernel
+from runtime.model.loader import fuse_weights
 
 CPU = torch.device("cpu")
 W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)

@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.checkpoint.errors import SchemeError
 from compress.checkpoint.scheme import Scheme
-from compress.native.binding import absence
-from runtime.kernels import int4pack, native
-from runtime.kernels.base import Target
-from runtime.kernels.registry import KERNELS, choose_kernel
+from compress.common.errors import SchemeError
+from compress.cpu.binding import absence
+from runtime.backends.base import Target
+from runtime.backends.cpu import linear as cpu_linear
+from runtime.backends.registry import KERNELS, choose_kernel
+from runtime.backends.torch import int4pack
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = Target(CPU, torch.bfloat16)
@@ -40,7 +41,7 @@ needs_native = pytest.mark.skipif(bool(absence()), reason=absence())
     ],
 )
 def test_the_table_without_native_kernels(scheme, in_features, target, name, monkeypatch):
-    monkeypatch.setattr(native, "absence", lambda: "not compiled")
+    monkeypatch.setattr(cpu_linear, "absence", lambda: "not compiled")
     choice = choose_kernel(scheme, in_features, target)
     assert choice.kernel.name == name
     refused = [kernel.name for kernel in KERNELS[: KERNELS.index(choice.kernel)]]

@@ -7,11 +7,11 @@ import torch
 from tiny_models import random_weight
 
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels import native
-from runtime.kernels.base import Target
-from runtime.kernels.dense import dense_linear
-from runtime.kernels.registry import KERNELS
-from runtime.kernels.sizes import dense_bytes, prepared_bytes
+from runtime.backends.base import Target
+from runtime.backends.cpu import linear as cpu_linear
+from runtime.backends.linear_sizes import dense_bytes, prepared_bytes
+from runtime.backends.registry import KERNELS
+from runtime.backends.torch.linear import dense_linear
 
 TARGETS = [Target(torch.device("cpu"), dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
 SCHEMES = [
@@ -29,7 +29,7 @@ SHAPES = [(64, 256), (192, 128), (100, 384)]
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_kernel(shape: tuple[int, int], scheme: Scheme, target: Target) -> None:
-    serving = [kernel for kernel in (*KERNELS, native.W4A8) if not kernel.refuse(scheme, shape[1], target)]
+    serving = [kernel for kernel in (*KERNELS, cpu_linear.W4A8) if not kernel.refuse(scheme, shape[1], target)]
     assert serving
     for kernel in serving:
         linear = kernel.prepare(random_weight(shape, scheme), None, target)

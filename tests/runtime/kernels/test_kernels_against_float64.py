@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_weight
 
-from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels import dequantized, int4pack, int8_dynamic, reference
-from runtime.kernels.base import Target
+from compress.checkpoint.weights.fp8 import quantize_tokens
+from runtime.backends.base import Target
+from runtime.backends.torch import dequantized, int4pack, int8_dynamic, reference
 
 CPU = torch.device("cpu")
 BF16 = Target(CPU, torch.bfloat16)

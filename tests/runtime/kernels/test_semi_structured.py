@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from compress.checkpoint.scheme import Scheme, Sparsity
-from runtime.kernels import semi_structured
-from runtime.kernels.base import Target
-from runtime.kernels.registry import choose_kernel
-from runtime.kernels.semi_structured import (
+from runtime.backends.base import Target
+from runtime.backends.registry import choose_kernel
+from runtime.backends.torch import semi_structured
+from runtime.backends.torch.semi_structured import (
     NAME,
     SemiStructuredChoice,
     SemiStructuredLinear,

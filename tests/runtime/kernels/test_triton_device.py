@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from compress.checkpoint.scheme import Scheme
-from runtime.attention.gpu import refuse
-from runtime.kernels.base import Target
-from runtime.kernels.registry import choose_kernel
-from runtime.kernels.triton_device import refuse_triton
+from runtime.backends.base import Target
+from runtime.backends.registry import choose_kernel
+from runtime.backends.triton.attention import refuse
+from runtime.backends.triton.device import refuse_triton
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

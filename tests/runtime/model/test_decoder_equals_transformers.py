@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.model.load import load_model
+from compress.common.cli import demo_model_path
+from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
 TOKENS = torch.randint(0, 112, (2, 70), generator=torch.Generator().manual_seed(3))

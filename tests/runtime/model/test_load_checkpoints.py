@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import load_reference, pack_model, put_weights, reference_logits, save_tiny_model
 
-from compress.checkpoint.errors import CheckpointError, ToolkitError
 from compress.checkpoint.scheme import Scheme
-from runtime.model import load, target
-from runtime.model.linear import SideBySide
-from runtime.model.load import load_model
+from compress.common.errors import CheckpointError, ToolkitError
+from runtime.model import loader
+from runtime.model.loader import SideBySide, load_model
 from runtime.model.scoring import score
 
 TOKENS = torch.randint(0, 112, (2, 21), generator=torch.Generator().manual_seed(5))
@@ -108,7 +107,7 @@ def test_quantized_biases_of_qwen2(tmp_path):
 
 def test_memory_that_is_short_is_not_spent_on_dequantized_weights(dense, tmp_path, monkeypatch):
     weights = pack_model(dense, tmp_path / "packed", lambda module: Scheme(5, 32))
-    monkeypatch.setattr(load, "available_bytes", lambda device: 10_000)
+    monkeypatch.setattr(loader, "available_bytes", lambda device: 10_000)
     decoder = load_model(tmp_path / "packed", dtype="float64")
     assert "dequantized would need" in decoder.description[0]
     assert "kernel reference" in decoder.description[0]
@@ -196,14 +195,14 @@ def test_devices_and_dtypes(options, message, dense):
 )
 def test_dtype_of_slow_cpus(name, stored, fast, expected, monkeypatch):
     slow = {"bfloat16", "float16"} - fast
-    monkeypatch.setattr(target, "is_fast", lambda dtype: str(dtype).removeprefix("torch.") not in slow)
-    assert target.resolve_dtype(name, stored, torch.device("cpu")) == getattr(torch, expected)
+    monkeypatch.setattr(loader, "is_fast", lambda dtype: str(dtype).removeprefix("torch.") not in slow)
+    assert loader.resolve_dtype(name, stored, torch.device("cpu")) == getattr(torch, expected)
 
 
 def test_a_dtype_without_a_fast_path_is_not_silently_slow(monkeypatch):
-    monkeypatch.setattr(target, "is_fast", lambda dtype: False)
+    monkeypatch.setattr(loader, "is_fast", lambda dtype: False)
     with pytest.raises(ToolkitError, match="float16 has no fast path on this CPU"):
-        target.resolve_dtype("float16", "float16", torch.device("cpu"))
+        loader.resolve_dtype("float16", "float16", torch.device("cpu"))
 
 
 def test_integers_that_nothing_explains_are_no_weights(tmp_path):

@@ -7,12 +7,12 @@ import torch
 from second_device import SECOND, OnSecond, SecondDevice
 from tiny_models import pack_model, save_tiny_model
 
-from compress.checkpoint.integer import IntegerWeight
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels.base import Target
-from runtime.model.config import parse_config
-from runtime.model.load import _Loader
+from compress.checkpoint.weights.integer import IntegerWeight
+from runtime.backends.base import Target
+from runtime.core.model_config import parse_config
+from runtime.model.loader import _Loader
 
 FORMS = {
     "compressed-tensors": [Scheme(4, 32), Scheme(3, 32, symmetric=False), Scheme(8, None, activation_bits=8)],

@@ -7,8 +7,8 @@ import time
 import pytest
 from tiny_models import SIZES
 
-from compress.checkpoint.errors import CheckpointError
-from runtime.model.config import parse_config
+from compress.common.errors import CheckpointError
+from runtime.core.model_config import parse_config
 
 CONFIG = {"model_type": "llama", **SIZES}
 
@@ -90,7 +90,7 @@ def test_refusals(changes, message):
 
 
 def test_needs_no_torch():
-    code = "import sys, runtime.model.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, runtime.core.model_config; sys.exit('torch' in sys.modules)"
     started = time.perf_counter()
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert time.perf_counter() - started < 5

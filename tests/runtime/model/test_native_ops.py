@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.native.binding import best_instruction_set, library, set_threads
-from runtime.model.config import RopeConfig
-from runtime.model.ops import TorchOps
-from runtime.model.ops_native import NativeOps, choose_ops
-from runtime.model.rope import Rotary
+from compress.cpu.binding import best_instruction_set, library, set_threads
+from runtime.backends.cpu.ops import NativeOps, choose_ops
+from runtime.backends.torch.ops import TorchOps
+from runtime.core.model_config import RopeConfig
+from runtime.core.rope import Rotary
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)

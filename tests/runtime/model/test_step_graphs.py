@@ -10,14 +10,13 @@ import torch
 from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
 
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.model.load import load_model
-from runtime.model.step_graphs import batch_sizes
-from runtime.runner import ModelRunner, build_runner
-from runtime.sampling_params import SamplingParams
-from runtime.step import ScheduledSequence, StepPlan
-from runtime.types import Request, Sequence
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.step import ScheduledSequence, StepPlan
+from runtime.engine.engine import Engine
+from runtime.model.loader import load_model
+from runtime.runner.cuda_graphs import batch_sizes
+from runtime.runner.runner import ModelRunner, build_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 SIZES = {"num_blocks": 64, "block_size": 4, "max_num_sequences": 6, "prefill_chunk": 8}

@@ -7,9 +7,8 @@ from typing import Any
 
 import httpx
 
-from runtime.server.messages import Message
-from runtime.server.protocol import ChatRequest
-from runtime.server.tool_calls import render_conversation
+from runtime.server.chat import render_conversation
+from runtime.server.protocol import ChatRequest, Message
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 

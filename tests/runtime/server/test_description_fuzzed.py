@@ -22,12 +22,12 @@ from schemathesis.specs.openapi.checks import (
 )
 from servable_bodies import brief, of_one_kind, servable
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
 from runtime.server.app import create_app
-from runtime.server.service import Limits
+from runtime.server.serving import Limits
 
 CHECKS = [
     not_a_server_error,

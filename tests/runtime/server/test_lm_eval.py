@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine import Engine
+from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
 from runtime.server.app import create_app
-from runtime.server.service import Limits
+from runtime.server.serving import Limits
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("tenacity", reason="lm-eval asks for it to talk to servers")

@@ -11,16 +11,17 @@ import httpx
 import pytest
 from browser import browser
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine import Engine
+from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
 from runtime.server.app import create_app
-from runtime.server.service import Limits
+from runtime.server.serving import Limits
 
 if TYPE_CHECKING:
     from playwright.sync_api import LocatorAssertions
+
 
 QUESTION = "Tom has 3 apples and buys 4 more. How many apples does he have now?"
 ENDLESS = "1000000000" * 8  # the demo model never has enough of it

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from browser import browser
 
-from compress.checkpoint.errors import RequestError
-from runtime.engine_thread import Health
-from runtime.metrics import Metrics
-from runtime.sampling_params import SamplingParams
+from compress.common.errors import RequestError
+from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
+from runtime.engine.engine_thread import Health
+from runtime.engine.metrics import Metrics
 from runtime.server.app import create_app
-from runtime.server.service import Limits
-from runtime.types import Delta, FinishReason, TokenLogprobs
+from runtime.server.serving import Limits
 
 MARKUP = '<img src=x onerror=alert(1)><script>alert(2)</script><b>bold</b> & "quoted" ü 🙂 日本\n  two  spaces'
 END = ord("\x03")

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
 from runtime.server.app import create_app
-from runtime.server.service import Limits
+from runtime.server.serving import Limits
 
 BLOCK_SIZE = 4
 EXAMPLES = "Berlin is in Germany. Paris is in France. Rome is in Italy. Madrid is in "

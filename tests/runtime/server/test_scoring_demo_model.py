@@ -14,12 +14,12 @@ import torch
 from tiny_models import load_reference
 from transformers import AutoTokenizer, PreTrainedModel
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
 from runtime.server.app import create_app
-from runtime.server.service import Limits
+from runtime.server.serving import Limits
 
 TEXTS = ["The castle was built in the", "Once", "In 1943, the naïve 日本 captain \U0001f600 said: " + "far away, " * 30]
 

@@ -16,13 +16,13 @@ import httpx
 import openai
 import pytest
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine import Engine
+from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
 from runtime.server.app import create_app
-from runtime.server.service import Limits
+from runtime.server.serving import Limits
 
 PROMPT = "The castle was built in the"
 GREEDY = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}

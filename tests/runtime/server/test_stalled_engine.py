@@ -13,13 +13,13 @@ import httpx
 import pytest
 from fake_runner import FakeRunner
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.core.step import StepOutput, StepPlan
+from runtime.engine.engine import Engine
+from runtime.engine.engine_thread import EngineThread
 from runtime.server.app import create_app
-from runtime.server.service import Limits
-from runtime.step import StepOutput, StepPlan
+from runtime.server.serving import Limits
 from runtime.text.tokenizer import Tokenizer
 
 STALL_SECONDS = 1.0

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
 from runtime.server.app import create_app
-from runtime.server.service import Limits
+from runtime.server.serving import Limits
 
 PROMPTS = ["The castle was built in the", "Füße, naïve 東京 🙂", "1, 2, 3,", "Once upon a time\n\n", "x"]
 NUM_CASES = 12

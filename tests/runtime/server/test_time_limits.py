@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.server.service import Limits
+from runtime.server.serving import Limits
 
 SECONDS = 0.4
 MARGIN = 15.0  # of a busy machine

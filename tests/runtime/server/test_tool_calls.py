@@ -13,15 +13,15 @@ import tokenizers
 from fake_runner import FakeRunner
 from jsonschema import validate
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.engine_thread import EngineThread
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.engine.engine import Engine
+from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
 from runtime.server.app import create_app
+from runtime.server.chat import render_conversation
 from runtime.server.protocol import ChatRequest
-from runtime.server.service import Limits
-from runtime.server.tool_calls import render_conversation
+from runtime.server.serving import Limits
 from runtime.text.tokenizer import Tokenizer
 
 WEATHER = {

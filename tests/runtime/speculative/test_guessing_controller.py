@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from runtime.speculative.controller import PERIOD, PROBE_EVERY, TRIAL, Gate, Window
+from runtime.speculative.proposer import PERIOD, PROBE_EVERY, TRIAL, Gate, Window
 
 
 def run_window(window: Window, probability: float, steps: int, seed: int = 0) -> list[int]:

@@ -7,10 +7,9 @@ from fake_runner import FakeRunner, expected_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.config import RuntimeConfig
-from runtime.sampling_params import SamplingParams
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.speculative.draft_model import ModelDrafter
-from runtime.types import Request, Sequence
 
 BLOCK = 4
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.sampling_params import SamplingParams
+from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.speculative.ngram import LENGTHS, MAX_TREE_TOKENS, TREE_BRANCHES, NgramDrafter
-from runtime.types import Request, Sequence
 
 
 def new_sequence(tokens: list[int]) -> Sequence:

@@ -8,14 +8,13 @@ import pytest
 import torch
 from covering import covering
 
-from runtime.draws import Draw
-from runtime.runner import sample_and_match
-from runtime.sampler.rejection import Proposals, ProposalSampler, RejectionSampler
-from runtime.sampler.sampler import probabilities
-from runtime.sampling_params import SamplingParams
+from runtime.core.request import Request, SamplingParams, Sequence
+from runtime.core.sampling_metadata import Draw
+from runtime.core.step import SampledToken, ScheduledSequence
+from runtime.runner.runner import sample_and_match
+from runtime.sampling.rejection import Proposals, ProposalSampler, RejectionSampler
+from runtime.sampling.sampler import probabilities
 from runtime.speculative.draft_model import OTHER_NOISE
-from runtime.step import SampledToken, ScheduledSequence
-from runtime.types import Request, Sequence
 
 VOCAB = 7
 NUM_GUESSES = 3

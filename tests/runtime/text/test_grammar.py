@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RequestError
-from runtime.sampling_params import Grammar, GrammarKind
+from compress.common.cli import demo_model_path
+from compress.common.errors import RequestError
+from runtime.core.request import Grammar, GrammarKind
 from runtime.text import grammar as module
-from runtime.text.grammar import GrammarCompiler
-from runtime.text.token_constraint import TokenConstraint
+from runtime.text.grammar import GrammarCompiler, TokenConstraint
 from runtime.text.tokenizer import Tokenizer
 
 PADDED_VOCAB = 8203  # more than the tokenizer's 8192, and no multiple of eight

@@ -6,9 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from compress.checkpoint.demo import demo_model_path
-from runtime.text.token_bytes import TokenByteTable, byte_alphabet
-from runtime.text.tokenizer import Tokenizer
+from compress.common.cli import demo_model_path
+from runtime.text.tokenizer import TokenByteTable, Tokenizer, byte_alphabet
 
 
 def test_alphabet_is_that_of_byte_level_vocabularies() -> None:

@@ -8,21 +8,22 @@ import random
 import pytest
 from jsonschema import validate
 
-from compress.checkpoint.demo import demo_model_path
-from compress.checkpoint.errors import RequestError
+from compress.common.cli import demo_model_path
+from compress.common.errors import RequestError
 from runtime.text.grammar import GrammarCompiler
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_format import (
+from runtime.text.tool_parser import ToolCall, ToolCallParser
+from runtime.text.tools import (
     HERMES,
     LLAMA,
     MISTRAL,
     ToolFormat,
+    allowed_calls,
     describe_tools,
     find_format,
+    forced_calls,
     mentions_tools,
 )
-from runtime.text.tool_grammar import allowed_calls, forced_calls
-from runtime.text.tool_parser import ToolCall, ToolCallParser
 
 PARAMETERS = {
     "type": "object",

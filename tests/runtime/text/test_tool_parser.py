@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.text.json_end import JsonEnd
-from runtime.text.tool_format import HERMES, LLAMA, MISTRAL, ToolFormat
-from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
+from runtime.text.tool_parser import JsonEnd, Piece, ToolCall, ToolCallParser
+from runtime.text.tools import HERMES, LLAMA, MISTRAL, ToolFormat
 
 TRICKY = {"text": '</tool_call> }{ ][ \\ " [TOOL_CALLS]', "deep": [{"a": [1, {}]}]}
 FORMATS = st.sampled_from([HERMES, LLAMA, MISTRAL])

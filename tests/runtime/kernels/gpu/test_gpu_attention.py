@@ -11,19 +11,16 @@ from covering import covering
 from poisoned_memory import poison, poisoned_allocations
 
 from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
-from compress.checkpoint.kv_numerics import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
-from runtime.attention.gpu import TritonAttention, num_splits, refuse
-from runtime.attention.paged import PagedAttention
-from runtime.attention.step_keys import StepKeys
-from runtime.attention.streaming import StreamingAttention
-from runtime.batch import AttentionGroup
-from runtime.draft_tree import ancestor_bits, paths
-from runtime.kernels.gpu.front import Front
-from runtime.model.config import RopeConfig
-from runtime.model.kv_cache import ExactPlaces
-from runtime.model.pages import ExactPages
-from runtime.model.pages_quantized import QuantizedPages, pack_halves
-from runtime.model.rope import Rotary
+from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
+from runtime.backends.kv.cache import ExactPlaces
+from runtime.backends.kv.pages import ExactPages, QuantizedPages, pack_halves
+from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
+from runtime.backends.triton.attention import TritonAttention, num_splits, refuse
+from runtime.backends.triton.kernels.page_views import Front
+from runtime.core.batch import AttentionGroup
+from runtime.core.model_config import RopeConfig
+from runtime.core.rope import Rotary
+from runtime.core.step import ancestor_bits, paths
 
 BLOCK_SIZE, NUM_BLOCKS, HEAD_DIM = 16, 24, 32
 
@@ -74,7 +71,7 @@ FORMS = [("16bit",) * 2, ("fp8",) * 2, ("int8",) * 2, ("int8", "int4"), ("int4",
 
 @pytest.mark.parametrize(("case", "forms"), covering(CASES, FORMS, at_once=1), ids=str)
 def test_against_float64(gpu, case, forms) -> None:
-    from runtime.kernels.gpu.launch_attention import attend
+    from runtime.backends.triton.kernels.paged_attention import attend
 
     lengths, each, heads, kv_heads, window, splits = case
     key, value = Pages(forms[0], kv_heads, 1, gpu), Pages(forms[1], kv_heads, 2, gpu)
@@ -95,7 +92,7 @@ def test_against_float64(gpu, case, forms) -> None:
 @pytest.mark.parametrize("forms", [("16bit",) * 2, ("fp8",) * 2, ("int8", "int4"), ("int4",) * 2], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_size_of_heads(gpu, head_dim: int, forms: tuple[str, str]) -> None:
-    from runtime.kernels.gpu.launch_attention import attend
+    from runtime.backends.triton.kernels.paged_attention import attend
 
     key, value = Pages(forms[0], 2, 1, gpu, head_dim), Pages(forms[1], 2, 2, gpu, head_dim)
     query = torch.randn(6, 8, head_dim, generator=torch.Generator().manual_seed(3)).half()
@@ -109,7 +106,7 @@ def test_every_size_of_heads(gpu, head_dim: int, forms: tuple[str, str]) -> None
 
 
 def test_a_sequence_does_not_see_its_neighbours(gpu) -> None:
-    from runtime.kernels.gpu.launch_attention import attend
+    from runtime.backends.triton.kernels.paged_attention import attend
 
     key, value = Pages("int4", 2, 1, gpu), Pages("int4", 2, 2, gpu)
     query = torch.randn(2, 4, HEAD_DIM).half().to(gpu)
@@ -205,7 +202,7 @@ def test_streams_look_at_their_sinks_with_a_second_query(gpu, format: str, exact
 @pytest.mark.parametrize(("form", "splits", "window"), [("16bit", 1, None), ("16bit", 3, 8), ("int4", 3, None)])
 def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, window: int | None) -> None:
     """Rows of padding have position -1: alone in a program, or beside rows that see something."""
-    from runtime.kernels.gpu.launch_attention import attend
+    from runtime.backends.triton.kernels.paged_attention import attend
 
     key, value = Pages(form, 2, 1, gpu), Pages(form, 2, 2, gpu)
     query = torch.randn(3, 4, HEAD_DIM, generator=torch.Generator().manual_seed(3)).half().to(gpu)
@@ -227,7 +224,7 @@ def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, wind
 @pytest.mark.parametrize(("form", "window", "splits"), [("16bit", None, 1), ("fp8", 30, 3), ("int4", None, 2)])
 def test_tokens_of_a_tree_see_their_branch_only(gpu, form: str, window: int | None, splits: int) -> None:
     """Two sequences of a known token and seven guesses: each row is what it would be at the end of its branch."""
-    from runtime.kernels.gpu.launch_attention import attend
+    from runtime.backends.triton.kernels.paged_attention import attend
 
     parents = (-1, 0, 1, 0, 3, -1, 5)
     branches = [[], *paths(parents)]
@@ -254,7 +251,7 @@ def test_tokens_of_a_tree_see_their_branch_only(gpu, form: str, window: int | No
 @pytest.mark.parametrize("form", ["16bit", "int4"])
 def test_a_tree_among_the_sinks_of_a_stream(gpu, form: str) -> None:
     """Guesses in so short a text that they stand among the sinks: with one query for both, sinks change nothing."""
-    from runtime.kernels.gpu.launch_attention import attend
+    from runtime.backends.triton.kernels.paged_attention import attend
 
     parents, root = (-1, -1, 0), 5
     key, value = Pages(form, 2, 1, gpu), Pages(form, 2, 2, gpu)

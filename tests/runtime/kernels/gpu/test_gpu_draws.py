@@ -8,22 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from runtime.draws import Draw
-from runtime.sampler import native, sampler
-from runtime.sampler.gpu import draw_step
-from runtime.sampler.noise import RowNoise, gumbel_noise
-from runtime.sampler.outcomes import FORBIDDEN, INFINITE, UNDECIDED
-from runtime.sampler.sampler import sample_tokens
-from runtime.sampling_params import SamplingParams
+from runtime.backends.cpu import sampling as cpu_sampling
+from runtime.backends.triton.kernels.sampling import ABSOLUTE, draw_rows, gumbel
+from runtime.backends.triton.sampling import draw_step
+from runtime.core.request import SamplingParams
+from runtime.core.sampling_metadata import Draw
+from runtime.sampling import sampler
+from runtime.sampling.sampler import sample_tokens
+from runtime.sampling.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoise, gumbel_noise
 
 triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
 
-from runtime.kernels.gpu.draw import ABSOLUTE, gumbel  # noqa: E402
-from runtime.kernels.gpu.launch_draw import draw_rows  # noqa: E402
 
 ROWS = 6
 RAGGED = 4999
@@ -162,7 +161,7 @@ def test_the_sampler_gives_the_same_tokens_with_it(gpu, monkeypatch: pytest.Monk
     ways = {}
     for name, way in (("torch", None), ("triton", draw_step)):
         monkeypatch.setattr(sampler, "gpu_draw", lambda logits, way=way: way)
-        monkeypatch.setattr(native, "is_native", lambda scores: False)
+        monkeypatch.setattr(cpu_sampling, "is_native", lambda scores: False)
         plain = [replace(draw, mask=None, sampling=replace(draw.sampling, logit_bias=())) for draw in draws]
         ways[name] = sample_tokens(logits, draws), sample_tokens(logits, plain)
     assert ways["triton"] == ways["torch"]

@@ -8,14 +8,12 @@ import torch
 from poisoned_memory import poisoned_allocations
 from tiny_models import random_weight
 
-from compress.checkpoint.activations import quantize_tokens
-from compress.checkpoint.fp8 import FP8
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels.base import Target
-from runtime.kernels.gpu_fp8 import NATIVE, WIDENED, multiplies_fp8
-from runtime.kernels.handover import FLOATS, InputForm
-from runtime.kernels.registry import choose_kernel
-from runtime.kernels.sizes import prepared_bytes
+from compress.checkpoint.weights.fp8 import FP8, quantize_tokens
+from runtime.backends.base import FLOATS, InputForm, Target
+from runtime.backends.linear_sizes import prepared_bytes
+from runtime.backends.registry import choose_kernel
+from runtime.backends.triton.linear import NATIVE, WIDENED, multiplies_fp8
 
 W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 6e-4}
@@ -42,7 +40,7 @@ def exact_product(x, weight, bias):
 @pytest.mark.parametrize("scheme", [W8A16, W8A8], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_few_tokens_against_float64(gpu, tokens, scheme, dtype) -> None:
-    from runtime.kernels.gpu.launch_fp8 import multiply_fp8, place_fp8
+    from runtime.backends.triton.kernels.fp8 import multiply_fp8, place_fp8
 
     weight, target = random_weight((70, 328), scheme), Target(gpu, dtype)
     x, bias = activations(tokens, 328, dtype, gpu), activations(1, 70, dtype, gpu)[0]
@@ -57,7 +55,7 @@ def test_few_tokens_against_float64(gpu, tokens, scheme, dtype) -> None:
 
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_many_tokens_by_8_bit_products(gpu, with_bias) -> None:
-    from runtime.kernels.gpu.launch_fp8 import multiply_fp8, place_fp8
+    from runtime.backends.triton.kernels.fp8 import multiply_fp8, place_fp8
 
     if gpu.type == "cuda" and not multiplies_fp8(gpu):
         pytest.skip("this GPU has no 8-bit floats")
@@ -72,7 +70,7 @@ def test_many_tokens_by_8_bit_products(gpu, with_bias) -> None:
 
 
 def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
-    from runtime.kernels.gpu.launch_rows import prepared
+    from runtime.backends.triton.kernels.norm_act import prepared
 
     numbers = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     between = numbers[:126] / 2 + numbers[1:127] / 2  # halfway: to the even code
@@ -90,7 +88,7 @@ def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
 
 
 def test_every_code_is_read_as_its_number(gpu) -> None:
-    from runtime.kernels.gpu.launch_fp8 import multiply_fp8, place_fp8
+    from runtime.backends.triton.kernels.fp8 import multiply_fp8, place_fp8
 
     weight, target = random_weight((64, 256), W8A16), Target(gpu, torch.float16)
     weight.scale.fill_(1.0)

@@ -9,14 +9,14 @@ from covering import covering
 from poisoned_memory import poisoned_allocations
 from tiny_models import random_weight
 
-from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels.base import Target
-from runtime.kernels.gpu.configs import EXPAND, NARROW, WIDE, KernelConfig
-from runtime.kernels.gpu.packing import PlanedWeight
-from runtime.kernels.gpu_linears import PLANES
-from runtime.kernels.registry import choose_kernel
-from runtime.kernels.sizes import prepared_bytes
+from compress.checkpoint.weights.fp8 import quantize_tokens
+from runtime.backends.base import Target
+from runtime.backends.linear_sizes import prepared_bytes
+from runtime.backends.registry import choose_kernel
+from runtime.backends.triton.kernels.configs import EXPAND, NARROW, WIDE, KernelConfig
+from runtime.backends.triton.kernels.weight_layout import PlanedWeight
+from runtime.backends.triton.linear import PLANES
 
 CONFIGS = [
     KernelConfig(NARROW, 64, 16),
@@ -46,8 +46,8 @@ def relative_error(found, expected) -> float:
 
 @pytest.mark.parametrize(("config", "scheme", "dtype"), covering(CONFIGS, PLANED, list(BOUND)), ids=str)
 def test_planes_against_float64(gpu, config: KernelConfig, scheme: Scheme, dtype: torch.dtype) -> None:
-    from runtime.kernels.gpu.launch import multiply
-    from runtime.kernels.gpu.packing import pack_planes
+    from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
+    from runtime.backends.triton.kernels.weight_layout import pack_planes
 
     inputs = 288 if scheme.group_size in (96, 32) else 512
     weight = random_weight((100, inputs), scheme)
@@ -55,7 +55,7 @@ def test_planes_against_float64(gpu, config: KernelConfig, scheme: Scheme, dtype
     exact = weight.dequantize(torch.float64).to(gpu)
     packed = pack_planes(weight, gpu)
     with poisoned_allocations():
-        found = multiply(x, packed, bias, config)
+        found = multiply_w4a16(x, packed, bias, config)
     assert found.dtype == dtype
     assert relative_error(found, x.double() @ exact.T + bias.double()) < BOUND[dtype]
 
@@ -76,7 +76,7 @@ def unpack_planes(packed: PlanedWeight) -> torch.Tensor:
 
 @pytest.mark.parametrize("scheme", PLANED, ids=str)
 def test_planes_hold_every_code(gpu, scheme: Scheme) -> None:
-    from runtime.kernels.gpu.packing import pack_planes
+    from runtime.backends.triton.kernels.weight_layout import pack_planes
 
     inputs = 3 * (scheme.group_size or 96)
     weight = random_weight((130, inputs), scheme)
@@ -87,34 +87,34 @@ def test_planes_hold_every_code(gpu, scheme: Scheme) -> None:
 
 
 def test_whole_numbers_come_out_exactly(gpu) -> None:
-    from runtime.kernels.gpu.launch import multiply
-    from runtime.kernels.gpu.packing import pack_planes
+    from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
+    from runtime.backends.triton.kernels.weight_layout import pack_planes
 
     weight = random_weight((64, 256), Scheme(4, 64, False))
     weight.scale.copy_(2.0 ** torch.randint(-3, 4, weight.scale.shape))
     x = torch.randint(-1, 2, (2, 256)).to(gpu, torch.float16)
     exact = x.double() @ weight.dequantize(torch.float64).to(gpu).T
-    found = multiply(x, pack_planes(weight, gpu), None, KernelConfig(NARROW, splits=2))
+    found = multiply_w4a16(x, pack_planes(weight, gpu), None, KernelConfig(NARROW, splits=2))
     assert torch.equal(found.double(), exact.half().double())
 
 
 def test_a_token_does_not_see_its_neighbours(gpu) -> None:
-    from runtime.kernels.gpu.launch import multiply
-    from runtime.kernels.gpu.packing import pack_planes
+    from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
+    from runtime.backends.triton.kernels.weight_layout import pack_planes
 
     packed = pack_planes(random_weight((64, 256), Scheme(4, 128)), gpu)
     x = activations(5, 256, torch.bfloat16, gpu)
     config = KernelConfig(NARROW, splits=2)
-    together = multiply(x, packed, None, config)
+    together = multiply_w4a16(x, packed, None, config)
     x[1:] = float("nan")
-    assert torch.equal(multiply(x, packed, None, config)[0], together[0])
+    assert torch.equal(multiply_w4a16(x, packed, None, config)[0], together[0])
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("scheme", [Scheme(8, None), Scheme(8, 32, False), Scheme(6, 96)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_bytes_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dtype) -> None:
-    from runtime.kernels.gpu.launch_bytes import multiply_bytes, pack_bytes
+    from runtime.backends.triton.kernels.int8 import multiply_bytes, pack_bytes
 
     weight = random_weight((70, 288), scheme)
     x, bias = activations(tokens, 288, dtype, gpu), activations(1, 70, dtype, gpu)[0]
@@ -129,7 +129,7 @@ def test_bytes_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dt
 
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_levels_against_the_exact_product(gpu, tokens: int) -> None:
-    from runtime.kernels.gpu.launch_bytes import multiply_levels, pack_bytes
+    from runtime.backends.triton.kernels.int8 import multiply_levels, pack_bytes
 
     weight = random_weight((70, 288), Scheme(8, None, True, 8))
     x = activations(tokens, 288, torch.float16, gpu)

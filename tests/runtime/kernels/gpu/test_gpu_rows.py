@@ -9,9 +9,9 @@ from covering import covering
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from compress.checkpoint.activations import quantize_tokens
-from runtime.kernels.handover import FLOATS, LEVELS, ROWS, SUMS, CalledLinear, InputForm, Prepared, Product, finished
-from runtime.model.ops import TorchOps
+from compress.checkpoint.weights.fp8 import quantize_tokens
+from runtime.backends.base import FLOATS, LEVELS, ROWS, SUMS, CalledLinear, InputForm, Prepared, Product, finished
+from runtime.backends.torch.ops import TorchOps
 
 TOKENS, SIZE = 3, 200
 FORMS = [InputForm(ROWS), InputForm(SUMS, 32, 8), InputForm(SUMS, 128, 2), InputForm(LEVELS), InputForm(FLOATS)]
@@ -64,7 +64,7 @@ def check_form(found: Prepared, form: InputForm, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rows_in_every_form(gpu, form: InputForm, dtype: torch.dtype) -> None:
-    from runtime.kernels.gpu.launch_rows import prepared
+    from runtime.backends.triton.kernels.norm_act import prepared
 
     x = numbers(TOKENS, SIZE).to(gpu, dtype)
     with poisoned_allocations():
@@ -72,7 +72,7 @@ def test_rows_in_every_form(gpu, form: InputForm, dtype: torch.dtype) -> None:
 
 
 def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
-    from runtime.kernels.gpu.launch_rows import prepared
+    from runtime.backends.triton.kernels.norm_act import prepared
 
     x = numbers(3, SIZE).to(gpu, torch.float16)
     x[1] = 0
@@ -86,7 +86,7 @@ def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_rounded_once(gpu, kind: str, dtype: torch.dtype) -> None:
-    from runtime.kernels.gpu.launch_rows import finish
+    from runtime.backends.triton.kernels.norm_act import finish
 
     product, expected = some_product(kind, SIZE, dtype, gpu)
     with poisoned_allocations():
@@ -98,7 +98,7 @@ def test_products_are_rounded_once(gpu, kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("kind", "form", "dtype"), covering([None, *KINDS], FORMS, DTYPES), ids=str)
 def test_norm_adds_and_normalizes(gpu, kind: str | None, form: InputForm, dtype: torch.dtype) -> None:
-    from runtime.kernels.gpu.launch_rows import finish, norm, prepared
+    from runtime.backends.triton.kernels.norm_act import finish, norm, prepared
 
     hidden, weight = numbers(TOKENS, SIZE, seed=6).to(gpu, dtype), numbers(SIZE, seed=7).to(gpu, dtype)
     update = None if kind is None else some_product(kind, SIZE, dtype, gpu)[0]
@@ -117,7 +117,7 @@ def test_norm_adds_and_normalizes(gpu, kind: str | None, form: InputForm, dtype:
 
 @pytest.mark.parametrize(("kind", "form", "dtype"), covering(KINDS, FORMS, DTYPES), ids=str)
 def test_gates_of_a_product(gpu, kind: str, form: InputForm, dtype: torch.dtype) -> None:
-    from runtime.kernels.gpu.launch_rows import finish, gate, prepared
+    from runtime.backends.triton.kernels.norm_act import finish, gate, prepared
 
     gate_up = some_product(kind, 2 * SIZE, dtype, gpu)[0]
     expected = TorchOps().silu_multiply(finish(gate_up, dtype))
@@ -132,7 +132,7 @@ def test_gates_of_a_product(gpu, kind: str, form: InputForm, dtype: torch.dtype)
 
 @pytest.mark.parametrize("form", FORMS[-2:], ids=str)
 def test_levels_of_rows_that_are_longer_than_a_program(gpu, form: InputForm) -> None:
-    from runtime.kernels.gpu.launch_rows import GATED_BLOCK, gate, prepared
+    from runtime.backends.triton.kernels.norm_act import GATED_BLOCK, gate, prepared
 
     gate_up = some_product("parts", 2 * (GATED_BLOCK + SIZE), torch.float16, gpu)[0]
     found, in_form = gate(gate_up, form, torch.float16), prepared(gate(gate_up, InputForm(), torch.float16).rows, form)
@@ -142,7 +142,7 @@ def test_levels_of_rows_that_are_longer_than_a_program(gpu, form: InputForm) -> 
 
 def test_rows_of_a_called_linear_may_have_any_strides(gpu) -> None:
     """As PyTorch's semi-structured product gives them."""
-    from runtime.kernels.gpu.launch_rows import gate
+    from runtime.backends.triton.kernels.norm_act import gate
 
     y = numbers(2 * SIZE, TOKENS).to(gpu, torch.bfloat16).T
     product = CalledLinear(lambda x: y).product(Prepared(y))
@@ -152,7 +152,7 @@ def test_rows_of_a_called_linear_may_have_any_strides(gpu) -> None:
 
 @pytest.mark.parametrize("kind", ["parts", "levels"])
 def test_a_token_does_not_see_its_neighbours(gpu, kind: str) -> None:
-    from runtime.kernels.gpu.launch_rows import gate, norm
+    from runtime.backends.triton.kernels.norm_act import gate, norm
 
     product = some_product(kind, 2 * SIZE, torch.bfloat16, gpu)[0]
     hidden, weight = numbers(TOKENS, 2 * SIZE).to(gpu, torch.bfloat16), numbers(2 * SIZE).to(gpu, torch.bfloat16)

@@ -12,12 +12,11 @@ from poisoned_memory import poison, poisoned_allocations
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.kv_numerics import rotate_heads
-from runtime.kernels.gpu.head_pages import layer_pages
-from runtime.kernels.handover import Product, finished
-from runtime.model.ops import TorchOps
-from runtime.model.pages import ExactPages, KVPages
-from runtime.model.pages_quantized import QuantizedPages
+from compress.checkpoint.kv_quant import rotate_heads
+from runtime.backends.base import Product, finished
+from runtime.backends.kv.pages import ExactPages, KVPages, QuantizedPages
+from runtime.backends.torch.ops import TorchOps
+from runtime.backends.triton.kernels.page_views import layer_pages
 
 HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS, EPS = 4, 2, 8, 3, 1e-6
 SLOTS = (17, -1, 3, 20, -1)
@@ -41,7 +40,7 @@ def by_torch(heads: Tensor, head_norm: Tensor | None, cos: Tensor, sin: Tensor, 
 
 
 def written(qkv: Product, scheme: KVCacheScheme, head_norm, cos, sin, slots) -> tuple[Tensor, KVPages]:
-    from runtime.kernels.gpu.launch_turn import write_turned
+    from runtime.backends.triton.kernels.rope_kv_write import write_turned
 
     pages = make_pages(scheme, cos.shape[-1], cos.dtype, cos.device)
     with poisoned_allocations():
@@ -96,7 +95,7 @@ def test_heads_that_are_no_numbers_are_not_hidden(gpu, format: str) -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_parts_are_added_up_first(gpu, scaled: bool) -> None:
-    from runtime.kernels.gpu.launch_rows import finish
+    from runtime.backends.triton.kernels.norm_act import finish
 
     scheme, dtype, width = KVCacheScheme.named("int4"), torch.bfloat16, (HEADS + 2 * KV_HEADS) * 32
     parts, scales = numbers(3, len(SLOTS), width + 64, seed=1), None

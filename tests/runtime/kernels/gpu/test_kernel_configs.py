@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.errors import DataError
-from runtime.kernels import gpu_linears
-from runtime.kernels.gpu.configs import (
+from compress.common.errors import DataError
+from runtime.backends.triton import linear as triton_linear
+from runtime.backends.triton.kernels.configs import (
     BUCKETS,
     EXPAND,
     NARROW,
@@ -54,14 +54,14 @@ def test_a_measured_table_is_read_back_and_filled(tmp_path: Path) -> None:
 
 def test_a_table_is_of_4_bit_codes_alone(tmp_path: Path, monkeypatch) -> None:
     few = KernelConfig(NARROW, 128, 16, splits=5)
-    monkeypatch.setattr(gpu_linears, "TABLES", tmp_path)
-    monkeypatch.setattr(gpu_linears, "num_processors", lambda device: 132)
+    monkeypatch.setattr(triton_linear, "TABLES", tmp_path)
+    monkeypatch.setattr(triton_linear, "num_processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    gpu_linears.table_path("Some GPU").write_text(to_json("Some GPU", {(4096, 1024): {16: few}}))
+    triton_linear.table_path("Some GPU").write_text(to_json("Some GPU", {(4096, 1024): {16: few}}))
     device = torch.device("cuda")
-    assert gpu_linears._plan(device, 4, 4096, 8, (4096, 1024))[1] == few
-    assert gpu_linears._plan(device, 4, 4096, 8, (4096, 2048)) == default_plan(4, 4096, 8, 132)
-    assert gpu_linears._plan(device, 2, 4096, 4, (4096, 1024)) == default_plan(2, 4096, 4, 132)
+    assert triton_linear._plan(device, 4, 4096, 8, (4096, 1024))[1] == few
+    assert triton_linear._plan(device, 4, 4096, 8, (4096, 2048)) == default_plan(4, 4096, 8, 132)
+    assert triton_linear._plan(device, 2, 4096, 4, (4096, 1024)) == default_plan(2, 4096, 4, 132)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny_models import random_weight
 
-from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.scheme import Scheme
-from runtime.kernels.base import Target
-from runtime.kernels.registry import choose_kernel
+from compress.checkpoint.weights.fp8 import quantize_tokens
+from runtime.backends.base import Target
+from runtime.backends.registry import choose_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPES = [(6144, 4096), (4096, 14336)]

@@ -1,0 +1,398 @@
+"""A Hugging Face model folder as one mapping from tensor names to memory-mapped tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import shlex
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.common.errors import CheckpointError
+from compress.common.files import PARTIAL_SUFFIX
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: `[begin, end)` in bytes from the start of the tensor data."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass
+class MappedFile:
+    """A checked safetensors file; the map is opened with the first tensor.
+
+    Attributes:
+        entries: tensors by name, in file order.
+        metadata: the free-form strings of the header.
+        data_start: bytes before the tensor data.
+    """
+
+    path: Path
+    entries: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    data_start: int
+
+    @classmethod
+    def open(cls, path: Path) -> MappedFile:
+        """Reads and checks the header.
+
+        Raises:
+            CheckpointError: truncated, overlapping, of unknown dtype, or not safetensors at all.
+        """
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= MAX_HEADER_BYTES:
+                raise _broken(path, f"its first 8 bytes announce a header of {length} bytes, in a file of {size}")
+            if 8 + length > size:
+                raise _truncated(path, size, f"its header alone needs {8 + length}")
+            header = _parse_json(path, stream.read(length))
+        metadata = header.pop("__metadata__", {})
+        entries = {name: _parse_entry(path, name, fields) for name, fields in header.items()}
+        _check_layout(path, entries, size - 8 - length, size)
+        ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+        return cls(path, ordered, metadata if isinstance(metadata, dict) else {}, 8 + length)
+
+    @cached_property
+    def _map(self) -> mmap.mmap:
+        with self.path.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the map (copied only where the file misaligns it). Treat it as read-only.
+
+        Raises:
+            CheckpointError: no such tensor.
+        """
+        if name not in self.entries:
+            raise CheckpointError(f"{self.path} has no tensor {name!r} among its {len(self.entries)} tensors")
+        entry = self.entries[name]
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        start = self.data_start + entry.begin
+        data = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.nbytes, offset=start)
+        if start % entry.dtype.itemsize:
+            data = data.clone()
+        return data.view(entry.dtype).view(entry.shape)
+
+    def release(self) -> None:
+        """Gives the resident pages back to the system. Tensors stay valid: their bytes are read again when used."""
+        mapped = self.__dict__.pop("_map", None)
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """Header bytes (with the length prefix) for tensors stored in the order of `tensors`, padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def storage_order(tensors: Iterable[tuple[str, torch.dtype]]) -> list[str]:
+    """Names in file order: widest dtype first keeps every tensor aligned, then by name so that bytes are determined."""
+    return [name for name, _ in sorted(tensors, key=lambda item: (-item[1].itemsize, item[0]))]
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The raw bytes of a contiguous copy or of the tensor itself."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) != len(names):
+            raise _broken(path, "its header names a tensor twice")
+        return dict(pairs)
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _broken(path, "its header is not a JSON object")
+    return header
+
+
+def _parse_entry(path: Path, name: str, fields: Any) -> TensorEntry:
+    try:
+        code, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _broken(path, f"the entry of {name!r} lacks dtype, shape or data_offsets") from error
+    if code not in DTYPES:
+        raise _broken(path, f"{name!r} has the unknown dtype {code!r}")
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise _broken(path, f"{name!r} has shape {list(shape)} and offsets {[begin, end]}, which are not counts")
+    if math.prod(max(size, 1) for size in shape) >= 2**63:
+        raise _broken(path, f"{name!r} has the impossible shape {list(shape)}")
+    needed = math.prod(shape) * DTYPES[code].itemsize
+    if end - begin != needed:
+        raise _broken(path, f"{name!r} occupies {end - begin} bytes, but {code} {list(shape)} needs {needed}")
+    return TensorEntry(DTYPES[code], shape, begin, end)
+
+
+def _check_layout(path: Path, entries: dict[str, TensorEntry], available: int, size: int) -> None:
+    """Tensors must tile the data exactly: no overlap, no gap, nothing past the end."""
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            relation = "overlaps the tensor before it" if entry.begin < position else "leaves a gap before it"
+            raise _broken(path, f"{name!r} at offset {entry.begin} {relation} (expected {position})")
+        position = entry.end
+    if position > available:
+        raise _truncated(path, size, f"its header promises {size - available + position}")
+    if position < available:
+        raise _broken(path, f"{available - position} bytes after the last tensor belong to nothing")
+
+
+def _truncated(path: Path, size: int, promise: str) -> CheckpointError:
+    return CheckpointError(f"{path} is truncated: it has {size} bytes, {promise}", "Copy or download this file again")
+
+
+def _broken(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not a valid safetensors file: {reason}", "Copy or download this file again")
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {
+    ".safetensors",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+    ".npy",
+    ".ot",
+    ".tflite",
+}
+
+
+@dataclass
+class TensorFiles:
+    """Every tensor of a folder (one file, or an index with shards), read only when asked for.
+
+    Attributes:
+        path: the folder.
+        files: the safetensors files in name order.
+    """
+
+    path: Path
+    files: list[MappedFile]
+    _owner: dict[str, MappedFile]
+
+    @classmethod
+    def open(cls, path: str | Path) -> TensorFiles:
+        """Finds and checks the weight files; reads headers only.
+
+        Raises:
+            CheckpointError: no such folder, only pickle files, missing or truncated shards, an index that leaves the
+                folder or names a tensor its shard lacks, or one tensor in two shards.
+        """
+        folder = check_folder(path)
+        names, index = _weight_files(folder)
+        files = [MappedFile.open(folder / name) for name in names]
+        owner: dict[str, MappedFile] = {}
+        for file in files:
+            for name in file.entries:
+                if name in owner:
+                    raise CheckpointError(
+                        f"tensor {name!r} is stored twice in {folder}: in {owner[name].path.name} and {file.path.name}",
+                        "Remove the shard that does not belong to this model",
+                    )
+                owner[name] = file
+        for name, file_name in index.items():
+            if name not in owner or owner[name].path.name != file_name:
+                raise CheckpointError(
+                    f"{folder / INDEX_FILE} places {name!r} in {file_name}, which does not hold it",
+                    "Download the index and its shards again, from one revision",
+                )
+        return cls(folder, files, owner)
+
+    def names(self) -> list[str]:
+        """Tensor names, sorted."""
+        return sorted(self._owner)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._owner
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._find(name).entries[name].dtype
+
+    def tensor_nbytes(self, name: str) -> int:
+        return self._find(name).entries[name].nbytes
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor as a read-only view of the memory map; clone it to change it."""
+        return self._find(name).tensor(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, headers not counted."""
+        return sum(entry.nbytes for file in self.files for entry in file.entries.values())
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the weight files on disk."""
+        return sum(file.path.stat().st_size for file in self.files)
+
+    def release(self) -> None:
+        """Gives resident pages back to the system, so that streaming through a big model stays small. Tensors handed
+        out before stay valid: their bytes are read again when used."""
+        for file in self.files:
+            file.release()
+
+    def side_files(self) -> list[Path]:
+        """Everything that is not a weight, an index of weights or hidden: config, tokenizer, templates, code, notes.
+        Folders with weights of their own are other checkpoints, as one that was written here is, or is being written.
+        """
+        return sorted(_side_files(self.path))
+
+    def _find(self, name: str) -> MappedFile:
+        if name not in self._owner:
+            raise CheckpointError(
+                f"{self.path} has no tensor {name!r} among its {len(self._owner)} tensors",
+                "Check that config.json and the weights belong to the same model",
+            )
+        return self._owner[name]
+
+
+def check_folder(path: str | Path) -> Path:
+    """The folder at `path`. Raises CheckpointError when there is none."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file, not a model folder", f"Name its folder, {folder.absolute().parent}")
+    looks_like_hub_name = str(path).count("/") == 1 and not str(path).startswith((".", "/", "~"))
+    download = (
+        f", or fetch the model first: hf download {path} --local-dir {folder.name}" if looks_like_hub_name else ""
+    )
+    raise CheckpointError(f"model folder {folder} does not exist", f"Check the path{download}")
+
+
+def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """File names in order, and the index (empty for a single file). A single file wins, as in transformers."""
+    if (folder / SINGLE_FILE).is_file():
+        return [SINGLE_FILE], {}
+    if (folder / INDEX_FILE).is_file():
+        index = _read_index(folder)
+        return sorted(set(index.values())), index
+    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found, {}
+    if found:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} safetensors files but no {INDEX_FILE}", "Download the index file too"
+        )
+    raise _no_weights(folder)
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_FILE
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        valid = all(isinstance(name, str) for name in weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a valid index: {error!r}", "Download this file again") from error
+    if not valid or not weight_map:
+        raise CheckpointError(f"{path} has no usable weight_map", "Download this file again")
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or name in ("..", ".") or "\\" in name:
+            raise CheckpointError(f"{path} points outside of its folder: {name!r}", "Do not use this checkpoint")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"shard {name} of {folder} is missing", "Download it again, or finish the download")
+    return weight_map
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if not pickles and any(folder.glob("*.gguf")):
+        remedy = "GGUF files are not read: name a folder with the model's safetensors files"
+        return CheckpointError(f"{folder} holds no safetensors weights", remedy)
+    if not pickles:
+        return CheckpointError(f"{folder} holds no safetensors weights", "Name a folder that holds model.safetensors")
+    source, target = str(folder), f"{folder}-safetensors"
+    code = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"M.from_pretrained({source!r}, dtype='auto').save_pretrained({target!r}); "
+        f"T.from_pretrained({source!r}).save_pretrained({target!r})"
+    )
+    return CheckpointError(
+        f"{folder} holds only pickle weights ({pickles[0]}), which can run code when read",
+        f"If you trust them, convert once: python -c {shlex.quote(code)} and use {target}",
+    )
+
+
+def _is_weight(file: Path) -> bool:
+    name = file.name.lower()
+    return Path(name).suffix in WEIGHT_SUFFIXES or name.endswith((".safetensors.index.json", ".bin.index.json"))
+
+
+def _side_files(folder: Path) -> Iterator[Path]:
+    for entry in folder.iterdir():
+        if entry.name.startswith(".") or _is_weight(entry):
+            continue
+        if entry.is_file():
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink() and not _is_other_checkpoint(entry):
+            yield from _side_files(entry)
+
+
+def _is_other_checkpoint(folder: Path) -> bool:
+    return folder.name.endswith(PARTIAL_SUFFIX) or any(folder.glob("*.safetensors"))

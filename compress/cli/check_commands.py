@@ -1,0 +1,221 @@
+"""`compress verify`: is a checkpoint on disk what it says it is?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.checkpoint.config import read_config
+from compress.cli.options import DEFAULT_OUT, AsJson, KernelsMode, KVCacheOptions, ScoreOptions
+from compress.common.cli import DEMO_NAME, demo_model_path, with_groups
+from compress.common.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from compress.checkpoint.verify import StructureReport
+    from compress.reporting.comparison import Comparison
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="A checkpoint folder, packed by this or another tool.")],
+    as_json: AsJson = False,
+) -> None:
+    """Re-read a checkpoint and check config, names, shapes, codes and scales.
+
+    Where the folder holds the report of its making, the codes are compared with it bit for bit.
+    """
+    from compress.checkpoint.verify import verify_structure
+    from compress.common.errors import CheckpointError
+    from compress.pipeline.finish import compare_with_report
+
+    structure = verify_structure(path)
+    differing = compare_with_report(path)
+    problems = [*structure.problems, *(differing or ())]
+    if as_json:
+        typer.echo(json.dumps(structure.as_dict() | {"problems": problems, "ok": not problems}, indent=2))
+    else:
+        _print(structure, compared=differing is not None)
+        for problem in problems:
+            typer.echo(f"problem: {problem}")
+    if problems:
+        raise CheckpointError(f"{path} has {len(problems)} problems", "Write or download it again")
+
+
+def _kv_cache(path: str) -> list[str]:
+    """What the checkpoint says of keys and values, where it says anything."""
+    from compress.checkpoint.config import read_config
+    from compress.checkpoint.kv_cache import stored_kv_cache
+    from compress.common.errors import ToolkitError
+
+    try:
+        scheme = stored_kv_cache(read_config(path))
+    except ToolkitError:
+        # It is among the problems.
+        return []
+    return [f"keys and values are kept as {scheme} unless serving is told otherwise"] if scheme else []
+
+
+def _print(structure: StructureReport, compared: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from compress.targets import without_indices
+
+    kinds: dict[tuple[str, str], int] = {}
+    for module, scheme in structure.quantized.items():
+        kinds[without_indices(module), scheme] = kinds.get((without_indices(module), scheme), 0) + 1
+    for tensor in structure.dense:
+        kind = (without_indices(tensor.name), f"dense: {tensor.reason}")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    table = Table("tensor", "stored as", "count", title=f"{structure.path} ({structure.format})", title_justify="left")
+    for (name, stored), count in sorted(kinds.items()):
+        table.add_row(name, stored, str(count))
+    console = Console()
+    console.print(table)
+    lines = [
+        f"{structure.total_bytes / 1e6:,.2f} MB, {structure.bits_per_weight:.3f} bits per quantized weight, "
+        f"{structure.bits_per_parameter:.3f} over the whole model",
+        *_kv_cache(structure.path),
+        "codes compared with the report of their making" if compared else "no report to compare the codes with",
+        *structure.notes,
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+@with_groups
+def evaluate(
+    *,
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL", help="Checkpoint to measure. Default: packed/ if it is there, else the demo model."
+        ),
+    ] = None,
+    ppl: Annotated[bool, typer.Option("--ppl", help="Measure perplexity, and KL to the baseline.")] = False,
+    score: ScoreOptions,
+    kv: KVCacheOptions,
+    kernels: KernelsMode = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure perplexity and KL by the standard protocol.
+
+    The text is joined, cut into windows that do not overlap, and every token but the first of a window is predicted.
+    The score comes from the runtime's own model, so what is measured is what `runtime serve` serves.
+    """
+    from rich.console import Console
+
+    from compress.cli.tables import print_evaluation
+    from compress.evaluate.session import run_evaluation
+
+    if not ppl:
+        raise ToolkitError("nothing to measure was named", "Add --ppl")
+    console = Console(stderr=True)
+    path = model.expanduser() if model else _default_model(console)
+    request = score.request(path, kv.scheme(read_config(path)), kernels)
+    with _progress(console) as progress:
+        task = progress.add_task("scoring", total=None)
+        report = run_evaluation(request, lambda done, total: progress.update(task, completed=done, total=total))
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        print_evaluation(report)
+
+
+def _default_model(console: Console) -> Path:
+    if DEFAULT_OUT.is_dir():
+        console.print(f"No model named: measuring {DEFAULT_OUT}/", highlight=False, soft_wrap=True)
+        return DEFAULT_OUT
+    console.print(
+        f"No model named and no {DEFAULT_OUT}/ here: measuring the {DEMO_NAME}", highlight=False, soft_wrap=True
+    )
+    return demo_model_path()
+
+
+def _progress(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def export(
+    path: Annotated[Path, typer.Argument(help="A packed checkpoint folder.")],
+    format: Annotated[str, typer.Option(help="compressed-tensors, compress-runtime, gptq, awq, or dense.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
+) -> None:
+    """Write a packed checkpoint in another format, losslessly, or say why that format cannot hold it."""
+    from compress.checkpoint.export import export_checkpoint
+
+    written = export_checkpoint(path, format, out)
+    typer.echo(f"wrote {written} ({format})")
+
+
+def report(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder that this toolkit wrote.")],
+    out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page about a run: sizes, memory, quality, errors over depth, bits, smoothing, notes.
+
+    It needs no script and loads nothing from elsewhere.
+    """
+    from compress.reporting.headers import read_headers
+    from compress.reporting.html import write_page
+    from compress.reporting.report_data import read_report
+    from compress.reporting.report_page import report_page
+
+    found = read_report(path.expanduser())
+    write_page(report_page(found, read_headers(found)), out.expanduser())
+    typer.echo(f"Wrote {out}")
+
+
+def compare(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Checkpoint folders that this toolkit wrote.")],
+    by: Annotated[str, typer.Option(help="size (of the files) or bits (per parameter of the whole model).")] = "size",
+    measure: Annotated[str, typer.Option(help="kl (to the dense model) or ppl (perplexity).")] = "kl",
+    out: Annotated[Path | None, typer.Option("--out", help="Write an HTML page with the plot too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare checkpoints of one source by their reports, and mark those that another one beats in every way.
+
+    Refuses reports with different sources, texts or protocols: their figures say nothing about each other.
+    """
+    from compress.reporting.comparison import compare as compare_reports
+    from compress.reporting.comparison import compare_page
+    from compress.reporting.html import write_page
+    from compress.reporting.report_data import read_report
+
+    comparison = compare_reports([read_report(path.expanduser()) for path in paths], by, measure)
+    if out is not None:
+        write_page(compare_page(comparison), out.expanduser())
+    if as_json:
+        typer.echo(json.dumps(comparison.to_dict(), indent=2))
+    else:
+        _print_comparison(comparison, out)
+
+
+def _print_comparison(comparison: Comparison, out: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from compress.reporting.comparison import HEAD, NUMERIC, table_rows
+
+    table = Table(title=Text(f"Checkpoints of {comparison.source}"), title_justify="left")
+    for index, name in enumerate(HEAD):
+        table.add_column(name, justify="right" if index in NUMERIC else "left", overflow="fold")
+    for row in table_rows(comparison):
+        table.add_row(*map(Text, row))
+    console = Console()
+    console = console if console.is_terminal else Console(width=140)
+    console.print(table)
+    console.print(Text(f"Protocol: {comparison.protocol}"))
+    if out is not None:
+        console.print(Text(f"Wrote {out}"))

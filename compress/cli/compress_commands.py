@@ -1,0 +1,227 @@
+"""What `compress quantize`, `prune` and `run` share: from a recipe to a finished checkpoint, or to the plan of one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.checkpoint.scheme import Scheme
+from compress.cli.options import (
+    DEFAULT_OUT,
+    EndOptions,
+    Ignore,
+    JobOptions,
+    KVDefault,
+    Model,
+    Out,
+    PruningOptions,
+    Rotate,
+    RoundingOptions,
+    TextOptions,
+    check_rounded,
+)
+from compress.common.cli import DEMO_NAME, DEMO_SOURCE, demo_model_path, with_groups
+from compress.recipe import (
+    FactorizeStage,
+    KVCacheStage,
+    QuantizeStage,
+    Recipe,
+    RotateStage,
+    Stage,
+    end_stages,
+    group_size_from,
+)
+from compress.search.space import parse_size
+
+if TYPE_CHECKING:
+    from compress.pipeline.prepare import Prepared, RunRequest
+    from compress.pipeline.run import RunResult
+
+
+def make_request(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> RunRequest:
+    """Fills in the demo model where none is named, and says so."""
+    from compress.pipeline.prepare import RunRequest
+
+    if model is None:
+        _say(f"No model named: using the {DEMO_NAME} ({demo_model_path()})")
+    folder = demo_model_path() if model is None else model.expanduser()
+    source = DEMO_SOURCE if model is None else str(folder.resolve())
+    return RunRequest(
+        folder,
+        source,
+        recipe,
+        out.expanduser(),
+        device=job.device,
+        dtype=job.dtype,
+        restart=not job.resume,
+        trust_remote_code=job.trust_remote_code,
+    )
+
+
+def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) -> None:
+    """Plans, and unless only the plan was asked for, runs. Prints results on standard output, progress on the other.
+
+    Args:
+        model: folder of a dense model; None for the demo model.
+        out: folder to write.
+
+    Raises:
+        ToolkitError: see `compress.pipeline.prepare.prepare` and `compress.pipeline.run`.
+        KeyboardInterrupt: after saying how to resume.
+    """
+    from compress.cli.tables import print_plan, print_result
+    from compress.pipeline.prepare import prepare
+
+    prepared = prepare(make_request(model, recipe, out, job), job.dry_run)
+    if job.dry_run:
+        if job.as_json:
+            typer.echo(json.dumps(prepared.to_dict(), indent=2))
+        else:
+            print_plan(prepared)
+        return
+    _announce(prepared)
+    result = _run(prepared, job.as_json)
+    if job.as_json:
+        typer.echo(json.dumps(result.report, indent=2))
+    else:
+        print_result(prepared, result)
+
+
+def _run(prepared: Prepared, quiet: bool) -> RunResult:
+    from compress.common.files import partial_folder
+    from compress.pipeline.run import run
+
+    try:
+        return run(prepared, quiet=quiet)
+    except KeyboardInterrupt:
+        folder = partial_folder(prepared.request.out)
+        if folder.exists():
+            _say(f"\nInterrupted. Finished blocks are in {folder}: run the same command again to continue, or add")
+            _say("--restart to begin anew.")
+        else:
+            _say("\nInterrupted before anything was written.")
+        raise
+
+
+def _announce(prepared: Prepared) -> None:
+    from compress.cli.tables import describe_run
+
+    work = sorted({str(assignment) for assignment in prepared.plan.assignments.values()})
+    layers = f"{len(prepared.plan.changed)} linear layers: {', '.join(work)}" if work else "nothing but the KV cache"
+    _say(f"Compressing {layers}")
+    _say(describe_run(prepared))
+    for note in prepared.notes:
+        _say(f"note: {note}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@with_groups
+def quantize(
+    *,
+    model: Model = None,
+    out: Out = DEFAULT_OUT,
+    rounding: RoundingOptions,
+    ends: EndOptions,
+    kv_cache: KVDefault = None,
+    rotate: Rotate = False,
+    ignore: Ignore = None,
+    text: TextOptions,
+    job: JobOptions,
+) -> None:
+    """Quantize a model's linear layers to integers of 2 to 8 bits, or to 8-bit floats.
+
+    Works block by block with little memory; killed at any moment, the same command continues where it stopped and gives
+    the same bytes. The result is checked, measured and loads in vLLM, SGLang and transformers.
+    """
+    stage = rounding.stage(tuple(ignore or ()))
+    stages: list[Stage] = [stage, *end_stages(stage, ends.head_bits, ends.embedding_bits)]
+    name = f"{'fp' if stage.scheme.fp8 else 'int'}{stage.scheme.bits}-{stage.method}"
+    if rotate:
+        stages, name = [RotateStage(), *stages], f"{name}-rotated"
+    if kv_cache is not None:
+        stages, name = [*stages, KVCacheStage(kv_cache)], f"{name}-kv-{kv_cache}"
+    carry_out(model, text.recipe(tuple(stages), name), out, job)
+
+
+@with_groups
+def prune(
+    *,
+    model: Model = None,
+    out: Out = DEFAULT_OUT,
+    pruning: PruningOptions,
+    bits: Annotated[
+        int | None, typer.Option(help="Round what is left to 2 to 8 bits, by GPTQ together with the pruning.")
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="Input columns that share a scale, with --bits. Default: 128.", show_default=False),
+    ] = None,
+    ignore: Ignore = None,
+    text: TextOptions,
+    job: JobOptions,
+) -> None:
+    """Prune a model's linear layers, and quantize what is left if asked to.
+
+    With a pattern the zeros are not stored: 2:4 takes 9 bits per weight instead of 16, and 3.1 with --bits 4.
+    """
+    check_rounded(bits, group_size)
+    left_out = tuple(ignore or ())
+    stages: list[Stage] = [pruning.stage(left_out)]
+    name = pruning.name
+    if bits is not None:
+        scheme = Scheme(bits) if group_size is None else Scheme(bits, group_size_from(group_size))
+        stages.append(QuantizeStage("gptq", scheme, ignore=left_out))
+        name += f"-int{bits}"
+    carry_out(model, text.recipe(tuple(stages), name), out, job)
+
+
+@with_groups
+def factorize(
+    *,
+    model: Model = None,
+    out: Out = DEFAULT_OUT,
+    method: Annotated[
+        str, typer.Option(help="svd-llm (whitened), asvd (scaled inputs), or svd (needs no calibration).")
+    ] = "svd-llm",
+    keep: Annotated[float, typer.Option(help="Share of the weights that stay.")] = 0.8,
+    allocation: Annotated[
+        str, typer.Option(help="block shares ranks out among the layers of a block, model among all; uniform: none.")
+    ] = "block",
+    target_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="5GB, 700MB: decides --keep, with --allocation model.", show_default=False),
+    ] = None,
+    bits: Annotated[int | None, typer.Option(help="Round both factors to 2 to 8 bits.")] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Columns of a factor that share a scale, with --bits. Default: -1, one scale per row.",
+            show_default=False,
+        ),
+    ] = None,
+    ignore: Ignore = None,
+    text: TextOptions,
+    job: JobOptions,
+) -> None:
+    """Make two smaller matrices of each linear layer, and quantize them if asked to.
+
+    Both are stored and multiplied one after the other. Layers that would not become smaller are kept whole.
+    """
+    check_rounded(bits, group_size)
+    left_out = tuple(ignore or ())
+    size = None if target_size is None else parse_size(target_size)
+    stages: list[Stage] = [FactorizeStage(method, keep, allocation, ignore=left_out, target_size=size)]
+    name = f"{method}-{keep:g}" if target_size is None else f"{method}-{target_size}"
+    if bits is not None:
+        rounding = "gptq" if stages[0].needs_calibration else "rtn"
+        scheme = Scheme(bits, None if group_size is None else group_size_from(group_size))
+        stages.append(QuantizeStage(rounding, scheme, ignore=left_out))
+        name += f"-int{bits}"
+    carry_out(model, text.recipe(tuple(stages), name), out, job)

@@ -1,0 +1,153 @@
+"""What `compress search` and `compress run` with a recipe that searches share."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compress.cli.compress_commands import carry_out, make_request
+from compress.cli.options import DEFAULT_OUT, Ignore, JobOptions, Model, Out, SearchFiles, TargetOptions, TextOptions
+from compress.common.cli import with_groups
+from compress.recipe import Recipe
+from compress.search.space import DEFAULT_MEASURED, DEFAULT_MENU, DEFAULT_TRIES, SearchRequest, parse_menu
+
+if TYPE_CHECKING:
+    from compress.search.run import Files, Findings
+    from compress.search.survey import Survey
+
+
+def carry_out_search(
+    model: Path | None, search: SearchRequest, out: Path, wanted: SearchFiles, job: JobOptions
+) -> None:
+    """Surveys, and unless only that was asked for, measures, chooses and compresses.
+
+    Raises:
+        ToolkitError: see `compress.search.survey.survey` and `compress.search.run`.
+        KeyboardInterrupt: after saying how to resume.
+    """
+    from compress.cli.tables import print_survey
+    from compress.search.survey import survey
+
+    found = survey(search, make_request(model, search.probe(), out, job), job.dry_run)
+    if not job.dry_run:
+        _search(found, wanted, job)
+    elif job.as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        print_survey(found)
+
+
+def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
+    from compress.cli.tables import describe_survey, print_choice, print_result
+    from compress.search.run import carry_out, find
+
+    files = _files(survey.run.out, wanted)
+    for line in describe_survey(survey):
+        print(line, file=sys.stderr, flush=True)
+    try:
+        findings = find(survey, files, quiet=job.as_json)
+        if wanted.recipe_only:
+            return _stop_at_recipe(findings, files, job.as_json)
+        result = carry_out(findings, files, quiet=job.as_json)
+    except KeyboardInterrupt:
+        print(
+            f"\nInterrupted. Figures so far are in {files.sensitivities}: the same command continues.", file=sys.stderr
+        )
+        raise
+    if job.as_json:
+        typer.echo(json.dumps(result.report, indent=2))
+        return None
+    print_choice(survey, result.report["search"], files.recipe)
+    return print_result(survey.prepared, result, with_tip=False)
+
+
+def _stop_at_recipe(findings: Findings, files: Files, as_json: bool) -> None:
+    from compress.cli.tables import print_choice
+    from compress.search.run import record, write_choice
+
+    choice = findings.first_choice()
+    write_choice(findings, choice, files)
+    search = record(findings.survey, findings.known, choice, ())
+    if as_json:
+        typer.echo(json.dumps(search, indent=2))
+    else:
+        print_choice(findings.survey, search, files.recipe)
+
+
+def _files(out: Path, wanted: SearchFiles) -> Files:
+    from compress.search.run import Files
+
+    sensitivities = wanted.sensitivities or out.with_name(f"{out.name}.sensitivities.json")
+    recipe = wanted.recipe or out.with_name(f"{out.name}.yaml")
+    command = shlex.join(["compress", *sys.argv[1:]])
+    return Files(sensitivities.expanduser(), recipe.expanduser(), command)
+
+
+@with_groups
+def run(
+    *,
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a bundled recipe: int4-awq, int4-gptq, int8-rtn, ...")],
+    model: Model = None,
+    out: Out = DEFAULT_OUT,
+    job: JobOptions,
+) -> None:
+    """Run a recipe on a model.
+
+    A recipe is a YAML file with a list of stages, so different layers can get different methods and widths; or with
+    a search for them, see `compress search`.
+    """
+    from compress.recipe_file import load_work
+
+    work = load_work(recipe)
+    if isinstance(work, Recipe):
+        carry_out(model, work, out, job)
+    else:
+        carry_out_search(model, work, out, SearchFiles(), job)
+
+
+@with_groups
+def search(
+    *,
+    model: Model = None,
+    out: Out = DEFAULT_OUT,
+    target: TargetOptions,
+    menu: Annotated[
+        str,
+        typer.Option(
+            metavar="FORM,...",
+            help="What layers may become: w4g64 (width, columns that share a scale), rank0.8 or asvd0.8 (share of the "
+            "weights in two factors), 2:4 (pruned), rank0.8w8, 2:4w4g128, dense.",
+        ),
+    ] = DEFAULT_MENU,
+    method: Annotated[str, typer.Option(help="gptq, or rtn (needs no calibration, and loses more).")] = "gptq",
+    measured: Annotated[
+        int, typer.Option(help="Sequences of the calibration text to measure on; rounding does not see them.")
+    ] = DEFAULT_MEASURED,
+    tries: Annotated[int, typer.Option(help="Checkpoints that --max-kl may make to come close.")] = DEFAULT_TRIES,
+    ignore: Ignore = None,
+    ends: Annotated[
+        bool,
+        typer.Option(
+            "--ends", help="Decide about the bits of token embedding and head too; then only this runtime loads it."
+        ),
+    ] = False,
+    files: SearchFiles,
+    text: TextOptions,
+    job: JobOptions,
+) -> None:
+    """Find what every layer should become to fit a target best, and compress so.
+
+    Measures how far each layer alone, in each form, moves the whole model's output (KL on calibration text), and
+    chooses so that these add up to least. Writes the choice as a recipe, runs it, verifies and measures the result.
+    Figures are kept as they come: interrupted, the same command continues, and another target needs no new ones.
+    """
+    goal = target.goal()
+    request = SearchRequest(
+        goal, parse_menu(menu), method, measured, tries, tuple(ignore or ()), ends, text.options, text.seed, goal.name
+    )
+    carry_out_search(model, request, out, files, job)

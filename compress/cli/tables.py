@@ -1,0 +1,258 @@
+"""Plans and results as tables."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from compress.checkpoint.scheme import Scheme
+from compress.common.files import REPORT_FILE
+from compress.plan import Assignment, Plan, by_kind
+from compress.recipe import EMBEDDING_TARGET
+from compress.reporting.numbers import size, times
+from compress.targets import without_indices
+
+if TYPE_CHECKING:
+    from compress.checkpoint.verify import StructureReport
+    from compress.evaluate.session import EvaluationReport
+    from compress.pipeline.prepare import Prepared
+    from compress.pipeline.run import RunResult
+    from compress.search.survey import Survey
+
+
+_WORTH_SAYING = 0.1
+"""Share of the file that must be saved."""
+_SCHEME = Scheme(8, None)
+
+
+def embedding_tip(plan: Plan, total_bytes: int) -> str:
+    """One line with numbers; empty where there is little to save, or nothing is left to do.
+
+    Args:
+        total_bytes: size of the weights as written.
+    """
+    saved = sum(
+        row.bytes_before - _SCHEME.stored_bits(row.shape[0], row.shape[1]) // 8
+        for row in plan.rows
+        if row.assignment is None and row.tensor.endswith(f".{EMBEDDING_TARGET}.weight")
+    )
+    if saved < _WORTH_SAYING * total_bytes:
+        return ""
+    then = total_bytes - saved
+    return f"--embedding-bits 8 makes it {size(then)} ({times(plan.bytes_before, then)}), for this runtime only"
+
+
+_PLAIN_WIDTH = 120
+
+
+def print_plan(prepared: Prepared) -> None:
+    """What would happen to every tensor, grouped by kind, with totals and needs."""
+    console = wide_console()
+    table = Table(title=f"Plan for {prepared.request.model}", title_justify="left")
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("count", justify="right")
+    table.add_column("becomes")
+    for column in ("MB before", "MB after"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for (name, shape, assignment, reason), rows in by_kind(prepared.plan.rows).items():
+        table.add_row(
+            name.removesuffix(".weight"),
+            " x ".join(map(str, shape)),
+            str(len(rows)),
+            _becomes(assignment, reason),
+            megabytes(sum(row.bytes_before for row in rows)),
+            megabytes(sum(row.bytes_after for row in rows)),
+        )
+    plan = prepared.plan
+    table.add_section()
+    table.add_row("total", "", "", "", megabytes(plan.bytes_before), megabytes(plan.bytes_after))
+    console.print(table)
+    for line in _facts(prepared):
+        console.print(line, highlight=False, markup=False)
+
+
+def _becomes(assignment: Assignment | None, reason: str) -> str:
+    if assignment is None:
+        return f"dense: {reason}"
+    return f"{assignment} ({reason})" if reason else str(assignment)
+
+
+def describe_run(prepared: Prepared) -> str:
+    """Where the calibration comes from and how it runs, in one line."""
+    if prepared.sequences is None:
+        return "Calibration: none"
+    count, length = prepared.sequences.tokens.shape
+    dtype = str(prepared.dtype).removeprefix("torch.")
+    return (
+        f"Calibration: {prepared.sequences.source}, {count} sequences of {length} tokens, "
+        f"{prepared.micro_batch} at a time, {dtype} on {prepared.device}"
+    )
+
+
+def print_result(prepared: Prepared, result: RunResult, with_tip: bool = True) -> None:
+    """Sizes, verification, quality, and the next command to type; a tip only where its option exists."""
+    console = wide_console()
+    table = Table(show_header=False)
+    for name, text in _rows(prepared, result, with_tip):
+        table.add_row(name, text)
+    console.print(table)
+    warnings = [*result.quality.get("warnings", ()), *(result.kv_cache.warnings if result.kv_cache else ())]
+    for warning in warnings:
+        console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    console.print("Next:", highlight=False)
+    for command in _next_commands(result.out):
+        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _rows(prepared: Prepared, result: RunResult, with_tip: bool) -> Iterator[tuple[str, str]]:
+    structure, before = result.structure, prepared.plan.bytes_before
+    sizes = f"{megabytes(before)} MB -> {megabytes(structure.total_bytes)} MB"
+    yield "size", f"{sizes} ({before / structure.total_bytes:.2f} times smaller)"
+    if with_tip and (tip := embedding_tip(prepared.plan, structure.total_bytes)):
+        yield "tip", tip
+    yield "bits per weight", _bits(structure)
+    verified = f"{len(structure.quantized)} layers read back bit for bit"
+    yield "verified", f"{verified}, {len(structure.dense)} tensors kept dense"
+    yield from _quality(result.quality)
+    if peak := result.report["peak_device_bytes"]:
+        yield "GPU memory", f"{gigabytes(peak)} GB at most"
+    if result.kv_cache is not None:
+        yield "KV cache", result.kv_cache.describe()
+    if recovered := result.report["recovered"]:
+        yield "fallbacks", "; ".join(f"{each['module']}: {each['recovery']}" for each in recovered[:3])
+    yield "report", str(result.out / REPORT_FILE)
+
+
+def _bits(counted: Plan | StructureReport) -> str:
+    layers, model = f"{counted.bits_per_weight:.3f}", f"{counted.bits_per_parameter:.3f}"
+    return f"{layers} in the quantized layers, {model} over the whole model"
+
+
+def _facts(prepared: Prepared) -> list[str]:
+    plan = prepared.plan
+    lines = [
+        f"bits per weight: {_bits(plan)}",
+        f"peak memory: about {gigabytes(prepared.peak_memory)} GB; "
+        f"disk while running: about {gigabytes(prepared.disk)} GB beside {prepared.request.out}",
+    ]
+    return [*lines, describe_run(prepared), *(f"note: {note}" for note in prepared.notes)]
+
+
+def _quality(quality: dict) -> list[tuple[str, str]]:
+    if "not_measured" in quality:
+        return [("quality", f"not measured: {quality['not_measured']}")]
+    return [
+        (
+            "perplexity",
+            f"{quality['baseline_perplexity']:.3f} dense -> {quality['perplexity']:.3f} packed "
+            f"({quality['tokens']} tokens of {quality['data']}: a quick check)",
+        ),
+        ("KL to dense", f"{quality['kl_mean']:.5f} mean, {quality['kl_p999']:.4f} at 99.9 %"),
+    ]
+
+
+def _next_commands(out: Path) -> list[str]:
+    folder = shlex.quote(f"{out}/")
+    return [f"compress eval --ppl {folder}", f"runtime serve {folder}"]
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:,.2f}"
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.2f}"
+
+
+def wide_console() -> Console:
+    """A terminal keeps its width; a file or a pipe gets room for a table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
+
+
+def print_evaluation(report: EvaluationReport) -> None:
+    """The figures, the protocol and the text they come from, and what was compared with."""
+    result = report.result
+    table = Table(title=f"Evaluation of {report.request.model}")
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    table.add_row("perplexity", f"{result.perplexity:.4f}")
+    if result.baseline_perplexity is not None and result.top1_agreement is not None:
+        change = 100 * (result.perplexity / result.baseline_perplexity - 1)
+        table.add_row("baseline perplexity", f"{result.baseline_perplexity:.4f}")
+        table.add_row("change", f"{change:+.2f} %")
+        table.add_row("KL mean (nats)", f"{result.kl_mean:.5f}")
+        table.add_row("KL 99.9 % (nats)", f"{result.kl_p999:.4f}")
+        table.add_row("same first token", f"{100 * result.top1_agreement:.2f} %")
+    if not report.request.kv_cache.is_exact:
+        table.add_row("KV cache", str(report.request.kv_cache))
+    table.add_row("predicted tokens", f"{result.tokens:,}")
+    console = Console()
+    console.print(table)
+    console.print(f"Protocol: {report.windows.protocol}; text sha256 {report.windows.sha256[:12]}", highlight=False)
+    if report.baseline is not None:
+        console.print(f"Baseline: {report.baseline}", highlight=False)
+
+
+def print_survey(survey: Survey) -> None:
+    """What would be measured, and what that takes."""
+    table = Table(title=f"Search on {survey.prepared.request.model}", title_justify="left")
+    table.add_column("decided together", overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("may become (MB each)", overflow="fold")
+    kinds: dict[tuple[str, ...], list] = {}
+    for unit in survey.menus:
+        kinds.setdefault(tuple(map(without_indices, unit.modules)), []).append(unit)
+    for modules, units in kinds.items():
+        sizes = [f"{form} {megabytes(survey.cost(units[0], form))}" for form in survey.menus[units[0]]]
+        table.add_row("\n".join(modules), str(len(units)), ", ".join(sizes))
+    console = wide_console()
+    console.print(table)
+    for line in describe_survey(survey):
+        console.print(line, highlight=False, markup=False)
+
+
+def describe_survey(survey: Survey) -> list[str]:
+    """Target, range, cost and needs, one line each."""
+    low, high = survey.smallest, survey.largest
+    return [
+        f"target: {survey.request.goal}; the menu reaches {survey.bits_per_weight(low):.3f} to "
+        f"{survey.bits_per_weight(high):.3f} bits per weight, {megabytes(low + survey.fixed_bytes)} to "
+        f"{megabytes(high + survey.fixed_bytes)} MB",
+        f"{survey.measurements} measurements over {survey.measured.numel():,} tokens, "
+        f"{survey.operations / 1e12:,.1f} TFLOP: about {survey.seconds():,.0f} s at the speed of this device, and "
+        "what rounding takes",
+        f"peak memory: about {gigabytes(survey.peak_memory)} GB with the whole model in it",
+        describe_run(survey.prepared),
+    ]
+
+
+def print_choice(survey: Survey, search: dict[str, Any], recipe: Path) -> None:
+    """What was found: which forms, how often, by kind."""
+    words = list(map(str, survey.request.menu))
+    table = Table(title=f"Found for {search['target']}", title_justify="left")
+    table.add_column("decided together", overflow="fold")
+    for each in words:
+        table.add_column(each, justify="right")
+    kinds: dict[str, Counter[str]] = {}
+    for unit in search["units"]:
+        kinds.setdefault("\n".join(map(without_indices, unit["modules"])), Counter())[unit["chosen"]] += 1
+    for modules, counts in kinds.items():
+        table.add_row(modules, *(str(counts[each] or "") for each in words))
+    console = wide_console()
+    console.print(table)
+    lines = [f"sensitivities add up to KL {search['predicted']:.4f}"]
+    lines += [
+        f"try {number}: predicted {each['predicted']:.4f}, measured {each['measured']:.4f}, "
+        f"{megabytes(each['bytes'])} MB"
+        for number, each in enumerate(search["tries"], 1)
+    ]
+    for line in [*lines, f"recipe: {recipe}"]:
+        console.print(line, highlight=False, markup=False)

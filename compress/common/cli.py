@@ -1,0 +1,157 @@
+"""How both command lines end: refusals as one line, Ctrl-C as status 130. Free of torch."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, get_type_hints
+
+import typer
+
+from compress.common.errors import ToolkitError
+
+INTERRUPTED = 130
+REMEDIES = {
+    errno.ENOSPC: "Free space, or write to another disk",
+    errno.EDQUOT: "Free space, or write to another disk",
+    errno.EACCES: "Change its permissions, or name another path",
+    errno.EROFS: "Name a path on a writable disk",
+}
+"""What the user can do about failures of the system that may come from any read or write."""
+
+
+def run_cli(app: typer.Typer) -> None:
+    """Runs a Typer application and leaves the process; it never returns.
+
+    A ToolkitError, a full disk or a path that the system refuses becomes one line `error: <problem>. <remedy>` on
+    stderr and status 1, Ctrl-C becomes status 130, and wrong options keep Typer's own message and status 2.
+    """
+    let_threads_sleep()
+    try:
+        app()
+    except ToolkitError as error:
+        _refuse(error)
+    except OSError as error:
+        if error.errno not in REMEDIES and error.filename is None:
+            raise
+        remedy = REMEDIES.get(error.errno or 0, "Name another path")
+        _refuse(ToolkitError(f"{error.strerror}: {error.filename or 'while writing'}", remedy))
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if _came_from_ctrl_c(stop):
+            sys.exit(INTERRUPTED)
+        raise
+
+
+def _refuse(error: ToolkitError) -> NoReturn:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(1)
+
+
+def let_threads_sleep() -> None:
+    """Makes torch's worker threads sleep while they wait, unless the user's environment says otherwise.
+
+    By default they spin. Beside any other busy thread (a server's event loop, a second process) the spinning one keeps
+    the core that the other needs: on two busy cores a matrix product of 8 us took 57 ms. OpenMP reads the variable when
+    torch is loaded, so this comes before.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def _came_from_ctrl_c(error: BaseException | None) -> bool:
+    """Whether a KeyboardInterrupt started this chain: Typer versions wrap it in exits of different status."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """A command as Typer takes it: each parameter whose type is a dataclass becomes one option per field, in its place.
+
+    Args:
+        command: its groups need no default; their fields are annotated as options of Typer, and bring their defaults.
+
+    Raises:
+        ValueError: two options have the same name.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    parameters = signature.parameters.values()
+    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+    spread = [option for each in parameters for option in _options(each)]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        made = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        command(**values, **made)
+
+    run.__signature__ = signature.replace(parameters=spread)  # type: ignore[attr-defined]  # what Typer reads
+    run.__annotations__ = {option.name: option.annotation for option in spread}
+    return run
+
+
+def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
+    group = parameter.annotation
+    if not is_dataclass(group):
+        yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        return
+    hints = get_type_hints(group, include_extras=True)
+    for each in fields(group):
+        default = _default(each)
+        yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name])
+
+
+def _default(option: Field[Any]) -> Any:
+    return inspect.Parameter.empty if option.default is MISSING else option.default
+
+
+DISTRIBUTION = "compress-runtime"
+
+
+def tool_version() -> str:
+    """Version of this toolkit; `unknown` when it runs from a source tree that was never installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"{DISTRIBUTION} {tool_version()}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+]
+
+
+DEMO_NAME = "bundled demo model"
+DEMO_SOURCE = "demo"
+"""How `compression_config.source` names it: the folder differs from machine to machine."""
+
+
+def demo_model_path() -> Path:
+    """Folder of the bundled demo model, a dense Hugging Face checkpoint."""
+    return Path(str(files("compress") / "demo_model"))
+
+
+def draft_model_path() -> Path:
+    """Folder of the much smaller model with the same tokenizer."""
+    return Path(str(files("compress") / "demo_model_draft"))
+
+
+def nearest(wanted: str, known: tuple[str, ...], what: str) -> str:
+    """A remedy: the nearest known word, if one is near, and all of them."""
+    near = get_close_matches(wanted, known, n=1, cutoff=0.5)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{guess}{what}: {', '.join(known)}"

@@ -1,0 +1,82 @@
+"""The device a user names, for compressing and for serving alike."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from compress.common.errors import NumericsError, ToolkitError
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the GPU when there is one. Kernels of this thread run there from now on.
+
+    Raises:
+        ToolkitError: there is none such.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ToolkitError(f"unknown device {name!r}", "Use --device auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ToolkitError(f"device {name!r} is not supported", "Use --device auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ToolkitError(
+            f"device {name} asked for, but torch sees {torch.cuda.device_count()} of them", "Use --device cpu"
+        )
+    if device.index:
+        torch.cuda.set_device(device)
+    return device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels of Triton run on a GPU inside of this, from any thread. Those of torch run where their tensors are."""
+    return torch.cuda.device(device) if device.index else nullcontext()
+
+
+def divide(x: Tensor, number: float) -> Tensor:
+    """`x / number`, rounded once. A GPU multiplies by the rounded reciprocal of a number that is in host memory, which
+    may be off by one unit (`div_true_kernel_cuda` of PyTorch), so it gets the number there."""
+    return x / x.new_full((), number)
+
+
+def require_finite(tensor: Tensor, what: str) -> None:
+    """Raises NumericsError when `tensor` holds NaN or infinity; `what` names it in the message."""
+    # A sum is finite only when every term is; it is cheaper than a mask, which is built only to count.
+    if torch.isfinite(tensor.float().sum()):
+        return
+    bad = int((~torch.isfinite(tensor)).sum())
+    if bad:
+        raise NumericsError(
+            f"{what} holds {bad} NaN or infinite values of {tensor.numel()}",
+            "Check the source checkpoint; a module that is broken there can be left out with --ignore",
+        )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can be allocated now: of the GPU, or of the machine (what its page cache would give up included)."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def format_bytes(count: int) -> str:
+    """`12.3 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,99 @@
+"""Writing that either happens whole or not at all: full disks become refusals, files appear by rename."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from compress.common.errors import CheckpointError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PARTIAL_SUFFIX = ".partial"
+
+REPORT_FILE = "compression_report.json"
+
+
+def check_out_folder(out: str | Path) -> Path:
+    """The output folder, which must not exist yet: nothing is ever overwritten.
+
+    Raises:
+        CheckpointError: it exists, or its parent cannot hold it.
+    """
+    path = Path(out).expanduser()
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"output {path} exists already", _make_room(path))
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise CheckpointError(f"cannot create {path}: {parent} is not a writable folder", "Choose another --out")
+    return path
+
+
+def _make_room(path: Path) -> str:
+    """Names for removal nothing but what a run here has written: `--out .` is a folder where somebody works."""
+    if path.name in ("", "..") or not (path / REPORT_FILE).is_file():
+        return "Choose another --out"
+    return f"Remove it (rm -r {shlex.quote(str(path))}) or choose --out OTHER"
+
+
+def partial_folder(out: Path) -> Path:
+    """Where everything unfinished about `out` lives, beside it and so on the same disk."""
+    return out.with_name(out.name + PARTIAL_SUFFIX)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raises CheckpointError when the disk of `folder` has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder} has {_megabytes(free)} free, but {_megabytes(needed)} are needed",
+            "Free space or choose another --out",
+        )
+
+
+@contextmanager
+def refuse_when_full(target: Path) -> Iterator[None]:
+    """Turns a full disk, an exceeded quota or file-size limit into a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise CheckpointError(
+            f"no space left while writing {target} ({error.strerror})",
+            "Free space or choose another --out, then run the same command again",
+        ) from error
+
+
+@contextmanager
+def atomic_file(target: Path) -> Iterator[BinaryIO]:
+    """A stream whose bytes appear as `target` only when everything was written and is on disk."""
+    unfinished = target.with_name(f".{target.name}.tmp")
+    try:
+        with refuse_when_full(target):
+            with unfinished.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(unfinished, target)
+            sync(target.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Makes what a file has, or the renames inside of a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

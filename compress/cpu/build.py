@@ -1,0 +1,93 @@
+"""Compiles the C sources into one shared library inside of this package: `python -m compress.cpu.build`.
+
+Uses the standard library only, because the package's build imports it before anything else is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from compress.common.errors import ToolkitError
+
+FOLDER = Path(__file__).parent
+SOURCES = FOLDER / "c"
+LIBRARY = FOLDER / ("libnative.dylib" if sys.platform == "darwin" else "libnative.so")
+COMPILERS = ("cc", "gcc", "clang")
+# Contraction stays off: what is a fused multiply-add is written so, or sums would differ between compilers.
+FLAGS = (
+    *("-std=c11", "-D_GNU_SOURCE", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
+    *("-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"),
+)
+
+
+def find_compiler() -> str | None:
+    """The first C compiler on PATH."""
+    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+
+
+def source_digest() -> str:
+    """Of all sources and headers. It is compiled in, so that a library is known to be older than its sources."""
+    digest = hashlib.sha256()
+    for file in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def build(target: Path = LIBRARY) -> Path:
+    """Compiles `target`, which appears whole or not at all.
+
+    Raises:
+        ToolkitError: no compiler, or one that fails; a folder that cannot be written.
+    """
+    digest = source_digest()
+    sources = sorted(str(file) for file in SOURCES.glob("*.c"))
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as folder:
+            built = Path(folder) / target.name
+            compile_c(["-shared", f'-DNATIVE_DIGEST="{digest}"', *sources, "-o", str(built)])
+            os.replace(built, target)
+    except OSError as error:
+        remedy = (
+            "Run python -m compress.cpu.build as the user who installed this, or pip install it where you may write"
+        )
+        raise ToolkitError(f"cannot write {target} ({error.strerror})", remedy) from error
+    return target
+
+
+def compile_c(arguments: list[str]) -> None:
+    """Runs the compiler with this project's flags.
+
+    Raises:
+        ToolkitError: no compiler, or one that fails.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise ToolkitError(
+            f"no C compiler on PATH (tried {', '.join(COMPILERS)})",
+            "Install one, for example with 'apt install gcc', then run python -m compress.cpu.build",
+        )
+    result = subprocess.run([compiler, *FLAGS, *arguments, "-lm"], capture_output=True, text=True, check=False)
+    if result.returncode:
+        first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip())
+        raise ToolkitError(f"{compiler} failed: {first}", "Use GCC 11 or Clang 14, or newer")
+    sys.stderr.write(result.stderr)
+
+
+def main() -> int:
+    """Entry point of the module."""
+    try:
+        print(build())
+    except ToolkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

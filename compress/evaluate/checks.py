@@ -1,0 +1,171 @@
+"""The text that a checkpoint was calibrated on, as far as it can be had again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibration.mixture import pack_parts
+from calibration.parts import Part
+from calibration.sequences import SequenceSet, overlap
+from calibration.sources import NAMED_SOURCES
+from compress.common.errors import DataError
+from compress.evaluate.perplexity import Evaluation, Windows, evaluate
+from compress.evaluate.scorers import Scorer
+
+# Larger texts, and datasets that would be fetched again, are not read again: that stays near a second.
+_MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SeenText:
+    """What calibration saw.
+
+    Attributes:
+        name: the calibration text or mixture as the user wrote it.
+        hashes: of the text, and of every part of a mixture.
+        tokens: int64 `[N, L]`, the sequences; of a mixture those that are at hand. None where none are.
+    """
+
+    name: str
+    hashes: frozenset[str]
+    tokens: Tensor | None
+
+    @classmethod
+    def of(cls, sequences: SequenceSet) -> SeenText:
+        """What a run has just calibrated on."""
+        hashes = frozenset((sequences.sha256, *(part.sha256 for part in sequences.parts)))
+        return cls(sequences.source, hashes, sequences.tokens)
+
+    @classmethod
+    def recorded(cls, compression: Mapping[str, Any], tokenizer: Any) -> SeenText | None:
+        """What a checkpoint says of its calibration, packed again from that text; None when it says nothing.
+
+        Text that the model wrote, datasets, and text that is gone or has changed cannot be packed again.
+
+        Args:
+            compression: `compression_config` of the checkpoint; its `calibration` block names text, samples and seed.
+        """
+        calibration = compression.get("calibration") or {}
+        if not isinstance(calibration.get("source"), str):
+            return None
+        records = _records(calibration)
+        length, seed = calibration.get("length"), compression.get("seed", 0)
+        found = list(_packed_again(records, length, seed, tokenizer)) if length else []
+        hashes = frozenset(record["sha256"] for record in (calibration, *records) if record.get("sha256"))
+        return cls(calibration["source"], hashes, torch.cat(found) if found else None)
+
+
+def _records(calibration: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Source, hash and number of sequences of every part; of a single text, which has no parts, of itself."""
+    single = {key: calibration.get(key) for key in ("source", "sha256")} | {"sequences": calibration.get("samples")}
+    return calibration.get("parts") or [single]
+
+
+def _packed_again(records: list[dict[str, Any]], length: int, seed: int, tokenizer: Any) -> Iterator[Tensor]:
+    for record in records:
+        if not record.get("sequences") or not _is_at_hand(record["source"]):
+            continue
+        part = Part(record["source"])
+        try:
+            again = pack_parts((part,), tokenizer, samples=record["sequences"], length=length, seed=seed)
+        except DataError:
+            continue  # The text has changed since; nothing can be said about it.
+        if again.sha256 == record["sha256"]:
+            yield again.tokens
+
+
+def _is_at_hand(source: str) -> bool:
+    path = Path(source).expanduser()
+    return source in NAMED_SOURCES or (path.exists() and _size(path) <= _MAX_BYTES)
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+MAX_RATIO = 2.5
+"""Ordinary texts of different kinds differ by less than twice, gibberish or a foreign script by three times or more."""
+
+_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """How well one model predicts two texts, in bits per byte: tokens of different texts stand for different amounts of
+    text, bytes do not.
+
+    Attributes:
+        calibration: of the first calibration sequences, about 4096 tokens.
+        data: of the evaluation text.
+    """
+
+    calibration: float
+    data: float
+
+    def warnings(self, name: str, data: str) -> tuple[str, ...]:
+        """A warning when the calibration text `name` is predicted far worse than the evaluation text `data`."""
+        if self.calibration <= MAX_RATIO * self.data:
+            return ()
+        return (
+            f"the dense model needs {self.calibration:.2f} bits per byte for its calibration text {name} and "
+            f"{self.data:.2f} for {data}: that text is off the model's domain; calibrate on text like what it will see",
+        )
+
+
+def compare_domains(
+    scorer: Scorer, seen: SeenText | None, windows: Windows, result: Evaluation, tokenizer: Any
+) -> Domain | None:
+    """Scores some of the calibration text; None where it is not at hand.
+
+    Args:
+        scorer: the baseline, or without one the model itself.
+        result: the evaluation of the same on `windows`.
+    """
+    if seen is None or seen.tokens is None:
+        return None
+    tokens = seen.tokens[: max(1, _TOKENS // seen.tokens.shape[1])]
+    sample = evaluate(scorer, Windows(tokens, "calibration sequences as they are", seen.name, ""))
+    measured = result.baseline_perplexity or result.perplexity
+    return Domain(
+        math.log2(sample.perplexity) / _bytes_per_token(tokens, tokenizer),
+        math.log2(measured) / _bytes_per_token(windows.tokens, tokenizer),
+    )
+
+
+def _bytes_per_token(tokens: Tensor, tokenizer: Any) -> float:
+    rows = tokens[: max(1, _TOKENS // tokens.shape[1])]
+    num_bytes = sum(len(tokenizer.decode(row, skip_special_tokens=True).encode()) for row in rows)
+    return max(num_bytes, 1) / rows.numel()
+
+
+MAX_SHARE = 0.01
+
+
+def shared_spans(seen: SeenText | None, windows: Windows) -> float | None:
+    """Share of the windows' 32-token spans that were in the calibration sequences; None where these are not at hand."""
+    return None if seen is None or seen.tokens is None else overlap(windows.tokens, seen.tokens)
+
+
+def overlap_warning(share: float | None, seen: SeenText | None, windows: Windows) -> tuple[str, ...]:
+    """A warning when both texts are the same, or more than `MAX_SHARE` of the evaluation text was calibrated on.
+
+    Args:
+        share: what `shared_spans` gave.
+    """
+    if seen is None:
+        return ()
+    flatter = "the figures flatter this checkpoint"
+    if windows.sha256 in seen.hashes:
+        amount = "" if share is None else f" ({100 * share:.1f} % of what is measured was in its sequences)"
+        return (f"{windows.source} is also the calibration text of this checkpoint{amount}: {flatter}",)
+    if share is None or share <= MAX_SHARE:
+        return ()
+    return (f"{100 * share:.1f} % of {windows.source} was also in the calibration text {seen.name}: {flatter}",)

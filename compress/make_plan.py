@@ -1,0 +1,375 @@
+"""From the stages of a recipe to what each linear gets. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from compress.checkpoint.config import is_embedding
+from compress.checkpoint.formats import compress_runtime
+from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
+from compress.common.errors import CheckpointError, RecipeError, SchemeError
+from compress.methods.owl import OutlierShares
+from compress.methods.shared.rank_allocation import rank_step, uniform_rank
+from compress.pipeline.rotated_source import RotatedFiles
+from compress.pipeline.skeleton import Skeleton
+from compress.plan import Assignment, Factoring, Plan, PlanRow, Pruning, kv_notes, shape_bytes, with_keep
+from compress.plan_notes import cost_notes, scheme_notes, sibling_notes, usable_edges
+from compress.recipe import (
+    FACTOR_METHODS,
+    STAGE_NAMES,
+    FactorizeStage,
+    PruneStage,
+    QuantizeStage,
+    Recipe,
+    Stage,
+    TensorStage,
+)
+from compress.targets import matches, select, without_indices
+
+EMBEDDING_METHODS = ("rtn",)
+HEAD_METHODS = ("rtn", "gptq")
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The token embedding or the output head. Only a stage that names it changes it.
+
+    Attributes:
+        shape: `[V, H]`; None when it has no matrix of its own.
+        methods: of quantization that are of use here.
+    """
+
+    what: str
+    shape: tuple[int, int] | None
+    methods: tuple[str, ...]
+
+    def check(self, name: str, stage: Stage) -> None:
+        """Raises RecipeError when a stage that targets this matrix cannot change it."""
+        if self.shape is None:
+            raise RecipeError(f"targets include {name}, which {self.what}", "Target the embedding: it serves both")
+        if not isinstance(stage, QuantizeStage):
+            problem = f"{STAGE_NAMES[type(stage)]} cannot change {name}, the {self.what}"
+            raise RecipeError(problem, "Target linear layers inside the blocks, or quantize it")
+        if stage.method not in self.methods:
+            raise RecipeError(
+                f"{stage.method} cannot change {name}, the {self.what}",
+                f"Give it a quantize stage of its own, with method {' or '.join(self.methods)}",
+            )
+        if stage.outlier_columns is not None:
+            raise RecipeError(f"{name}, the {self.what}, has no outlier columns", "Leave outlier_columns out of it")
+        if stage.scheme.fp8:
+            raise RecipeError(f"{name}, the {self.what}, takes no 8-bit floats", "Give it a stage of 8-bit integers")
+        if stage.scheme.activation_bits:
+            raise RecipeError(f"{name}, the {self.what}, takes no 8-bit activations", "Leave activation_bits out of it")
+
+
+def find_ends(skeleton: Skeleton, files: TensorFiles) -> dict[str, End]:
+    """Both ends of a model by name; what has no name that readers know for an embedding cannot be changed."""
+    architecture = skeleton.architecture
+    ends: dict[str, End] = {}
+    for name, what, methods in (
+        (architecture.embedding, "token embedding", EMBEDDING_METHODS),
+        (architecture.head, "output head", HEAD_METHODS),
+    ):
+        if not name:
+            continue
+        if name == architecture.head and skeleton.ties_head:
+            ends[name] = End("is the embedding (tied)", None, ())
+        elif is_embedding(name) != (name == architecture.embedding):
+            ends[name] = End(f"has a name that no reader would know for the {what}", None, ())
+        else:
+            rows, columns = files.shape(f"{name}.weight")
+            ends[name] = End(what, (rows, columns), methods)
+    return ends
+
+
+Shapes = Mapping[str, tuple[int, int]]
+"""`(out_features, in_features)` of every linear in the blocks, by full name."""
+
+
+def assign(
+    stages: Sequence[TensorStage], linears: Shapes, ends: Mapping[str, End]
+) -> tuple[dict[str, Assignment], dict[str, str]]:
+    """What each quantized linear gets, and why the ignored ones get nothing. A later stage wins.
+
+    Args:
+        linears: those in the blocks, which a stage without targets takes.
+        ends: embedding and head, which only stages that name them take.
+
+    Raises:
+        RecipeError: a pattern that matches nothing, a target that the stage cannot change, or nothing left to quantize.
+    """
+    assignments: dict[str, Assignment] = {}
+    reasons: dict[str, str] = {}
+    names = [*linears, *ends]
+    for stage in stages:
+        chosen = select(stage.targets, names, "targets") if stage.targets else set(linears)
+        for name in sorted(chosen & ends.keys()):
+            ends[name].check(name, stage)
+        ignored = select(stage.ignore, names, "--ignore") & chosen
+        for name in ignored:
+            pattern = next(each for each in stage.ignore if matches(each, name))
+            reasons[name] = f"left out by --ignore {pattern}"
+        for name in [name for name in names if name in chosen]:
+            shape = linears[name] if name in linears else ends[name].shape or (0, 0)
+            changed = _apply(stage, assignments.get(name, UNCHANGED), name in ignored, shape[1])
+            assignments.pop(name, None)
+            if changed != UNCHANGED:
+                assignments[name] = changed
+    _check_tuning(assignments)
+    _check_outliers(assignments)
+    assignments = _with_ranks(assignments, linears, reasons)
+    if stages and not assignments:
+        raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
+    return assignments, reasons
+
+
+UNCHANGED = Assignment(None, None)
+
+
+def _apply(stage: TensorStage, before: Assignment, ignored: bool, in_features: int) -> Assignment:
+    """What a linear gets after one more stage; a stage that ignores it takes its own part back."""
+    pruning, factoring = before.pruning, before.factoring
+    method, scheme, alpha, tuning = before.method, before.quantized, before.alpha, before.tuning
+    if isinstance(stage, FactorizeStage):
+        factoring = None if ignored else Factoring(stage.method, stage.keep, stage.allocation)
+    elif isinstance(stage, PruneStage):
+        pruning = None if ignored else _pruning(stage)
+    elif ignored:
+        method, scheme, alpha, tuning = None, None, None, None
+    else:
+        method, scheme, alpha, tuning = stage.method, stage.scheme_for(in_features), stage.alpha, stage.tuning
+    return Assignment(method, _stored(scheme, pruning), alpha, pruning, factoring, tuning)
+
+
+def _pruning(stage: PruneStage) -> Pruning:
+    layerwise = OutlierShares(stage.outlier_factor, stage.spread) if stage.layerwise == "owl" else None
+    return Pruning(stage.method, stage.pattern, stage.share, layerwise)
+
+
+def _check_outliers(assignments: Mapping[str, Assignment]) -> None:
+    """Raises RecipeError when pruned weights are to have outlier columns."""
+    mixed = (name for name, each in assignments.items() if each.pruning and each.scheme and each.scheme.outliers)
+    if name := next(mixed, None):
+        raise RecipeError(f"{name} is pruned and has outlier columns", "Give the stages other targets")
+
+
+def _check_tuning(assignments: Mapping[str, Assignment]) -> None:
+    """Raises RecipeError when rounding is to be learned for pruned weights, or in several ways."""
+    tuned = {name: each for name, each in assignments.items() if each.tuning}
+    if pruned := next((name for name, each in tuned.items() if each.pruning), None):
+        raise RecipeError(f"signround does not keep zeros, and {pruned} is pruned", "Quantize pruned layers by gptq")
+    if len({each.tuning for each in tuned.values()}) > 1:
+        problem = "stages of signround differ in steps, lr or batch, and the layers of a block are learned together"
+        raise RecipeError(problem, "Give them the same")
+
+
+def _with_ranks(
+    assignments: Mapping[str, Assignment], linears: Shapes, reasons: dict[str, str]
+) -> dict[str, Assignment]:
+    """Gives factorized linears the rank that keeps their share of weights; adds why some are not factorized.
+
+    Raises:
+        RecipeError: a factorized linear is also pruned, or smoothed.
+        SchemeError: groups too large for the rank.
+    """
+    ranked: dict[str, Assignment] = {}
+    for name, assignment in assignments.items():
+        changed = _with_rank(name, assignment, linears[name]) if assignment.factoring else assignment
+        if assignment.factoring and not changed.factoring:
+            rows, columns = linears[name]
+            reasons[name] = f"kept whole: two factors of {rows} x {columns} would be no smaller"
+        if changed != UNCHANGED:
+            ranked[name] = changed
+    return ranked
+
+
+def _with_rank(name: str, assignment: Assignment, shape: tuple[int, int]) -> Assignment:
+    scheme, factoring = assignment.quantized, assignment.factoring
+    if factoring is None:
+        return assignment
+    if assignment.pruning:
+        raise RecipeError(f"{name} is pruned and factorized", "Give the stages other targets: factors are not sparse")
+    if assignment.method is not None and assignment.method not in FACTOR_METHODS:
+        problem = f"{assignment.method} is not for factors, and {name} is factorized"
+        raise RecipeError(problem, "Quantize factors by rtn or gptq")
+    rank, free = (uniform_rank(*shape, factoring.keep, step) for step in (rank_step(scheme), rank_step(None)))
+    if free and not 0 < rank <= free:
+        raise SchemeError(
+            f"ranks of {name} are multiples of {rank_step(scheme)} as {scheme}, more than the {free} that are kept",
+            "Use --group-size -1 (per channel), or groups of 32",
+        )
+    if not rank:
+        return replace(assignment, factoring=None)
+    stored = Scheme(FLOAT_BITS, None, rank=rank) if scheme is None else replace(scheme, rank=rank)
+    return replace(assignment, scheme=stored, factoring=factoring)
+
+
+def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:
+    """How the weight is stored: the zeros of a pattern are left out, others are not."""
+    pattern = pruning.pattern if pruning else None
+    if scheme is None:
+        return Scheme(FLOAT_BITS, None, sparsity=pattern) if pattern else None
+    return replace(scheme, sparsity=pattern)
+
+
+def check_groups(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
+    """Raises SchemeError when a group size does not divide, naming every such layer and what would fit all."""
+    bad: dict[tuple[str, int], list[str]] = {}
+    for name, assignment in assignments.items():
+        group_size, columns = _group_size(assignment), linears[name][1]
+        if group_size is not None and columns % group_size:
+            bad.setdefault((without_indices(name), columns), []).append(name)
+    if not bad:
+        return
+    listed = "; ".join(f"{kind} ({len(names)} layers, {columns} inputs)" for (kind, columns), names in bad.items())
+    size = next(_group_size(assignments[names[0]]) for names in bad.values())
+    widths = [linears[name][1] for name in assignments]
+    fitting = [each for each in GROUP_SIZES if not any(width % each for width in widths)]
+    remedy = f"--group-size {fitting[-1]}" if fitting else "--group-size -1 (per channel)"
+    if sum(map(len, bad.values())) < len(assignments):
+        leaves = dict.fromkeys(kind.rpartition(".")[2] for kind, _ in bad)
+        remedy += ", or leave them dense: " + " ".join(f"--ignore {leaf}" for leaf in leaves)
+    raise SchemeError(f"group size {size} does not divide the inputs of {listed}", f"Use {remedy}")
+
+
+def check_patterns(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
+    """Raises SchemeError when a sparsity pattern does not divide a layer's inputs, naming the first such layer."""
+    for name, assignment in assignments.items():
+        pattern, columns = assignment.scheme.sparsity if assignment.scheme else None, linears[name][1]
+        if pattern and columns % pattern.of:
+            leaf = name.rpartition(".")[2]
+            raise SchemeError(f"{pattern} does not divide the {columns} inputs of {name}", f"Use --ignore {leaf}")
+
+
+def _group_size(assignment: Assignment) -> int | None:
+    return assignment.scheme.group_size if assignment.scheme else None
+
+
+def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
+    """Resolves the recipe against a model; reads headers only.
+
+    Args:
+        scale_dtype: dtype in which scales are stored, by name.
+
+    Raises:
+        RecipeError: a pattern that matches nothing, or nothing left to quantize.
+        SchemeError: a group size that does not divide, naming every such layer; or what no file can hold.
+        CheckpointError: weights the model needs are not in the checkpoint, or no floating point numbers of its shapes.
+    """
+    _check_present(skeleton, files)
+    sized = with_keep(recipe, lambda each: _plan(skeleton, files, each, scale_dtype).bytes_after)
+    return _plan(skeleton, files, sized, scale_dtype)
+
+
+def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
+    linears, ends = _linear_shapes(skeleton), find_ends(skeleton, files)
+    assignments, reasons = assign(recipe.tensor_stages, linears, ends)
+    matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
+    check_groups(assignments, matrices)
+    check_patterns(assignments, matrices)
+    _check_stored(assignments, matrices)
+    rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
+    edges, notes = usable_edges(skeleton, assignments)
+    notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
+    notes += kv_notes(recipe, getattr(skeleton.model.config, "max_position_embeddings", None))
+    planned = tuple(map(rows.row, files.names()))
+    plan = Plan(planned, (*notes, *cost_notes(recipe, planned)), edges, scale_dtype)
+    return files.marked(plan) if isinstance(files, RotatedFiles) else plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One row per stored tensor."""
+
+    skeleton: Skeleton
+    files: TensorFiles
+    linears: Shapes
+    assignments: Mapping[str, Assignment]
+    reasons: Mapping[str, str]
+    scale_dtype: str
+
+    def row(self, name: str) -> PlanRow:
+        shape, before = self.files.shape(name), self.files.tensor_nbytes(name)
+        module = name.removesuffix(".weight")
+        assignment = self.assignments.get(module) if name.endswith(".weight") else None
+        if assignment is not None and assignment.scheme is not None:
+            after = packed_bytes(assignment, shape, self.scale_dtype)
+            return PlanRow(name, shape, assignment, "", before, after)
+        if assignment is not None:
+            return PlanRow(name, shape, assignment, "pruned without a pattern: zeros are stored", before, before)
+        if module == self.skeleton.architecture.head and self.skeleton.ties_head:
+            return PlanRow(name, shape, None, "tied to the token embedding: not stored twice", before, 0)
+        return PlanRow(name, shape, None, self._reason(name, module, shape), before, before)
+
+    def _reason(self, name: str, module: str, shape: tuple[int, ...]) -> str:
+        architecture = self.skeleton.architecture
+        if module in self.reasons:
+            return self.reasons[module]
+        if module == architecture.embedding:
+            return "token embedding, also the output head" if self.skeleton.ties_head else "token embedding"
+        if module == architecture.head:
+            return "output head"
+        if len(shape) <= 1:
+            return "norm, bias or other vector"
+        if module in self.linears:
+            return "no stage targets it"
+        inside = name.startswith(f"{architecture.blocks}.")
+        return "not a linear layer" if inside else "outside of the transformer blocks"
+
+
+def packed_bytes(assignment: Assignment, shape: tuple[int, ...], scale_dtype: str) -> int:
+    """Of a weight with a scheme. Exact, but for ranks that are shared out later: all of the budget is spent, of which
+    this is the weight's share."""
+    scheme, factoring = assignment.scheme, assignment.factoring
+    if scheme is None:
+        raise ValueError("a weight without a scheme is not packed")
+    scale_bits = {"float64": 64, "float32": 32}.get(scale_dtype, 16)
+    bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits)
+    if factoring and factoring.is_shared and scheme.rank:
+        bits *= factoring.keep * math.prod(shape) / (scheme.rank * sum(shape))
+    return math.ceil(bits / 8) + shape_bytes(scheme)
+
+
+def _linear_shapes(skeleton: Skeleton) -> dict[str, tuple[int, int]]:
+    return {
+        f"{skeleton.block_name(index)}.{name}": (linear.out_features, linear.in_features)
+        for index, block in enumerate(skeleton.blocks)
+        for name, linear in skeleton.linears(block).items()
+    }
+
+
+def _check_stored(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
+    """Raises SchemeError for a scheme that could not be written in the end."""
+    for name, assignment in assignments.items():
+        if assignment.scheme is not None:
+            compress_runtime.check(assignment.scheme, linears[name])
+
+
+def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
+    tied = f"{skeleton.architecture.head}.weight" if skeleton.ties_head else ""
+    missing = [name for name, _ in skeleton.model.named_parameters() if name not in files and name != tied]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors of the model are not in {files.path} under the name transformers gives them, "
+            f"e.g. {missing[0]} (there is e.g. {files.names()[0]})",
+            "Check config.json, or save the model again with save_pretrained of a recent transformers",
+        )
+    for name, parameter in skeleton.model.named_parameters():
+        if name in files:
+            _check_weight(files, name, tuple(parameter.shape))
+
+
+def _check_weight(files: TensorFiles, name: str, shape: tuple[int, ...]) -> None:
+    """Raises CheckpointError for a tensor that is of another shape than the model's, or of integers."""
+    if files.shape(name) != shape:
+        raise CheckpointError(
+            f"{name} has shape {list(files.shape(name))} in {files.path}, but config.json asks for {list(shape)}",
+            "Use the config.json that belongs to these weights",
+        )
+    if not files.dtype(name).is_floating_point:
+        kind = str(files.dtype(name)).removeprefix("torch.")
+        raise CheckpointError(f"{name} of {files.path} holds {kind}, not weights", "Start from the dense model")

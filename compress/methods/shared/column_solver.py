@@ -1,0 +1,272 @@
+"""The loop of GPTQ and SparseGPT: columns are changed one by one, and those still to come make up for the error.
+
+What happens to a column is rounding to a grid, pruning, or both; see `gptq` and `sparsegpt`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights.integer import GroupScales
+from compress.cpu.binding import BEST, absence, library
+from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, ColumnPattern, NativeColumns
+from compress.methods.pruning import keep_pattern, keep_share
+
+if TYPE_CHECKING:
+    from compress.methods.shared.column_solver_triton import GpuColumns
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where values may lie: scales of a weight `[O, I]` and its scheme."""
+
+    scales: GroupScales
+    scheme: Scheme
+
+
+class OrderedGrid:
+    """Scales and zero points by column of the loop.
+
+    Attributes:
+        compiled: the same as compiled code takes it.
+    """
+
+    def __init__(self, grid: Grid, num_columns: int, order: Tensor) -> None:
+        scale, zero = (each.float().T.contiguous() for each in (grid.scales.scale, grid.scales.zero))
+        self.compiled = ColumnGrid(scale, zero, order // (num_columns // len(scale)), grid.scheme.max_code)
+        self._group = self.compiled.group.tolist()
+
+    def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
+        """The nearest value on the grid `[O]`; writes its codes, the zero point for what is pruned."""
+        group = self._group[column]
+        scale, zero = self.compiled.scale[group], self.compiled.zero[group]
+        found = (target / scale).round_().add_(zero).clamp_(0, self.compiled.max_code)
+        if kept is not None:
+            found = torch.where(kept[column], found, zero)
+        codes[column] = found
+        return found.sub_(zero).mul_(scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the loop prunes on its way: N:M by `pattern`, or a `share` of all weights.
+
+    A share is met stretch by stretch. The paper takes the same share of each; here a stretch loses as many weights as
+    it would if all of them were compared at the outset, so that important columns keep more.
+
+    Attributes:
+        spread: `[I]`, in the order of the loop: a weight's score is its square times that of its column's spread, the
+            least error that removing it can cause (SparseGPT, section 3.1).
+    """
+
+    spread: Tensor
+    pattern: Sparsity | None
+    share: float
+
+
+class Chooser:
+    """Chooses among columns that have no final value yet.
+
+    Args:
+        targets, errors, feedback: those of the loop, which go on changing.
+
+    Attributes:
+        kept: bool `[I, O]`: in the beginning all where a pattern decides later, else what a share of all would keep.
+    """
+
+    def __init__(self, choice: Choice, targets: Tensor, errors: Tensor, feedback: Tensor) -> None:
+        self._choice, self._targets, self._errors, self._feedback = choice, targets, errors, feedback
+        if choice.pattern:
+            self.kept = torch.ones_like(errors, dtype=torch.bool)
+        else:
+            self.kept = keep_share((errors * choice.spread.unsqueeze(-1)).square(), choice.share, per_output=False)
+
+    @property
+    def pattern(self) -> Sparsity | None:
+        """What is chosen with every column that it divides; without one shares are, of stretches."""
+        return self._choice.pattern
+
+    def choose_pattern(self, leaf: int, column: int) -> None:
+        """Chooses among the next columns of the pattern, with all the feedback there is by now: that of the columns
+        before `leaf` is in the targets."""
+        pattern = self._choice.pattern
+        if pattern is None:
+            raise ValueError("a share is chosen by stretches")
+        stop = column + pattern.of
+        targets = self._targets[column:stop]
+        if column > leaf:
+            targets = targets.addmm(self._feedback[leaf:column, column:stop].T, self._errors[leaf:column])
+        self.kept[column:stop] = keep_pattern(self._score(targets, column, stop).T, pattern).T
+
+    def choose_share(self, start: int, stop: int) -> None:
+        """Chooses as many among columns `start` to `stop` as were kept of them at the outset."""
+        score = self._score(self._targets[start:stop], start, stop)
+        gone = 1 - float(self.kept[start:stop].double().mean())
+        self.kept[start:stop] = keep_share(score, gone, per_output=False)
+
+    def _score(self, targets: Tensor, start: int, stop: int) -> Tensor:
+        """SparseGPT's score of columns `start` to `stop`, given what the columns before them feed back to each.
+
+        A target counts on every column before it having its final value. These have none yet: with values x they would
+        be `x = target + (original - x) M'`, M' being the feedback among them, and that is solved for x.
+        """
+        original = self._errors[start:stop]
+        among = self._feedback[start:stop, start:stop].T
+        change = torch.linalg.solve_triangular(among, targets - original, upper=False, unitriangular=True)
+        return ((original + change) * self._choice.spread[start:stop, None]).square()
+
+
+# Columns changed one by one before their errors are passed on with one matrix product. A multiple of every pattern.
+_LEAF_COLUMNS = 16
+# The same where a GPU changes them: so many errors fit in the registers of a thread.
+_GPU_LEAF_COLUMNS = 64
+# SparseGPT compares the weights of so many columns at once. The paper takes 128; fewer let more feedback in.
+_CHOICE_COLUMNS = 32
+
+
+def column_kernel(device: torch.device) -> str:
+    """What changes columns on a device; torch only where there is no kernel, and then why."""
+    if device.type == "cuda":
+        return "Triton" if find_spec("triton") else "torch, column by column: Triton is not installed"
+    return f"torch, column by column: {absence()}" if absence() else "C"
+
+
+class Columns:
+    """The weight's columns in the order of the loop, each a contiguous row of a transposed copy `[I, O]`.
+
+    The columns between two matrix products are changed by a kernel where there is one: compiled code on a CPU, Triton
+    on a GPU. Both add in another order than torch does, so a few codes on the verge of two differ. Those of the
+    compiled code do not depend on the machine.
+
+    Attributes:
+        targets: the column plus all feedback so far; without a grid, its new value in the end.
+        errors: the original column, minus its new value once it has one.
+        codes: uint8, filled column by column where there is a grid.
+        kept: bool, False where a weight is pruned; None when nothing is.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        order: Tensor,
+        feedback: Tensor,
+        grid: Grid | None,
+        kept: Tensor | None = None,
+        choice: Choice | None = None,
+        *,
+        instruction_set: int | None = BEST,
+        on_gpu: bool | None = None,
+    ) -> None:
+        """Prepares the loop over `weight [O, I]`.
+
+        Args:
+            instruction_set: of the compiled code; None keeps to torch.
+            on_gpu: whether Triton changes the columns; None decides by where the weight is.
+        """
+        self.errors = weight.float().T.contiguous()[order]
+        self.targets = self.errors.clone()
+        self.codes = torch.empty(self.errors.shape, dtype=torch.uint8, device=weight.device)
+        self.kept = None if kept is None else kept.T.contiguous()[order]
+        self._order, self._feedback, self._choice = order, feedback, choice
+        self._chooser: Chooser | None = None
+        if choice is not None:
+            self._chooser = Chooser(choice, self.targets, self.errors, feedback)
+            self.kept = self._chooser.kept
+        self._grid = None if grid is None else OrderedGrid(grid, weight.shape[1], order)
+        if on_gpu is None:
+            on_gpu = weight.is_cuda and column_kernel(weight.device) == "Triton"
+        self._gpu = self._in_triton() if on_gpu else None
+        self._native: NativeColumns | None = None
+        if instruction_set is not None and weight.device.type == "cpu" and library() is not None and not on_gpu:
+            self._native = self._compiled(instruction_set)
+        self._leaf_columns = self._longest_leaf()
+
+    def run(self) -> None:
+        """Changes every column."""
+        self._change(0, len(self.errors), chosen=False)
+
+    @property
+    def values(self) -> Tensor:
+        """`[I, O]`, what has become of the columns where there is no grid."""
+        return self.targets
+
+    def in_original_order(self, columns: Tensor) -> Tensor:
+        """`[O, I]` of columns `[I, O]` in the loop's order."""
+        restored = torch.empty_like(columns)
+        restored[self._order] = columns
+        return restored.T.contiguous()
+
+    def _change(self, start: int, stop: int, chosen: bool) -> None:
+        """Changes columns `start` to `stop`. Halving the range turns nearly all feedback into large matrix products;
+        it is the lazy update of GPTQ's section 3.3 at every block size at once."""
+        if self._chooser and not self._pattern and not chosen and stop - start <= _CHOICE_COLUMNS:
+            self._chooser.choose_share(start, stop)
+            chosen = True
+        leaf = self._leaf_columns
+        if stop - start <= leaf:
+            return self._change_leaf(start, stop)
+        middle = start + -(-(stop - start) // (2 * leaf)) * leaf
+        self._change(start, middle, chosen)
+        self.targets[middle:stop].addmm_(self._feedback[start:middle, middle:stop].T, self.errors[start:middle])
+        return self._change(middle, stop, chosen)
+
+    @property
+    def _pattern(self) -> Sparsity | None:
+        return self._chooser.pattern if self._chooser else None
+
+    def _in_triton(self) -> GpuColumns:
+        from compress.methods.shared.column_solver_triton import GpuColumns
+
+        grid = None if self._grid is None else self._grid.compiled
+        return GpuColumns(self.targets, self.errors, self._feedback, self.codes, self.kept, grid)
+
+    def _compiled(self, instruction_set: int) -> NativeColumns:
+        pattern, choice = self._pattern, self._choice
+        return NativeColumns(
+            self.targets,
+            self.errors,
+            self._feedback,
+            self.codes,
+            self.kept,
+            None if self._grid is None else self._grid.compiled,
+            ColumnPattern(pattern.kept, pattern.of, choice.spread.contiguous()) if pattern and choice else None,
+            instruction_set,
+        )
+
+    def _longest_leaf(self) -> int:
+        if self._gpu and self._pattern:
+            return self._pattern.of  # what is kept is chosen between launches
+        if not (self._native or self._gpu):
+            return _LEAF_COLUMNS
+        shares = self._choice is not None and not self._pattern
+        longest = LONGEST_STRETCH if self._native else _GPU_LEAF_COLUMNS
+        return min(longest, _CHOICE_COLUMNS) if shares else longest
+
+    def _change_leaf(self, start: int, stop: int) -> None:
+        if self._gpu:
+            if self._chooser and self._pattern:
+                self._chooser.choose_pattern(start, start)
+            self._gpu.change(start, stop)
+        elif self._native:
+            self._native.change(start, stop)
+        else:
+            self._change_by_torch(start, stop)
+
+    def _change_by_torch(self, start: int, stop: int) -> None:
+        pattern = self._pattern
+        for column in range(start, stop):
+            if self._chooser and pattern and column % pattern.of == 0:
+                self._chooser.choose_pattern(start, column)
+            target = self.targets[column]
+            if column > start:
+                target.addmv_(self.errors[start:column].T, self._feedback[start:column, column])
+            value = target if self._grid is None else self._grid.round(target, column, self.codes, self.kept)
+            if self.kept is not None:
+                value = value.masked_fill_(~self.kept[column], 0.0)
+            self.errors[column].sub_(value)

@@ -1,0 +1,133 @@
+"""The layer Hessian `H = 2 X^T X / tokens`, factorized once for all linears that share their input.
+
+GPTQ (Frantar et al. 2023, https://arxiv.org/abs/2210.17323, section 3.3) inverts H and uses the Cholesky factor of the
+inverse. QuIP (Chee et al. 2023, https://arxiv.org/abs/2307.13304, theorem 6) shows the same update needs only
+`H = M D M^T` with M unit upper triangular: column k absorbs `sum_{j<k} E_j M_jk`, E being the errors already made.
+That is one factorization instead of three, and no inverse of an ill-conditioned matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.common.device import require_finite
+
+
+@dataclass(frozen=True, slots=True)
+class GptqOptions:
+    """How the Hessian is ordered and regularised.
+
+    Attributes:
+        activation_order: quantize columns by falling diag(H), so the costliest are rounded while most others can
+            still make up for them. Groups stay those of the original columns: nothing is stored.
+        damping: shares of mean(diag(H)) added to the diagonal, tried in turn until the factorization succeeds.
+        last: columns that come behind all others: not rounded, they make up for the error of the rest.
+    """
+
+    activation_order: bool = True
+    damping: tuple[float, ...] = (0.01, 0.1, 1.0)
+    last: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HessianFactor:
+    """A factorized Hessian, and what it took.
+
+    Attributes:
+        feedback: `[I, I]` float32, unit upper triangular, rows and columns in `order`; None means round to nearest.
+        spread: `[I]` float32, in `order`: what is left of each input's magnitude once those after it are known.
+        order: `[I]` int64, original column of each position.
+        importance: `[I]` diag(H) in the original order, for the scale search.
+        damping: share of mean(diag(H)) that was added; None when no damping helped.
+        recovery: "" when the first damping worked, else one line for the report.
+        dead_columns: inputs that were zero on every calibration token.
+    """
+
+    feedback: Tensor | None
+    spread: Tensor | None
+    order: Tensor
+    importance: Tensor
+    damping: float | None
+    recovery: str
+    dead_columns: int
+
+    def facts(self) -> dict[str, float | str | None]:
+        """What it took, for the report."""
+        return {"recovery": self.recovery, "damping": self.damping, "dead_columns": self.dead_columns}
+
+    def equivalent_inputs(self) -> Tensor | None:
+        """`[I, I]` rows, columns in original order, whose second moments are in proportion to the damped Hessian."""
+        if self.feedback is None or self.spread is None:
+            return None
+        rows = torch.empty_like(self.feedback)
+        rows[:, self.order] = (self.feedback * self.spread).T
+        return rows
+
+
+def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianFactor:
+    """Factorizes `hessian [I, I]` (symmetric, float32), climbing a ladder when it is not positive definite:
+    each damping in turn, then a floor under its eigenvalues, then round to nearest. The rung is part of the result.
+
+    Raises:
+        NumericsError: NaN or infinity in the Hessian.
+    """
+    require_finite(hessian, "the Hessian")
+    importance = hessian.diagonal().float().clamp(min=0)
+    dead = importance == 0
+    order = _column_order(importance, options)
+    mean = float(importance.double().mean())
+    if mean == 0:
+        recovery = "rtn: every calibration input was zero"
+        return HessianFactor(None, None, order, importance, None, recovery, len(importance))
+    # With a mean diagonal of 1 the unit of the inputs does not matter, and dampings are plain numbers.
+    ordered = hessian.float()[order][:, order].div_(mean)
+    ordered.diagonal().add_(dead[order].float())
+    upper, damping, recovery = _climb(ordered, options.damping)
+    if upper is None:
+        return HessianFactor(None, None, order, importance, None, recovery, int(dead.sum()))
+    spread = upper.diagonal().clone()
+    upper /= spread
+    return HessianFactor(upper, spread, order, importance, damping, recovery, int(dead.sum()))
+
+
+def _column_order(importance: Tensor, options: GptqOptions) -> Tensor:
+    order = torch.arange(len(importance), device=importance.device)
+    if options.activation_order:
+        order = torch.argsort(importance, descending=True, stable=True)
+    behind = torch.isin(order, torch.tensor(options.last, dtype=order.dtype, device=order.device))
+    return torch.cat((order[~behind], order[behind]))
+
+
+def _climb(hessian: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None, float | None, str]:
+    for damping in dampings:
+        upper = _upper_factor(hessian, damping)
+        if upper is not None:
+            return upper, damping, "" if damping == dampings[0] else f"damping raised to {damping:g}"
+    upper = _factor_with_floor(hessian, dampings[0])
+    if upper is not None:
+        return upper, None, f"eigenvalues raised to at least {dampings[0]:g} of the mean diagonal"
+    return None, None, "rtn: the Hessian could not be factorized"
+
+
+def _upper_factor(matrix: Tensor, damping: float = 0.0) -> Tensor | None:
+    """R of `matrix + damping = R R^T`, upper triangular, float32; None when that is not positive definite."""
+    # Reversing rows and columns turns the usual lower factor into an upper one.
+    turned = matrix.flip(0, 1)
+    turned.diagonal().add_(damping)
+    factor, info = torch.linalg.cholesky_ex(turned)
+    del turned  # these matrices are what decides how much memory a wide layer needs
+    if int(info) != 0:
+        return None
+    factor = factor.flip(0, 1).float()
+    return factor if bool(torch.isfinite(factor.sum())) else None
+
+
+def _factor_with_floor(matrix: Tensor, floor: float) -> Tensor | None:
+    try:
+        values, vectors = torch.linalg.eigh(matrix.double())
+    except torch.linalg.LinAlgError:
+        return None
+    return _upper_factor((vectors * values.clamp(min=floor)) @ vectors.T)

@@ -1,0 +1,137 @@
+"""Calibration on its way through the blocks of a run, in micro-batches that shrink when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from compress.pipeline.block import BlockJob, Calibration
+from compress.pipeline.blocks import LoadedBlock, load_block, release
+from compress.pipeline.capture import BlockInputs, capture_inputs
+from compress.pipeline.memory import with_smaller_batches
+from compress.pipeline.prepare import Prepared
+from compress.pipeline.progress import RunDisplay
+from compress.pipeline.resume import Progress
+
+# Searches run over this share of the calibration tokens, and at least this many: they cost dozens of passes over them.
+_SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 32, 512
+
+
+class PassedOn(Protocol):
+    """What work on a block gives: at least `hidden [N, L, H]`, the inputs of the next block, and `reference`, what they
+    are in the dense model, where something asks for it."""
+
+    hidden: Tensor | None
+    reference: Tensor | None
+
+
+Outcome = TypeVar("Outcome", bound=PassedOn)
+BlockWork = Callable[[LoadedBlock, BlockJob, Calibration, torch.device, Callable[[str, float], None]], Outcome]
+
+
+class CalibratedRunner(Generic[Outcome]):
+    """Carries the calibration from block to block.
+
+    Args:
+        work: what is done to a block; its outcome holds the inputs of the next.
+        progress: where those of block `done` are.
+        embedding: gives what takes the place of the stored embedding `[V, H]`, if anything does.
+
+    Attributes:
+        micro_batch: sequences that run at once; halved when memory runs out, and recorded with every block so that a
+            resumed run computes just as an uninterrupted one.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        work: BlockWork[Outcome],
+        progress: Progress,
+        done: int,
+        display: RunDisplay,
+        embedding: Callable[[], Tensor | None] = lambda: None,
+    ) -> None:
+        self._prepared = prepared
+        self._embedding = embedding
+        self._work = work
+        self._tokens = prepared.tokens
+        self._display = display
+        self._rows = _search_rows(self._tokens)
+        self._hidden: Tensor | None = progress.load_hidden(done) if done else None
+        self._reference: Tensor | None = progress.load_reference(done) if done else None
+        self._calibration: Calibration | None = None
+        self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else prepared.micro_batch
+
+    def run(self, index: int) -> Outcome:
+        """Works on block `index` and keeps its outputs as the inputs of the next."""
+        outcome = with_smaller_batches(lambda size: self._attempt(index, size), self.micro_batch, self._retry)
+        self._hidden, self._reference = outcome.hidden, outcome.reference
+        return outcome
+
+    def _attempt(self, index: int, micro_batch: int) -> Outcome:
+        prepared, job = self._prepared, block_job(self._prepared, index)
+        module = prepared.skeleton.blocks[index]
+        try:
+            if self._calibration is None:
+                self._display.step("embedding")
+                self._calibration = self._capture(micro_batch)
+            self._display.step("loading")
+            block = load_block(
+                prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device, prepared.dtype
+            )
+            outcome = self._work(block, job, self._calibration, prepared.device, self._display.step)
+            if outcome.hidden is not None:
+                self._calibration.advance(outcome.hidden, outcome.reference)
+            return outcome
+        finally:
+            release(module)
+            prepared.files.release()
+
+    def _retry(self, micro_batch: int) -> None:
+        self._display.say(f"out of memory: trying again with {micro_batch} sequences at a time")
+        self.micro_batch = micro_batch
+        self._calibration = None
+
+    def _capture(self, micro_batch: int) -> Calibration:
+        """Arguments of all blocks, and the hidden states as far as they have come."""
+        inputs = self._capture_tokens(self._tokens, micro_batch, self._embedding())
+        search = self._capture_tokens(self._tokens[self._rows], micro_batch, self._embedding())
+        calibration = Calibration(inputs, search, self._rows)
+        if tuning := self._prepared.plan.tuning:
+            calibration.tuning = self._capture_tokens(self._tokens, min(micro_batch, tuning.batch), None)
+            calibration.reference = calibration.tuning.hidden
+            calibration.tuning.hidden = inputs.hidden
+        elif self._prepared.plan.follows_dense:
+            calibration.reference = self._capture_tokens(self._tokens, micro_batch, None).hidden
+        if self._hidden is not None:
+            calibration.advance(self._hidden, self._reference)
+        return calibration
+
+    def _capture_tokens(self, tokens: Tensor, micro_batch: int, embedding: Tensor | None) -> BlockInputs:
+        prepared = self._prepared
+        return capture_inputs(
+            prepared.skeleton, prepared.files, tokens, micro_batch, prepared.device, prepared.dtype, embedding
+        )
+
+
+def _search_rows(tokens: Tensor) -> Tensor:
+    """Sequences for searches, evenly spread; the choice does not depend on the micro-batch."""
+    count, length = tokens.shape
+    wanted = max(count * length * _SEARCH_SHARE, _MIN_SEARCH_TOKENS)
+    return torch.linspace(0, count - 1, min(count, max(1, round(wanted / length)))).round().long()
+
+
+def block_job(prepared: Prepared, index: int) -> BlockJob:
+    """One block's share of the plan."""
+    skeleton, plan = prepared.skeleton, prepared.plan
+    return BlockJob(
+        index,
+        plan.in_block(skeleton.block_name(index)),
+        plan.edges[index],
+        getattr(torch, plan.scale_dtype),
+        skeleton.head_dim,
+        prepared.request.recipe.seed,
+    )

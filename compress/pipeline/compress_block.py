@@ -1,0 +1,235 @@
+"""What the recipe does to one block: observe, smooth, quantize, measure, and hand on the block's new outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from calibration.statistics import InputDifference
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.methods.shared.smoothing import SmoothingResult
+from compress.methods.signround import LearnedRounding
+from compress.models.spec import SmoothingEdge
+from compress.pipeline.block import BlockJob, BlockOutcome, Calibration, EdgeRecord
+from compress.pipeline.blocks import LoadedBlock
+from compress.pipeline.capture import BlockInputs, Need, Observed, follow_dense, observe, run_all
+from compress.pipeline.compress_layer import (
+    CLIP_ROWS,
+    LinearWork,
+    SharedFactors,
+    choose_columns,
+    outlier_columns,
+    values_of,
+)
+from compress.pipeline.low_rank import decompose_block
+from compress.pipeline.smoothing import (
+    ModuleTrace,
+    activations_quantized,
+    fold_edge,
+    head_layout,
+    search_edge,
+    trace_modules,
+)
+from compress.pipeline.tuning import KEPT_START, BlockTuning
+
+Step = Callable[[str, float], None]
+# Where each part of the work on a block begins and ends; what they really take differs by method and device.
+_PARTS = {
+    "statistics": (0.0, 0.3),
+    "dense outputs": (0.3, 0.35),
+    "smoothing": (0.35, 0.6),
+    "rounding": (0.6, 0.8),
+    "next inputs": (0.8, 1.0),
+}
+_PARTS_WHEN_TUNED = {
+    "statistics": (0.0, 0.02),
+    "dense outputs": (0.02, 0.03),
+    "smoothing": (0.03, 0.05),
+    "rounding": (0.05, 0.06),
+    "tuning": (0.06, 0.98),
+    "next inputs": (0.98, 1.0),
+}
+
+
+@torch.no_grad()
+def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
+    """Rounds a block's linears to nearest, prunes them by magnitude or factorizes them by plain SVD, from tensor to
+    tensor: no forward pass.
+
+    Raises:
+        SchemeError, NumericsError: from the method, naming the linear.
+    """
+    outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
+    ranked = decompose_block(block.weights, job.assignments, {})
+    for name, assignment in job.assignments.items():
+        weight, decomposed = block.weights.pop(name), ranked.pop(name, None)
+        work = LinearWork(f"{block.name}.{name}", weight, assignment, job.scale_dtype, ranked=decomposed)
+        outcome.keep(*work.apply(SharedFactors(None)))
+    return outcome
+
+
+@torch.no_grad()
+def quantize_block(
+    block: LoadedBlock,
+    job: BlockJob,
+    calibration: Calibration,
+    device: torch.device,
+    step: Step = lambda _what, _share: None,
+) -> BlockOutcome:
+    """Quantizes a block by its inputs; the block then holds what will be served, and so do its outputs.
+
+    Args:
+        step: told what is being done and the share of the block that is done.
+
+    Raises:
+        NumericsError: NaN or infinity in inputs or outputs.
+    """
+    part = partial(_part, step, _PARTS_WHEN_TUNED if job.tuning else _PARTS)
+    observed = observe(block, calibration.inputs, job.index, _needs(job), device, part("statistics"))
+    parents = sorted({edge.parent for edge in job.edges})
+    traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
+    differences, reference = _follow_dense(block, job, calibration, observed, device, part("dense outputs"))
+    outcome = BlockOutcome(reference=reference)
+    folded = _smooth(block, job, observed, traces, outcome, part("smoothing"))
+    traces.clear()
+    part("rounding")(0)
+    begun = _round(block, job, observed, differences, folded, outcome)
+    if begun and job.tuning and outcome.reference is not None:
+        weights = {name: LearnedRounding(work.weight, start) for name, (work, start) in begun.items()}
+        tuning = BlockTuning(block, job.index, calibration, outcome.reference, weights, device, job.seed)
+        outcome.tuning = tuning.run(job.tuning, part("tuning"))
+        _keep_tuned(block, begun, weights, outcome)
+    kept = outlier_columns(outcome.weights, block.name)
+    with activations_quantized(block, job.with_quantized_inputs, outliers=kept):
+        outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
+        tick = part("next inputs")
+        outcome.hidden = run_all(block.module, block.name, calibration.inputs, job.index, device, tick)
+    outcome.dense = {f"{block.name}.{name}": tensor.cpu() for name, tensor in block.dense.items()}
+    return outcome
+
+
+def _part(step: Step, parts: Mapping[str, tuple[float, float]], what: str) -> Callable[[float], None]:
+    """Progress inside one part of the work, as a share of the whole block."""
+    begin, end = parts[what]
+    return lambda share: step(what, begin + share * (end - begin))
+
+
+def _needs(job: BlockJob) -> dict[str, Need]:
+    return {
+        name: Need(assignment.needs_hessian, CLIP_ROWS if assignment.method == "awq" else 0)
+        for name, assignment in job.assignments.items()
+    }
+
+
+def _follow_dense(
+    block: LoadedBlock,
+    job: BlockJob,
+    calibration: Calibration,
+    observed: Observed,
+    device: torch.device,
+    tick: Callable[[float], None],
+) -> tuple[dict[str, InputDifference], Tensor | None]:
+    """How inputs differ from the dense model's, by the first of the linears that share one, where any of them asks; and
+    `[N, L, H]`, what the dense block makes of the dense model's inputs, None when nothing asks for it."""
+    if calibration.reference is None:
+        return {}, None
+    asking = {name for name, each in job.assignments.items() if each.method == "gptaq"}
+    leaders = [group[0] for group in observed.groups if asking.intersection(group)]
+    if leaders:
+        return follow_dense(block, calibration.inputs, calibration.reference, job.index, leaders, device, tick)
+    inputs = replace(calibration.inputs, hidden=calibration.reference)
+    return {}, run_all(block.module, block.name, inputs, job.index, device, tick)
+
+
+def _smooth(
+    block: LoadedBlock,
+    job: BlockJob,
+    observed: Observed,
+    traces: dict[str, ModuleTrace],
+    outcome: BlockOutcome,
+    tick: Callable[[float], None],
+) -> dict[str, Tensor]:
+    """Searches all edges, then folds them. Returns the scale now inside each target's columns."""
+    layouts = {edge: head_layout(block, edge, job.head_dim) for edge in job.edges}
+    found: dict[SmoothingEdge, SmoothingResult] = {}
+    for number, edge in enumerate(job.edges):
+        tick(number / len(job.edges))
+        found[edge] = search_edge(block, edge, traces[edge.parent], observed, job.assignments, layouts[edge])
+    folded: dict[str, Tensor] = {}
+    for edge, result in found.items():
+        targets = tuple(f"{block.name}.{name}" for name in edge.targets)
+        record = EdgeRecord(f"{block.name}.{edge.source}", targets, result.ratio, result.loss_before, result.loss_after)
+        outcome.edges.append(record)
+        if result.applies:
+            folded |= dict.fromkeys(edge.targets, fold_edge(block, edge, result.scale, layouts[edge]))
+    return folded
+
+
+def _round(
+    block: LoadedBlock,
+    job: BlockJob,
+    observed: Observed,
+    differences: Mapping[str, InputDifference],
+    folded: dict[str, Tensor],
+    outcome: BlockOutcome,
+) -> dict[str, tuple[LinearWork, IntegerWeight]]:
+    """Works on each linear, siblings together, and puts what came out into the block.
+
+    Returns the work on those whose rounding is still to be learned, and where that starts.
+    """
+    begun: dict[str, tuple[LinearWork, IntegerWeight]] = {}
+    ranked = decompose_block(block.weights, job.assignments, observed.statistics)
+    unreached = tuple((name,) for name in job.assignments if name not in observed.statistics)
+    for group in observed.groups + unreached:
+        statistics = observed.statistics.get(group[0])
+        scale = folded.get(group[0])  # smoothing divides an input once, for all that read it
+        factors = SharedFactors(statistics, scale, differences.get(group[0]))
+        outliers = choose_columns({name: block.weights[name] for name in group}, job.assignments, statistics, scale)
+        for name in group:
+            work = LinearWork(
+                f"{block.name}.{name}",
+                block.weights.pop(name),
+                job.assignments[name],
+                job.scale_dtype,
+                statistics,
+                folded.get(name),
+                ranked.pop(name, None),
+                outliers.get(name),
+            )
+            stored, record = work.apply(factors)
+            block.set_weight(name, values_of(stored))
+            if work.is_learned and isinstance(stored, IntegerWeight):
+                begun[name] = work, stored
+            else:
+                outcome.keep(stored, record)
+    return begun
+
+
+def _keep_tuned(
+    block: LoadedBlock,
+    begun: Mapping[str, tuple[LinearWork, IntegerWeight]],
+    weights: Mapping[str, LearnedRounding],
+    outcome: BlockOutcome,
+) -> None:
+    """Puts what was learned into the block."""
+    for name, (work, _) in begun.items():
+        if outcome.tuning and not outcome.tuning.best_step:
+            work.note_recovery(KEPT_START)
+        stored, record = work.finish(weights[name].codes())
+        block.set_weight(name, values_of(stored))
+        outcome.keep(stored, record)
+
+
+def _output_error(
+    block: LoadedBlock, job: BlockJob, search: BlockInputs, expected: list[Tensor], device: torch.device
+) -> float:
+    _, outputs = trace_modules(block, search, job.index, (), device)
+    error, added = 0.0, 0.0
+    for (hidden, _), output, reference in zip(search.batches(job.index, device), outputs, expected, strict=True):
+        error += float((output.float() - reference.float()).square().sum())
+        added += float((reference.float() - hidden.float()).square().sum())
+    return error / added if added else 0.0

@@ -1,0 +1,145 @@
+"""The matrices at both ends of a model, the token embedding and the output head: rounded a few rows at a time.
+
+The embedding comes before the blocks, so that they are calibrated on what will be looked up; the head comes after them,
+with the hidden states that reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from calibration.statistics import InputStatistics
+from compress.checkpoint.formats.registry import format_for
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.methods.gptq import quantize_gptq
+from compress.methods.rtn import quantize_rtn
+from compress.methods.shared.hessian import GptqOptions, HessianFactor, factorize
+from compress.pipeline.block import BlockOutcome, LinearRecord
+from compress.pipeline.blocks import fill, release
+from compress.pipeline.finish import stored_form
+from compress.pipeline.memory import ELEMENTS_AT_ONCE
+from compress.pipeline.prepare import Prepared
+from compress.pipeline.resume import EMBEDDING, HEAD, Progress
+from compress.plan import Assignment
+
+Quantize = Callable[[Tensor], IntegerWeight]
+_NO_NORM = "rtn: the norm before the head of this family is not known"
+
+
+def quantize_embedding(prepared: Prepared, progress: Progress) -> None:
+    """Rounds the embedding, if the plan says so, and saves it; what an earlier run saved is kept.
+
+    Raises:
+        NumericsError: NaN or infinity in the weight.
+    """
+    module = prepared.skeleton.architecture.embedding
+    assignment = prepared.plan.assignments.get(module)
+    if assignment is not None and not progress.pieces.has(EMBEDDING):
+        _save(prepared, progress, EMBEDDING, module, assignment, None)
+
+
+def quantize_head(prepared: Prepared, progress: Progress) -> None:
+    """Rounds an output head of its own, if the plan says so, and saves it; what an earlier run saved is kept.
+
+    Raises:
+        NumericsError: NaN or infinity in the weight or in what reaches the head.
+    """
+    module = prepared.skeleton.architecture.head
+    assignment = prepared.plan.assignments.get(module)
+    if assignment is not None and not progress.pieces.has(HEAD):
+        statistics = _observe(prepared, progress) if head_needs_inputs(prepared) else None
+        _save(prepared, progress, HEAD, module, assignment, statistics)
+
+
+def head_needs_inputs(prepared: Prepared) -> bool:
+    """Whether the hidden states behind the last block are wanted."""
+    architecture = prepared.skeleton.architecture
+    assignment = prepared.plan.assignments.get(architecture.head)
+    return assignment is not None and assignment.method == "gptq" and bool(architecture.final_norm)
+
+
+def stored_embedding(prepared: Prepared, progress: Progress) -> Tensor | None:
+    """The quantized embedding `[V, H]` as numbers, in the dtype of computation; None when it stays as it is."""
+    module = prepared.skeleton.architecture.embedding
+    scheme = prepared.plan.schemes.get(module)
+    if scheme is None:
+        return None
+    stored = progress.pieces.open(EMBEDDING)
+    return format_for({module: scheme}).decode(module, stored.tensor, scheme).dequantize(prepared.dtype)
+
+
+def _save(
+    prepared: Prepared,
+    progress: Progress,
+    key: str,
+    module: str,
+    assignment: Assignment,
+    statistics: InputStatistics | None,
+) -> None:
+    outcome = BlockOutcome()
+    outcome.keep(*_quantize(prepared, module, assignment, statistics))
+    tensors, facts = stored_form(prepared, outcome)
+    progress.pieces.write(key, tensors, facts | {"block": module})
+    prepared.files.release()
+
+
+def _quantize(
+    prepared: Prepared, module: str, assignment: Assignment, statistics: InputStatistics | None
+) -> tuple[IntegerWeight, LinearRecord]:
+    if assignment.scheme is None:
+        raise ValueError(f"{module} has no scheme")
+    dtype = getattr(torch, prepared.plan.scale_dtype)
+    factor = None if statistics is None else factorize(statistics.hessian, GptqOptions())
+    importance = None if statistics is None else statistics.mean_square
+    weight = prepared.files.tensor(f"{module}.weight")
+    quantize = _method(assignment.scheme, factor, dtype)
+    found, error = _by_rows(weight, quantize, prepared.device, importance)
+    recovery = factor.recovery if factor else _NO_NORM if assignment.method == "gptq" else ""
+    damping = factor.damping if factor else None
+    return found, LinearRecord(module, assignment.method or "none", error, recovery, damping)
+
+
+def _method(scheme: Scheme, factor: HessianFactor | None, dtype: torch.dtype) -> Quantize:
+    if factor is None:
+        return lambda rows: quantize_rtn(rows, scheme, None, dtype)
+    return lambda rows: quantize_gptq(rows, factor, scheme, dtype)
+
+
+@torch.no_grad()
+def _by_rows(
+    weight: Tensor, quantize: Quantize, device: torch.device, importance: Tensor | None
+) -> tuple[IntegerWeight, float]:
+    """The integers of `weight [O, I]` on the host, and their squared error over the squared weights, each column
+    weighted by its importance."""
+    parts: list[IntegerWeight] = []
+    error = total = 0.0
+    for rows in weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1])):
+        rows = rows.to(device, torch.float32)
+        found = quantize(rows)
+        columns = 1.0 if importance is None else importance
+        error += float(((found.dequantize() - rows).square() * columns).sum(dtype=torch.float64))
+        total += float((rows.square() * columns).sum(dtype=torch.float64))
+        parts.append(IntegerWeight(found.codes.cpu(), found.scale.cpu(), found.zero.cpu(), found.scheme))
+    codes, scale, zero = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "zero"))
+    return IntegerWeight(codes, scale, zero, parts[0].scheme), error / total if total else 0.0
+
+
+@torch.no_grad()
+def _observe(prepared: Prepared, progress: Progress) -> InputStatistics:
+    """Statistics of what the head multiplies: the last block's outputs behind the final norm."""
+    skeleton = prepared.skeleton
+    name = skeleton.architecture.final_norm
+    norm = skeleton.model.get_submodule(name)
+    hidden = progress.load_hidden(skeleton.num_blocks)
+    statistics = InputStatistics(hidden.shape[-1], skeleton.architecture.head, device=prepared.device)
+    try:
+        fill(norm, name, prepared.files, prepared.device, prepared.dtype)
+        for batch in hidden.split(prepared.micro_batch):
+            statistics.update(norm(batch.to(prepared.device)))
+    finally:
+        release(norm)
+    return statistics

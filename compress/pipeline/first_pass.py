@@ -1,0 +1,270 @@
+"""The plan made final: what a first pass over the model decides is put in the place of the means that were planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibration.statistics import InputStatistics
+from compress.checkpoint.scheme import Scheme
+from compress.make_plan import packed_bytes
+from compress.methods.owl import BlockShare, OutlierShares, block_patterns, block_shares, outlier_ratio
+from compress.methods.pruning import scores
+from compress.methods.shared.rank_allocation import RankedLinear, rank_step, share_out_over_blocks
+from compress.pipeline.block import BlockJob, Calibration
+from compress.pipeline.blocks import LoadedBlock, read_block
+from compress.pipeline.calibration import CalibratedRunner, block_job
+from compress.pipeline.capture import Need, observe, run_all
+from compress.pipeline.low_rank import energies
+from compress.pipeline.memory import return_freed_memory
+from compress.pipeline.prepare import Prepared
+from compress.pipeline.progress import RunDisplay
+from compress.pipeline.resume import Progress
+from compress.plan import Assignment, Factoring, Plan, PlanRow, Pruning
+
+
+@dataclass
+class BlockSurvey:
+    """What one block shows.
+
+    Attributes:
+        energies: what each rank of a linear would keep, by full name, float64 `[min(O, I)]`: `low_rank_work.energies`.
+        outliers: share of outliers among the scores of the linears of each kind of pruning, by its text.
+        hidden: `[N, L, H]`, input of the next block.
+        reference: not asked for: the blocks are dense.
+    """
+
+    outliers: dict[str, float] = field(default_factory=dict)
+    energies: dict[str, Tensor] = field(default_factory=dict)
+    hidden: Tensor | None = None
+    reference: Tensor | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The JSON-able part."""
+        return {"outliers": self.outliers}
+
+
+def survey(prepared: Prepared, progress: Progress, quiet: bool) -> None:
+    """Looks at every block that no earlier run looked at. `progress` is the first pass's.
+
+    Raises:
+        NumericsError: NaN or infinity in weights or inputs.
+        ToolkitError: memory ran out with a single sequence.
+    """
+    total = prepared.skeleton.num_blocks
+    done = progress.num_finished(total)
+    if done == total:
+        return
+    with RunDisplay(total, done, quiet, unit="first pass, block") as display:
+        runner = CalibratedRunner(prepared, survey_block, progress, done, display) if prepared.sequences else None
+        for index in range(done, total):
+            found = runner.run(index) if runner else _survey_plainly(prepared, index)
+            facts = found.facts() | {"micro_batch": runner.micro_batch if runner else 0}
+            progress.save_block(index, found.energies, facts, None if index + 1 == total else found.hidden)
+            display.finish(_line(found))
+            return_freed_memory()
+
+
+@torch.no_grad()
+def survey_block(
+    block: LoadedBlock,
+    job: BlockJob,
+    calibration: Calibration,
+    device: torch.device,
+    step: Callable[[str, float], None] = lambda _what, _share: None,
+) -> BlockSurvey:
+    """Observes a dense block's inputs, and hands on its outputs."""
+    chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
+    found = BlockSurvey()
+    if chosen:
+        needs = {name: Need(each.shares_ranks and each.needs_hessian) for name, each in chosen.items()}
+        observed = observe(
+            block, calibration.inputs, job.index, needs, device, lambda share: step("statistics", share / 2)
+        )
+        found.outliers = _outliers(block, chosen, observed.statistics)
+        found.energies = _energies(block, chosen, observed.statistics)
+    found.hidden = run_all(
+        block.module,
+        block.name,
+        calibration.inputs,
+        job.index,
+        device,
+        lambda share: step("next inputs", 0.5 + share / 2),
+    )
+    return found
+
+
+@torch.no_grad()
+def _survey_plainly(prepared: Prepared, index: int) -> BlockSurvey:
+    """What weights alone say."""
+    job = block_job(prepared, index)
+    chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
+    block = read_block(prepared.skeleton, prepared.files, index, set(chosen), prepared.device)
+    return BlockSurvey(energies=_energies(block, chosen, {}))
+
+
+def _energies(
+    block: LoadedBlock, chosen: Mapping[str, Assignment], statistics: Mapping[str, InputStatistics]
+) -> dict[str, Tensor]:
+    shared = {name: each for name, each in chosen.items() if each.shares_ranks}
+    return {f"{block.name}.{name}": each.cpu() for name, each in energies(block.weights, shared, statistics).items()}
+
+
+def _outliers(
+    block: LoadedBlock, chosen: Mapping[str, Assignment], statistics: Mapping[str, InputStatistics]
+) -> dict[str, float]:
+    """The share of outliers, for each kind of pruning; linears that nothing reaches do not count."""
+    members: dict[Pruning, list[str]] = {}
+    for name, assignment in chosen.items():
+        if assignment.pruning and assignment.pruning.layerwise and name in statistics:
+            members.setdefault(assignment.pruning, []).append(name)
+    return {str(pruning): _ratio(block, names, statistics, pruning.layerwise) for pruning, names in members.items()}
+
+
+def _ratio(
+    block: LoadedBlock, names: list[str], statistics: Mapping[str, InputStatistics], shares: OutlierShares | None
+) -> float:
+    if shares is None:
+        return 0.0
+    found = [scores("wanda", block.weights[name], statistics[name].mean_square) for name in names]
+    return outlier_ratio(found, shares.factor)
+
+
+def _line(found: BlockSurvey) -> str:
+    parts = [f"outliers {ratio:.3%}" for ratio in found.outliers.values()]
+    if found.energies:
+        parts.append(f"spectra of {len(found.energies)} layers")
+    return ", ".join(parts) or "nothing to look at"
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A run with nothing left open.
+
+    Attributes:
+        prepared: with the final plan.
+        shares: how much of each block is pruned, where that differs from block to block.
+    """
+
+    prepared: Prepared
+    shares: tuple[BlockShare, ...] = ()
+
+
+def settle(prepared: Prepared, progress: Progress, quiet: bool) -> Settled:
+    """Runs the first pass, if the recipe needs one, and decides.
+
+    Raises:
+        ToolkitError: from the first pass.
+    """
+    if not any(each.needs_first_pass for each in prepared.plan.assignments.values()):
+        return Settled(prepared)
+    survey(prepared, progress.survey, quiet)
+    facts = [progress.survey.facts(index) for index in range(prepared.skeleton.num_blocks)]
+    changed: dict[str, Assignment] = {}
+    shares: list[BlockShare] = []
+    for pruning, members in _layerwise(prepared.plan).items():
+        found = _share_out(prepared, pruning, members, [each["outliers"].get(str(pruning), 0.0) for each in facts])
+        shares += found
+        changed |= _with_shares(members, found)
+    energies = _saved_energies(progress.survey, prepared.skeleton.num_blocks)
+    for factoring, members in _ranked(prepared.plan).items():
+        changed |= _with_ranks(prepared.plan, energies, factoring, members)
+    return Settled(replace(prepared, plan=_replaced(prepared.plan, changed)), tuple(shares))
+
+
+def _layerwise(plan: Plan) -> dict[Pruning, dict[str, Assignment]]:
+    """Linears whose share depends on their block, those of one stage together."""
+    members: dict[Pruning, dict[str, Assignment]] = {}
+    for name, assignment in plan.assignments.items():
+        if assignment.pruning and assignment.pruning.layerwise:
+            members.setdefault(assignment.pruning, {})[name] = assignment
+    return members
+
+
+def _share_out(
+    prepared: Prepared, pruning: Pruning, members: Mapping[str, Assignment], ratios: Sequence[float]
+) -> list[BlockShare]:
+    """The share of every block that has such linears."""
+    rows = {row.tensor.removesuffix(".weight"): row.parameters for row in prepared.plan.rows}
+    names = [prepared.skeleton.block_name(index) for index in range(prepared.skeleton.num_blocks)]
+    weights = [sum(rows[name] for name in members if name.startswith(f"{block}.")) for block in names]
+    present = [index for index, count in enumerate(weights) if count]
+    chosen = [ratios[index] for index in present]
+    spread = pruning.layerwise.spread if pruning.layerwise else 0.0
+    shares = block_shares(chosen, [weights[index] for index in present], pruning.share, spread)
+    patterns = block_patterns(shares, pruning.pattern) if pruning.pattern else [None] * len(present)
+    return [
+        BlockShare(names[index], ratio, share, pattern)
+        for index, ratio, share, pattern in zip(present, chosen, shares, patterns, strict=True)
+    ]
+
+
+def _with_shares(members: Mapping[str, Assignment], shares: Sequence[BlockShare]) -> dict[str, Assignment]:
+    changed = {}
+    for found in shares:
+        for name in [name for name in members if name.startswith(f"{found.block}.")]:
+            assignment = members[name]
+            pruning = Pruning(assignment.pruning.method, found.pattern, found.share) if assignment.pruning else None
+            scheme = replace(assignment.scheme, sparsity=found.pattern) if assignment.scheme else None
+            changed[name] = replace(assignment, pruning=pruning, scheme=scheme)
+    return changed
+
+
+def _ranked(plan: Plan) -> dict[Factoring, dict[str, Assignment]]:
+    """Linears whose ranks are shared out over the model, those of one stage together."""
+    members: dict[Factoring, dict[str, Assignment]] = {}
+    for name, assignment in plan.assignments.items():
+        if assignment.factoring and assignment.shares_ranks:
+            members.setdefault(assignment.factoring, {})[name] = assignment
+    return members
+
+
+def _saved_energies(survey: Progress, num_blocks: int) -> list[dict[str, list[float]]]:
+    """What each rank of a linear would keep, block by block, by full name."""
+    files = (survey.piece(index) for index in range(num_blocks))
+    return [{name: file.tensor(name).tolist() for name in file.entries} for file in files]
+
+
+def _with_ranks(
+    plan: Plan,
+    energies: Sequence[Mapping[str, list[float]]],
+    factoring: Factoring,
+    members: Mapping[str, Assignment],
+) -> dict[str, Assignment]:
+    """Final ranks; a linear that had better stay whole loses its rank, and its record says why."""
+    shapes = {row.tensor.removesuffix(".weight"): row.shape for row in plan.rows}
+    steps = {name: rank_step(each.scheme.factor) for name, each in members.items() if each.scheme}
+
+    def ranked(name: str, values: list[float]) -> RankedLinear:
+        rows, columns = shapes[name]
+        return RankedLinear(rows, columns, steps[name], values)
+
+    blocks = [{name: ranked(name, values) for name, values in found.items() if name in steps} for found in energies]
+    settled = replace(factoring, allocation="uniform")
+    return {
+        name: replace(members[name], scheme=_ranked_scheme(members[name], rank), factoring=settled)
+        for name, rank in share_out_over_blocks(blocks, factoring.keep).items()
+    }
+
+
+def _ranked_scheme(assignment: Assignment, rank: int | None) -> Scheme | None:
+    if assignment.scheme is None or rank is None:
+        return assignment.scheme.factor if assignment.scheme else None
+    return replace(assignment.scheme, rank=rank)
+
+
+def _replaced(plan: Plan, changed: Mapping[str, Assignment]) -> Plan:
+    """The plan with other assignments."""
+    return replace(plan, rows=tuple(_row(plan, row, changed) for row in plan.rows))
+
+
+def _row(plan: Plan, row: PlanRow, changed: Mapping[str, Assignment]) -> PlanRow:
+    assignment = changed.get(row.tensor.removesuffix(".weight"))
+    if assignment is None or row.assignment is None:
+        return row
+    after = packed_bytes(assignment, row.shape, plan.scale_dtype) if assignment.scheme else row.bytes_before
+    return replace(row, assignment=assignment, bytes_after=after)

@@ -1,0 +1,230 @@
+"""A dense source with its residual stream turned, computed tensor by tensor whenever one is read.
+
+RMSNorm without its weight commutes with an orthogonal Q, so each norm's weight g first moves into the linears behind
+it: readers `W -> W diag(g) Q`, writers `W -> Q^T W`, the embedding `E -> E Q`, the head `W -> W diag(g) Q`. Value heads
+turn by a matrix R of their own: `v_proj -> R^T W` and `o_proj -> W R`, head by head. (QuaRot, section 3; R1 and R2 of
+SpinQuant. Nothing is computed at serve time.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.errors import RecipeError
+from compress.methods.rotation import Rotation
+from compress.models.spec import ResidualStream
+from compress.pipeline.skeleton import Skeleton, open_skeleton
+from compress.plan import Plan, PlanRow
+from compress.recipe import RotateStage
+
+Read = Callable[[], Tensor]
+
+# A matrix in float64, what it becomes, and a transposed copy.
+_COPIES = 3
+
+
+@dataclass
+class RotatedFiles(TensorFiles):
+    """The tensors of a source by the same names, turned.
+
+    Attributes:
+        turned: what takes the place of a tensor, in the stored dtype.
+        added: a tensor that the source does not have (a head that was the embedding), and the one whose form it has.
+        description: what was done, in one sentence.
+    """
+
+    turned: dict[str, Read] = field(default_factory=dict)
+    added: dict[str, str] = field(default_factory=dict)
+    description: str = ""
+
+    @classmethod
+    def over(cls, files: TensorFiles, turned: dict[str, Read], added: dict[str, str], description: str) -> RotatedFiles:
+        return cls(files.path, files.files, files._owner, turned, added, description)
+
+    def names(self) -> list[str]:
+        return sorted([*super().names(), *self.added])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.added or super().__contains__(name)
+
+    def __len__(self) -> int:
+        return super().__len__() + len(self.added)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return super().shape(self.added.get(name, name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return super().dtype(self.added.get(name, name))
+
+    def tensor_nbytes(self, name: str) -> int:
+        return super().tensor_nbytes(self.added.get(name, name))
+
+    def tensor(self, name: str) -> Tensor:
+        """The turned tensor, computed anew, or the stored one where nothing turns it."""
+        return self.turned[name]() if name in self.turned else super().tensor(name)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(map(self.tensor_nbytes, self.added))
+
+    def working_bytes(self, blocks: str) -> int:
+        """Memory that turning takes: float64 copies of one matrix inside `blocks`, and all that lies outside of them,
+        which is turned in small parts but kept until it is written."""
+        inside = [name for name in self.turned if name.startswith(f"{blocks}.")]
+        outside = self.turned.keys() - set(inside)
+        largest = max((math.prod(self.shape(name)) for name in inside), default=0)
+        return _COPIES * torch.float64.itemsize * largest + sum(map(self.tensor_nbytes, outside))
+
+    def marked(self, plan: Plan) -> Plan:
+        """The plan, saying what was turned and what was not there before."""
+        return replace(plan, rows=tuple(map(self._marked, plan.rows)), notes=(self.description, *plan.notes))
+
+    def _marked(self, row: PlanRow) -> PlanRow:
+        if row.tensor in self.added:
+            reason = "" if row.assignment else "output head, no longer the token embedding"
+            return replace(row, bytes_before=0, reason=reason)
+        is_norm = row.tensor in self.turned and len(row.shape) == 1 and row.tensor.endswith(".weight")
+        return replace(row, reason="norm, now ones: moved into the linears behind it") if is_norm else row
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedSource:
+    """A dense model whose residual stream is turned: its files, config and structure."""
+
+    files: RotatedFiles
+    config: dict[str, Any]
+    skeleton: Skeleton
+
+    @classmethod
+    def of(
+        cls,
+        files: TensorFiles,
+        config: dict[str, Any],
+        skeleton: Skeleton,
+        stage: RotateStage,
+        seed: int,
+        trust_remote_code: bool = False,
+    ) -> RotatedSource:
+        """Turns a source. Raises RecipeError, see `rotate_files`."""
+        turned = rotate_files(files, skeleton, stage, seed)
+        if skeleton.ties_head and f"{skeleton.architecture.head}.weight" in turned.turned:
+            config = config | {"tie_word_embeddings": False}
+            skeleton = open_skeleton(files.path, config, trust_remote_code)
+        return cls(turned, config, skeleton)
+
+
+def rotate_files(files: TensorFiles, skeleton: Skeleton, stage: RotateStage, seed: int) -> RotatedFiles:
+    """The source with its residual stream turned.
+
+    Args:
+        seed: decides the signs.
+
+    Raises:
+        RecipeError: a family whose norms and linears around the residual stream are not known here.
+        CheckpointError: the final norm's weight is missing.
+    """
+    stream = skeleton.architecture.stream
+    if stream is None:
+        raise RecipeError(
+            f"model type {skeleton.model.config.model_type!r} cannot be rotated: what lies around its residual stream "
+            "is not in the table",
+            "Leave the rotate stage out",
+        )
+    return _Builder(files, skeleton, stream, stage, seed).build()
+
+
+class _Builder:
+    """Says for every tensor what becomes of it."""
+
+    def __init__(
+        self, files: TensorFiles, skeleton: Skeleton, stream: ResidualStream, stage: RotateStage, seed: int
+    ) -> None:
+        self._files, self._skeleton, self._stream = files, skeleton, stream
+        self._residual = Rotation.random(skeleton.model.config.hidden_size, seed)
+        self._heads = Rotation.random(skeleton.head_dim, seed + 1) if stage.heads else None
+        self._turned: dict[str, Read] = {}
+        self._added: dict[str, str] = {}
+
+    def build(self) -> RotatedFiles:
+        for index in range(self._skeleton.num_blocks):
+            self._turn_block(f"{self._skeleton.block_name(index)}.")
+        words = [f"the residual stream is turned by a randomized {self._residual.kind}"]
+        if self._heads is not None:
+            words.append(f"value heads by a {self._heads.kind}")
+        words += ["the norms' weights move into the linears behind them", *self._turn_ends()]
+        return RotatedFiles.over(self._files, self._turned, self._added, "; ".join(words))
+
+    def _turn_ends(self) -> list[str]:
+        """Embedding, final norm and head. Returns what there is to say of them."""
+        architecture = self._skeleton.architecture
+        embedding, norm, head = (
+            f"{name}.weight" for name in (architecture.embedding, architecture.final_norm, architecture.head)
+        )
+        self._turned[embedding] = lambda: self._residual.turn(self._files.tensor(embedding))
+        gamma = self._files.tensor(norm)
+        tied = self._skeleton.ties_head
+        if tied and bool((gamma == gamma[0]).all()):
+            return ["the head stays the embedding, for the final norm scales all channels alike"]
+        matrix = embedding if tied else head
+        self._turned[head] = lambda: self._residual.turn(self._files.tensor(matrix), self._gamma(norm))
+        self._turned[norm] = lambda: torch.ones_like(gamma)
+        if not tied:
+            return []
+        if head not in self._files:
+            self._added[head] = embedding
+        added = self._files.tensor_nbytes(embedding)
+        return [f"the head can no longer be the embedding and becomes a matrix of its own, {added:,} bytes more"]
+
+    def _turn_block(self, prefix: str) -> None:
+        norm_of: dict[str, str] = {}
+        for norm, linears in self._stream.readers:
+            name = f"{prefix}{norm}.weight"
+            norm_of |= dict.fromkeys(linears, name)
+            self._turned[name] = partial(_ones_like, self._files, name)
+        for linear in {*norm_of, *self._stream.writers}:
+            self._turn_linear(prefix, linear, norm_of.get(linear))
+
+    def _turn_linear(self, prefix: str, linear: str, norm: str | None) -> None:
+        name, bias = f"{prefix}{linear}.weight", f"{prefix}{linear}.bias"
+        writes, produces, reads = (
+            linear in self._stream.writers,
+            linear == self._stream.values[0],
+            linear == self._stream.values[1],
+        )
+
+        def outputs(tensor: Tensor) -> Tensor:
+            """Turns what the linear gives: the last dimension of `tensor`."""
+            tensor = self._residual.turn(tensor) if writes else tensor
+            return self._heads.turn_heads(tensor) if produces and self._heads is not None else tensor
+
+        def turned_weight() -> Tensor:
+            stored = self._files.tensor(name)
+            weight = stored.double()
+            if norm is not None:
+                weight = self._residual.turn(weight, self._gamma(norm))
+            if reads and self._heads is not None:
+                weight = self._heads.turn_heads(weight)
+            return outputs(weight.T).T.to(stored.dtype).contiguous()
+
+        def turned_bias() -> Tensor:
+            stored = self._files.tensor(bias)
+            return outputs(stored.double()).to(stored.dtype)
+
+        self._turned[name] = turned_weight
+        if bias in self._files:
+            self._turned[bias] = turned_bias
+
+    def _gamma(self, norm: str) -> Tensor:
+        return self._files.tensor(norm).double()
+
+
+def _ones_like(files: TensorFiles, name: str) -> Tensor:
+    return torch.ones_like(files.tensor(name))

@@ -1,0 +1,214 @@
+"""Which smoothing edges a plan can use, and what a careful user should know about the rest of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from compress.checkpoint.config import is_embedding
+from compress.checkpoint.scheme import Scheme
+from compress.models.spec import SmoothingEdge
+from compress.pipeline.skeleton import Skeleton
+from compress.plan import Assignment, PlanRow
+from compress.recipe import SMOOTHING_METHODS, Recipe
+
+
+def usable_edges(
+    skeleton: Skeleton, assignments: Mapping[str, Assignment]
+) -> tuple[tuple[tuple[SmoothingEdge, ...], ...], list[str]]:
+    """Edges in use per block, and a note on every kind of edge that is not."""
+    used: list[tuple[SmoothingEdge, ...]] = []
+    unused: dict[SmoothingEdge, int] = {}
+    smoothing = sorted({each.method for each in assignments.values() if each.method} & SMOOTHING_METHODS)
+    for index in range(skeleton.num_blocks):
+        fitting = tuple(
+            edge
+            for edge in skeleton.architecture.edges
+            if _edge_fits(skeleton, skeleton.block_name(index), edge, assignments)
+        )
+        used.append(fitting)
+        for edge in skeleton.architecture.edges:
+            if edge not in fitting:
+                unused[edge] = unused.get(edge, 0) + 1
+    notes = [
+        f"{edge.source} -> {', '.join(edge.targets)} is not smoothed in {count} of {skeleton.num_blocks} blocks: "
+        f"not all of them are quantized by {' or '.join(smoothing)} with one scheme"
+        for edge, count in unused.items()
+        if smoothing
+    ]
+    if smoothing and not skeleton.architecture.edges:
+        notes.append(
+            f"model type {skeleton.model.config.model_type!r} is not in the architecture table: "
+            f"{' and '.join(smoothing)} smooth nothing"
+        )
+    return tuple(used), notes
+
+
+def _edge_fits(skeleton: Skeleton, block: str, edge: SmoothingEdge, assignments: Mapping[str, Assignment]) -> bool:
+    targets = [assignments.get(f"{block}.{name}") for name in edge.targets]
+    source = f"{block}.{edge.source}"
+    is_linear = edge.source in skeleton.linears(skeleton.blocks[0])
+    same = targets[0] is not None and targets[0].method in SMOOTHING_METHODS and len(set(targets)) == 1
+    return same and (not is_linear or source in assignments)
+
+
+def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, Assignment]) -> list[str]:
+    """Warns of fused projections that would differ in scheme."""
+    notes = []
+    for siblings in skeleton.architecture.siblings:
+        differing = [
+            skeleton.block_name(index)
+            for index in range(skeleton.num_blocks)
+            if len({_scheme_of(assignments, f"{skeleton.block_name(index)}.{name}") for name in siblings}) > 1
+        ]
+        if differing:
+            notes.append(
+                f"{', '.join(siblings)} differ in scheme in {len(differing)} blocks (e.g. {differing[0]}): engines "
+                "that fuse them (vLLM, SGLang) will refuse the checkpoint"
+            )
+    return notes
+
+
+def _scheme_of(assignments: Mapping[str, Assignment], module: str) -> Scheme | None:
+    """Without ranks: siblings of other shapes have others, and engines that fuse them read no factors anyway."""
+    assignment = assignments.get(module)
+    if assignment and assignment.factoring and assignment.scheme:
+        return assignment.scheme.factor
+    return assignment.scheme if assignment else None
+
+
+def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
+    """Which engines load what the plan writes, where not all of them do, and what the plan cannot know yet."""
+    return [*_own_format_notes(assignments), *_open_notes(assignments.values()), *_engine_notes(assignments.values())]
+
+
+def _own_format_notes(assignments: Mapping[str, Assignment]) -> list[str]:
+    """What only this runtime reads."""
+    schemes = _schemes(assignments.values())
+    notes = []
+    if any(scheme.sparsity for scheme in schemes):
+        notes.append(
+            "zeros of an N:M pattern are left out, which only this runtime reads; others read `compress export "
+            "--format dense`, or --format compressed-tensors where the weights are integers"
+        )
+    if any(is_embedding(module) for module in assignments):
+        notes.append(
+            "the packed embedding is looked up by this runtime only; others read `compress export --format "
+            "compressed-tensors`, where it is 16 bits again"
+        )
+    if any(scheme.outliers for scheme in schemes):
+        notes.append(
+            "16-bit columns beside the codes are read by this runtime only; others read `compress export --format "
+            "dense`, which is as large as the source"
+        )
+    if any(each.factoring for each in assignments.values()):
+        notes.append(
+            "weights of low rank are stored as two factors, which only this runtime reads; others read `compress "
+            "export --format dense`, which is as large as the source"
+        )
+    return notes
+
+
+def _open_notes(assignments: Collection[Assignment]) -> list[str]:
+    """What is decided while the run goes on."""
+    allocations = {each.factoring.allocation for each in assignments if each.factoring}
+    notes = []
+    if "model" in allocations:
+        notes.append(
+            "a first pass over all blocks finds what each rank keeps, and ranks are shared out over the whole model: "
+            "those of the plan are the uniform ones, and a layer whose factors would be no smaller than itself is kept "
+            "whole"
+        )
+    if "block" in allocations:
+        notes.append(
+            "ranks are shared out inside each block when it is reached: those of the plan are the uniform ones, and a "
+            "layer whose factors would be no smaller than itself is kept whole"
+        )
+    if layerwise := {each.pruning.layerwise for each in assignments if each.pruning} - {None}:
+        shares = ", ".join(sorted(map(str, layerwise)))
+        notes.append(
+            f"a first pass over all blocks counts outliers and sets how much of each is pruned ({shares}): the plan "
+            "shows the mean"
+        )
+    return notes
+
+
+def _engine_notes(assignments: Collection[Assignment]) -> list[str]:
+    """What makes nothing smaller, and what some engines do not load."""
+    schemes = _schemes(assignments)
+    notes = []
+    if any(each.pruning and not each.pruning.pattern for each in assignments):
+        notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")
+    if any(not scheme.symmetric for scheme in schemes):
+        notes.append("asymmetric codes: transformers loads them only with CompressedTensorsConfig(dequantize=True)")
+    if odd := sorted({scheme.bits for scheme in schemes if not scheme.is_float} - {4, 8}):
+        notes.append(f"{', '.join(map(str, odd))}-bit codes: vLLM and this runtime load them, SGLang only 4 and 8 bits")
+    return notes
+
+
+def _schemes(assignments: Collection[Assignment]) -> set[Scheme]:
+    return {each.scheme for each in assignments if each.scheme}
+
+
+READ_RATE = 4.3e12
+"""Bytes per second that a large GPU reads (H200); smaller ones read less, and then less must be saved."""
+LAUNCH_SECONDS = 1.5e-6
+"""What one more kernel costs, by published measurements of launches in CUDA graphs; not measured here."""
+
+
+def slower_seconds(whole_bytes: int, factor_bytes: int) -> float:
+    """How much longer one token's product is predicted to take with factors than without; negative where they pay.
+
+    For few tokens a product takes as long as its weights are read. The second one costs a launch, for it waits for the
+    first.
+    """
+    return (factor_bytes - whole_bytes) / READ_RATE + LAUNCH_SECONDS
+
+
+def factor_notes(rows: Iterable[PlanRow]) -> list[str]:
+    """One sentence about the layers of a plan for which factors are predicted not to pay."""
+    factorized = [row for row in rows if row.assignment and row.assignment.scheme and row.assignment.scheme.rank]
+    slower = [row for row in factorized if slower_seconds(_whole_bytes(row), row.bytes_after) > 0]
+    if not slower:
+        return []
+    worst = max(slower, key=lambda row: slower_seconds(_whole_bytes(row), row.bytes_after))
+    loss = slower_seconds(_whole_bytes(worst), worst.bytes_after) * 1e6
+    return [
+        f"{len(slower)} of {len(factorized)} factorized layers are predicted to decode slower on a large GPU than the "
+        f"same bits in one piece (e.g. {worst.tensor}: {_whole_bytes(worst):,} bytes whole, {worst.bytes_after:,} as "
+        f"factors, {loss:.1f} us more for one token): there factors save space, not time"
+    ]
+
+
+def _whole_bytes(row: PlanRow) -> int:
+    """Of the same layer, stored as its factors are but in one piece."""
+    scheme = row.assignment.scheme.factor if row.assignment and row.assignment.scheme else None
+    outputs, inputs = row.shape
+    return row.bytes_before if scheme is None else scheme.stored_bits(outputs, inputs) // 8
+
+
+def cost_notes(recipe: Recipe, rows: Iterable[PlanRow]) -> list[str]:
+    """One sentence for each, to be read before anything runs."""
+    rows = list(rows)
+    return [*_larger_notes(rows), *factor_notes(rows), *_rotation_notes(recipe, rows)]
+
+
+def _larger_notes(rows: Iterable[PlanRow]) -> list[str]:
+    """Biases and norms are not weights: only rows with a scheme are expected to shrink."""
+    larger = [row for row in rows if row.assignment and row.assignment.scheme and row.bytes_after >= row.bytes_before]
+    if not larger:
+        return []
+    worst = max(larger, key=lambda row: row.bytes_after / row.bytes_before)
+    return [
+        f"{len(larger)} tensors would get no smaller (e.g. {worst.tensor}: {worst.bytes_before:,} bytes before, "
+        f"{worst.bytes_after:,} after as {worst.assignment}): use fewer bits, larger groups or fewer outlier columns, "
+        "or leave them out"
+    ]
+
+
+def _rotation_notes(recipe: Recipe, rows: Iterable[PlanRow]) -> list[str]:
+    if recipe.rotate is None or not any(row.assignment and row.assignment.pruning for row in rows):
+        return []
+    return [
+        "a rotation spreads every weight over its whole row before it is pruned, so that few are small: compare with "
+        "the same recipe without `rotate`"
+    ]

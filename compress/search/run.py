@@ -1,0 +1,277 @@
+"""The search itself: measure, choose, write the recipe, run it, and where the target is a quality, try again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compress.checkpoint.verify import verify_structure
+from compress.common.errors import CheckpointError, RecipeError, ToolkitError
+from compress.common.files import REPORT_FILE, atomic_file, sync
+from compress.pipeline.prepare import prepare
+from compress.pipeline.progress import RunDisplay
+from compress.pipeline.run import RunResult, run
+from compress.recipe import PER_CHANNEL, CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
+from compress.search.allocate import Choice, Chooser, Try, best, next_allowed
+from compress.search.measure import identity, measure
+from compress.search.sensitivities import Sensitivities
+from compress.search.survey import Survey
+
+
+def record(survey: Survey, known: Sensitivities, choice: Choice, tries: Sequence[Try]) -> dict[str, Any]:
+    """The `search` section of a report, JSON-able."""
+    return {
+        "request": survey.request.to_dict(),
+        "target": str(survey.request.goal),
+        "measured_tokens": survey.measured.numel(),
+        "predicted": choice.predicted,
+        "units": [
+            {
+                "modules": list(unit.modules),
+                "chosen": str(form),
+                "sensitivity": {str(each): known.of(unit, each) for each in survey.menus[unit]},
+            }
+            for unit, form in choice.forms.items()
+        ],
+        "tries": [asdict(each) for each in tries],
+    }
+
+
+def put_in_place(result: RunResult, out: Path, search: dict[str, Any]) -> RunResult:
+    """Adds the search to the report of a finished checkpoint, and moves the checkpoint to `out`."""
+    report = result.report | {"search": search}
+    report["structure"] = report["structure"] | {"path": str(out)}
+    with atomic_file(result.out / REPORT_FILE) as stream:
+        stream.write((json.dumps(report, indent=2) + "\n").encode())
+    if result.out != out:
+        result.out.rename(out)
+        sync(out.parent)
+    return replace(result, out=out, report=report)
+
+
+def made_before(folder: Path, recipe: Recipe) -> RunResult | None:
+    """The checkpoint that an interrupted search made of this recipe. One of another recipe is removed: the folder is
+    the search's own, for it holds a report.
+
+    Raises:
+        CheckpointError: there is such a folder, but no report in it, or it does not verify.
+    """
+    if not folder.exists():
+        return None
+    try:
+        report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+        same = report["recipe"] == json.loads(json.dumps(recipe.to_dict()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} is no checkpoint of a search", "Remove it, or choose another --out") from error
+    if not same:
+        shutil.rmtree(folder)
+        return None
+    structure = verify_structure(folder)
+    if structure.problems:
+        raise CheckpointError(f"{folder} does not verify: {structure.problems[0]}", "Remove it and search again")
+    return RunResult(folder, structure, report["quality"], report)
+
+
+HEADER = "# Found by compress search."
+
+
+def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str]) -> None:
+    """Writes a recipe, over an older one of a search if need be. Raises CheckpointError for anybody else's file."""
+    if path.exists() and not path.read_bytes().startswith(HEADER.encode()):
+        raise CheckpointError(f"{path} exists and is no recipe of a search", "Name another file with --recipe")
+    with atomic_file(path) as stream:
+        stream.write(recipe_text(recipe, remarks).encode())
+
+
+def recipe_text(recipe: Recipe, remarks: Sequence[str]) -> str:
+    """YAML with remarks in front. Its stages must be such as a search finds."""
+    lines = [HEADER, *(f"# {remark}" for remark in remarks)]
+    lines += [f"name: {_quoted(recipe.name)}", f"seed: {recipe.seed}", *_calibration(recipe.calibration), "stages:"]
+    for stage in recipe.stages:
+        lines += _stage(stage)
+    return "\n".join(lines) + "\n"
+
+
+def _calibration(options: CalibrationOptions) -> list[str]:
+    lines = ["calibration:"]
+    if isinstance(options.source, str):
+        lines.append(f"  source: {_quoted(options.source)}")
+    else:
+        lines.append("  source:")
+        lines += [f"    - {{source: {_quoted(part.source)}, weight: {part.weight!r}}}" for part in options.source]
+    return [*lines, f"  samples: {options.samples}", f"  length: {options.length}"]
+
+
+def _stage(stage: Stage) -> list[str]:
+    match stage:
+        case QuantizeStage(scheme=scheme):
+            group = scheme.group_size or PER_CHANNEL
+            symmetric = "true" if scheme.symmetric else "false"
+            name, fields = "quantize", {"bits": scheme.bits, "group_size": group, "symmetric": symmetric}
+        case PruneStage(pattern=pattern) if pattern:
+            name, fields = "prune", {"pattern": _quoted(str(pattern))}
+        case FactorizeStage():
+            name, fields = "factorize", {"keep": stage.keep, "allocation": stage.allocation}
+        case _:
+            raise TypeError(f"a search writes no {type(stage).__name__}")
+    lines = [f"  - {name}:", f"      method: {stage.method}", *(f"      {key}: {fields[key]}" for key in fields)]
+    return [*lines, "      targets:", *(f"        - {target}" for target in stage.targets)]
+
+
+def _quoted(text: str) -> str:
+    """A YAML scalar that is this text whatever characters it has."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where a search writes, beside the checkpoint.
+
+    Attributes:
+        sensitivities: every figure as soon as it is measured.
+        recipe: what was found.
+        command: how the user asked for it, for the recipe's remarks.
+    """
+
+    sensitivities: Path
+    recipe: Path
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """A search whose sensitivities are known."""
+
+    survey: Survey
+    known: Sensitivities
+    chooser: Chooser
+
+    def first_choice(self) -> Choice:
+        """What a target of size asks for; of a target of quality, what it would ask for if predictions were exact.
+
+        Raises:
+            RecipeError: a size that cannot be reached.
+        """
+        goal = self.survey.request.goal
+        if goal.kl is None:
+            return self.chooser.within_budget(self.survey.budget(goal))
+        return self.chooser.within_loss(goal.kl)
+
+
+def find(survey: Survey, files: Files, quiet: bool = False) -> Findings:
+    """Measures the sensitivities that are not on disk yet.
+
+    Raises:
+        ToolkitError: as `compress.search.measure.measure`; what is on disk is of another model, text or method.
+    """
+    known = Sensitivities.open(files.sensitivities, identity(survey), survey.run.restart)
+    done = sum(known.get(unit, form) is not None for unit, menu in survey.menus.items() for form in menu)
+    with RunDisplay(survey.measurements, done, quiet, "measurement") as display:
+        if done:
+            display.say(f"{done} of {survey.measurements} sensitivities are in {known.path} already")
+        measure(survey, known, display)
+    return Findings(survey, known, Chooser(survey.menus, survey.cost, known.of))
+
+
+def write_choice(findings: Findings, choice: Choice, files: Files, kl: float | None = None) -> Recipe:
+    """Writes the recipe that a choice means. Raises CheckpointError where somebody's own file stands there.
+
+    Args:
+        kl: what the finished checkpoint was measured with; None before there is one.
+    """
+    survey = findings.survey
+    recipe = survey.request.recipe(choice.forms)
+    remarks = [
+        f"  {files.command}",
+        f"Target: {survey.request.goal}. {survey.bits_per_weight(choice.cost):.3f} bits per weight in these layers, "
+        f"at most {(choice.cost + survey.fixed_bytes) / 1e6:,.2f} MB in all.",
+        f"Sensitivities add up to KL {choice.predicted:.4f}"
+        + (f"; the checkpoint has {kl:.4f}." if kl is not None else "."),
+    ]
+    write_recipe(files.recipe, recipe, remarks)
+    return recipe
+
+
+def carry_out(findings: Findings, files: Files, quiet: bool = False) -> RunResult:
+    """Makes the checkpoint, verified and measured, and the recipe of it.
+
+    Raises:
+        ToolkitError: as `compress.pipeline.run.run`; a target of quality that no try kept.
+    """
+    choice = findings.first_choice()
+    write_choice(findings, choice, files)
+    tries: list[Try] = []
+    if findings.survey.request.goal.kl is None:
+        result = _make(findings, choice, findings.survey.run.out, quiet)
+    else:
+        choice, result = _meet(findings, findings.survey.request.goal.kl, tries, quiet)
+    write_choice(findings, choice, files, result.quality.get("kl_mean"))
+    return put_in_place(result, findings.survey.run.out, record(findings.survey, findings.known, choice, tries))
+
+
+def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tuple[Choice, RunResult]:
+    """Makes checkpoints until the smallest that keeps the limit is found closely enough. The others are removed, and
+    all of them when none keeps it: a changed goal begins anew."""
+    made: list[tuple[Choice, RunResult]] = []
+    allowed = next_allowed(tries, limit)
+    while allowed is not None and len(tries) < findings.survey.request.tries:
+        choice = findings.chooser.within_loss(allowed)
+        if any(choice.forms == other.forms for other, _ in made):
+            break
+        out = findings.survey.run.out
+        result = _make(findings, choice, out.with_name(f"{out.name}.try{len(tries) + 1}"), quiet)
+        made.append((choice, result))
+        tries.append(Try(choice.predicted, _measured(result), result.structure.total_bytes))
+        if not quiet:
+            _say(tries, limit)
+        allowed = next_allowed(tries, limit)
+    kept = best(tries, limit)
+    chosen = None if kept is None else made[tries.index(kept)]
+    for each in made:
+        if each is not chosen:
+            shutil.rmtree(each[1].out)
+    if chosen is None:
+        raise _unmet(findings, tries, limit)
+    return chosen
+
+
+def _make(findings: Findings, choice: Choice, out: Path, quiet: bool) -> RunResult:
+    """Runs the recipe of a choice, unless an interrupted search has done so."""
+    request = findings.survey.run
+    recipe = findings.survey.request.recipe(choice.forms)
+    if before := made_before(out, recipe):
+        return before
+    return run(prepare(replace(request, recipe=recipe, out=out)), quiet)
+
+
+def _measured(result: RunResult) -> float:
+    if "kl_mean" not in result.quality:
+        reason = result.quality.get("not_measured", "no reason was recorded")
+        raise ToolkitError(f"{result.out} was not measured ({reason})", "Use --target-size or --target-bpw instead")
+    return result.quality["kl_mean"]
+
+
+def _say(tries: list[Try], limit: float) -> None:
+    last = tries[-1]
+    verdict = "kept" if last.measured <= limit else "exceeded"
+    with RunDisplay(1) as display:
+        display.say(
+            f"try {len(tries)}: predicted KL {last.predicted:.4f}, measured {last.measured:.4f}, "
+            f"{last.bytes / 1e6:,.2f} MB: {limit:g} is {verdict}"
+        )
+
+
+def _unmet(findings: Findings, tries: list[Try], limit: float) -> RecipeError:
+    least = min(tries, key=lambda each: each.measured)
+    exhausted = len(tries) == findings.survey.request.tries
+    widest = max(findings.survey.request.menu, key=lambda form: form.bits_per_weight)
+    return RecipeError(
+        f"no checkpoint of {len(tries)} tries has KL {limit:g} or less: the best has {least.measured:.4g} with "
+        f"{least.bytes / 1e6:,.2f} MB",
+        f"Use --max-kl {least.measured * 1.05:.2g}"
+        + (", or more --tries" if exhausted else f", or something better than {widest} in --menu"),
+    )

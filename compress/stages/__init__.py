@@ -1,1 +1,0 @@
-"""What a recipe can do to a model: one kind of stage per file, as data."""

@@ -1,0 +1,232 @@
+"""Pages in the layout of the compiled attention (`kv_pages.h`): bfloat16, or codes of 8 and 4 bits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.kv_cache import EXACT, KVCacheScheme
+from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads
+from compress.cpu.binding import BEST, absence, library
+from runtime.backends.kv.pages import BlockField, BlockMemory
+from runtime.core.model_config import DecoderConfig
+
+
+def move_token(content: Tensor, name: str, bits: int, block_size: int, source: int, target: int) -> None:
+    """Puts what stands at a slot (block * block_size + offset) to another, in all layers.
+
+    Args:
+        content: `[layers, blocks, kv_heads, bytes]` of `name`: `keys` or `values`, or their scales `[layers, blocks,
+            kv_heads, 2, block_size]`.
+        bits: of a number of the keys or values.
+    """
+    old, new = (content[:, slot // block_size] for slot in (source, target))
+    if name == "values" and bits != 16:
+        _move_codes(old, new, block_size, bits, source % block_size, target % block_size)
+    else:
+        _at(new, name, block_size, target % block_size).copy_(_at(old, name, block_size, source % block_size))
+
+
+def _at(block: Tensor, name: str, block_size: int, token: int) -> Tensor:
+    """A token's words, members or scales."""
+    if name == "keys":
+        return block.view(torch.int32).unflatten(-1, (-1, block_size))[..., token]
+    if name == "values":
+        return block.view(torch.int16).unflatten(-1, (block_size // 2, -1, 2))[..., token // 2, :, token % 2]
+    return block[..., token]
+
+
+def _move_codes(old: Tensor, new: Tensor, block_size: int, bits: int, source: int, target: int) -> None:
+    """Eight tokens share a word of values; 8 bits are two planes of such words."""
+    before, shift = _byte(old, block_size, bits, source)
+    after, place = _byte(new, block_size, bits, target)
+    after.copy_(after & ~(15 << place) & 255 | (before >> shift & 15) << place)
+
+
+def _byte(block: Tensor, block_size: int, bits: int, token: int) -> tuple[Tensor, int]:
+    """The bytes that hold half of them for a token, and the lower bit of its half."""
+    bit = 16 * (token % 2) + 4 * (token % 8 // 2)
+    words = block.unflatten(-1, (bits // 4, block_size // 8, -1, 4))
+    return words[..., token // 8, :, bit // 8], bit % 8
+
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+LONGEST_HEAD = 256
+_BITS = {EXACT: 16, "int8": 8, "int4": 4}
+_SHIFTS = [16 * (member % 2) + 4 * (member // 2) for member in range(8)]
+
+
+class PageAddresses(ctypes.Structure):
+    """`KvPages` of kv_pages.h: one layer."""
+
+    _fields_ = (
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("key_bits", c_int64),
+        ("value_bits", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
+    )
+
+
+class _KvStep(ctypes.Structure):
+    """`KvStep` of kv_pages.h."""
+
+    _fields_ = (
+        ("pages", c_void_p),
+        *((name, c_int64) for name in ("rows", "heads")),
+        *((name, c_void_p) for name in ("slots", "query", "key", "value")),
+        *((name, c_int64) for name in ("query_row", "key_row", "value_row")),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("cos", "sin")),
+        ("turned", c_int64),
+    )
+
+
+def refuse_pages(
+    config: DecoderConfig, scheme: KVCacheScheme, block_size: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Why keys and values cannot be kept like this; empty when they can."""
+    if device.type != "cpu":
+        return f"runs on CPUs, not on {device.type}"
+    if dtype != torch.bfloat16:
+        return f"takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if library() is None:
+        return absence()
+    if scheme.key_format not in _BITS or scheme.sinks or scheme.recent:
+        return f"has no KV cache of the form {scheme}"
+    if config.head_dim % 32 or config.head_dim > LONGEST_HEAD:
+        return f"takes heads of 32, 64, ... {LONGEST_HEAD} dimensions, not {config.head_dim}"
+    return "" if block_size in BLOCK_SIZES else f"takes blocks of {BLOCK_SIZES} tokens, not {block_size}"
+
+
+class NativePages:
+    """Keys and values as bytes per block and head, and their scales `[2, block_size]` (offsets second) where quantized.
+
+    Attributes:
+        addresses: of every layer, for compiled code.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        scheme: KVCacheScheme,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.dtype, self.block_size, self.head_dim = dtype, block_size, config.head_dim
+        self.bits = {"keys": _BITS[scheme.key_format], "values": _BITS[scheme.value_format]}
+        fields: dict[str, BlockField] = {}
+        for name, bits in self.bits.items():
+            head_bytes = block_size * config.head_dim * bits // 8
+            fields[name] = BlockField((config.num_kv_heads, head_bytes), torch.uint8)
+            if bits != 16:
+                fields[f"{name}_scales"] = BlockField((config.num_kv_heads, 2, block_size), torch.float16)
+        self.memory = BlockMemory(fields, config.num_layers, num_blocks, device, num_host_blocks)
+        self.addresses = [self._addresses(config, layer) for layer in range(config.num_layers)]
+        native = library()
+        if native is None:
+            raise ValueError("there is no native library")
+        self._store = native.kv_store
+        self._store.argtypes, self._store.restype = (c_void_p, c_int), c_int
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        self.store(layer, slots, key, value)
+
+    def store(
+        self,
+        layer: int,
+        slots: Tensor,
+        key: Tensor,
+        value: Tensor,
+        turned: Tensor | None = None,
+        instruction_set: int = BEST,
+    ) -> None:
+        """As `write`. With queries `turned [T, heads, D]`, keys are turned by a Hadamard matrix before they are stored,
+        and the queries where they stand. Slots whose values share a word (eight neighbours) must follow each other.
+
+        Raises:
+            ValueError: an instruction set that this machine lacks.
+        """
+        step = _KvStep(
+            pages=ctypes.addressof(self.addresses[layer]),
+            rows=len(slots),
+            slots=slots.data_ptr(),
+            key=key.data_ptr(),
+            key_row=token_stride(key),
+            value=value.data_ptr(),
+            value_row=token_stride(value),
+        )
+        if turned is not None:
+            step.turned, step.heads = True, turned.shape[1]
+            step.query, step.query_row = turned.data_ptr(), token_stride(turned)
+        if self._store(ctypes.addressof(step), instruction_set):
+            raise ValueError(f"this machine lacks instruction set {instruction_set}")
+
+    def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self._gather("keys", layer, block_ids), self._gather("values", layer, block_ids)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            for name, content in self.memory.tensors.items():
+                move_token(content, name, self.bits.get(name, 16), self.block_size, source, target)
+
+    def _gather(self, name: str, layer: int, block_ids: Tensor) -> Tensor:
+        size, dim = self.block_size, self.head_dim
+        content = self.memory.tensors[name][layer].index_select(0, block_ids)
+        if self.bits[name] == 16:
+            shape = (dim // 2, size, 2) if name == "keys" else (size // 2, dim, 2)
+            return _tokens_first(content.view(torch.bfloat16).unflatten(-1, shape), name)
+        scale, offset = self.memory.tensors[f"{name}_scales"][layer].index_select(0, block_ids).unbind(-2)
+        shape = (-1, dim // 8, size) if name == "keys" else (-1, size // 8, dim)
+        words = content.view(torch.int32).unflatten(-1, shape)
+        members = torch.stack([words >> shift & 15 for shift in _SHIFTS], -1)
+        codes = members.select(-4, 0)
+        if self.bits[name] == 8:
+            codes = codes + members.select(-4, 1) * 16
+        quantized = QuantizedHeads(
+            _tokens_first(codes, name).to(torch.uint8),
+            *(each.transpose(-1, -2).flatten(0, 1) for each in (scale, offset)),
+        )
+        return dequantize_heads(quantized, self.dtype)
+
+    def _addresses(self, config: DecoderConfig, layer: int) -> PageAddresses:
+        tensors = self.memory.tensors
+        pointers = {name: tensor[layer].data_ptr() for name, tensor in tensors.items()}
+        return PageAddresses(
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=self.block_size,
+            key_bits=self.bits["keys"],
+            value_bits=self.bits["values"],
+            keys=pointers["keys"],
+            values=pointers["values"],
+            key_scales=pointers.get("keys_scales"),
+            value_scales=pointers.get("values_scales"),
+        )
+
+
+def token_stride(heads: Tensor) -> int:
+    """Elements between tokens of `[T, heads, D]`, whose heads must follow each other."""
+    if heads.stride(-1) != 1 or (heads.shape[-2] > 1 and heads.stride(-2) != heads.shape[-1]):
+        raise ValueError(f"heads of strides {heads.stride()} do not lie side by side")
+    return heads.stride(0)
+
+
+def _tokens_first(blocks: Tensor, name: str) -> Tensor:
+    """`[n * block_size, kv_heads, D]` of words by member: keys `[n, kv_heads, words, tokens, members of D]`, values
+    `[n, kv_heads, words, D, members of tokens]`."""
+    if name == "keys":
+        return blocks.permute(0, 3, 1, 2, 4).flatten(3, 4).flatten(0, 1)
+    return blocks.permute(0, 2, 4, 1, 3).flatten(0, 2)

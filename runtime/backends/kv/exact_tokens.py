@@ -1,0 +1,172 @@
+"""The first tokens of every sequence in full precision, beside pages that quantize.
+
+What a token's keys and values are depends on the tokens up to it and on nothing else. So those of the first tokens are
+kept under these tokens themselves, in a few slots, and computed by a pass of their own where they are not known. That
+makes them independent of who owns which block: prefix cache, copies, preemption, host memory and drafts need not know
+of them, and sequences that begin alike share them. It costs a pass over a handful of tokens per new beginning.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, abc, defaultdict
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+
+import torch
+from torch import Tensor
+
+from runtime.backends.torch.span_attention import DenseAttention
+from runtime.core.model_config import DecoderConfig
+from runtime.core.request import Sequence, Status
+from runtime.core.step import ScheduledSequence
+from runtime.memory.kv import SPARE_RECENT_TOKENS
+from runtime.model.decoder import Decoder
+
+Prefix = tuple[int, ...]
+
+
+class SinkStore:
+    """Keys and values of beginnings, the least recently used ones replaced.
+
+    Args:
+        count: first tokens that are kept.
+        num_slots: beginnings that are kept; at least as many as there are sequences in a step.
+        turn: into the basis in which keys are compared with queries.
+        windows: sliding window of every layer; None is none.
+
+    Attributes:
+        keys, values: `[layers, slots, count, kv_heads, D]`; zeros behind the end of a sequence that is still shorter.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        count: int,
+        num_slots: int,
+        turn: Callable[[Tensor], Tensor],
+        windows: tuple[int | None, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (config.num_layers, num_slots, count, config.num_kv_heads, config.head_dim)
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.count, self.windows, self.turn = count, windows, turn
+        self._slots: OrderedDict[Prefix, int] = OrderedDict()
+        self._free = list(range(num_slots))
+
+    def place(self, decoder: Decoder, entries: abc.Sequence[ScheduledSequence]) -> list[int]:
+        """The slot of each entry's beginning, up to the last token of its span; computes those that are missing."""
+        prefixes = [_prefix(entry, self.count) for entry in entries]
+        wanted = dict.fromkeys(prefixes)
+        for prefix in wanted.keys() & self._slots.keys():
+            self._slots.move_to_end(prefix)
+        missing = {prefix: self._take_slot() for prefix in wanted if prefix not in self._slots}
+        lengths: dict[int, list[Prefix]] = defaultdict(list)
+        for prefix in missing:
+            lengths[len(prefix)].append(prefix)
+        for alike in lengths.values():
+            self._compute(decoder, alike, [missing[prefix] for prefix in alike])
+        slots = [missing[prefix] if prefix in missing else self._slots[prefix] for prefix in prefixes]
+        self._remember(missing)
+        return slots
+
+    def _take_slot(self) -> int:
+        # Those that this step needs are at the end, and there are slots for all of them.
+        return self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+
+    def _remember(self, computed: dict[Prefix, int]) -> None:
+        """Keeps what is finite; the rest fails its sequence in this step and is gone after it."""
+        for prefix, slot in computed.items():
+            if torch.isfinite(self.keys[:, slot].sum() + self.values[:, slot].sum()):
+                self._slots[prefix] = slot
+            else:
+                self._free.append(slot)
+
+    def _compute(self, decoder: Decoder, prefixes: list[Prefix], slots: list[int]) -> None:
+        length, device = len(prefixes[0]), self.keys.device
+        self.keys[:, slots] = 0
+        self.values[:, slots] = 0
+        dense = DenseAttention(length, self.windows, self.keys.dtype, device)
+
+        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            shape = (len(prefixes), length, *key.shape[1:])
+            self.keys[layer, slots, :length] = self.turn(key).view(shape)
+            self.values[layer, slots, :length] = value.reshape(shape)
+            return dense(layer, query, key, value)
+
+        tokens = torch.tensor(prefixes, dtype=torch.int64, device=device).flatten()
+        decoder.forward(tokens, torch.arange(length, device=device).repeat(len(prefixes)), attention)
+
+
+def _prefix(entry: ScheduledSequence, count: int) -> Prefix:
+    """The first tokens of a sequence, drafts included, that the entry's last token sees."""
+    stop = min(count, entry.start + entry.num_tokens)
+    known = entry.sequence.token_ids[:stop]
+    return (*known, *entry.sequence.draft_token_ids[: stop - len(known)])
+
+
+class RecentStore:
+    """Rings of keys and values.
+
+    Args:
+        window: last tokens that a token sees exactly, itself included.
+        num_rings: at least as many as sequences run at the same time.
+
+    Attributes:
+        keys, values: `[layers, rings, length, kv_heads, D]`.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, window: int, num_rings: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.window, self.length = window, window + SPARE_RECENT_TOKENS
+        shape = (config.num_layers, num_rings, self.length, config.num_kv_heads, config.head_dim)
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self._rings: dict[Sequence, int] = {}
+        self._free = list(range(num_rings))
+
+    def place(self, entries: ListOf[ScheduledSequence]) -> list[int]:
+        """The ring of each entry's sequence. One that starts gets a ring of zeros.
+
+        Raises:
+            RuntimeError: a sequence goes on that never began here, or more of them run than there are rings.
+        """
+        wanted = {entry.sequence for entry in entries}
+        rings = []
+        for entry in entries:
+            if entry.start == 0:
+                self._begin(entry.sequence, wanted)
+            if entry.sequence not in self._rings:
+                raise RuntimeError(f"sequence {entry.sequence.id} goes on without its recent keys and values")
+            rings.append(self._rings[entry.sequence])
+        return rings
+
+    def read(self, layer: int, rings: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value `[B, window - 1, kv_heads, D]` of the tokens before positions `starts [B]`."""
+        places = self._places(rings, starts.unsqueeze(1) + torch.arange(1 - self.window, 0, device=starts.device))
+        return self.keys[layer].flatten(0, 1)[places], self.values[layer].flatten(0, 1)[places]
+
+    def write(self, layer: int, rings: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores key and value `[B, n, kv_heads, D]` of neighbouring positions `[B, n]`: as many last ones as fit."""
+        places = self._places(rings, positions[:, -self.length :])
+        self.keys[layer].flatten(0, 1)[places] = key[:, -self.length :]
+        self.values[layer].flatten(0, 1)[places] = value[:, -self.length :]
+
+    def _places(self, rings: Tensor, positions: Tensor) -> Tensor:
+        return rings.unsqueeze(1) * self.length + positions % self.length
+
+    def _begin(self, sequence: Sequence, wanted: set[Sequence]) -> None:
+        if sequence not in self._rings:
+            if not self._free:
+                self._reclaim(wanted)
+            if not self._free:
+                raise RuntimeError(f"more than {len(self._rings)} sequences with recent keys and values run")
+            self._rings[sequence] = self._free.pop()
+        # What an earlier owner left, even NaN, is multiplied by zero.
+        self.keys[:, self._rings[sequence]] = 0
+        self.values[:, self._rings[sequence]] = 0
+
+    def _reclaim(self, wanted: set[Sequence]) -> None:
+        """Takes the rings of sequences that ended or were preempted: those start anew."""
+        over = [s for s in self._rings if s.status is not Status.RUNNING and s not in wanted]
+        self._free += [self._rings.pop(sequence) for sequence in over]

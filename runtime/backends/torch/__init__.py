@@ -1,0 +1,1 @@
+"""Plain PyTorch kernels: the reference for every other backend."""

@@ -1,0 +1,206 @@
+"""The keys and values of one step: written to the cache, and read back as the step's queries see them."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from runtime.backends.kv.cache import ExactPlaces, KVCache
+from runtime.backends.kv.exact_tokens import RecentStore
+from runtime.backends.torch.span_attention import attend_span, attend_tokens, visibility_mask
+from runtime.core.batch import AttentionGroup, Batch
+from runtime.core.rope import Rotary
+
+
+class StepKeys:
+    """What an attention over pages reads, group by group.
+
+    A token always reads its keys back from the cache, its own included, so the result does not depend on how a prompt
+    was cut into spans or on what else is in the batch. Exact sinks stand in the place of what the pages hold of them.
+    With a recent window exact keys are appended to those of the pages, and of each key a query sees either the one or
+    the other: which one depends on its distance only.
+
+    Attributes:
+        sink_slots: of each group, int64 `[num_sequences]` into the exact sinks; None without any.
+    """
+
+    def __init__(self, cache: KVCache, batch: Batch, places: ExactPlaces) -> None:
+        self.cache, self.batch = cache, batch
+        stops = list(accumulate(group.num_sequences for group in batch.groups))
+        members = [slice(stop - group.num_sequences, stop) for group, stop in zip(batch.groups, stops, strict=True)]
+        self.sink_slots = None if places.sinks is None else [places.sinks[part] for part in members]
+        self._rings = None if places.rings is None else [places.rings[part] for part in members]
+        self._exact: list[tuple[Tensor, Tensor]] = []
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Stores the step's turned key and value `[T, kv_heads, D]`."""
+        self.cache.pages.write(layer, self.batch.slots, key, value)
+        if self.cache.recent is not None and self._rings is not None:
+            self._exact = [
+                self._exchange(self.cache.recent, layer, rings, group, key, value)
+                for rings, group in zip(self._rings, self.batch.groups, strict=True)
+            ]
+
+    def read(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
+        """Key and value `[B, keys, kv_heads, D]` for the B sequences of a group, after `write` of the same layer."""
+        group = self.batch.groups[index]
+        key, value = (
+            pages.view(group.num_sequences, -1, *pages.shape[1:])[:, : group.num_keys]
+            for pages in self.cache.pages.gather(layer, group.blocks)
+        )
+        if self.cache.sinks is not None and self.sink_slots is not None:
+            count = min(self.cache.sinks.count, group.num_keys)
+            key[:, :count] = self.cache.sinks.keys[layer, self.sink_slots[index], :count]
+            value[:, :count] = self.cache.sinks.values[layer, self.sink_slots[index], :count]
+        if not self._exact:
+            return key, value
+        exact_key, exact_value = self._exact[index]
+        return torch.cat((key, exact_key), 1), torch.cat((value, exact_value), 1)
+
+    def needs_mask(self, group: AttentionGroup, window: int | None) -> bool:
+        """False when causality says it all."""
+        return bool(self._rings) or group.ragged or (window is not None and window < group.num_keys)
+
+    def mask(self, group: AttentionGroup, window: int | None, dtype: torch.dtype, sinks: int = 0) -> Tensor:
+        """Additive `[rows, keys]`; the last `window` tokens and the first `sinks` are visible."""
+        recent = self.cache.scheme.recent
+        seen = visibility_mask(group.positions, group.num_keys, window, dtype, sinks, group.tree)
+        if not recent:
+            return seen
+        keys = torch.arange(group.num_keys, device=seen.device)
+        far = seen.masked_fill_(keys > group.positions.unsqueeze(-1) - recent, float("-inf"))
+        return torch.cat((far, _recent_mask(group, min(recent, window or recent), recent, dtype)), -1)
+
+    def _exchange(
+        self, recent: RecentStore, layer: int, rings: Tensor, group: AttentionGroup, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The exact key and value of the group's own tokens and those just before them; the rings are up to date then,
+        which may overwrite what was read."""
+        shape = (group.num_sequences, -1, *key.shape[1:])
+        own = key[group.rows].reshape(shape), value[group.rows].reshape(shape)
+        positions = self.batch.positions[group.rows].view(group.num_sequences, -1)
+        before = recent.read(layer, rings, positions[:, 0])
+        recent.write(layer, rings, positions, *own)
+        return torch.cat((before[0], own[0]), 1), torch.cat((before[1], own[1]), 1)
+
+
+def _recent_mask(group: AttentionGroup, window: int, recent: int, dtype: torch.dtype) -> Tensor:
+    """Additive `[rows, recent - 1 + n]` over the exact keys of n tokens and of those before them."""
+    positions = group.positions.view(group.num_sequences, -1)
+    num_tokens = positions.shape[1]
+    columns = positions[:, :1] + torch.arange(1 - recent, num_tokens, device=positions.device)
+    last, columns = positions.unsqueeze(-1), columns.unsqueeze(1)
+    hidden = ((columns > last) | (columns <= last - window) | (columns < 0)).flatten(0, 1)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+class PagedAttention:
+    """Stores the step's keys and values, then lets every group of rows look at its sequences' pages.
+
+    Args:
+        windows: sliding window of every layer; None is none.
+    """
+
+    def __init__(self, keys: StepKeys, windows: tuple[int | None, ...]) -> None:
+        self.keys, self.windows = keys, windows
+        dtype = keys.cache.pages.dtype
+        self.masks = {
+            window: [
+                keys.mask(group, window, dtype) if keys.needs_mask(group, window) else None
+                for group in keys.batch.groups
+            ]
+            for window in set(windows)
+        }
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query = self.keys.cache.turn(query)
+        self.keys.write(layer, self.keys.cache.turn(key), value)
+        masks = self.masks[self.windows[layer]]
+        groups = enumerate(zip(self.keys.batch.groups, masks, strict=True))
+        parts = [self._attend(layer, index, query[group.rows], mask) for index, (group, mask) in groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend(self, layer: int, index: int, query: Tensor, mask: Tensor | None) -> Tensor:
+        key, value = self.keys.read(layer, index)
+        if len(key) > 1 or len(query) == 1:
+            return attend_tokens(query, key, value, mask)
+        return attend_span(query, key[0], value[0], mask)
+
+
+class SinkQueries:
+    """The second query of each token of a step: the one that looks at the sinks.
+
+    Args:
+        count, window: tokens that stay visible, from the first and up to the last one.
+        rotary: of the model, with exact angles.
+        positions: of the tokens, int64 `[T]`.
+    """
+
+    def __init__(self, count: int, window: int, rotary: Rotary, positions: Tensor) -> None:
+        self.count, self._rotary = count, rotary
+        self._cos, self._sin = rotary.by((count + window - 1 - positions).clamp(max=0))
+
+    def move(self, query: Tensor) -> Tensor:
+        """Rotated heads `[T, heads, D]`, moved from their own places to the last one of the cache."""
+        return self._rotary.rotate(query, self._cos, self._sin)
+
+
+class StreamingAttention:
+    """As `PagedAttention`, for the same batches.
+
+    Args:
+        sinks, window: tokens that stay visible, from the first and up to the last one.
+        rotary: of the model, with exact angles.
+    """
+
+    def __init__(self, keys: StepKeys, sinks: int, window: int, rotary: Rotary) -> None:
+        self.keys, batch = keys, keys.batch
+        self.sinks = SinkQueries(sinks, window, rotary, batch.positions)
+        dtype = torch.promote_types(keys.cache.pages.dtype, torch.float32)
+        self.masks = [keys.mask(group, window, dtype, sinks) for group in batch.groups]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        turn = self.keys.cache.turn
+        # Keys are turned after they are rotated by their place, and so is the query that was moved to another place.
+        moved = turn(self.sinks.move(query))
+        query = turn(query)
+        self.keys.write(layer, turn(key), value)
+        groups = enumerate(zip(self.keys.batch.groups, self.masks, strict=True))
+        parts = [self._attend(layer, i, query[g.rows], moved[g.rows], mask) for i, (g, mask) in groups]
+        return torch.cat(parts)
+
+    def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys.read(layer, index)
+        shape = (len(key), -1, *query.shape[1:])
+        mask = mask.view(len(key), 1, 1, -1, mask.shape[-1])
+        attended = attend_with_sinks(query.view(shape), moved.view(shape), key, value, mask, self.sinks.count)
+        return attended.reshape(query.shape)
+
+
+def attend_with_sinks(query: Tensor, moved: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: int) -> Tensor:
+    """Attention with one query for the first `sinks` keys and another for the rest, in plain torch.
+
+    Args:
+        query, moved: `[B, n, heads, D]`; `moved` looks at the sinks.
+        key, value: `[B, L, kv_heads, D]`.
+        mask: additive `[B, 1, 1, n, L]`, in at least float32; so are the scores.
+
+    Returns:
+        `[B, n, heads, D]` in the dtype of `query`.
+    """
+    batch, num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    shape = (batch, num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    keys = key.to(mask.dtype).permute(0, 2, 3, 1).unsqueeze(2)  # [B, kv_heads, 1, D, L]
+    scores = _fold(query, shape, mask.dtype) @ keys
+    scores[..., :sinks] = _fold(moved, shape, mask.dtype) @ keys[..., :sinks]
+    weights = (scores * head_dim**-0.5 + mask).softmax(-1)
+    attended = weights @ value.to(mask.dtype).transpose(1, 2).unsqueeze(2)
+    return attended.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
+
+
+def _fold(query: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Query heads beside the key-value head they share: `[B, kv_heads, shared, n, D]`."""
+    return query.to(dtype).view(shape).permute(0, 2, 3, 1, 4)

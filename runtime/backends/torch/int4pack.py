@@ -1,0 +1,133 @@
+"""Packed 2- to 4-bit weights on CPUs with AVX2 or AVX-512: half a byte per weight in memory, bfloat16 in and out.
+
+PyTorch's int4 product computes `(nibble - 8) * scale + zero` in float32 with scale and zero in bfloat16. Codes are
+moved so that 8 is the symmetric zero point; then symmetric weights of 2, 3 and 4 bits with bfloat16 scales are
+multiplied exactly (only the output is rounded). Zero points of asymmetric weights, and float16 scales, are rounded to
+bfloat16: about the error that rounding the dequantized weights to bfloat16 makes.
+
+For many rows the nibbles are dequantized a panel of columns at a time and given to a dense product, which is faster.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
+from runtime.backends.base import Kernel, Target
+from runtime.backends.cpu.linear import has_vector_nibbles
+
+GROUP_SIZES = (256, 128, 64, 32)
+ROW_MULTIPLE = 64
+MIDDLE = 8
+MAX_DIRECT_ROWS = 96
+"""Rows of x up to which the packed product is faster than dequantizing a panel first (measured)."""
+PANEL_COLUMNS = 1024
+LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
+
+
+class Int4PackLinear:
+    """Prepares nibbles in the layout of this CPU; it is never stored."""
+
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.group_size = kernel_group_size(weight.scheme, self.in_features)
+        codes, scale, zero = _padded(weight, self.in_features // self.group_size)
+        nibbles = codes + (MIDDLE - weight.scheme.midpoint)
+        zero_nibbles = zero.int() + (MIDDLE - weight.scheme.midpoint)
+        offset = (MIDDLE - zero_nibbles) * scale.float()
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles.int(), 1)
+        self._scales = torch.stack((scale.bfloat16(), offset.bfloat16()), -1).transpose(0, 1).contiguous()
+        self._zero = MIDDLE if weight.scheme.symmetric else zero_nibbles.T.bfloat16().unsqueeze(1)
+        self._bias = bias
+        self._tile = tile_columns()
+        self._multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+        self.nbytes = self._packed.nbytes + self._scales.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > MAX_DIRECT_ROWS and self._tile:
+            y = self._multiply_by_panels(x)
+        else:
+            y = self._multiply(x.contiguous(), self._packed, self.group_size, self._scales)
+        if y.shape[1] != self.out_features:
+            y = y[:, : self.out_features]
+        return y if self._bias is None else y + self._bias
+
+    @property
+    def reads_rows(self) -> bool:
+        return self._tile > 0
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """A row is half of the bytes of one column of its tile."""
+        half = self._tile // 2
+        places = indices % self._tile
+        octets = self._packed.view(-1, self.in_features, half)[indices // self._tile, :, places % half]
+        nibbles = torch.where(places.unsqueeze(-1) < half, octets & 15, octets >> 4)
+        zero = self._zero if isinstance(self._zero, int) else self._zero[:, 0, indices].T.unsqueeze(-1)
+        grouped = nibbles.to(torch.bfloat16).view(len(indices), -1, self.group_size)
+        return grouped.sub_(zero).mul_(self._scales[:, indices, 0].T.unsqueeze(-1)).flatten(1).to(dtype)
+
+    def _multiply_by_panels(self, x: Tensor) -> Tensor:
+        num_columns = self._scales.shape[1]
+        starts = range(0, num_columns, PANEL_COLUMNS)
+        return torch.cat([x @ self._panel(start, min(start + PANEL_COLUMNS, num_columns)) for start in starts], -1)
+
+    def _panel(self, start: int, stop: int) -> Tensor:
+        """Dequantized columns of W^T `[I, stop - start]` in bfloat16, rounded once from the exact product."""
+        tile = self._tile
+        words = self._packed.view(-1, self.in_features, tile // 2)[start // tile : stop // tile].view(torch.int64)
+        nibbles = torch.empty(self.in_features, len(words), 2, tile // 16, dtype=torch.int64)
+        nibbles[:, :, 0] = (words & LOW_NIBBLES).transpose(0, 1)
+        nibbles[:, :, 1] = ((words >> 4) & LOW_NIBBLES).transpose(0, 1)
+        panel = nibbles.view(torch.uint8).to(torch.bfloat16).view(-1, self.group_size, stop - start)
+        zero = self._zero if isinstance(self._zero, int) else self._zero[:, :, start:stop]
+        scale = self._scales[:, start:stop, 0].contiguous()  # a strided factor makes the product six times slower
+        return panel.sub_(zero).mul_(scale.unsqueeze(1)).view(self.in_features, -1)
+
+
+def kernel_group_size(scheme: Scheme, in_features: int) -> int:
+    """The largest group the kernel knows that divides the scheme's (longer groups repeat their scale); 0 for none."""
+    group_size = in_features if scheme.group_size is None else scheme.group_size
+    return next((size for size in GROUP_SIZES if group_size % size == 0), 0)
+
+
+def _padded(weight: IntegerWeight, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and zero with scales repeated to `num_groups` and rows of zeros up to the kernel's multiple."""
+    repeats = num_groups // weight.scale.shape[1]
+    rows = -weight.shape[0] % ROW_MULTIPLE
+    scale, zero = (t.repeat_interleave(repeats, 1) for t in (weight.scale, weight.zero))
+    codes, scale, zero = (torch.cat((t, t.new_zeros(rows, t.shape[1]))) for t in (weight.codes, scale, zero))
+    return codes, scale, zero
+
+
+@cache
+def tile_columns() -> int:
+    """Output features per tile of this CPU's layout `[O / tile, I, tile / 2]` (low nibbles: the first half of a tile).
+
+    PyTorch does not promise the layout, so it is probed; 0 means unknown, and panels are then not used.
+    """
+    codes = torch.arange(ROW_MULTIPLE * 2, dtype=torch.int32).view(ROW_MULTIPLE, 2) * 7 % 16
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    for tile in (64, 32):
+        view = packed.view(-1, 2, tile // 2)
+        if torch.equal(torch.cat((view & 15, view >> 4), -1).transpose(1, 2).reshape(-1, 2).int(), codes):
+            return tile
+    return 0
+
+
+def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
+    if target.device.type != "cpu" or not has_vector_nibbles():
+        return "needs a CPU with AVX2 or AVX-512"
+    if target.dtype != torch.bfloat16:
+        return f"is fast in bfloat16 only, not in {str(target.dtype).removeprefix('torch.')}"
+    if scheme.bits > 4 or scheme.activation_bits is not None:
+        return "takes 2 to 4 bits and 16-bit activations"
+    if not kernel_group_size(scheme, in_features):
+        return f"takes groups that are a multiple of {GROUP_SIZES[-1]}"
+    return ""
+
+
+KERNEL = Kernel("int4pack", "packed nibbles, float32 sums: exact for symmetric codes", refuse, Int4PackLinear)

@@ -1,0 +1,106 @@
+"""Attention over pages on NVIDIA GPUs through Triton, for one step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runtime.backends.torch.attention import SinkQueries, StepKeys
+from runtime.backends.triton.device import num_processors, refuse_triton
+from runtime.backends.triton.kernels.page_views import Front, layer_pages
+from runtime.core.rope import Rotary
+
+HEAD_DIMS = (32, 64, 128, 256)
+MIN_SPLIT_TOKENS = 256
+MAX_SPLITS = 64
+
+
+class TritonAttention:
+    """As `PagedAttention`, or with sinks as `StreamingAttention`: stores the step's keys and values, then each group of
+    sequences attends in one launch.
+
+    Args:
+        keys: what is read; without a recent window.
+        windows: sliding window of every layer; None is none.
+        sinks: first tokens that stay visible beside the window; needs one, the same in all layers.
+        rotary: of the model, with exact angles; for sinks.
+    """
+
+    def __init__(
+        self, keys: StepKeys, windows: tuple[int | None, ...], sinks: int = 0, rotary: Rotary | None = None
+    ) -> None:
+        self.keys, self.windows = keys, windows
+        self.processors = num_processors(keys.cache.pages.memory.device)
+        self.sinks = SinkQueries(sinks, windows[0] or 0, rotary, keys.batch.positions) if sinks and rotary else None
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cache = self.keys.cache
+        moved = cache.turn(self.sinks.move(query)) if self.sinks else None
+        query = cache.turn(query)
+        self.keys.write(layer, cache.turn(key), value)
+        return self.attend(layer, query, moved)
+
+    def attend(self, layer: int, query: Tensor, moved: Tensor | None = None) -> Tensor:
+        """Attention of the step's turned queries `[T, heads, D]` over keys and values that are written. With sinks,
+        `moved` are those that look at them."""
+        groups = enumerate(self.keys.batch.groups)
+        parts = [self._attend(layer, i, query[g.rows], None if moved is None else moved[g.rows]) for i, g in groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend(self, layer: int, index: int, query: Tensor, moved: Tensor | None) -> Tensor:
+        from runtime.backends.triton.kernels.paged_attention import attend
+
+        group, cache = self.keys.batch.groups[index], self.keys.cache
+        read = layer_pages(cache.pages.memory.tensors, cache.scheme, layer)
+        kv_heads = read.pages[0].shape[2]
+        rows = len(query) // group.num_sequences * (query.shape[1] // kv_heads)
+        sizes = block_rows(query.shape[2])
+        rows_of_program = next((most for most in sizes if rows <= most), sizes[-1])
+        programs = group.num_sequences * -(-rows // rows_of_program) * kv_heads
+        return attend(
+            query.contiguous(),
+            read.pages,
+            read.scales,
+            read.formats,
+            group.blocks.view(group.num_sequences, -1),
+            group.positions,
+            self.windows[layer],
+            rows_of_program,
+            num_splits(group.num_keys, programs, self.processors),
+            self._front(layer, index, moved),
+            group.ancestors,
+        )
+
+    def _front(self, layer: int, index: int, moved: Tensor | None) -> Front:
+        exact, slots = self.keys.cache.sinks, self.keys.sink_slots
+        return Front(
+            self.sinks.count if self.sinks else 0,
+            None if moved is None else moved.contiguous(),
+            (exact.keys[layer], exact.values[layer]) if exact and slots else None,
+            slots[index] if exact and slots else None,
+        )
+
+
+def block_rows(head_dim: int) -> tuple[int, ...]:
+    """Rows that one program may have, a row being a token and one of the query heads that share a kv head: tensor cores
+    take no fewer than 16, and registers hold no more."""
+    return (16, 32, 64) if head_dim <= 128 else (16, 32)
+
+
+def num_splits(num_keys: int, programs: int, processors: int) -> int:
+    """Into how many stretches the context is cut: two programs per processor, none with less than its fixed costs."""
+    return max(1, min(2 * processors // programs, num_keys // MIN_SPLIT_TOKENS, MAX_SPLITS))
+
+
+def refuse(device: torch.device, dtype: torch.dtype, head_dim: int, recent: int) -> str:
+    """Why this attention cannot serve; empty when it can.
+
+    Args:
+        recent: last tokens that are kept exactly beside quantized pages.
+    """
+    if refusal := refuse_triton(device, dtype):
+        return refusal
+    if head_dim not in HEAD_DIMS:
+        return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions"
+    # Which keys are exact changes with every token, so they would be a second set of pages with a mask.
+    return "reads no exact recent window" if recent else ""

@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA GPUs. Importing a module here imports Triton: `runtime.backends.triton_*` do it late."""

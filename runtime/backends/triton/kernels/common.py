@@ -1,0 +1,97 @@
+"""Rounding inside of kernels, bit for bit as torch rounds: to 16 bits, to whole numbers, to e4m3 and back."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(x, like: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 `x` as the nearest numbers of type `like`, still in float32. The interpreter would cut bfloat16 off."""
+    if INTERPRETED and like == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(like).to(tl.float32)
+
+
+@triton.jit
+def nearest(x):
+    """Whole numbers int32 next to float32 `x` of at most 2 ** 21; halves go to the even one. One addition rounds, as
+    1.5 * 2 ** 23 leaves no room for a fraction."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def to_fp8(x):
+    """Bits (int32) of the e4m3 numbers next to float32 `x` of at most 448. Works on GPUs without 8-bit floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2 ** -6 numbers are 2 ** -9 apart, which is what one addition to 2 ** 14 leaves.
+    tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return sign | tl.where(size < 0x3C800000, tiny, normal)
+
+
+@triton.jit
+def from_fp8(codes, INTERPRETED: tl.constexpr, like):
+    """Bytes of e4m3 as numbers, exactly: their bits moved into a float32, whose exponent is then put right. Works on
+    GPUs without 8-bit floats."""
+    bits = (codes.to(tl.int32) & 0x80) << 24 | (codes.to(tl.int32) & 0x7F) << 20
+    numbers = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    return numbers if INTERPRETED else numbers.to(like)
+
+
+@triton.jit
+def to_float16(x):
+    """float32 `x` rounded to float16 and saturated, still in float32; what is not finite becomes NaN."""
+    inside = tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16).to(tl.float32)
+    return tl.where(tl.abs(x) < float("inf"), inside, float("nan"))
+
+
+@triton.jit
+def largest(x):
+    """The largest magnitude in `x [n]`; infinite when something is not a number."""
+    return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0)
+
+
+@triton.jit
+def split_tile(BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Rows `[BLOCK_N]` of a weight, split of its inputs, and tokens `[BLOCK_M]` of a program (rows, split, tokens)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return n, tl.program_id(1), m
+
+
+@triton.jit
+def grouped_tile(M, N, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+    """Rows `[BLOCK_N]` of a weight with N and tokens `[BLOCK_M]` of M. Neighbouring programs share weights: GROUP_M
+    blocks of tokens are walked before the next block of rows."""
+    program, blocks_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    first = program // (GROUP_M * blocks_n) * GROUP_M
+    height = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP_M)
+    m = (first + program % (GROUP_M * blocks_n) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = program % (GROUP_M * blocks_n) // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    return n, m
+
+
+@triton.jit
+def load_tile(pointer, row, column, ROWS, COLUMNS):
+    """Elements of a matrix `[ROWS, COLUMNS]`, zeros beyond it. One of `row` and `column` stands, `[n, 1]`, the other
+    lies, `[1, k]`."""
+    return tl.load(pointer + row.to(tl.int64) * COLUMNS + column, mask=(row < ROWS) & (column < COLUMNS), other=0)
+
+
+@triton.jit
+def store_tile(pointer, tile, row, column, ROWS, COLUMNS):
+    """Stores a tile in the matrix's own dtype, but for what lies beyond it; `row` and `column` as of `load_tile`."""
+    inside = (row < ROWS) & (column < COLUMNS)
+    tl.store(pointer + row.to(tl.int64) * COLUMNS + column, tile.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_sums(part_ptr, sums, split, m, n, M, N):
+    """Stores a tile of sums of tokens m and rows n into `part [splits, M, N]`."""
+    store_tile(part_ptr + split.to(tl.int64) * M * N, sums, m, n, M, N)

@@ -1,0 +1,155 @@
+"""Products with weights of 8-bit floats (e4m3), with activations in 16 bits or rounded to such floats too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.checkpoint.weights.fp8 import Fp8Weight
+from runtime.backends.base import FLOATS, InputForm, Prepared, Product, Target, finished
+from runtime.backends.triton.kernels.common import from_fp8, grouped_tile, load_tile, split_tile, store_sums, store_tile
+from runtime.backends.triton.kernels.dequant import multiply
+from runtime.backends.triton.kernels.int8 import BLOCK_N, MAX_BLOCK_K, MAX_NARROW_TOKENS, byte_tile, split_inputs
+from runtime.backends.triton.kernels.norm_act import finish, prepared
+from runtime.backends.triton.kernels.w4a16 import GROUP_M
+
+
+@triton.jit
+def widened(codes, like: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Bytes of e4m3 as floats of type `like`, exactly (float32 in the interpreter). NATIVE: by an instruction that GPUs
+    without 8-bit floats lack."""
+    if NATIVE and not INTERPRETED:
+        # By way of float32: there is an instruction from float16 to bfloat16, but a slow one.
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(like)
+    else:
+        return from_fp8(codes, INTERPRETED, like)
+
+
+@triton.jit(do_not_specialize=["M"])
+def narrow_fp8_product(
+    x_ptr, codes_ptr, row_scale_ptr, part_ptr, M, K, ROWS, blocks_per_split,
+    LEVELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    NATIVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Partial sums `part [splits, M, ROWS]` float32 of `x [M, K]` and e4m3 codes `[ROWS, K]`: 16-bit x by weights with
+    their scale, or with LEVELS e4m3 levels by codes, both without scales. 8-bit floats are exact in 16 bits, so only
+    sums are rounded."""
+    n, split, m = split_tile(BLOCK_N, BLOCK_M)
+    like = tl.float16 if LEVELS else x_ptr.dtype.element_ty
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first = split * blocks_per_split
+    for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        codes = load_tile(codes_ptr, n[:, None], k[None, :], ROWS, K)
+        x = load_tile(x_ptr, m[None, :], k[:, None], M, K)
+        if LEVELS:
+            x = widened(x, like, NATIVE, INTERPRETED)
+        total = multiply(widened(codes, like, NATIVE, INTERPRETED), x, total, INTERPRETED)
+    if not LEVELS:
+        total *= tl.load(row_scale_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)[:, None]
+    store_sums(part_ptr, total, split, m[None, :], n[:, None], M, ROWS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def wide_fp8_product(
+    levels_ptr, codes_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, K, ROWS,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """`y [M, ROWS]` in its own dtype: the product of e4m3 `levels [M, K]` and e4m3 codes `[ROWS, K]` by a GPU's own
+    8-bit products, times both scales, and the bias. Those products keep about 14 bits of a sum: after each BLOCK_K of
+    inputs they are added up in float32."""
+    n, m = grouped_tile(M, ROWS, BLOCK_N, BLOCK_M, GROUP_M)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in tl.range(tl.cdiv(K, BLOCK_K), num_stages=STAGES):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        levels = load_tile(levels_ptr, m[:, None], k[None, :], M, K)
+        codes = load_tile(codes_ptr, n[None, :], k[:, None], ROWS, K)
+        if INTERPRETED:
+            total = tl.dot(from_fp8(levels, True, tl.float32), from_fp8(codes, True, tl.float32), total)
+        else:
+            levels = levels.to(tl.float8e4nv, bitcast=True)
+            codes = codes.to(tl.float8e4nv, bitcast=True)
+            total = tl.dot(levels, codes, total, max_num_imprecise_acc=BLOCK_K)
+    token_scale = tl.load(token_scale_ptr + m, mask=m < M, other=0.0)
+    row_scale = tl.load(row_scale_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)
+    y = total * row_scale[None, :] * token_scale[:, None]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)[None, :]
+    store_tile(y_ptr, y, m[:, None], n[None, :], M, ROWS)
+
+
+WIDE_TILE = {"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3, "num_warps": 8}
+"""How the product of many tokens is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedFp8:
+    """A weight `[N, K]` of 8-bit floats on its GPU.
+
+    Attributes:
+        codes: bytes of e4m3, uint8 `[N, K]`.
+        scale: `[N]`.
+        rounds_inputs: whether it is multiplied by 8-bit activations.
+        native: whether the GPU multiplies 8-bit floats itself.
+        num_processors: of the GPU.
+        dtype: of activations, bfloat16 or float16.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    rounds_inputs: bool
+    native: bool
+    num_processors: int
+    dtype: torch.dtype
+
+    @property
+    def form(self) -> InputForm:
+        return InputForm(FLOATS) if self.rounds_inputs else InputForm()
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+
+def place_fp8(weight: Fp8Weight, target: Target, native: bool, num_processors: int) -> PlacedFp8:
+    """A weight on the target's GPU, its codes as they are stored; `native` and `num_processors` are of that GPU."""
+    codes, scale = weight.codes.view(torch.uint8).to(target.device), weight.scale[:, 0].contiguous().to(target.device)
+    return PlacedFp8(codes, scale, bool(weight.scheme.activation_bits), native, num_processors, target.dtype)
+
+
+def multiply_fp8(x: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
+    """`x [M, K] -> x W^T + bias [M, N]` with float32 sums; each token is rounded to 8-bit floats first where the weight
+    says so."""
+    return finish(fp8_parts(prepared(x, weight.form), weight, bias), weight.dtype)
+
+
+def fp8_parts(x: Prepared, weight: PlacedFp8, bias: Tensor | None) -> Product:
+    """The product of an input in the weight's form: of 8-bit floats where there are many tokens and the GPU multiplies
+    such, else of the same numbers in 16 bits."""
+    if len(x.rows) > MAX_NARROW_TOKENS and weight.native and x.beside is not None:
+        return finished(_wide(x.rows, x.beside, weight, bias))
+    (tokens, inputs), rows = x.rows.shape, len(weight.codes)
+    tile = byte_tile(tokens, 0)
+    splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, weight.num_processors)
+    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
+    narrow_fp8_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
+        x.rows, weight.codes, weight.scale, parts, tokens, inputs, rows, blocks_per_split,
+        LEVELS=weight.rounds_inputs, **tile, NATIVE=weight.native, INTERPRETED=triton.knobs.runtime.interpret,
+    )  # fmt: skip
+    return Product(parts, rows, bias, None if x.beside is None else (x.beside, weight.scale))
+
+
+def _wide(levels: Tensor, token_scale: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
+    (tokens, inputs), rows = levels.shape, len(weight.codes)
+    y = levels.new_empty(tokens, rows, dtype=weight.dtype)
+    grid = (triton.cdiv(rows, WIDE_TILE["BLOCK_N"]) * triton.cdiv(tokens, WIDE_TILE["BLOCK_M"]),)
+    wide_fp8_product[grid](
+        levels, weight.codes, token_scale, weight.scale, y if bias is None else bias, y, tokens, inputs, rows,
+        HAS_BIAS=bias is not None, **WIDE_TILE, INTERPRETED=triton.knobs.runtime.interpret,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,174 @@
+"""Grids and arguments of the 8-bit products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.checkpoint.weights.integer import IntegerWeight
+from runtime.backends.base import LEVELS, InputForm, Prepared, Product
+from runtime.backends.triton.kernels.common import grouped_tile, load_tile, split_tile, store_sums
+from runtime.backends.triton.kernels.dequant import multiply
+from runtime.backends.triton.kernels.norm_act import finish, prepared
+from runtime.backends.triton.kernels.w4a16 import GROUP_M
+
+
+@triton.jit(do_not_specialize=["M"])
+def byte_product(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, part_ptr, M, K, ROWS, blocks_per_split,
+    GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Partial sums `part [splits, M, ROWS]` float32 of `x [M, K]` and int8 codes `[ROWS, K]`; scale `[groups, ROWS]`,
+    and zero int8 of the same shape. BLOCK_K divides the group. 8 bits are exact in 16-bit floats."""
+    n, split, m = split_tile(BLOCK_N, BLOCK_M)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first = split * blocks_per_split
+    for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        codes = load_tile(codes_ptr, n[:, None], k[None, :], ROWS, K)
+        x = load_tile(x_ptr, m[None, :], k[:, None], M, K)
+        group = block * BLOCK_K // GROUP_SIZE if GROUP_SIZE > 0 else 0
+        scale = tl.load(scale_ptr + group * ROWS + n, mask=n < ROWS, other=0.0).to(tl.float32)
+        weights = codes.to(tl.float32 if INTERPRETED else x.dtype)
+        raw = multiply(weights, x, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), INTERPRETED)
+        if HAS_ZERO:
+            zero = tl.load(zero_ptr + group * ROWS + n, mask=n < ROWS, other=0).to(tl.float32)
+            raw -= zero[:, None] * tl.sum(x.to(tl.float32), 0)[None, :]
+        total += scale[:, None] * raw
+    store_sums(part_ptr, total, split, m[None, :], n[:, None], M, ROWS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def level_product(
+    levels_ptr, codes_ptr, part_ptr, M, K, ROWS, blocks_per_split,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Exact partial sums `part [splits, M, ROWS]` int32 of int8 `levels [M, K]` and int8 codes `[ROWS, K]`."""
+    n, m = grouped_tile(M, ROWS, BLOCK_N, BLOCK_M, GROUP_M)
+    split = tl.program_id(1)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    first = split * blocks_per_split
+    for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        levels = load_tile(levels_ptr, m[:, None], k[None, :], M, K)
+        codes = load_tile(codes_ptr, n[None, :], k[:, None], ROWS, K)
+        total = tl.dot(levels, codes, total, out_dtype=tl.int32)
+    store_sums(part_ptr, total, split, m[:, None], n[None, :], M, ROWS)
+
+
+MAX_BLOCK_K = 128
+BLOCK_N = 64
+MAX_NARROW_TOKENS = 64
+"""Of one program that has few; more tokens fill the GPU without splits."""
+MAX_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ByteWeight:
+    """A weight `[N, K]` of signed 8-bit codes.
+
+    Attributes:
+        codes: int8 `[N, K]`, 128 below the checkpoint's codes.
+        scale: `[groups, N]`.
+        zero: int8 `[groups, N]`, or None when all are 0.
+        group_size: inputs that share a scale; 0 when all of a row do.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    group_size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """`[N, K]`, in plain torch."""
+        repeats = self.group_size or self.codes.shape[1]
+        zero = 0 if self.zero is None else self.zero.float().T.repeat_interleave(repeats, 1)
+        return ((self.codes.float() - zero) * self.scale.float().T.repeat_interleave(repeats, 1)).to(dtype)
+
+
+def pack_bytes(weight: IntegerWeight, device: torch.device) -> ByteWeight:
+    """Codes of 5 to 8 bits as signed bytes; those of fewer bits keep their distance to the zero point."""
+    signed = (weight.codes.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
+    zero = (weight.zero.to(torch.int16) - weight.scheme.midpoint).to(torch.int8).T.contiguous().to(device)
+    return ByteWeight(
+        signed.to(device),
+        weight.scale.T.contiguous().to(device),
+        None if weight.scheme.symmetric else zero,
+        weight.scheme.group_size or 0,
+    )
+
+
+def multiply_bytes(x: Tensor, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Tensor:
+    """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16, with float32 sums."""
+    return finish(byte_parts(prepared(x, InputForm()), weight, bias, num_processors), x.dtype)
+
+
+def multiply_levels(x: Tensor, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Tensor:
+    """W8A8: each token of `x [M, K]` is rounded to 8 bits with its own scale, products are summed exactly."""
+    return finish(level_parts(prepared(x, InputForm(LEVELS)), weight, bias, num_processors), x.dtype)
+
+
+def byte_tile(tokens: int, group_size: int) -> dict[str, Any]:
+    """How a product with 16-bit rows is compiled for so many tokens; BLOCK_K divides the group."""
+    block_m = min(MAX_NARROW_TOKENS, max(16, triton.next_power_of_2(tokens)))
+    block_k = gcd(group_size, MAX_BLOCK_K)
+    return {"BLOCK_N": BLOCK_N, "BLOCK_M": block_m, "BLOCK_K": block_k, "STAGES": 4, "num_warps": 4}
+
+
+def level_tile(tokens: int) -> dict[str, Any]:
+    """How a product of levels is compiled for so many tokens."""
+    tile = {"BLOCK_N": BLOCK_N, "BLOCK_M": max(16, triton.next_power_of_2(tokens)), "num_warps": 4}
+    if tokens > MAX_NARROW_TOKENS:
+        tile = {"BLOCK_N": 128, "BLOCK_M": 128, "num_warps": 8}
+    return tile | {"BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3}
+
+
+def byte_parts(x: Prepared, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Product:
+    """The product of 16-bit rows."""
+    (tokens, inputs), rows = x.rows.shape, len(weight.codes)
+    tile = byte_tile(tokens, weight.group_size)
+    splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, num_processors)
+    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
+    byte_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
+        x.rows, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, parts,
+        tokens, inputs, rows, blocks_per_split,
+        GROUP_SIZE=weight.group_size, HAS_ZERO=weight.zero is not None, **tile,
+        INTERPRETED=triton.knobs.runtime.interpret,
+    )  # fmt: skip
+    return Product(parts, rows, bias)
+
+
+def level_parts(x: Prepared, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Product:
+    """The product of levels."""
+    if x.beside is None:
+        raise ValueError("levels come with the scale of each token")
+    (tokens, inputs), rows = x.rows.shape, len(weight.codes)
+    tile = level_tile(tokens)
+    splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, num_processors)
+    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.int32)
+    grid = (triton.cdiv(rows, tile["BLOCK_N"]) * triton.cdiv(tokens, tile["BLOCK_M"]), splits)
+    level_product[grid](x.rows, weight.codes, parts, tokens, inputs, rows, blocks_per_split, **tile)
+    return Product(parts, rows, bias, (x.beside, weight.scale))
+
+
+def split_inputs(rows: int, inputs: int, tokens: int, tile: Mapping[str, int], num_processors: int) -> tuple[int, int]:
+    """How many stretches of K get sums of their own, and the blocks in each: few tokens need them to fill the GPU."""
+    blocks = triton.cdiv(inputs, tile["BLOCK_K"])
+    if tokens > MAX_NARROW_TOKENS:
+        return 1, blocks
+    programs = triton.cdiv(rows, tile["BLOCK_N"]) * triton.cdiv(tokens, tile["BLOCK_M"])
+    splits = max(1, min(4 * num_processors // programs, blocks // 4, MAX_SPLITS))
+    per_split = triton.cdiv(blocks, splits)
+    return triton.cdiv(blocks, per_split), per_split

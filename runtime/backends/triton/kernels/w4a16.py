@@ -1,0 +1,238 @@
+"""Grids and arguments of the weight-only kernels: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from runtime.backends.base import SUMS, InputForm, Prepared, Product, finished
+from runtime.backends.triton.kernels.common import grouped_tile, store_tile
+from runtime.backends.triton.kernels.configs import EXPAND, NARROW, KernelConfig
+from runtime.backends.triton.kernels.dequant import multiply, unpack, unpack_instructions
+from runtime.backends.triton.kernels.norm_act import finish, prepared
+from runtime.backends.triton.kernels.weight_layout import PlanedWeight, tile_inputs
+
+
+@triton.jit(do_not_specialize=["M"])
+def narrow_product(
+    x_ptr, words_ptr, scale_ptr, zero_ptr, sums_ptr, part_ptr,
+    M, N, K, num_tiles, tiles_per_split,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
+    EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Partial sums `part [splits, M, N]` float32 of `x [M, K]` and packed weights with N rows, a multiple of BLOCK_N.
+
+    `sums [K / unit, M]` are those of `x` over the unit that shares a scale inside a tile.
+    """
+    TILE: tl.constexpr = 512 // BITS
+    OFFSET: tl.constexpr = 128.0 if BFLOAT16 else 1024.0
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, 32)
+    has_token = m < M
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    first = split * tiles_per_split
+    words_ptrs = words_ptr + (first.to(tl.int64) * N + n)[:, None] * 32 + lane[None, :]
+    for tile in tl.range(first, tl.minimum(first + tiles_per_split, num_tiles), num_stages=STAGES):
+        words = tl.load(words_ptrs, eviction_policy="evict_first")
+        for unit in tl.static_range(TILE // UNIT):
+            raw = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
+                k = tile * TILE + plane * 32 + lane
+                inside = has_token[None, :] if EVEN_K else has_token[None, :] & (k < K)[:, None]
+                x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=inside, other=0.0)
+                raw = multiply(unpack(words, plane, BITS, BFLOAT16, PTX, INTERPRETED), x, raw, INTERPRETED)
+            group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
+            scale = tl.load(scale_ptr + group * N + n).to(tl.float32)
+            x_sum = tl.load(sums_ptr + (tile * (TILE // UNIT) + unit) * M + m, mask=has_token, other=0.0)
+            if HAS_ZERO:
+                zero = tl.load(zero_ptr + group * N + n).to(tl.float32)
+                total += scale[:, None] * (raw - (OFFSET + zero)[:, None] * x_sum[None, :])
+            else:
+                total += scale[:, None] * (raw - (OFFSET + MIDPOINT) * x_sum[None, :])
+        words_ptrs += N * 32
+    tl.store(part_ptr + (split * M + m[None, :]) * N + n[:, None], total, mask=has_token[None, :])
+
+
+@triton.jit
+def dequantized_plane(
+    words, zero, scale, plane: tl.constexpr, BITS: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """`(code - zero) * scale` of a plane `[n, 32]`, for zero and scale `[n]` in the dtype of the activations.
+
+    The difference is exact; the product is rounded once.
+    """
+    OFFSET: tl.constexpr = 128.0 if BFLOAT16 else 1024.0
+    codes = unpack(words, plane, BITS, BFLOAT16, PTX, INTERPRETED)
+    centred = codes - (zero + OFFSET).to(codes.dtype)[:, None]
+    product = centred * scale.to(codes.dtype)[:, None]
+    return product.to(scale.dtype)
+
+
+@triton.jit
+def zero_and_scale(zero_ptr, scale_ptr, place, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Zero point as float32 and scale as stored, of rows `place [n]` in their arrays."""
+    scale = tl.load(scale_ptr + place)
+    if HAS_ZERO:
+        zero = tl.load(zero_ptr + place).to(tl.float32)
+    else:
+        zero = tl.full(place.shape, MIDPOINT, tl.float32)
+    return zero, scale
+
+
+@triton.jit(do_not_specialize=["M"])
+def wide_product(
+    x_ptr, words_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, ROWS, num_tiles,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """`y [M, ROWS]` of `x [M, K]` and packed weights with N rows, a multiple of BLOCK_N."""
+    TILE: tl.constexpr = 512 // BITS
+    n, m = grouped_tile(M, N, BLOCK_N, BLOCK_M, GROUP_M)
+    lane, has_token = tl.arange(0, 32), m < M
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    words_ptrs = words_ptr + n.to(tl.int64)[:, None] * 32 + lane[None, :]
+    for tile in tl.range(0, num_tiles, num_stages=STAGES):
+        words = tl.load(words_ptrs)
+        for unit in tl.static_range(TILE // UNIT):
+            group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
+            zero, scale = zero_and_scale(zero_ptr, scale_ptr, group * N + n, MIDPOINT, HAS_ZERO)
+            for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
+                k = tile * TILE + plane * 32 + lane
+                inside = has_token[None, :] if EVEN_K else has_token[None, :] & (k < K)[:, None]
+                x = tl.load(x_ptr + m[None, :].to(tl.int64) * K + k[:, None], mask=inside, other=0.0)
+                weight = dequantized_plane(
+                    words, zero, scale.to(x_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
+                )
+                total = multiply(weight, x, total, INTERPRETED)
+        words_ptrs += N * 32
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)[:, None]
+    store_tile(y_ptr, total, m[None, :], n[:, None], M, ROWS)
+
+
+@triton.jit
+def expand(
+    words_ptr, scale_ptr, zero_ptr, weight_ptr, first_row, ROWS, N, K,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
+    BFLOAT16: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Dequantizes rows from `first_row` on into `weight [ROWS, K]`, for a dense product over very many tokens."""
+    TILE: tl.constexpr = 512 // BITS
+    tile, row = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, lane = first_row + row, tl.arange(0, 32)
+    words = tl.load(words_ptr + (tile.to(tl.int64) * N + n)[:, None] * 32 + lane[None, :])
+    for unit in tl.static_range(TILE // UNIT):
+        group = (tile * TILE + unit * UNIT) // GROUP_SIZE if GROUP_SIZE > 0 else 0
+        zero, scale = zero_and_scale(zero_ptr, scale_ptr, group * N + n, MIDPOINT, HAS_ZERO)
+        for plane in tl.static_range(unit * (UNIT // 32), (unit + 1) * (UNIT // 32)):
+            k = tile * TILE + plane * 32 + lane
+            weight = dequantized_plane(
+                words, zero, scale.to(weight_ptr.dtype.element_ty), plane, BITS, BFLOAT16, PTX, INTERPRETED
+            )
+            store_tile(weight_ptr, weight, row[:, None], k[None, :], ROWS, K)
+
+
+EXPANDED_ELEMENTS = 12 * 2**20
+"""Weights that are dense at one time: 24 MB stay in the second-level cache of a large GPU."""
+GROUP_M = 8
+
+
+def multiply_w4a16(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
+    """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16."""
+    return finish(product(prepared(x, input_form(weight, config)), weight, bias, config), x.dtype)
+
+
+def input_form(weight: PlanedWeight, config: KernelConfig) -> InputForm:
+    """What `product` takes: the narrow kernel reads sums of its input."""
+    if config.kernel != NARROW:
+        return InputForm()
+    return InputForm(SUMS, weight.unit, len(weight.words) * tile_inputs(weight.bits) // weight.unit)
+
+
+def product(x: Prepared, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Product:
+    """The product of an input in the form that `input_form` names."""
+    if config.kernel == NARROW:
+        return _narrow(x, weight, bias, config)
+    return finished((_expanded if config.kernel == EXPAND else _wide)(x.rows, weight, bias, config))
+
+
+def _narrow(x: Prepared, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Product:
+    (tokens, inputs), (tiles, rows) = x.rows.shape, weight.words.shape[:2]
+    tiles_per_split = triton.cdiv(tiles, config.splits)
+    splits = triton.cdiv(tiles, tiles_per_split)
+    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
+    grid = (rows // config.block_n, splits, triton.cdiv(tokens, config.block_m))
+    narrow_product[grid](
+        x.rows, weight.words, weight.scale, _zero(weight), x.beside, parts,
+        tokens, rows, inputs, tiles, tiles_per_split,
+        **_constants(weight, x.rows.dtype), EVEN_K=_is_even(weight), BLOCK_N=config.block_n, BLOCK_M=config.block_m,
+        STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return Product(parts, weight.shape[0], bias)
+
+
+def _wide(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
+    (tokens, inputs), (tiles, rows) = x.shape, weight.words.shape[:2]
+    y = x.new_empty(tokens, weight.shape[0])
+    grid = (rows // config.block_n * triton.cdiv(tokens, config.block_m),)
+    wide_product[grid](
+        x, weight.words, weight.scale, _zero(weight), x if bias is None else bias, y,
+        tokens, rows, inputs, weight.shape[0], tiles,
+        **_constants(weight, x.dtype), HAS_BIAS=bias is not None, EVEN_K=_is_even(weight), BLOCK_N=config.block_n,
+        BLOCK_M=config.block_m, GROUP_M=GROUP_M, STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return y
+
+
+def _expanded(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
+    rows, inputs = weight.shape
+    step = max(64, EXPANDED_ELEMENTS // inputs // 64 * 64)
+    panel = x.new_empty(min(step, rows), inputs)
+    y = x.new_empty(len(x), rows)
+    for first in range(0, rows, step):
+        stop = min(first + step, rows)
+        dense = expand_rows(weight, first, panel[: stop - first])
+        y[:, first:stop] = functional.linear(x, dense, None if bias is None else bias[first:stop])
+    return y
+
+
+def expand_rows(weight: PlanedWeight, first: int, out: Tensor) -> Tensor:
+    """Fills `out [R, K]` with the dequantized rows from `first`, a multiple of 64, on."""
+    expand[(len(weight.words), triton.cdiv(len(out), 64))](
+        weight.words, weight.scale, _zero(weight), out, first, len(out), weight.words.shape[1], weight.shape[1],
+        **_constants(weight, out.dtype), BLOCK_N=64, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _zero(weight: PlanedWeight) -> Tensor:
+    return weight.words if weight.zero is None else weight.zero  # an unused argument must still be a pointer
+
+
+def _is_even(weight: PlanedWeight) -> bool:
+    return weight.shape[1] % tile_inputs(weight.bits) == 0
+
+
+def _constants(weight: PlanedWeight, dtype: torch.dtype) -> dict[str, Any]:
+    is_bfloat16 = dtype == torch.bfloat16
+    return {
+        "BITS": weight.bits,
+        "GROUP_SIZE": weight.group_size,
+        "UNIT": weight.unit,
+        "MIDPOINT": weight.midpoint,
+        "HAS_ZERO": weight.zero is not None,
+        "BFLOAT16": is_bfloat16,
+        "PTX": unpack_instructions(weight.bits, is_bfloat16),
+        "INTERPRETED": triton.knobs.runtime.interpret,
+    }

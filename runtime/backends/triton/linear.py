@@ -1,0 +1,166 @@
+"""Packed linears on NVIDIA GPUs through Triton, which is imported when the first weight is prepared."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.fp8 import Fp8Weight
+from compress.checkpoint.weights.integer import IntegerWeight
+from runtime.backends import base
+from runtime.backends.base import InputForm, Kernel, Prepared, Product, Target
+from runtime.backends.triton.device import has_capability, num_processors, refuse_triton
+from runtime.backends.triton.kernels.configs import Plan, config_for, default_plan, measured_plan
+
+TABLES = Path(__file__).parent / "gpu" / "tables"
+"""Measured kernel tables, one file per GPU, named after it."""
+MEASURED_BITS = 4
+"""Tables are of such codes: a tile of 2-bit codes takes twice the shared memory."""
+UNIT = 32
+"""Group sizes are a multiple of this, or the whole row."""
+
+
+class PlanedLinear:
+    """2- to 4-bit codes in planes; which kernel runs is looked up by the number of tokens."""
+
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
+        from runtime.backends.triton.kernels import w4a16
+        from runtime.backends.triton.kernels.weight_layout import pack_planes
+
+        self._weight = pack_planes(weight, target.device)
+        self._bias = bias
+        tiles, rows, _ = self._weight.words.shape
+        self._plan = _plan(target.device, self._weight.bits, rows, tiles, weight.shape)
+        self._launch = w4a16
+        self.nbytes = self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._launch.multiply_w4a16(x, self._weight, self._bias, config_for(self._plan, len(x)))
+
+    def input_form(self, num_tokens: int) -> InputForm:
+        return self._launch.input_form(self._weight, config_for(self._plan, num_tokens))
+
+    def product(self, x: Prepared) -> Product:
+        return self._launch.product(x, self._weight, self._bias, config_for(self._plan, len(x.rows)))
+
+
+class ByteLinear:
+    """8-bit codes with 16-bit activations, or with 8-bit ones where the scheme says so."""
+
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
+        from runtime.backends.triton.kernels import int8
+
+        self._weight = int8.pack_bytes(weight, target.device)
+        self._bias = bias
+        self._processors = num_processors(target.device)
+        self._rounds = weight.scheme.activation_bits is not None
+        self._launch = int8
+        self.nbytes = self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        multiply = self._launch.multiply_levels if self._rounds else self._launch.multiply_bytes
+        return multiply(x, self._weight, self._bias, self._processors)
+
+    def input_form(self, num_tokens: int) -> InputForm:
+        return InputForm(base.LEVELS) if self._rounds else InputForm()
+
+    def product(self, x: Prepared) -> Product:
+        parts = self._launch.level_parts if self._rounds else self._launch.byte_parts
+        return parts(x, self._weight, self._bias, self._processors)
+
+
+def table_path(gpu: str) -> Path:
+    """Where the measured table of a GPU stands, by the name that its driver gives."""
+    return TABLES / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+
+
+def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[int, int]) -> Plan:
+    if device.type == "cuda" and bits == MEASURED_BITS:
+        gpu = torch.cuda.get_device_name(device)
+        path = table_path(gpu)
+        measured = measured_plan(path, gpu, *shape) if path.is_file() else None
+        if measured is not None:
+            return measured
+    return default_plan(bits, rows, tiles, num_processors(device))
+
+
+def refuse_gpu(scheme: Scheme, in_features: int, target: Target) -> str:
+    """Why no Triton linear serves a scheme on a target; empty where one may."""
+    if refusal := refuse_triton(target.device, target.dtype):
+        return refusal
+    if scheme.group_size is not None and scheme.group_size % UNIT:
+        return f"takes groups that are a multiple of {UNIT}"
+    return ""
+
+
+def refuse_planes(scheme: Scheme, in_features: int, target: Target) -> str:
+    if scheme.bits > 4 or scheme.activation_bits is not None:
+        return "takes 2 to 4 bits and 16-bit activations"
+    return refuse_gpu(scheme, in_features, target)
+
+
+def refuse_bytes(scheme: Scheme, in_features: int, target: Target) -> str:
+    if not 4 < scheme.bits <= 8 or scheme.activation_bits is not None:
+        return "takes 5 to 8 bits and 16-bit activations"
+    return refuse_gpu(scheme, in_features, target)
+
+
+def refuse_levels(scheme: Scheme, in_features: int, target: Target) -> str:
+    if scheme.activation_bits is None:
+        return "needs 8-bit activations"
+    if scheme.group_size is not None or not scheme.symmetric:
+        return "takes symmetric weights with one scale per channel"
+    return refuse_gpu(scheme, in_features, target)
+
+
+PLANES = Kernel("triton_planes", "packed 2- to 4-bit codes, float32 sums", refuse_planes, PlanedLinear)
+BYTES = Kernel("triton_bytes", "8-bit codes, 16-bit activations, float32 sums", refuse_bytes, ByteLinear)
+LEVELS = Kernel("triton_levels", "8-bit codes times 8-bit activations, exact int32 sums", refuse_levels, ByteLinear)
+KERNELS = (LEVELS, PLANES, BYTES)
+
+
+NATIVE_CAPABILITY = (8, 9)
+"""Compute capability since which GPUs multiply 8-bit floats: Ada and Hopper."""
+
+
+class Fp8Linear:
+    """Codes as they are stored, with 16-bit activations, or with 8-bit floats where the scheme says so."""
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None, target: Target) -> None:
+        from runtime.backends.triton.kernels import fp8
+
+        native, processors = multiplies_fp8(target.device), num_processors(target.device)
+        self._weight = fp8.place_fp8(weight, target, native, processors)
+        self._bias = bias
+        self._launch = fp8
+        self.nbytes = self._weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._launch.multiply_fp8(x, self._weight, self._bias)
+
+    def input_form(self, num_tokens: int) -> InputForm:
+        return self._weight.form
+
+    def product(self, x: Prepared) -> Product:
+        return self._launch.fp8_parts(x, self._weight, self._bias)
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a GPU multiplies 8-bit floats itself; one that is not there, and only planned for, is taken to."""
+    return device.type == "cuda" and has_capability(device, NATIVE_CAPABILITY)
+
+
+def refuse_native(scheme: Scheme, in_features: int, target: Target) -> str:
+    refusal = refuse_gpu(scheme, in_features, target)
+    if refusal or scheme.activation_bits is None:
+        return refusal or "needs 8-bit activations"
+    return "" if multiplies_fp8(target.device) else "needs a GPU that multiplies 8-bit floats (Ada, Hopper or newer)"
+
+
+NATIVE = Kernel("triton_fp8", "8-bit floats times 8-bit floats, float32 sums", refuse_native, Fp8Linear)
+WIDENED = Kernel("triton_fp8_16bit", "8-bit floats multiplied in 16 bits, float32 sums", refuse_gpu, Fp8Linear)
+FP8_KERNELS = (NATIVE, WIDENED)

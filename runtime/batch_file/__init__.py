@@ -1,1 +1,0 @@
-"""OpenAI's batch files without a server: requests from one JSONL file, answers to another. No torch."""

@@ -1,0 +1,449 @@
+"""Who sends when: a fixed number of clients that wait for their answers, or arrivals that wait for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import ssl
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from compress.common.errors import DataError, ToolkitError
+
+READ_BYTES = 2**16
+LONGEST_LINE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is, and the key it asks for."""
+
+    host: str
+    port: int
+    is_https: bool = False
+    prefix: str = ""
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, api_key: str | None = None) -> Address:
+        """Of `http://host:port`, with or without a path and a final `/v1`. Raises ToolkitError for anything else."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ToolkitError(f"{url!r} is no URL of a server", "Write for example --url http://127.0.0.1:8000")
+        is_https = parts.scheme == "https"
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, parts.port or (443 if is_https else 80), is_https, prefix, api_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Status and headers (names in lower case) of an answer whose body may still be under way."""
+
+    status: int
+    headers: Mapping[str, str]
+    reader: asyncio.StreamReader
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """The body as it arrives. Raises asyncio.IncompleteReadError when the server breaks off."""
+        reader = self.reader
+        if "chunked" in self.headers.get("transfer-encoding", ""):
+            while size := int((await reader.readline()).partition(b";")[0] or b"x", 16):
+                yield await reader.readexactly(size)
+                await reader.readline()
+        elif "content-length" in self.headers:
+            yield await reader.readexactly(int(self.headers["content-length"]))
+        else:
+            while piece := await reader.read(READ_BYTES):
+                yield piece
+
+    async def body(self) -> bytes:
+        """The whole body."""
+        return b"".join([piece async for piece in self.pieces()])
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Data of server-sent events, as soon as each is complete."""
+        rest = b""
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                *events, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+                for event in events:
+                    if event.startswith(b"data:"):
+                        yield event.removeprefix(b"data:").strip()
+
+
+@asynccontextmanager
+async def request(address: Address, method: str, path: str, payload: Any = None) -> AsyncIterator[Response]:
+    """Sends a request and gives the answer's beginning; the connection ends with the block.
+
+    Raises:
+        OSError: no connection. ValueError, asyncio.IncompleteReadError: what came back is no HTTP.
+    """
+    context = ssl.create_default_context() if address.is_https else None
+    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context, limit=LONGEST_LINE)
+    try:
+        writer.write(_head_and_body(address, method, path, payload))
+        await writer.drain()
+        status = await _read_status(reader)
+        yield Response(status, await _read_headers(reader), reader)
+    finally:
+        writer.close()
+
+
+async def fetch_json(address: Address, method: str, path: str, payload: Any = None) -> Any:
+    """The JSON of a whole answer. Raises ToolkitError when there is no server, or it refuses."""
+    where = f"{address.host}:{address.port}"
+    try:
+        async with request(address, method, path, payload) as response:
+            body = await response.body()
+    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        raise ToolkitError(f"no answer from {where}: {error}", "Start the server, or mend --url") from error
+    if response.status != 200:
+        detail = body[:200].decode(errors="replace")
+        raise ToolkitError(f"{method} {path} on {where} gave status {response.status}: {detail}", "Check --api-key")
+    return json.loads(body)
+
+
+def _head_and_body(address: Address, method: str, path: str, payload: Any) -> bytes:
+    body = b"" if payload is None else json.dumps(payload).encode()
+    lines = [
+        f"{method} {address.prefix}{path} HTTP/1.1",
+        f"Host: {address.host}:{address.port}",
+        "Connection: close",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
+    if address.api_key is not None:
+        lines.append(f"Authorization: Bearer {address.api_key}")
+    return "\r\n".join([*lines, "\r\n"]).encode("latin-1") + body
+
+
+async def _read_status(reader: asyncio.StreamReader) -> int:
+    line = await reader.readline()
+    if not line.startswith(b"HTTP/1."):
+        raise ValueError(f"the server's answer begins with {line[:40]!r}" if line else "the server gave no answer")
+    return int(line.split()[1])
+
+
+async def _read_headers(reader: asyncio.StreamReader) -> dict[str, str]:
+    headers = {}
+    while line := (await reader.readline()).decode("latin-1").strip():
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return headers
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Token counts, uniform from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Of `128` or `32:256`. Raises ValueError for anything else."""
+        low, _, high = text.partition(":")
+        lengths = cls(int(low), int(high or low))
+        if not 1 <= lengths.low <= lengths.high:
+            raise ValueError(f"{text!r} is no range of token counts")
+        return lengths
+
+    def draw(self, generator: random.Random) -> int:
+        return generator.randint(self.low, self.high)
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: which route, and the body without what all bodies share."""
+
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Recipe of a run.
+
+    Attributes:
+        input: own prompt tokens of a request.
+        output: tokens of an answer; exact, because the model's end tokens are ignored.
+        shared_prefix: tokens in front of every prompt, the same for all.
+        seed: of lengths, texts and arrivals.
+    """
+
+    input: Lengths
+    output: Lengths
+    num_requests: int
+    shared_prefix: int = 0
+    temperature: float = 0.0
+    seed: int = 0
+
+    def from_text(self, token_ids: Sequence[int], count: int | None = None, seed_offset: int = 0) -> list[Job]:
+        """Jobs whose prompts are pieces of a tokenized text, each from a place of its own.
+
+        Args:
+            seed_offset: another one gives other prompts, with another prefix, of the same kind.
+        """
+        if not token_ids:
+            raise DataError("the text for the prompts has no tokens", "Give --prompts FILE.jsonl")
+        generator = random.Random(f"{self.seed}/{seed_offset}/prompts")
+        prefix = _piece(token_ids, self.shared_prefix, generator)
+        jobs = []
+        for index in range(self.num_requests if count is None else count):
+            prompt = prefix + _piece(token_ids, self.input.draw(generator), generator)
+            jobs.append(Job("/v1/completions", {"prompt": prompt, **self._answer(index, self.output.draw(generator))}))
+        return jobs
+
+    def from_prompts(self, prompts: Sequence[dict[str, Any]]) -> list[Job]:
+        """Jobs that take the given prompts in turn, as often as it needs."""
+        generator = random.Random(f"{self.seed}/lengths")
+        jobs = []
+        for index in range(self.num_requests):
+            given = prompts[index % len(prompts)]
+            path = "/v1/chat/completions" if "messages" in given else "/v1/completions"
+            jobs.append(Job(path, {**self._answer(index, self.output.draw(generator)), **given}))
+        return jobs
+
+    def arrivals(self, rate: float) -> list[float]:
+        """Seconds at which the requests of a Poisson process of `rate` per second arrive; the first comes at once."""
+        generator = random.Random(f"{self.seed}/arrivals")
+        gaps = (generator.expovariate(rate) for _ in range(self.num_requests - 1))
+        return list(accumulate(gaps, initial=0.0))
+
+    def _answer(self, index: int, max_tokens: int) -> dict[str, Any]:
+        return {
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": self.temperature,
+            "seed": self.seed + index,
+        }
+
+
+def _piece(token_ids: Sequence[int], length: int, generator: random.Random) -> list[int]:
+    """So many tokens from a random place, around the end of the text if need be."""
+    start = generator.randrange(len(token_ids))
+    rounds = -(-(start + length) // len(token_ids))
+    return (list(token_ids) * rounds)[start : start + length]
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Lines `{"prompt": ...}` or `{"messages": [...]}`, with `max_tokens` if an answer has a length of its own.
+
+    Raises:
+        DataError: no file, or a line that is something else, by number.
+    """
+    if not path.is_file():
+        raise DataError(f"there is no file {path}", "Give --prompts an existing file")
+    prompts = list(_prompt_lines(path))
+    if not prompts:
+        raise DataError(f"{path} has no lines", 'Write lines such as {"prompt": "Once upon a time"}')
+    return prompts
+
+
+def _prompt_lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number} is not JSON: {error}", "One JSON object a line") from error
+        if not isinstance(entry, dict) or len({"prompt", "messages"} & entry.keys()) != 1:
+            raise DataError(f"{path}:{number} has neither prompt nor messages, or both", "Give one of them")
+        unknown = entry.keys() - {"prompt", "messages", "max_tokens"}
+        if unknown:
+            raise DataError(f"{path}:{number} has the unknown field {min(unknown)!r}", "Remove it")
+        yield entry
+
+
+def python_manual() -> str:
+    """Real text that every CPython brings: the reference manual."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ToolkitError("this Python has no pydoc_data", "Give --prompts FILE.jsonl") from error
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+@dataclass(slots=True)
+class Record:
+    """What happened to one request. Times are seconds since the run began.
+
+    Attributes:
+        start: when it was due (open loop) or sent (closed loop).
+        chunk_times: arrivals of streamed text. One chunk is one step of the engine and may hold several tokens.
+        output_tokens: as the server's usage says, not as many as there were chunks.
+        status: of HTTP; 0 without an answer.
+        error: what went wrong; empty when all is well.
+    """
+
+    start: float
+    end: float = 0.0
+    chunk_times: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    status: int = 0
+    error: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.error
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from the start to the first text."""
+        return self.chunk_times[0] - self.start
+
+    @property
+    def e2e(self) -> float:
+        """Seconds from the start to the end of the answer."""
+        return self.end - self.start
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between one chunk and the next."""
+        return [after - before for before, after in pairwise(self.chunk_times)]
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first; None for an answer of one token."""
+        later = self.output_tokens - 1
+        return (self.chunk_times[-1] - self.chunk_times[0]) / later if later > 0 else None
+
+
+@dataclass(slots=True)
+class Client:
+    """Sends jobs to one server and notes times on one clock.
+
+    Attributes:
+        model: what the server calls it.
+        timeout: seconds for a whole request.
+    """
+
+    address: Address
+    model: str
+    timeout: float = 600.0
+    began: float = field(default_factory=time.perf_counter)
+    num_active: int = 0
+    peak_active: int = 0
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self.began
+
+    async def send(self, job: Job, start: float | None = None) -> Record:
+        """The record of one streamed request; failures are in the record, never raised."""
+        record = Record(self.now if start is None else start)
+        self.num_active += 1
+        self.peak_active = max(self.peak_active, self.num_active)
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self._stream(job, record)
+        except TimeoutError:
+            record.error = f"no complete answer within {self.timeout:g} s"
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            record.error = f"{type(error).__name__}: {error}"
+        finally:
+            self.num_active -= 1
+            record.end = self.now
+        return record
+
+    async def _stream(self, job: Job, record: Record) -> None:
+        shared = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        async with request(self.address, "POST", job.path, {**job.body, **shared}) as response:
+            record.status = response.status
+            if response.status != 200:
+                record.error = _error_message(await response.body())
+                return
+            await self._read(response, record)
+        if not record.chunk_times:  # tokens without a text, such as end tokens: they came by the end
+            record.chunk_times.append(self.now)
+
+    async def _read(self, response: Response, record: Record) -> None:
+        async with aclosing(response.events()) as events:
+            async for data in events:
+                now = self.now
+                if data == b"[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    record.error = str(chunk["error"].get("message", chunk["error"]))
+                    return
+                if _has_text(chunk):
+                    record.chunk_times.append(now)
+                if chunk.get("usage"):
+                    _note_usage(record, chunk["usage"])
+        record.error = "the stream broke off"
+
+
+def _has_text(chunk: dict[str, Any]) -> bool:
+    return any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"])
+
+
+def _note_usage(record: Record, usage: dict[str, Any]) -> None:
+    record.prompt_tokens = usage["prompt_tokens"]
+    record.output_tokens = usage["completion_tokens"]
+    record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _error_message(body: bytes) -> str:
+    """The message of an OpenAI error object, or the beginning of whatever came instead."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
+
+
+Progress = Callable[[Record], None]
+
+
+async def closed_loop(client: Client, jobs: Sequence[Job], concurrency: int, progress: Progress) -> list[Record]:
+    """Each of `concurrency` clients sends the next job when its last answer is complete. Load follows the server."""
+    waiting = iter(jobs)
+    records: list[Record] = []
+
+    async def work() -> None:
+        for job in waiting:
+            records.append(await client.send(job))
+            progress(records[-1])
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(jobs))):
+            group.create_task(work())
+    return records
+
+
+async def open_loop(client: Client, jobs: Sequence[Job], arrivals: Sequence[float], progress: Progress) -> list[Record]:
+    """Sends each job at its time, however many are under way. Load does not follow the server.
+
+    Latencies count from the time a request was due: a generator that is late itself hides nothing.
+
+    Args:
+        arrivals: seconds from now, in order, one per job.
+    """
+    begin = client.now
+
+    async def send(job: Job, due: float) -> Record:
+        await asyncio.sleep(due - client.now)
+        record = await client.send(job, due)
+        progress(record)
+        return record
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(send(job, begin + at)) for job, at in zip(jobs, arrivals, strict=True)]
+    return [task.result() for task in tasks]

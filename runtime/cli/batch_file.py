@@ -1,0 +1,295 @@
+"""Lines of a batch file: `{"custom_id", "method", "url", "body"}`, checked by number before anything runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+from uuid import uuid4
+
+from compress.common.errors import DataError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp, Message
+
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+FIELDS = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+def read_lines(path: Path, model_name: str) -> Iterator[Line | str]:
+    """Requests in order, and in place of every wrong line what is wrong with it, with its number. Reads as it goes.
+
+    Args:
+        model_name: what the bodies must call the model.
+
+    Raises:
+        DataError: there is no such file, or it is not UTF-8.
+    """
+    if not path.is_file():
+        raise DataError(f"there is no file {path}", "Name a file of JSON lines in OpenAI's batch format")
+    first_lines: dict[str, int] = {}
+    try:
+        with path.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a byte order mark
+            for number, text in enumerate(lines, 1):
+                if text.strip():
+                    line = _parse(number, text, model_name)
+                    yield f"{path}:{number}: {line}" if isinstance(line, str) else _unless_seen(line, first_lines, path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it") from error
+
+
+def _unless_seen(line: Line, first_lines: dict[str, int], path: Path) -> Line | str:
+    first = first_lines.setdefault(line.custom_id, line.number)
+    if first == line.number:
+        return line
+    return f"{path}:{line.number}: custom_id {line.custom_id!r} was in line {first} already; make it unique"
+
+
+def _parse(number: int, text: str, model_name: str) -> Line | str:
+    """The request, or what is wrong with it."""
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    if not isinstance(entry, dict):
+        return "not a JSON object"
+    missing = [name for name in FIELDS if name not in entry]
+    unknown = sorted(entry.keys() - set(FIELDS))
+    if missing or unknown:
+        return f"lacks {', '.join(missing)}" if missing else f"has the unknown field {unknown[0]!r}"
+    problem = _problem(entry, model_name)
+    return problem or Line(number, entry["custom_id"], entry["url"], entry["body"])
+
+
+def _problem(entry: dict[str, Any], model_name: str) -> str:
+    body = entry["body"]
+    if not isinstance(entry["custom_id"], str) or not entry["custom_id"]:
+        return f"custom_id {entry['custom_id']!r} is not a non-empty string"
+    if entry["method"] != "POST":
+        return f"method {entry['method']!r} is not POST"
+    if entry["url"] not in URLS:
+        return f"url {entry['url']!r} is none of {', '.join(URLS)}"
+    if not isinstance(body, dict):
+        return "body is not a JSON object"
+    if body.get("stream"):
+        return "body has stream=true; answers in a file are whole"
+    if body.get("model") != model_name:
+        return f"model {body.get('model')!r} is not the loaded one, {model_name!r}; --name says what to call it"
+    return ""
+
+
+HOST = b"127.0.0.1"
+
+
+@dataclass
+class Answer:
+    """What came back."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    content: bytearray = field(default_factory=bytearray)
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+async def post(app: ASGIApp, path: str, body: dict[str, Any]) -> Answer:
+    """Posts JSON and waits for the whole answer. A client that never leaves: cancelling the task is how to stop it."""
+    content = json.dumps(body).encode()
+    answer = Answer()
+    requests = iter([{"type": "http.request", "body": content, "more_body": False}])
+
+    async def receive() -> Message:
+        for message in requests:
+            return message
+        return await asyncio.Future()  # nothing more comes
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            answer.status = message["status"]
+            answer.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
+        else:
+            answer.content += message.get("body", b"")
+
+    await app(_scope(path, len(content)), receive, send)
+    return answer
+
+
+def _scope(path: str, length: int) -> dict[str, Any]:
+    headers = {b"host": HOST, b"content-type": b"application/json", b"content-length": str(length).encode()}
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": list(headers.items()),
+        "client": (HOST.decode(), 0),
+        "server": (HOST.decode(), 80),
+        "state": {},
+    }
+
+
+BEGINNING = b'{"id":"batch_req_'
+"""Of every line written here; what does not begin so is not ours to cut off."""
+
+
+class ResultFile:
+    """Appends results to a file and knows the status of the requests that it holds.
+
+    A last line without its end, which a killed run may leave, is cut off when the file is opened.
+
+    Raises:
+        DataError: the file holds something else than results, by line number; it is left as it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.statuses, num_bytes = _read_statuses(path) if path.exists() else ({}, 0)
+        self._stream: BinaryIO = path.open("ab")
+        self._stream.truncate(num_bytes)
+
+    def write(self, custom_id: str, answer: Answer) -> None:
+        """Adds one answer. The line is whole or, after a crash, recognizably broken."""
+        line = json.dumps(result_json(custom_id, answer), separators=(",", ":"))
+        self._stream.write(line.encode() + b"\n")
+        self._stream.flush()
+        self.statuses[custom_id] = answer.status
+
+    def close(self) -> None:
+        """Makes what was written survive a power cut."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+
+def result_json(custom_id: str, answer: Answer) -> dict[str, Any]:
+    """OpenAI's shape of one result. `error` is for requests that were not run, which are not written at all."""
+    response = {
+        "status_code": answer.status,
+        "request_id": answer.headers.get("x-request-id", ""),
+        "body": answer.json(),
+    }
+    return {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
+
+
+def _read_statuses(path: Path) -> tuple[dict[str, int], int]:
+    """Status by custom id in the whole lines of a file, and how many bytes those lines have."""
+    statuses: dict[str, int] = {}
+    num_bytes = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n") and _is_beginning(line):
+                break
+            try:
+                result = json.loads(line)
+                statuses[result["custom_id"]] = result["response"]["status_code"]
+            except (ValueError, KeyError, TypeError) as error:
+                remedy = "Name another file for the results; this one is left as it is"
+                raise DataError(f"{path}:{number} is not a result of a batch", remedy) from error
+            num_bytes += len(line)
+    return statuses, num_bytes
+
+
+def _is_beginning(line: bytes) -> bool:
+    return line.startswith(BEGINNING) or BEGINNING.startswith(line)
+
+
+SECONDS_BETWEEN_LINES = 10.0
+OK = 200
+
+
+@dataclass
+class Progress:
+    """Counts, shown on standard error: in place on a terminal, else a line now and then.
+
+    Attributes:
+        total: requests in the file. skipped: those that were answered by an earlier run.
+    """
+
+    total: int
+    skipped: int
+    answered: int = 0
+    failed: int = 0
+    began: float = field(default_factory=time.monotonic)
+    shown: float = field(default_factory=time.monotonic)
+
+    def note(self, status: int) -> None:
+        self.answered += 1
+        self.failed += status != OK
+        if sys.stderr.isatty():
+            print(f"\r{self}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
+            self.shown = time.monotonic()
+            print(self, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        print(f"{chr(13) if sys.stderr.isatty() else ''}{self}", file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        rate = self.answered / max(time.monotonic() - self.began, 1e-9)
+        done = f"{self.skipped + self.answered} of {self.total} requests done"
+        return f"{done} ({self.skipped} by an earlier run, {self.failed} failed), {rate:.1f} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch file and where its answers go.
+
+    Attributes:
+        failures: file for answers with another status than 200; may be `results`.
+        num_at_once: requests under way together.
+    """
+
+    source: Path
+    model_name: str
+    results: ResultFile
+    failures: ResultFile
+    num_at_once: int
+
+    def pending(self) -> Iterator[Line]:
+        """Requests that no result file holds, read as they are needed."""
+        for line in read_lines(self.source, self.model_name):
+            if isinstance(line, Line) and not self.is_done(line.custom_id):
+                yield line
+
+    def is_done(self, custom_id: str) -> bool:
+        return custom_id in self.results.statuses or custom_id in self.failures.statuses
+
+
+async def answer_all(app: FastAPI, batch: Batch, progress: Progress) -> None:
+    """Sends every pending request to the application and writes answers as they come. Cancelling it loses only what is
+    under way."""
+    pending = batch.pending()
+
+    async def work() -> None:
+        for line in pending:
+            answer = await post(app, line.url, line.body)
+            (batch.results if answer.status == OK else batch.failures).write(line.custom_id, answer)
+            progress.note(answer.status)
+
+    async with app.router.lifespan_context(app), asyncio.TaskGroup() as group:
+        for _ in range(batch.num_at_once):
+            group.create_task(work())

@@ -1,0 +1,1 @@
+"""Nouns shared by all layers of the runtime."""

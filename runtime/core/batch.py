@@ -1,0 +1,231 @@
+"""A step plan as tensors: the flat token axis, and which stretches of it look at which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from runtime.core.attention_window import ALL, Reach
+from runtime.core.step import ScheduledSequence, ancestor_bits, paths
+from runtime.upload import upload
+
+MIN_SHARED_BLOCKS = 16
+"""Short spans of equally many tokens share one attention call when their block tables round up to the same power of
+two, or to this."""
+MAX_SHARED_TOKENS = 17
+"""Tokens of a short span: one that is known and the longest draft."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Rows of the token axis that attend together: equally many tokens of several sequences, or a span of one.
+
+    Attributes:
+        rows: of the token axis.
+        blocks: `[num_sequences * n]` block ids; blocks out of reach of all rows are left out, and shorter tables are
+            padded with the sequence's own first block.
+        positions: `[rows]` among the keys of these blocks; a token sees keys up to its own position.
+        num_sequences: their rows follow each other.
+        num_keys: keys that some row sees, of each sequence.
+        ragged: some row sees fewer keys than `num_keys` for a reason other than causality inside a whole prompt.
+        ancestors: int64 `[rows]`, where drafts are trees: of the keys from that of a sequence's first row on, bit k
+            says whether the row sees the k-th. None: all those up to its position.
+    """
+
+    rows: slice
+    blocks: Tensor
+    positions: Tensor
+    num_sequences: int
+    num_keys: int
+    ragged: bool
+    ancestors: Tensor | None = None
+
+    @property
+    def tree(self) -> tuple[Tensor, Tensor] | None:
+        """Of every row the key of its sequence's first row, and its ancestors; None without trees."""
+        if self.ancestors is None:
+            return None
+        positions = self.positions.view(self.num_sequences, -1)
+        return positions[:, :1].expand_as(positions).flatten(), self.ancestors
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step, laid out.
+
+    Attributes:
+        entries: in the order of their rows.
+        token_ids, positions, slots: int64 `[T]`; slot = block id * block_size + offset.
+        groups: cover the token axis in order.
+        sampling: entries that sample.
+        sample_rows: int64, the last row of each of them, and the one before each of their draft tokens.
+        prompt_rows: entries that want their whole prompt, and the rows of their span.
+        fresh_blocks: blocks that this step begins and does not fill.
+    """
+
+    entries: tuple[ScheduledSequence, ...]
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    groups: tuple[AttentionGroup, ...]
+    sampling: tuple[ScheduledSequence, ...]
+    sample_rows: Tensor
+    prompt_rows: tuple[tuple[ScheduledSequence, slice], ...]
+    fresh_blocks: tuple[int, ...]
+
+
+def build_batch(
+    entries: Sequence[ScheduledSequence], block_size: int, device: torch.device, reach: Reach = ALL
+) -> Batch:
+    """Orders the entries (short ones by length, then spans) and lays out their tokens, slots and block tables."""
+    bounded = reach.window is not None  # else the place of a key among those that are gathered is its position
+    groups = group_entries(entries, block_size, reach)
+    ordered = [entry for group in groups for entry in group]
+    stops = list(accumulate(entry.num_tokens for entry in ordered))
+    parts = [
+        list(chain.from_iterable(_token_ids(entry) for entry in ordered)),
+        list(chain.from_iterable(_positions(entry) for entry in ordered)),
+        list(chain.from_iterable(slots_of(entry, block_size) for entry in ordered)),
+        list(chain.from_iterable(_sample_rows(entry, stop) for entry, stop in zip(ordered, stops, strict=True))),
+        list(chain.from_iterable(_key_positions(entry, block_size, reach) for entry in ordered)) if bounded else [],
+        list(chain.from_iterable(ancestor_bits(entry.draft_parents) for entry in ordered if entry.has_tree)),
+        *(block_table(group, block_size, reach) for group in groups),
+    ]
+    # One transfer for everything: on small models, and on a GPU, each small tensor costs as much as a layer.
+    flat = upload(chain.from_iterable(parts), device)
+    sizes = [len(part) for part in parts]
+    token_ids, positions, slots, sample_rows, key_positions, ancestors, *tables = flat.split(sizes)
+    return Batch(
+        tuple(ordered),
+        token_ids,
+        positions,
+        slots,
+        _attention_groups(groups, tables, key_positions if bounded else positions, ancestors, block_size, reach),
+        tuple(entry for entry in ordered if entry.samples),
+        sample_rows,
+        tuple(_prompt_rows(ordered, stops)),
+        tuple(block for entry in ordered for block in fresh_blocks(entry, block_size)),
+    )
+
+
+def group_entries(
+    entries: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL
+) -> list[list[ScheduledSequence]]:
+    """Single tokens, and drafts of the same size, in groups of like length, so that padding at most doubles the work;
+    every longer span on its own."""
+    shared: dict[tuple[int, int, bool], list[ScheduledSequence]] = {}
+    for entry in entries:
+        if entry.num_tokens <= MAX_SHARED_TOKENS:
+            last = (_stop(entry) - 1 - num_hidden_keys(entry, block_size, reach)) // block_size
+            blocks = max(MIN_SHARED_BLOCKS, 1 << last.bit_length())
+            shared.setdefault((entry.num_tokens, blocks, entry.has_tree), []).append(entry)
+    groups = [shared[size] for size in sorted(shared)]
+    return groups + [[entry] for entry in entries if entry.num_tokens > MAX_SHARED_TOKENS]
+
+
+def block_table(group: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL) -> list[int]:
+    """Block ids within reach of each sequence up to its last token, one sequence after the other, all padded to the
+    same number."""
+    tables = [visible_blocks(entry, block_size, reach) for entry in group]
+    longest = max(len(table) for table in tables)
+    for table in tables:
+        table += table[:1] * (longest - len(table))
+    return list(chain.from_iterable(tables))
+
+
+def visible_blocks(entry: ScheduledSequence, block_size: int, reach: Reach) -> list[int]:
+    """Block ids within reach of some token of the span, up to its last one."""
+    block_ids, stop = entry.sequence.block_ids, _last_block(entry, block_size) + 1
+    if reach.window is None:
+        return block_ids[:stop]
+    hidden = reach.hidden_blocks(entry.start, block_size)
+    return block_ids[: hidden.start] + block_ids[hidden.stop : stop]
+
+
+def _attention_groups(
+    groups: Sequence[Sequence[ScheduledSequence]],
+    tables: Sequence[Tensor],
+    positions: Tensor,
+    ancestors: Tensor,
+    block_size: int,
+    reach: Reach,
+) -> tuple[AttentionGroup, ...]:
+    layout, row = [], 0
+    for group, table in zip(groups, tables, strict=True):
+        rows = slice(row, row + sum(entry.num_tokens for entry in group))
+        lengths = [_stop(entry) - num_hidden_keys(entry, block_size, reach) for entry in group]
+        partial_span = group[0].num_tokens > 1 and (group[0].start > 0 or len(group) > 1)
+        ragged = partial_span or min(lengths) < max(lengths)
+        bits = None
+        if group[0].has_tree:
+            bits, ancestors = ancestors.tensor_split([rows.stop - row])
+        layout.append(AttentionGroup(rows, table, positions[rows], len(group), max(lengths), ragged, bits))
+        row = rows.stop
+    return tuple(layout)
+
+
+def num_hidden_keys(entry: ScheduledSequence, block_size: int, reach: Reach) -> int:
+    """Keys of the blocks out of reach of the whole span: what is left out before the keys that it looks at."""
+    if reach.window is None:
+        return 0
+    return len(reach.hidden_blocks(entry.start, block_size)) * block_size
+
+
+def _key_positions(entry: ScheduledSequence, block_size: int, reach: Reach) -> list[int]:
+    num_hidden = num_hidden_keys(entry, block_size, reach)
+    return [position - num_hidden for position in _positions(entry)]
+
+
+def _positions(entry: ScheduledSequence) -> Iterable[int]:
+    """Of the span's tokens in the text: guesses that follow the same token have the same one."""
+    if entry.has_tree:
+        return [entry.start, *(entry.start + len(path) for path in paths(entry.draft_parents))]
+    return range(entry.start, _stop(entry))
+
+
+def _stop(entry: ScheduledSequence) -> int:
+    return entry.start + entry.num_tokens
+
+
+def _token_ids(entry: ScheduledSequence) -> list[int]:
+    token_ids = entry.sequence.token_ids[entry.start : _stop(entry)]
+    if len(token_ids) < entry.num_tokens:
+        token_ids += entry.sequence.draft_token_ids[: entry.num_tokens - len(token_ids)]
+    return token_ids
+
+
+def _sample_rows(entry: ScheduledSequence, stop_row: int) -> range:
+    """Of a span that ends before `stop_row`: the rows whose logits are wanted."""
+    if not entry.samples:
+        return range(0)
+    return range(stop_row - 1 - entry.num_draft_tokens, stop_row)
+
+
+def _prompt_rows(
+    entries: Sequence[ScheduledSequence], stop_rows: Sequence[int]
+) -> Iterator[tuple[ScheduledSequence, slice]]:
+    for entry, stop_row in zip(entries, stop_rows, strict=True):
+        if entry.sequence.wants_whole_prompt:
+            yield entry, slice(stop_row - entry.num_tokens, stop_row)
+
+
+def slots_of(entry: ScheduledSequence, block_size: int) -> list[int]:
+    """Where the keys and values of the span's tokens go."""
+    block_ids = entry.sequence.block_ids
+    span = range(entry.start, _stop(entry))
+    return [block_ids[position // block_size] * block_size + position % block_size for position in span]
+
+
+def _last_block(entry: ScheduledSequence, block_size: int) -> int:
+    return (_stop(entry) - 1) // block_size
+
+
+def fresh_blocks(entry: ScheduledSequence, block_size: int) -> list[int]:
+    """The last block of a span when it is begun here and not filled: the rest of it must not hold old numbers."""
+    last = _last_block(entry, block_size)
+    begun = last * block_size >= entry.start
+    return [entry.sequence.block_ids[last]] if begun and _stop(entry) % block_size else []

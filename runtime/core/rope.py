@@ -1,0 +1,114 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) and its stretched variants for longer contexts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from runtime.core.model_config import RopeConfig
+
+
+class Rotary:
+    """Rotates query and key heads by their positions.
+
+    Angles are computed in float32 for every dtype, as the models were trained and as transformers does; cosine and
+    sine are then rounded to the activation dtype.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies, self.scale = VARIANTS[rope.type](rope, head_dim)
+        # rotated = x * cos(angle) + half_turned(x) * (-sin, +sin): a negative frequency gives the sign for nothing.
+        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
+        self.dtype = dtype
+
+    def exact(self) -> Rotary:
+        """The same rotary embedding with angles in float64. In float32 an angle is off by `position * 6e-8`; that is
+        too much for positions far beyond the context, whose differences count."""
+        exact = copy(self)
+        exact.frequencies = self.frequencies.double()
+        return exact
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine `[T, 1, D]` of int64 positions `[T]`, shared by all layers of a step."""
+        cos, sin = self._turn(positions)
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def by(self, distances: Tensor) -> tuple[Tensor, Tensor]:
+        """As `at`, to move heads that are rotated (and scaled) already by int64 `distances [T]`."""
+        cos, sin = self._turn(distances)
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (positions.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies).unsqueeze(-2)
+        return angles.cos(), angles.sin()
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated `[T, heads, D]`, a new tensor."""
+        return rotate(heads, cos, sin)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads `[T, heads, D]` turned by cosine and signed sine `[T, 1, D]`, a new tensor."""
+    return heads.roll(heads.shape[-1] // 2, -1).mul_(sin).add_(heads * cos)
+
+
+def _default(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    return 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+
+
+def _linear(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Position interpolation (arXiv:2306.15595): every position counts as `1 / factor` of one."""
+    frequencies, scale = _default(rope, head_dim)
+    return frequencies / rope.options["factor"], scale
+
+
+def _llama3(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    frequencies, scale = _default(rope, head_dim)
+    low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
+    turns = rope.options["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / rope.options["factor"] + kept * frequencies, scale
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv:2309.00071), sections 3.2 to 3.4: the same blend over dimensions, and a temperature on attention."""
+    frequencies, _ = _default(rope, head_dim)
+    factor = rope.options["factor"]
+    fast, slow = rope.options.get("beta_fast") or 32, rope.options.get("beta_slow") or 1
+    context = rope.options["original_max_position_embeddings"]
+    low, high = (
+        head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta)) for turns in (fast, slow)
+    )
+    if rope.options.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    kept = 1 - ramp.clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / factor + kept * frequencies, _yarn_scale(rope)
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    explicit = rope.options.get("attention_factor")
+    if explicit is not None:
+        return float(explicit)
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.options["factor"]) + 1.0 if rope.options["factor"] > 1 else 1.0
+
+    above, below = rope.options.get("mscale"), rope.options.get("mscale_all_dim")
+    return temperature(above) / temperature(below) if above and below else temperature(1.0)
+
+
+VARIANTS: dict[str, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

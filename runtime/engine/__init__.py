@@ -1,0 +1,1 @@
+"""Scheduling policy: scheduler, block pool and engine. Free of torch."""

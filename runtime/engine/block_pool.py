@@ -1,0 +1,279 @@
+"""The pool of KV blocks: reference counts, prefix reuse by chained hashes, least-recently-used eviction. No torch.
+
+A block is in exactly one of three states:
+
+    in use   ref_count > 0; stands in that many block tables
+    cached   ref_count = 0, has a hash; in the free list and still findable, until it is handed out again
+    empty    ref_count = 0, no hash; in the free list, handed out before any cached block
+
+Only full blocks have hashes, a hash covers everything before its block, and a block with a hash is never written again.
+Blocks with hashes are a forest: the parent of a block is the one before it in its chain. A block is findable only as
+long as its parent is, so no room is kept for what nobody can find, and of a chain the end is evicted first. But where
+tokens look back only so far, a block is of use without those before it: then each is found and evicted by itself.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from runtime.engine.kv_offload import HostTier
+
+HASH_BYTES = 16
+
+
+@dataclass(slots=True)
+class Block:
+    """One block of the pool.
+
+    Attributes:
+        ref_count: how many tables hold it.
+        hash: of its content and all before it, once it is full and computed.
+        parent: the block before it in its chain; None for the first, and without a hash.
+    """
+
+    ref_count: int = 0
+    hash: bytes | None = None
+    parent: int | None = None
+
+
+def root_hash(namespace: str, cache_salt: str) -> bytes:
+    """Start of a chain. Chains of different namespaces (KV formats) or salts (tenants) never meet."""
+    return blake2b(repr((namespace, cache_salt)).encode(), digest_size=HASH_BYTES).digest()
+
+
+def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes) -> None:
+    """Appends to `hashes` what is missing so that every full block of `token_ids` has its chained hash."""
+    previous = hashes[-1] if hashes else root
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        tokens = array("q", token_ids[start : start + block_size]).tobytes()
+        previous = blake2b(previous + tokens, digest_size=HASH_BYTES).digest()
+        hashes.append(previous)
+
+
+class BlockPool:
+    """Owner of all KV blocks. Callers hold ids; every id they hold counts as one reference until they release it.
+
+    Args:
+        num_blocks: blocks with ids 0 to num_blocks - 1.
+        block_size: tokens per block.
+        prefix_caching: without it nothing is registered, so nothing is ever found.
+        num_host_blocks: slots of host memory that keep evicted blocks.
+        chained: blocks are findable only as long as those before them are.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        chained: bool = True,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.chained = chained
+        self.tier = HostTier(num_host_blocks)
+        self.num_evictions = 0
+        self.rebuild([])
+
+    def rebuild(self, tables: Iterable[Sequence[int]]) -> None:
+        """Starts anew from all block tables there are; nothing is findable any more, neither here nor in the tier."""
+        counts = Counter(block_id for table in tables for block_id in table)
+        self._blocks = [Block(counts[block_id]) for block_id in range(self.num_blocks)]
+        self._by_hash: dict[bytes, int] = {}
+        self._children: dict[int, set[int]] = {}
+        # Least recently used first. A dict, because a prefix hit takes blocks out of the middle.
+        self._free = OrderedDict.fromkeys(block_id for block_id in range(self.num_blocks) if not counts[block_id])
+        self.tier.clear()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their hash."""
+        return len(self._by_hash)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this hash, if it is here. Takes no reference."""
+        return self._by_hash.get(block_hash)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of a chain. Takes no reference: `acquire` what you keep."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def count_free(self, block_ids: Iterable[int]) -> int:
+        """How many of these stand in the free list, so that acquiring them makes `num_free` smaller."""
+        return sum(block_id in self._free for block_id in block_ids)
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Takes one more reference to each block."""
+        for block_id in block_ids:
+            self._blocks[block_id].ref_count += 1
+            self._free.pop(block_id, None)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hands out blocks nobody holds, empty ones first, then the least recently used; of a chain, its end.
+
+        Raises:
+            ValueError: fewer than `count` are free; callers make room first.
+        """
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks wanted, {self.num_free} free")
+        taken = []
+        for _ in range(count):
+            block_id = self._end_of_chain(next(iter(self._free)))
+            self._evict(block_id)
+            del self._free[block_id]
+            self._blocks[block_id].ref_count = 1
+            taken.append(block_id)
+        return taken
+
+    def evict(self, count: int) -> None:
+        """Makes up to `count` cached blocks empty, in the order in which `allocate` would."""
+        for _ in range(count):
+            cached = next((block_id for block_id in self._free if self._blocks[block_id].hash is not None), None)
+            if cached is None:
+                return
+            self._evict(self._end_of_chain(cached))
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Gives one reference to each block back, tail first, so that the beginnings of prefixes live longest."""
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            if block.ref_count < 1:
+                raise ValueError(f"block {block_id} was released twice")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block_id] = None
+                if block.hash is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def touch(self, block_id: int) -> None:
+        """Makes a cached block the most recently used one."""
+        if block_id in self._free:
+            self._free.move_to_end(block_id)
+
+    def register(self, table: list[int], index: int, hashes: Sequence[bytes]) -> None:
+        """Makes a full, computed block of a table findable, if the one before it is or need not be.
+
+        Where an equal block is known already, the table gets that one instead: equal prefixes that were computed side
+        by side are then held once, and they are evicted together with what follows them.
+
+        Args:
+            hashes: chain of the table's full blocks.
+        """
+        block_id, known = table[index], self._by_hash.get(hashes[index])
+        parent = self._by_hash.get(hashes[index - 1]) if index else None
+        if known is not None:
+            table[index] = known
+            self.acquire([known])
+            self.release([block_id])
+        elif (
+            self.prefix_caching
+            and self._blocks[block_id].hash is None
+            and (parent is not None or index == 0 or not self.chained)
+        ):
+            self._by_hash[hashes[index]] = block_id
+            self._blocks[block_id].hash, self._blocks[block_id].parent = hashes[index], parent
+            if parent is not None:
+                self._children.setdefault(parent, set()).add(block_id)
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Makes blocks, and with them what follows them, unfindable: their content is doubtful or about to change."""
+        for block_id in block_ids:
+            self._drop_hash(block_id)
+
+    def fork(self, block_ids: Sequence[int]) -> list[int]:
+        """A second table over the same blocks. Before either writes into a shared block: `shared`, then a copy."""
+        self.acquire(block_ids)
+        return list(block_ids)
+
+    def shared(self, block_id: int) -> bool:
+        """Whether another table holds this block too, so that writing needs a copy."""
+        return self._blocks[block_id].ref_count > 1
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Verifies every invariant against all block tables there are.
+
+        Raises:
+            RuntimeError: an invariant is broken; the message names it and the block.
+        """
+        counts = Counter(block_id for table in tables for block_id in table)
+        for block_id, block in enumerate(self._blocks):
+            if block.ref_count != counts[block_id]:
+                held = counts[block_id]
+                raise RuntimeError(f"block {block_id} counts {block.ref_count} references, tables hold {held}")
+            if (block.ref_count == 0) != (block_id in self._free):
+                raise RuntimeError(f"block {block_id} with {block.ref_count} references is on the wrong list")
+            if block.hash is not None and self._by_hash.get(block.hash) != block_id:
+                raise RuntimeError(f"block {block_id} has a hash that does not lead to it")
+            if block.parent is not None and (block.hash is None or self._blocks[block.parent].hash is None):
+                raise RuntimeError(f"block {block_id} has the parent {block.parent}, and one of them has no hash")
+        num_hashed = sum(block.hash is not None for block in self._blocks)
+        if num_hashed != len(self._by_hash):
+            raise RuntimeError(f"{len(self._by_hash)} hashes are known for {num_hashed} hashed blocks")
+        families = {(parent, child) for parent, children in self._children.items() for child in children}
+        if families != {(block.parent, i) for i, block in enumerate(self._blocks) if block.parent is not None}:
+            raise RuntimeError("the children of some block do not have it as their parent")
+        self.tier.check()
+
+    def _end_of_chain(self, block_id: int) -> int:
+        """The last free block of a chain that goes on from a free one.
+
+        Tails are freed before their beginnings, so this rarely has to go far. Where only held blocks follow, there is
+        nothing to wait for: they are of use without it.
+        """
+        free = self._free
+        while (
+            self.chained
+            and (following := next((i for i in self._children.get(block_id, ()) if i in free), None)) is not None
+        ):
+            block_id = following
+        return block_id
+
+    def _evict(self, block_id: int) -> None:
+        """Makes a free block empty. The tier keeps its content, which the next step reads before it writes."""
+        block_hash = self._blocks[block_id].hash
+        if block_hash is not None:
+            self.num_evictions += 1
+            self.tier.save(block_hash, block_id)
+            if not self.chained:
+                for child in self._children.pop(block_id, ()):
+                    self._blocks[child].parent = None
+            self._drop_hash(block_id)
+
+    def _drop_hash(self, block_id: int) -> None:
+        """Makes a block unfindable, and all that are found only through it. Those nobody holds become empty."""
+        if self._blocks[block_id].hash is None:
+            return
+        unfindable = [block_id]
+        while unfindable:
+            block_id = unfindable.pop()
+            block = self._blocks[block_id]
+            unfindable += self._children.pop(block_id, ())
+            if block.parent in self._children:
+                self._children[block.parent].discard(block_id)
+            if block.hash is not None:
+                del self._by_hash[block.hash]
+            block.hash = block.parent = None
+            if block_id in self._free:
+                self._free.move_to_end(block_id, last=False)

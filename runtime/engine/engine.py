@@ -1,0 +1,233 @@
+"""The engine: requests in, steps, deltas out. Joins scheduler, runner and text; knows neither threads nor torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as TokenIds
+
+from compress.common.errors import RequestError
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Delta, FinishReason, Request, RequestOptions, SamplingParams, Sequence
+from runtime.core.step import Runner, SampledToken, StepPlan
+from runtime.engine.block_pool import BlockPool
+from runtime.engine.fault_injection import Chaos
+from runtime.engine.metrics import Metrics
+from runtime.engine.output_processor import LiveRequests, TextLayer, derive_seed
+from runtime.engine.scheduler import Scheduler
+from runtime.speculative.proposer import Speculator
+from runtime.text.grammar import GrammarCompiler
+
+logger = logging.getLogger("runtime.engine.engine")
+
+UNHEALTHY_AFTER = 3
+"""Failed steps in a row after which the engine says that it is not healthy."""
+
+
+NO_OPTIONS = RequestOptions()
+
+
+class Engine:
+    """Continuous batching over one runner. Single-threaded: `EngineThread` gives it a thread and asyncio.
+
+    Args:
+        runner: computes the steps.
+        tokenizer: turns tokens into text; without it deltas carry token ids only and stop strings are refused.
+        config: budgets.
+        speculator: guesses what running sequences will say next; None never guesses.
+        chaos: disturbs each step, for tests.
+        clock: seconds, for metrics and time limits.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: TextLayer | None,
+        config: RuntimeConfig,
+        *,
+        speculator: Speculator | None = None,
+        chaos: Chaos | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner = runner
+        self.speculator = speculator
+        self.tokenizer = tokenizer
+        self.config = config
+        pool = BlockPool(
+            runner.num_blocks,
+            config.block_size,
+            prefix_caching=config.prefix_caching and runner.shares_blocks,
+            num_host_blocks=runner.num_host_blocks,
+            chained=runner.reach.window is None,
+        )
+        self.scheduler = Scheduler(pool, config, runner.max_model_len, runner.reach, shares_blocks=runner.shares_blocks)
+        self.grammars = GrammarCompiler(tokenizer, runner.vocab_size) if tokenizer else None
+        self.metrics = Metrics()
+        self.num_failed_steps = 0
+        self._clock = clock
+        self._chaos = chaos
+        self._num_requests = 0
+        self.requests = LiveRequests(
+            self.scheduler, tokenizer, runner.eos_token_ids, self.grammars, self.metrics, clock
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def healthy(self) -> bool:
+        """False after several failed steps in a row; one good step heals it."""
+        return self.num_failed_steps < UNHEALTHY_AFTER
+
+    def check_request(self, prompt_token_ids: TokenIds[int], sampling: SamplingParams) -> None:
+        """Refuses what could never be answered. Any thread may ask; a grammar that is new takes a while to compile.
+
+        Raises:
+            RequestError: token ids outside of the vocabulary, more tokens than the context or the block pool hold, a
+                grammar that cannot be followed, or stop strings or a grammar without a tokenizer.
+        """
+        self.scheduler.check_request(len(prompt_token_ids), sampling.max_tokens)
+        size = self.runner.vocab_size
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= size:
+            wrong = next(token for token in prompt_token_ids if not 0 <= token < size)
+            raise RequestError(f"token id {wrong} is outside of the vocabulary", f"ids go from 0 to {size - 1}")
+        for token_id, _ in sampling.logit_bias:
+            if not 0 <= token_id < size:
+                problem = f"logit_bias names token id {token_id}, which is outside of the vocabulary"
+                raise RequestError(problem, f"ids go from 0 to {size - 1}")
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer", "Use stop_token_ids")
+        if sampling.grammar is not None:
+            if self.grammars is None:
+                raise RequestError("grammars need a tokenizer", "Leave the grammar out")
+            self.grammars.check(sampling.grammar)
+
+    def add_request(
+        self,
+        prompt_token_ids: TokenIds[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
+    ) -> str:
+        """Queues a prompt and returns its id.
+
+        Args:
+            request_id: chosen by the caller; None lets the engine choose.
+
+        Raises:
+            RequestError: the request could never be answered, or the id is in use.
+        """
+        self.check_request(prompt_token_ids, sampling)
+        self._num_requests += 1
+        request_id = f"request-{self._num_requests}" if request_id is None else request_id
+        now, seed = self._clock(), self._seed(sampling)
+        first = Request(request_id, tuple(prompt_token_ids), sampling, seed, now, options)
+        self.requests.add(first)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request and frees its blocks at once. Unknown and ended ids are fine."""
+        self.requests.end([request_id], FinishReason.ABORT)
+
+    def abort_all(self) -> list[Delta]:
+        """Ends every request, with a last delta for each answer."""
+        return self.requests.end(self.requests.ids(), FinishReason.ABORT)
+
+    def step(self) -> list[Delta]:
+        """Computes one step and returns what it added, at most one delta per answer.
+
+        A runner that raises fails the requests of this step, each with deltas that say why; the others go on.
+
+        Raises:
+            RuntimeError: there is work and nothing was planned, which is a bug.
+        """
+        deltas = self.requests.end_late() + self._disturb()
+        self._speculate()
+        plan = self._plan()
+        if not plan.entries:
+            return deltas
+        self.requests.note_start(plan)
+        sampling = [entry.sequence for entry in plan.entries if entry.samples]
+        try:
+            output = self.runner.execute(plan)
+            sampled = [(sequence, output.tokens[sequence.id]) for sequence in sampling]
+        except Exception as error:  # whatever a kernel may raise: the requests must hear of it, the engine goes on
+            deltas += self._fail_step(plan, error)
+        else:
+            self.num_failed_steps = 0
+            self._complete(plan, sampled)
+            deltas += self.requests.note_prompts(plan, output)
+            for sequence, new in sampled:
+                deltas += self.requests.extend(sequence, new)
+            if output.path:
+                self.metrics.steps_by_path_total[output.path] += 1
+        self.metrics.steps_total += 1
+        return deltas
+
+    def render_metrics(self) -> str:
+        """All figures in Prometheus' text format. Any thread may ask."""
+        self.metrics.read_scheduler(self.scheduler)
+        return self.metrics.render()
+
+    def check(self) -> None:
+        """Verifies the bookkeeping. What is broken is reported and rebuilt; the engine goes on without its cache."""
+        try:
+            self.scheduler.check()
+        except (RuntimeError, LookupError):
+            logger.critical("the bookkeeping of KV blocks is broken; it starts anew, without cache", exc_info=True)
+            self.scheduler.heal()
+            self.metrics.broken_invariants_total += 1
+
+    def _speculate(self) -> None:
+        """Has the next tokens guessed. A drafter that raises costs no request: guessing is switched off for good."""
+        if self.speculator is None:
+            return
+        decodes = self.scheduler.decodes()
+        try:
+            self.speculator.propose(decodes)
+        except Exception:  # whatever a draft model's kernel may raise: the target does not need it
+            logger.exception("drafting failed; speculative decoding is off from now on")
+            self.speculator = None
+            for sequence in decodes:
+                sequence.keep_drafts(0)
+
+    def _complete(self, plan: StepPlan, sampled: list[tuple[Sequence, list[SampledToken]]]) -> None:
+        """Records a computed step; all but the last token of each sequence are draft tokens that were accepted."""
+        accepted = {sequence.id: [token.token_id for token in tokens[:-1]] for sequence, tokens in sampled}
+        if self.speculator is not None:
+            self.metrics.spec_decode_num_draft_tokens_total += sum(entry.num_draft_tokens for entry in plan.entries)
+            num_accepted = {name: len(tokens) for name, tokens in accepted.items()}
+            self.metrics.spec_decode_num_accepted_tokens_total += sum(num_accepted.values())
+            self.speculator.note(plan, num_accepted)
+        self.scheduler.complete(plan, accepted)
+
+    def _disturb(self) -> list[Delta]:
+        if self._chaos is None:
+            return []
+        self._chaos.disturb(self.scheduler)
+        return self.requests.end(self._chaos.choose_aborts(self.requests.ids()), FinishReason.ABORT)
+
+    def _plan(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        if self.has_work and not plan.entries:
+            self.check()  # blocks that are lost would be a reason
+            plan = self.scheduler.schedule()
+            if not plan.entries:
+                raise RuntimeError("requests are waiting and the scheduler planned nothing")
+        return plan
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> list[Delta]:
+        logger.exception("a step of %d tokens failed; its %d sequences fail", plan.num_tokens, len(plan.entries))
+        self.scheduler.fail()
+        self.num_failed_steps += 1
+        self.metrics.step_errors_total += 1
+        message = f"the step failed: {type(error).__name__}: {error}"
+        failed = dict.fromkeys(self.requests.id_of(entry.sequence) for entry in plan.entries)
+        return self.requests.end(failed, FinishReason.ERROR, message)
+
+    def _seed(self, sampling: SamplingParams) -> int:
+        if sampling.seed is not None:
+            return sampling.seed
+        return derive_seed(self.config.seed, self._num_requests)

@@ -1,0 +1,358 @@
+"""The engine's thread, and the asyncio side of it: one async generator per request, which owns that request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from uuid import uuid4
+
+from compress.common.errors import RequestError
+from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.engine.engine import NO_OPTIONS, Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The engine will say no more about a request, and why."""
+
+    reason: FinishReason
+    error: str
+
+
+@dataclass(eq=False, slots=True)
+class Inbox:
+    """Where the answers of one request go.
+
+    Attributes:
+        loop: the event loop that `queue` belongs to.
+        num_unfinished: answers that the engine has not ended; the engine's thread counts.
+        timer: looks for stalls; the event loop's.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Delta | Lost | RequestError]
+    num_unfinished: int
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Start a request."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    options: RequestOptions
+    inbox: Inbox
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Forget the request that answers into an inbox; nobody listens to it any more."""
+
+    request_id: str
+    inbox: Inbox
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the thread: at once, or when all requests have ended."""
+
+    when_idle: bool
+
+
+Mail = list[tuple[asyncio.Queue, Delta | Lost | RequestError]]
+"""Items, and the queue that each goes to."""
+
+
+def post(loop: asyncio.AbstractEventLoop, mail: Mail) -> bool:
+    """Puts items into queues of an event loop from another thread. False when that loop has been closed."""
+    try:
+        loop.call_soon_threadsafe(_put_all, mail)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _put_all(mail: Mail) -> None:
+    for queue, item in mail:
+        queue.put_nowait(item)
+
+
+logger = logging.getLogger("runtime.engine.engine")
+
+WATCH_SLACK_SECONDS = 0.01  # what a stall is noticed late at most
+
+CHECK_SECONDS = 1.0
+"""Time between two checks of an idle engine's bookkeeping at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether answers can be expected, and why not.
+
+    Attributes:
+        seconds_since_progress: how long the present step takes already; 0 while there is nothing to do.
+    """
+
+    healthy: bool
+    reason: str
+    num_running: int
+    num_waiting: int
+    seconds_since_progress: float
+
+
+class EngineThread:
+    """Runs an engine in a thread of its own and serves any number of asyncio tasks.
+
+    The thread alone touches the engine; everything else sends it messages. Without work it sleeps.
+
+    Args:
+        engine: nobody else may use it from now on.
+        stall_seconds: a step that takes longer counts as a stall: `check` says so and waiting requests fail.
+    """
+
+    def __init__(self, engine: Engine, *, stall_seconds: float = 120.0) -> None:
+        self.engine = engine
+        self.stall_seconds = stall_seconds
+        self._messages: SimpleQueue[Add | Abort | Stop] = SimpleQueue()
+        self._inboxes: dict[str, Inbox] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._lock = threading.Lock()
+        self._accepting = False
+        self._stop: Stop | None = None
+        self._failure = ""
+        self._busy_since: float | None = None
+        self._check_due = 0.0
+        self._num_checked_steps = 0
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._accepting = True
+        self._thread.start()
+
+    def stop(self, timeout: float = 30.0) -> bool:
+        """Ends the thread after the present step; requests in flight get a last delta with reason `abort`.
+
+        Returns:
+            Whether the thread has ended within `timeout` seconds.
+        """
+        return self._end_thread(Stop(when_idle=False), timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Takes no more requests, lets those in flight end for at most `timeout` seconds, then stops.
+
+        Returns:
+            Whether all of them came to their own end.
+        """
+        return self._end_thread(Stop(when_idle=True), timeout) or (self.stop() and False)
+
+    def check(self) -> Health:
+        """State of the engine, from any thread."""
+        reason = self._fault()
+        if not reason and not self.engine.healthy:
+            reason = f"the last {self.engine.num_failed_steps} steps failed"
+        scheduler = self.engine.scheduler
+        return Health(not reason, reason, len(scheduler.running), len(scheduler.waiting), self._step_seconds())
+
+    async def generate(
+        self,
+        prompt_token_ids: TokenIds[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of one request, those of its `n` answers interleaved. It ends when all answers have ended.
+
+        Closing the generator early, by any way, frees the request within one step.
+
+        Raises:
+            RequestError: the engine refuses the request.
+        """
+        if sampling.grammar is None:
+            self.engine.check_request(prompt_token_ids, sampling)
+        else:  # compiling must not hold up the event loop
+            await asyncio.to_thread(self.engine.check_request, prompt_token_ids, sampling)
+        inbox = Inbox(asyncio.get_running_loop(), asyncio.Queue(), sampling.n)
+        request_id = uuid4().hex if request_id is None else request_id
+        is_sent = self._send(Add(request_id, tuple(prompt_token_ids), sampling, options, inbox))
+        self._watch(request_id, inbox)
+        unfinished = set(range(sampling.n))
+        try:
+            while unfinished:
+                for delta in _unpack(await inbox.queue.get(), request_id, unfinished):
+                    if delta.finish_reason is not None:
+                        unfinished.remove(delta.index)
+                    yield delta
+        except RequestError:
+            unfinished.clear()  # refused: the engine does not know it, or knows another request by this id
+            raise
+        finally:
+            if inbox.timer is not None:
+                inbox.timer.cancel()
+            if is_sent and unfinished:
+                self._messages.put(Abort(request_id, inbox))
+
+    def _send(self, message: Add) -> bool:
+        """False when the thread takes no requests any more; under the lock, so that none is put behind its end."""
+        with self._lock:
+            if self._accepting:
+                self._messages.put(message)
+            else:
+                message.inbox.queue.put_nowait(self._farewell())
+            return self._accepting
+
+    def _watch(self, request_id: str, inbox: Inbox) -> None:
+        """Looks whether the engine still lives, again when the present step may first have stalled; if it does not,
+        the request hears of it. Runs in the loop."""
+        if fault := self._fault():
+            inbox.queue.put_nowait(Lost(FinishReason.ERROR, fault))
+            self._messages.put(Abort(request_id, inbox))
+        else:
+            until_stalled = max(self.stall_seconds - self._step_seconds(), 0.0) + WATCH_SLACK_SECONDS
+            inbox.timer = inbox.loop.call_later(until_stalled, self._watch, request_id, inbox)
+
+    def _step_seconds(self) -> float:
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _fault(self) -> str:
+        """Why no step will come to its end, or nothing."""
+        if self._failure:
+            return self._failure
+        if not self._thread.is_alive():
+            return "the engine is not running"
+        if (seconds := self._step_seconds()) > self.stall_seconds:
+            return f"the engine has made no progress for {seconds:.0f} s"
+        return ""
+
+    def _farewell(self) -> Lost:
+        return Lost(FinishReason.ERROR if self._failure else FinishReason.ABORT, self._failure)
+
+    def _end_thread(self, message: Stop, timeout: float) -> bool:
+        with self._lock:
+            self._accepting = False
+        if self._thread.ident is not None:
+            self._messages.put(message)
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                idle = not self.engine.has_work
+                self._handle_messages(wait=idle, timeout=self._check_idle() if idle else None)
+                if self.engine.has_work:
+                    self._busy_since = time.monotonic()
+                    self._deliver(self.engine.step())
+                self._busy_since = None
+        except BaseException as error:  # a bug, or the panic of a library: every request must hear of it, and /health
+            logger.exception("the engine's thread failed")
+            self._failure = f"the engine failed: {type(error).__name__}: {error}"
+        self._close()
+
+    def _check_idle(self) -> float | None:
+        """Looks for broken bookkeeping while nobody waits.
+
+        Returns:
+            Seconds until it wants to look again; None when nothing has happened since it did.
+        """
+        num_steps = self.engine.metrics.steps_total
+        if num_steps == self._num_checked_steps:
+            return None
+        started = time.monotonic()
+        if started < self._check_due or not self._messages.empty():
+            return max(0.0, self._check_due - started)
+        self.engine.check()
+        self._num_checked_steps = num_steps
+        # With many blocks it takes a while, in which a request may come: so it gets a hundredth of the time.
+        self._check_due = started + max(CHECK_SECONDS, 100 * (time.monotonic() - started))
+        return None
+
+    def _is_over(self) -> bool:
+        return self._stop is not None and not (self._stop.when_idle and self.engine.has_work)
+
+    def _handle_messages(self, wait: bool, timeout: float | None) -> None:
+        """Takes all messages there are; if `wait`, sleeps until there is one, for at most `timeout` seconds."""
+        try:
+            message = self._messages.get(wait, timeout)
+            while True:
+                self._handle(message)
+                message = self._messages.get_nowait()
+        except Empty:
+            return
+
+    def _handle(self, message: Add | Abort | Stop) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort():
+                # Another one by this id goes on: this one was refused, or has ended.
+                if self._inboxes.get(message.request_id) is message.inbox:
+                    self._forget(message.request_id)
+            case Stop():
+                self._stop = message
+
+    def _add(self, message: Add) -> None:
+        try:
+            self.engine.add_request(message.prompt_token_ids, message.sampling, message.request_id, message.options)
+        except RequestError as error:
+            post(message.inbox.loop, [(message.inbox.queue, error)])
+        else:
+            self._inboxes[message.request_id] = message.inbox
+
+    def _forget(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._inboxes.pop(request_id, None)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """Hands deltas over, with one wake-up per event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Delta]] = defaultdict(list)
+        for delta in deltas:
+            by_loop[self._inboxes[delta.request_id].loop].append(delta)
+        unheard: list[Delta] = []
+        for loop, group in by_loop.items():
+            if not post(loop, [(self._inboxes[delta.request_id].queue, delta) for delta in group]):
+                unheard += group
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._note_end(delta.request_id)
+        for delta in unheard:  # their loop was closed without closing its generators
+            self._forget(delta.request_id)
+
+    def _note_end(self, request_id: str) -> None:
+        inbox = self._inboxes[request_id]
+        inbox.num_unfinished -= 1
+        if inbox.num_unfinished == 0:
+            del self._inboxes[request_id]
+
+    def _close(self) -> None:
+        """Tells everybody who still waits, also those whose message was not read."""
+        with self._lock:
+            self._accepting = False
+        if not self._failure:
+            self.engine.abort_all()
+        left = list(self._inboxes.values())
+        while not self._messages.empty():
+            message = self._messages.get()
+            if isinstance(message, Add):
+                left.append(message.inbox)
+        for inbox in left:
+            post(inbox.loop, [(inbox.queue, self._farewell())])
+        self._inboxes.clear()
+
+
+def _unpack(item: Delta | Lost | RequestError, request_id: str, unfinished: set[int]) -> list[Delta]:
+    """The deltas in an item; a loss is one last delta for every answer that has not ended."""
+    if isinstance(item, RequestError):
+        raise item
+    if isinstance(item, Delta):
+        return [item]
+    return [Delta(request_id, finish_reason=item.reason, error=item.error, index=index) for index in sorted(unfinished)]

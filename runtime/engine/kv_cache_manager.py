@@ -1,0 +1,251 @@
+"""The blocks of sequences: taken when tokens need them, shared, copied before they are written, and given back."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+
+from runtime.core.attention_window import RELEASED, Reach, held_blocks
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Sequence
+from runtime.core.step import BlockCopy, BlockRestore
+from runtime.engine.block_pool import BlockPool, extend_hashes, root_hash
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """A block table in the making; nothing is taken yet.
+
+    Attributes:
+        table: ids of known blocks; elsewhere `RELEASED`.
+        missing: entries that need a new block, in order.
+        saved: hashes of blocks in host memory that fill the first of these.
+        source: known block whose first tokens the last new block gets, because only its last token is to be computed.
+        num_computed_tokens: tokens whose keys and values are known then.
+    """
+
+    table: list[int]
+    missing: list[int]
+    saved: list[bytes]
+    source: int | None
+    num_computed_tokens: int
+
+
+def plan_table(pool: BlockPool, reach: Reach, hashes: abc.Sequence[bytes], num_tokens: int, span: int) -> TablePlan:
+    """Finds what is known of a sequence of `num_tokens` tokens.
+
+    The last token is computed in any case, since its logits are wanted. When even its block is known, that block serves
+    as a source to copy the tokens before it from.
+
+    Args:
+        hashes: chain of the full blocks.
+        span: tokens of the sequence that one step computes at most.
+    """
+    size = pool.block_size
+    known = _known_blocks(pool, reach, hashes, num_tokens)
+    num_computed = min(len(known) * size, num_tokens - 1)
+    hidden = reach.hidden_blocks(num_computed, size)
+    last = (num_tokens - 1) // size
+    source = known[last] if len(known) > last else None
+    kept = known[:last]
+    table, missing = [], []
+    for index in range(pool.blocks_for(reach.table_tokens(num_tokens, num_computed, span))):
+        block_id = kept[index] if index < len(kept) else None
+        if block_id is None and index not in hidden:
+            missing.append(index)
+        table.append(RELEASED if block_id is None or index in hidden else block_id)
+    saved = [hashes[index] for index in missing if index < len(known) and known[index] is None]
+    return TablePlan(table, missing, saved, source, num_computed)
+
+
+def _known_blocks(pool: BlockPool, reach: Reach, hashes: abc.Sequence[bytes], num_tokens: int) -> list[int | None]:
+    """The longest prefix that can be gone on from: block ids, and None where host memory has a block, or where it is
+    out of reach and nobody has it."""
+    if reach.window is None:
+        found = pool.match(hashes)
+        return [*found, *[None] * len(pool.tier.find(hashes[len(found) :]))]
+    blocks = [pool.find(block_hash) for block_hash in hashes]
+    known = [block is not None or name in pool.tier for block, name in zip(blocks, hashes, strict=True)]
+    return blocks[: reach.usable_prefix(known, num_tokens, pool.block_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBlocks:
+    """What has to be done before a sequence computes on the blocks that it was given."""
+
+    copies: list[BlockCopy]
+    restores: list[BlockRestore]
+
+
+class SequenceBlocks:
+    """Owns the block tables of sequences through `pool`; whose turn it is decides the scheduler. One thread.
+
+    Args:
+        pool: the blocks.
+        config: of it the dtype, and how many tokens of a prompt one step computes.
+        reach: what tokens look at; blocks beyond it go back while a sequence runs.
+    """
+
+    def __init__(self, pool: BlockPool, config: RuntimeConfig, reach: Reach) -> None:
+        self.pool = pool
+        self.config = config
+        self.reach = reach
+
+    def most_held(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds at the same time at most."""
+        return self.reach.blocks_for(num_tokens, self.config.max_span_tokens, self.pool.block_size)
+
+    def take(self, sequence: Sequence, num_spare: int) -> TakenBlocks | None:
+        """Gives a sequence without blocks those for its tokens, found ones first. None when there is no room yet.
+
+        Args:
+            num_spare: blocks that must stay free.
+        """
+        pool = self.pool
+        hashes = self._findable_hashes(sequence)
+        plan = plan_table(pool, self.reach, hashes, sequence.num_tokens, self.config.max_span_tokens)
+        kept = held_blocks(plan.table)
+        if len(plan.missing) + pool.count_free(kept) + num_spare > pool.num_free:
+            return None
+        # Found before blocks are allocated, so that what these push out does not replace it.
+        slots = pool.tier.load(plan.saved)
+        if plan.source is not None:
+            pool.touch(plan.source)
+        pool.acquire(kept)
+        new = pool.allocate(len(plan.missing))
+        for index, block_id in zip(plan.missing, new, strict=True):
+            plan.table[index] = block_id
+        sequence.block_ids = plan.table
+        sequence.num_registered_blocks = min(plan.missing, default=len(plan.table))
+        sequence.num_computed_tokens = plan.num_computed_tokens
+        # The spare blocks and `touch` make sure that `new` is not the source itself.
+        copies = [] if plan.source is None else _copy(plan.source, new[-1], pool.block_size - 1)
+        return TakenBlocks(copies, list(map(BlockRestore, slots, new)))
+
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Lets a sequence over the prompt of `parent` begin on its blocks, with the last prompt token to compute."""
+        self.pool.acquire(held_blocks(parent.block_ids))
+        child.block_ids = parent.block_ids.copy()
+        child.num_computed_tokens = child.num_tokens - 1
+        child.num_registered_blocks = child.num_computed_tokens // self.pool.block_size
+
+    def lacks_slot(self, sequence: Sequence) -> bool:
+        """Whether the next token can only be written to a block that has yet to be allocated."""
+        index = sequence.num_computed_tokens // self.pool.block_size
+        return index == len(sequence.block_ids) or self.pool.shared(sequence.block_ids[index])
+
+    def make_writable(self, sequence: Sequence) -> list[BlockCopy]:
+        """Gives the next token a slot that no other table sees; there must be a free block if it lacks one."""
+        index, table = sequence.num_computed_tokens // self.pool.block_size, sequence.block_ids
+        if index == len(table):
+            table += self.pool.allocate(1)
+            return []
+        source = table[index]
+        if not self.pool.shared(source):
+            self.pool.forget([source])
+            return []
+        (table[index],) = self.pool.allocate(1)
+        self.pool.release([source])
+        return _copy(source, table[index], sequence.num_computed_tokens % self.pool.block_size)
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Blocks that the next span of a prompt needs beside those there are."""
+        span = self.config.max_span_tokens
+        covered = self.reach.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, span)
+        return max(0, self.pool.blocks_for(covered) - len(sequence.block_ids))
+
+    def extend(self, sequence: Sequence) -> None:
+        """Gives the next span of a prompt its blocks; so many must be free."""
+        sequence.block_ids += self.pool.allocate(self.num_missing(sequence))
+
+    def fit_draft(self, sequence: Sequence, budget: int, num_spare: int) -> None:
+        """Cuts the draft to what may be drafted, and takes the blocks it needs.
+
+        Args:
+            budget: tokens of the step that are left.
+            num_spare: blocks that must stay free.
+        """
+        # What is accepted is followed by one more token, and `max_tokens` bounds both.
+        room = min(budget, sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1)
+        num_blocks = len(sequence.block_ids) + max(0, self.pool.num_free - num_spare)
+        slots = num_blocks * self.pool.block_size - sequence.num_tokens
+        sequence.keep_drafts(max(0, min(room, slots)))
+        missing = self.pool.blocks_for(sequence.num_tokens + len(sequence.draft_token_ids)) - len(sequence.block_ids)
+        sequence.block_ids += self.pool.allocate(max(0, missing))
+
+    def drop_draft(self, sequence: Sequence) -> None:
+        """Leaves the sequence with the blocks of its computed tokens, as if there had been no draft."""
+        sequence.keep_drafts(0)
+        num_blocks = self.pool.blocks_for(sequence.num_computed_tokens)
+        self.pool.release(sequence.block_ids[num_blocks:])
+        del sequence.block_ids[num_blocks:]
+        self.release_hidden(sequence)
+
+    def register(self, sequence: Sequence, accepted: TokenIds[int]) -> None:
+        """Lets others find the blocks that are full of computed tokens.
+
+        Args:
+            accepted: computed tokens that are not in the sequence yet.
+        """
+        first, last = sequence.num_registered_blocks, sequence.num_computed_tokens // self.pool.block_size
+        if not self.pool.prefix_caching or last <= first:
+            return
+        self._extend_hashes(sequence, accepted)
+        for index in range(first, last):
+            if sequence.block_ids[index] != RELEASED:
+                self.pool.register(sequence.block_ids, index, sequence.block_hashes)
+        sequence.num_registered_blocks = last
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nobody will find what was computed of the sequence."""
+        found = [self.pool.find(block_hash) for block_hash in sequence.block_hashes]
+        self.pool.forget(block_id for block_id in found if block_id is not None)
+        self.pool.tier.forget(sequence.block_hashes)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back all blocks."""
+        self.pool.release(held_blocks(sequence.block_ids))
+        sequence.block_ids = []
+        sequence.num_registered_blocks = 0
+        sequence.num_computed_tokens = 0
+
+    def release_hidden(self, sequence: Sequence) -> None:
+        """Gives back the blocks that no later token looks at."""
+        if self.reach.window is None:
+            return
+        table = sequence.block_ids
+        hidden = self.reach.hidden_blocks(sequence.num_computed_tokens, self.pool.block_size)
+        stop = start = hidden.stop
+        while start > hidden.start and table[start - 1] != RELEASED:
+            start -= 1
+        self.pool.release(table[start:stop])
+        table[start:stop] = [RELEASED] * (stop - start)
+
+    def check(self, sequence: Sequence) -> None:
+        """Verifies the table of a running sequence. Raises RuntimeError when it is broken."""
+        table, num_held = sequence.block_ids, len(held_blocks(sequence.block_ids))
+        missing = self.reach.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, 0)
+        missing -= len(table) * self.pool.block_size
+        if missing > 1 or sequence.num_computed_tokens >= sequence.num_tokens:
+            raise RuntimeError(f"sequence {sequence.id} has tokens without blocks or nothing left to compute")
+        hidden = self.reach.hidden_blocks(sequence.num_computed_tokens, self.pool.block_size)
+        if RELEASED in table[: hidden.start] + table[hidden.stop :] or num_held > self.most_held(sequence.num_tokens):
+            raise RuntimeError(f"sequence {sequence.id} holds {num_held} blocks, too many or not those that it sees")
+
+    def _findable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hashes under which blocks may be looked for; none when each token of the prompt has to be computed."""
+        if not self.pool.prefix_caching or sequence.wants_whole_prompt:
+            return []
+        self._extend_hashes(sequence)
+        return sequence.block_hashes
+
+    def _extend_hashes(self, sequence: Sequence, accepted: TokenIds[int] = ()) -> None:
+        # What is stored of a token depends on what it saw.
+        root = root_hash(f"{self.config.dtype}, sees {self.reach}", sequence.request.options.cache_salt)
+        token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
+        extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)
+
+
+def _copy(source: int, target: int, num_tokens: int) -> list[BlockCopy]:
+    return [BlockCopy(source, target, num_tokens)] if num_tokens else []

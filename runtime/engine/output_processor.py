@@ -1,0 +1,330 @@
+"""Requests while they are answered: prompts, answers that begin and end, their text, and what is counted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from math import isfinite, isnan
+from typing import Protocol
+
+from compress.common.errors import RequestError
+from runtime.core.request import MAX_SEED, Delta, FinishReason, Request, Sequence, TokenLogprobs
+from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
+from runtime.engine.metrics import Metrics, RequestTimes
+from runtime.engine.scheduler import Scheduler
+from runtime.text.detokenizer import StopMatcher
+from runtime.text.grammar import GrammarCompiler, Vocabulary
+
+GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
+"""The one error of an answer that is the fault of who asked for it."""
+
+
+class IncrementalText(Protocol):
+    """Text of a growing sequence; `runtime.text.detokenizer.Detokenizer` is one."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class TextLayer(Vocabulary, Protocol):
+    """What the engine needs of a tokenizer; `runtime.text.tokenizer.Tokenizer` is one."""
+
+    def detokenizer(
+        self, prompt_token_ids: TokenIds[int] = (), *, skip_special_tokens: bool = True
+    ) -> IncrementalText: ...
+
+
+class Answer:
+    """Grows one sequence token by token and says when it is over.
+
+    A sequence ends with `stop` at an end token (which has no text), when a stop string is complete, or when its grammar
+    allows nothing more, else with `length` when it has `max_tokens`; of two reasons in one token the first named holds.
+
+    Args:
+        sequence: gets the tokens, the finish reason and the error.
+        tokenizer: without it there is no text.
+        eos_token_ids: the model's own end tokens.
+        request_id: what the caller knows; the sequence's own id differs when the request has several answers.
+        index: which of them this is.
+    """
+
+    def __init__(
+        self, sequence: Sequence, tokenizer: TextLayer | None, eos_token_ids: Set[int], request_id: str, index: int
+    ) -> None:
+        sampling = sequence.request.sampling
+        self.sequence = sequence
+        self.request_id = request_id
+        self.index = index
+        self._max_length = sequence.num_prompt_tokens + sampling.max_tokens
+        self.end_token_ids = frozenset(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
+        options = {} if sampling.skip_special_tokens else {"skip_special_tokens": False}
+        self._text = tokenizer.detokenizer(sequence.request.prompt_token_ids, **options) if tokenizer else None
+        self._stop = StopMatcher(sampling.stop)
+
+    def extend(self, sampled: list[SampledToken]) -> Delta:
+        """Appends tokens up to the first that ends the sequence; those behind it are dropped."""
+        text = ""
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for token in sampled:
+            if error := token.error or self._violation(token.token_id):
+                self._close(FinishReason.ERROR, error)
+                break
+            self.sequence.token_ids.append(token.token_id)
+            token_ids.append(token.token_id)
+            if token.logprobs is not None:
+                logprobs.append(token.logprobs)
+            text += self._accept(token.token_id)
+            if self.sequence.finish_reason is not None:
+                break
+        return self._delta(text, token_ids, logprobs)
+
+    def end(self, reason: FinishReason, error: str = "") -> Delta:
+        """Ends the sequence for a reason that is not in its tokens, with the text that was held back."""
+        text = self._flush() if self.sequence.num_output_tokens else ""
+        self._close(reason, error)
+        return self._delta(text, [], [])
+
+    def _violation(self, token_id: int) -> str:
+        """Advances the constraint. Says what is wrong with the token, or nothing."""
+        constraint = self.sequence.constraint
+        if constraint is None:
+            return ""
+        is_taken = constraint.accept([token_id]) == 1
+        if constraint.is_stuck:
+            return GRAMMAR_TOO_COMPLEX
+        return "" if is_taken else f"the grammar does not allow token {token_id}"
+
+    def _accept(self, token_id: int) -> str:
+        """Text settled by a token; closes the sequence when it is the last one."""
+        is_end = token_id in self.end_token_ids
+        text = "" if is_end or self._text is None else self._stop.push(self._text.push(token_id))
+        constraint = self.sequence.constraint
+        if is_end or self._stop.matched or (constraint is not None and constraint.is_complete):
+            self._close(FinishReason.STOP)
+        elif len(self.sequence.token_ids) >= self._max_length:
+            self._close(FinishReason.LENGTH)
+        return text if self.sequence.finish_reason is None else text + self._flush()
+
+    def _flush(self) -> str:
+        """What was held back. It may complete a stop string."""
+        rest = self._stop.push(self._text.flush()) if self._text else ""
+        if self._stop.matched:
+            self._close(FinishReason.STOP)
+        return rest + self._stop.flush()
+
+    def _close(self, reason: FinishReason, error: str = "") -> None:
+        self.sequence.finish_reason = reason
+        self.sequence.error = error
+
+    def _delta(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta:
+        sequence = self.sequence
+        return Delta(
+            request_id=self.request_id,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=sequence.finish_reason,
+            error=sequence.error,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_output_tokens=sequence.num_output_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            index=self.index,
+        )
+
+
+@dataclass(slots=True)
+class PromptResults:
+    """Log-probabilities of the prompt's tokens but the first, and the sum of its final hidden states."""
+
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hidden_sum: list[float] = field(default_factory=list)
+
+    def add(self, entry: ScheduledSequence, output: StepOutput) -> None:
+        """Takes what a step computed of the prompt. Spans come in order, and from the start after a preemption."""
+        sequence_id = entry.sequence.id
+        logprobs, sums = output.prompt_logprobs.get(sequence_id, []), output.hidden_sums.get(sequence_id, [])
+        if entry.start == 0:
+            self.logprobs, self.hidden_sum = list(logprobs), list(sums)
+        else:
+            self.logprobs += logprobs
+            self.hidden_sum = [total + new for total, new in zip(self.hidden_sum, sums, strict=True)]
+
+    @property
+    def error(self) -> str:
+        """Why they are worth nothing, or nothing."""
+        if all(map(isfinite, self.hidden_sum)) and not any(isnan(found.logprob) for found in self.logprobs):
+            return ""
+        return "the model's hidden states are not finite (NaN or infinity)"
+
+    def put_into(self, delta: Delta) -> Delta:
+        """The delta with what was found."""
+        mean = [total / delta.num_prompt_tokens for total in self.hidden_sum]
+        return replace(delta, prompt_logprobs=self.logprobs, embedding=mean or None)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request until its last answer has ended.
+
+    Attributes:
+        answers: that have not ended, by sequence id.
+        forks: answers 1 to n - 1 until the prompt is computed; then they become sequences.
+        deadline: in the engine clock's seconds.
+        prompt: what steps found out about the prompt; None once it is handed over.
+    """
+
+    id: str
+    forks: list[Request]
+    deadline: float | None
+    answers: dict[str, Answer] = field(default_factory=dict)
+    prompt: PromptResults | None = field(default_factory=PromptResults)
+
+
+class LiveRequests:
+    """Requests that are being answered: from prompt to answers to their last deltas. Single-threaded.
+
+    Args:
+        scheduler: computes their sequences.
+        tokenizer: turns tokens into text; None where there is none.
+        eos_token_ids: tokens that end an answer.
+        grammars: what answers may be held to; None without a tokenizer.
+        metrics: count tokens and ends.
+        clock: seconds, for metrics and time limits.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: TextLayer | None,
+        eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler | None,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler, self._metrics, self._clock = scheduler, metrics, clock
+        self._tokenizer, self._eos_token_ids, self._grammars = tokenizer, eos_token_ids, grammars
+        self._live: dict[str, _Live] = {}
+        self._by_sequence: dict[str, _Live] = {}
+        self._times: dict[str, RequestTimes] = {}
+
+    def ids(self) -> list[str]:
+        """Of all requests that have not ended."""
+        return list(self._live)
+
+    def id_of(self, sequence: Sequence) -> str:
+        """Of the request that a sequence answers."""
+        return self._by_sequence[sequence.id].id
+
+    def add(self, first: Request) -> None:
+        """Queues a request, by its first answer. Raises RequestError when the id is in use."""
+        forks = [_fork_request(first, index) for index in range(1, first.sampling.n)]
+        if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or self._is_reserved(first.id):
+            raise RequestError(f"request id {first.id!r} is in use", "Choose another id, or none")
+        live = _Live(first.id, forks, first.deadline)
+        self._live[first.id] = live
+        self._add_answer(live, self._scheduler.add(first), 0)
+
+    def note_start(self, plan: StepPlan) -> None:
+        """Records which sequences are computed for the first time."""
+        now = self._clock()
+        for entry in plan.entries:
+            times = self._times[entry.sequence.id]
+            if times.first_scheduled is None:
+                self._metrics.note_scheduled(times, entry.sequence.num_prompt_tokens, now)
+
+    def note_prompts(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
+        """Keeps what was found out about prompts, and ends the requests that want nothing else."""
+        deltas: list[Delta] = []
+        for entry in plan.entries:
+            sequence = entry.sequence
+            live = self._by_sequence[sequence.id]
+            if live.prompt and sequence.wants_whole_prompt:
+                live.prompt.add(entry, output)
+            if sequence.request.is_prompt_only and sequence.num_computed_tokens == sequence.num_tokens:
+                deltas += self._end_prompt(live, sequence.request)
+        return deltas
+
+    def extend(self, sequence: Sequence, sampled: list[SampledToken]) -> list[Delta]:
+        """Adds the tokens that a step drew to the answer of a sequence; the first ones let the other answers begin."""
+        live = self._by_sequence[sequence.id]
+        prompt, live.prompt = live.prompt, None
+        error = (prompt.error if prompt else "") or (sampled[0].error if live.forks else "")
+        if error:
+            return self._end_all(live, FinishReason.ERROR, error)
+        # The first token of the first answer: the prompt is computed, and now all answers go on from it.
+        for index, request in enumerate(live.forks, start=1):
+            self._add_answer(live, self._scheduler.fork(sequence, request, index), index)
+        live.forks = []
+        answer = live.answers[sequence.id]
+        delta = self._publish(live, answer, answer.extend(sampled))
+        return [prompt.put_into(delta) if prompt else delta]
+
+    def end(self, request_ids: Iterable[str], reason: FinishReason, error: str = "") -> list[Delta]:
+        """Ends requests, with a last delta for each answer. Unknown and ended ids are fine."""
+        known = [self._live[request_id] for request_id in request_ids if request_id in self._live]
+        return [delta for live in known for delta in self._end_all(live, reason, error)]
+
+    def end_late(self) -> list[Delta]:
+        """Ends the requests whose time is over."""
+        now = self._clock()
+        late = [live for live in self._live.values() if live.deadline is not None and now >= live.deadline]
+        return [delta for live in late for delta in self._end_all(live, FinishReason.TIMEOUT)]
+
+    def _add_answer(self, live: _Live, sequence: Sequence, index: int) -> None:
+        answer = Answer(sequence, self._tokenizer, self._eos_token_ids, live.id, index)
+        grammar = sequence.request.sampling.grammar
+        if grammar is not None and self._grammars is not None:
+            sequence.constraint = self._grammars.constraint(grammar, answer.end_token_ids)
+        live.answers[sequence.id] = answer
+        self._by_sequence[sequence.id] = live
+        self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)
+
+    def _is_reserved(self, request_id: str) -> bool:
+        """Whether it names a live request, or an answer of one that has not begun."""
+        parent = self._live.get(request_id.rpartition("/")[0])
+        return request_id in self._live or (parent is not None and request_id in [r.id for r in parent.forks])
+
+    def _end_prompt(self, live: _Live, request: Request) -> list[Delta]:
+        """Ends a request that generates nothing."""
+        prompt = live.prompt or PromptResults()
+        if prompt.error:
+            return self._end_all(live, FinishReason.ERROR, prompt.error)
+        first, *others = self._end_all(live, FinishReason.STOP if request.options.embed else FinishReason.LENGTH)
+        return [prompt.put_into(first), *others]
+
+    def _publish(self, live: _Live, answer: Answer, delta: Delta) -> Delta:
+        """Accounts for a delta, and frees its sequence if it is the last."""
+        now, sequence = self._clock(), answer.sequence
+        if delta.token_ids:
+            self._metrics.note_tokens(self._times[sequence.id], len(delta.token_ids), now)
+        if delta.finish_reason is not None:
+            self._metrics.note_end(self._times.pop(sequence.id), delta.finish_reason, now)
+            # Keys and values that led to a failure must not be found by the next request with the same prefix.
+            self._scheduler.finish(sequence, trusted=delta.finish_reason is not FinishReason.ERROR)
+            del live.answers[sequence.id], self._by_sequence[sequence.id]
+            if not live.answers:
+                del self._live[live.id]
+        return delta
+
+    def _end_all(self, live: _Live, reason: FinishReason, error: str = "") -> list[Delta]:
+        """Ends all answers of a request, also those that have not begun."""
+        deltas = [self._publish(live, answer, answer.end(reason, error)) for answer in list(live.answers.values())]
+        for index, _ in enumerate(live.forks, start=1):
+            deltas.append(replace(deltas[0], index=index))
+        return deltas
+
+
+def _fork_request(first: Request, index: int) -> Request:
+    # What is known about the prompt comes with the first answer.
+    sampling = replace(first.sampling, prompt_logprobs=None)
+    return replace(first, id=f"{first.id}/{index}", seed=derive_seed(first.seed, index), sampling=sampling)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A seed of its own for the request, or the answer of a request, with this number."""
+    digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED

@@ -1,0 +1,311 @@
+"""The answer of `runtime memory`: as text for people, as JSON for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compress.checkpoint.kv_cache import KV_FORMATS
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import GROUP_SIZES, Scheme
+from compress.common.device import available_bytes, format_bytes, resolve_device
+from compress.common.errors import ToolkitError
+from runtime.backends.base import Target
+from runtime.backends.cpu.linear import is_fast
+from runtime.core.config import RuntimeConfig
+from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
+from runtime.memory.capacity import ITEM_SIZES, Capacity, Weights, estimate
+from runtime.memory.kv import find_budget, kv_token_bytes
+from runtime.memory.plan import MemoryPlan, explain, plan_memory
+from runtime.model.loader import check_tensors, resolve_dtype
+
+SHORTEST_CONTEXT = 512
+MOST_SEQUENCES = 256
+"""Computed together: beyond it a step takes longer and little is won."""
+KV_REMEDIES = ("int8", "int4")
+BIT_WIDTHS = (4, 3, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One way, and what it gives.
+
+    Attributes:
+        command: what to type.
+        cost: what is given up.
+        effect: in words, with numbers.
+        tokens: that fit then. concurrency: requests that fit then, of `length` tokens each.
+    """
+
+    command: str
+    cost: str
+    effect: str
+    tokens: int
+    concurrency: int
+    length: int
+
+
+def find_remedies(path: Path, weights: Weights, config: RuntimeConfig, now: Capacity) -> list[Remedy]:
+    """Ways that give room for more tokens or more requests than `now`, the cheapest first."""
+    ways = [*_whole_memory(path, config, now, weights), *_shorter_context(path, now)]
+    ways += _narrower_dtype(path, weights, now)
+    ways += _narrower_keys(path, weights, now)
+    return ways + list(_fewer_bits(path, weights, now))
+
+
+def _remedy(command: str, cost: str, effect: str, then: Capacity) -> Remedy:
+    return Remedy(command, cost, effect, then.tokens, then.concurrency(then.context), then.context)
+
+
+def _whole_memory(path: Path, config: RuntimeConfig, now: Capacity, weights: Weights) -> Iterator[Remedy]:
+    """The default on a CPU is far below what a machine may have; a GPU is used as a whole."""
+    if config.kv_memory_bytes is None and weights.target.device.type == "cuda":
+        return
+    sequences = max(config.max_num_sequences, min(now.concurrency(now.context), MOST_SEQUENCES))
+    wider = replace(config, max_num_sequences=sequences)
+    then = estimate(weights.config, wider, now.dtype, now.weight_bytes, now.memory_bytes)
+    used = min(then.num_blocks, sequences * then.reach.blocks_for(then.context, then.step, then.block_size))
+    kv_bytes = used * then.block_size * then.token_bytes + then.exact.nbytes
+    given = find_budget(config, 0, None).nbytes
+    if kv_bytes <= given or not used:
+        return
+    options = f"--kv-memory {-(-kv_bytes // 2**20)}MiB"
+    options += f" --max-sequences {sequences}" if sequences > config.max_num_sequences else ""
+    effect = f"{format_bytes(kv_bytes)} of KV memory instead of {format_bytes(given)}"
+    tokens, concurrency = used * then.block_size, min(sequences, then.concurrency(then.context))
+    yield Remedy(
+        f"runtime serve {path} {options}", "nothing: memory that is free", effect, tokens, concurrency, then.context
+    )
+
+
+def _shorter_context(path: Path, now: Capacity) -> Iterator[Remedy]:
+    length = now.context // 2
+    if length < SHORTEST_CONTEXT or now.reach.window is not None:
+        return
+    then = replace(now, context=length)
+    if then.concurrency(length) > now.concurrency(now.context):
+        effect = f"{then.concurrency(length)} requests of {length} tokens instead of {now.concurrency(now.context)} "
+        effect += f"of {now.context}"
+        yield _remedy(f"runtime serve {path} --max-model-len {length}", "longer requests are refused", effect, then)
+
+
+def _narrower_dtype(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
+    import torch
+
+    if ITEM_SIZES[now.dtype] == ITEM_SIZES["bfloat16"]:
+        return
+    if weights.target.device.type == "cpu" and not is_fast(torch.bfloat16):
+        return
+    narrow = replace(weights, target=Target(weights.target.device, torch.bfloat16))
+    then = now.in_dtype(weights.config, "bfloat16", narrow.prepared())
+    effect = f"{format_bytes(then.token_bytes)} of KV per token instead of {format_bytes(now.token_bytes)}, and "
+    effect += f"weights of {format_bytes(then.weight_bytes)} instead of {format_bytes(now.weight_bytes)}"
+    yield _remedy(f"runtime serve {path} --dtype bfloat16", "activations are rounded to 16 bits", effect, then)
+
+
+def _narrower_keys(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
+    if not now.kv_cache.is_exact:
+        return
+    for name in KV_REMEDIES:
+        then = now.with_kv_format(weights.config, name)
+        effect = f"{format_bytes(then.token_bytes)} of KV per token instead of {format_bytes(now.token_bytes)}"
+        cost = f"a little quality; `compress eval --ppl --kv-cache {name}` measures it"
+        yield _remedy(f"runtime serve {path} --kv-cache {name}", cost, effect, then)
+
+
+def _fewer_bits(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]:
+    """Each width that makes prepared weights smaller than all before. Packed checkpoints name their dense source."""
+    smallest = now.weight_bytes
+    source = path if not weights.checkpoint.modules else "SOURCE"
+    for scheme, options in _schemes(weights):
+        size = weights.prepared(dict.fromkeys(weights.schemes, scheme))
+        if size >= smallest:
+            continue
+        smallest = size
+        then = replace(now, weight_bytes=size)
+        effect = f"weights of {format_bytes(size)} instead of {format_bytes(now.weight_bytes)}"
+        cost = "a little quality; `compress eval --ppl` measures it"
+        yield _remedy(f"compress quantize {source} {options}", cost, effect, then)
+
+
+def _schemes(weights: Weights) -> Iterator[tuple[Scheme, str]]:
+    columns = {weights.checkpoint.shape(module)[1] for module in weights.schemes}
+    yield Scheme(8, None, True, 8), "--method smoothquant"
+    group = next((size for size in reversed(GROUP_SIZES) if all(n % size == 0 for n in columns)), None)
+    for bits in BIT_WIDTHS:
+        yield Scheme(bits, group), f"--method gptq --bits {bits} --group-size {group or -1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything about one checkpoint on one machine.
+
+    Attributes:
+        where: what the memory is: `the free memory of this machine`, or `as asked for`.
+        scheme: how the weights are stored.
+        stored_bytes: of the weights in the files.
+        plan: what `runtime serve` would allocate, or why it refuses.
+    """
+
+    name: str
+    where: str
+    scheme: str
+    model: DecoderConfig
+    stored_bytes: int
+    capacity: Capacity
+    plan: MemoryPlan | str
+    remedies: list[Remedy]
+
+    def as_json(self) -> dict[str, Any]:
+        """Sizes in bytes."""
+        capacity, plan = self.capacity, self.plan
+        return {
+            "model": self.name,
+            "scheme": self.scheme,
+            "memory_bytes": capacity.memory_bytes,
+            "weights_stored_bytes": self.stored_bytes,
+            "weights_prepared_bytes": capacity.weight_bytes,
+            "activation_bytes": capacity.activation_bytes,
+            "process_bytes": capacity.process_bytes,
+            "dtype": capacity.dtype,
+            "kv_cache": capacity.kv_cache.to_dict(),
+            "kv_exact_bytes": capacity.exact.nbytes,
+            "kv_bytes_per_token": {
+                name: kv_token_bytes(self.model, itemsize=size) for name, size in ITEM_SIZES.items()
+            },
+            "kv_formats": {name: _format_json(then) for name, then in self._formats().items()},
+            "room_bytes": capacity.room,
+            "fits": capacity.num_blocks > 0,
+            "kv_bytes": capacity.kv_bytes,
+            "tokens": capacity.tokens,
+            "context": capacity.context,
+            "concurrency": {str(length): capacity.concurrency(length) for length in capacity.lengths()},
+            "serve": {"error": plan} if isinstance(plan, str) else _plan_json(plan),
+            "remedies": [asdict(remedy) for remedy in self.remedies],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For a terminal."""
+        yield from self._needs()
+        yield from self._fits()
+        yield "\n`runtime serve` with these options:"
+        yield from (f"  {line}" for line in self._explained_plan())
+        yield from self._ways()
+
+    def _needs(self) -> Iterator[str]:
+        capacity = self.capacity
+        yield f"{self.name}: {self.scheme}, {self.model.num_layers} layers, context {capacity.context}"
+        yield f"\n  memory       {format_bytes(capacity.memory_bytes):>10}  {self.where}"
+        stored = format_bytes(self.stored_bytes)
+        yield f"  weights      {format_bytes(capacity.weight_bytes):>10}  prepared for their kernels; {stored} in files"
+        yield f"  activations  {format_bytes(capacity.activation_bytes):>10}  of the largest step, about"
+        yield f"  process      {format_bytes(capacity.process_bytes):>10}  Python, torch and the server, about"
+        if capacity.room < 0:
+            yield f"  missing      {format_bytes(-capacity.room):>10}  it does not fit"
+            return
+        copy = format_bytes(capacity.room - capacity.kv_bytes)
+        yield f"  KV cache     {format_bytes(capacity.kv_bytes):>10}  what is left, but {copy} for attention"
+
+    def _fits(self) -> Iterator[str]:
+        capacity = self.capacity
+        yield from self._kv_formats()
+        if not capacity.num_blocks:
+            return
+        yield f"Fit: {capacity.tokens:,} tokens, that is"
+        for length in capacity.lengths():
+            note = " (the whole context)" if length == capacity.context else ""
+            yield f"  {capacity.concurrency(length):>8,} requests of {length:,} tokens{note}"
+
+    def _formats(self) -> dict[str, Capacity]:
+        """What would fit in each form of keys and values."""
+        return {name: self.capacity.with_kv_format(self.model, name) for name in KV_FORMATS}
+
+    def _kv_formats(self) -> Iterator[str]:
+        """A table; in it the form that is served has its exact tokens taken off."""
+        capacity = self.capacity
+        yield f"\nKeys and values of one token, served as {capacity.kv_cache} in {capacity.dtype}:"
+        yield f"  {'--kv-cache':10}  {'per token':>10}  {'bits':>5}  {'tokens per GiB':>14}  {'tokens here':>11}"
+        for name, then in self._formats().items():
+            bits = then.kv_cache.bits_per_number(self.model.head_dim, ITEM_SIZES[capacity.dtype])
+            here = f"{max(0, then.tokens):,}"
+            size = format_bytes(then.token_bytes)
+            yield f"  {name:10}  {size:>10}  {bits:5.2f}  {2**30 // then.token_bytes:14,}  {here:>11}"
+        if capacity.exact.nbytes:
+            yield f"  and {format_bytes(capacity.exact.nbytes)} for {capacity.exact} that are kept exactly"
+
+    def _explained_plan(self) -> list[str]:
+        if isinstance(self.plan, str):
+            return [f"refuses: {self.plan}"]
+        lines = explain(self.plan)
+        if self.plan.kv_bytes > self.capacity.kv_bytes:
+            lines.append(f"too much: {format_bytes(self.capacity.kv_bytes)} are left for the KV pool")
+        return lines
+
+    def _ways(self) -> Iterator[str]:
+        if self.remedies:
+            yield "\nTo fit more, the cheapest first:"
+        for number, remedy in enumerate(self.remedies, 1):
+            yield f"  {number}. {remedy.command}"
+            fits = f"{remedy.tokens:,} tokens, {remedy.concurrency:,} requests of {remedy.length:,}"
+            yield f"     {remedy.effect}: {fits}. Cost: {remedy.cost}."
+
+
+def _format_json(then: Capacity) -> dict[str, Any]:
+    return {
+        "bytes_per_token": then.token_bytes,
+        "tokens_per_gib": 2**30 // then.token_bytes,
+        "tokens": then.tokens,
+    }
+
+
+def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
+    return {
+        "kv_bytes": plan.kv_bytes,
+        "num_blocks": plan.num_blocks,
+        "tokens": plan.num_blocks * plan.block_size,
+        "max_model_len": plan.max_model_len,
+        "reason": plan.reason,
+    }
+
+
+def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | None = None) -> Report:
+    """What a checkpoint needs, and what fits in the given memory or in what is free here. Reads no weights.
+
+    Args:
+        scheme: how the weights are stored, in words.
+
+    Raises:
+        CheckpointError: the folder cannot be read or served, and why.
+        ToolkitError: a device, dtype or kernel that is not there.
+    """
+    checkpoint = PackedCheckpoint.open(path)
+    model = parse_config(checkpoint.config, read_generation_config(checkpoint.path))
+    device = resolve_device(config.device)
+    target = Target(device, resolve_dtype(config.dtype, model.dtype, device))
+    check_tensors(checkpoint, model)
+    memory = available_bytes(device) if memory_bytes is None else memory_bytes
+    weights = Weights(checkpoint, model, target, config.kernels, memory)
+    dtype, weight_bytes = str(target.dtype).removeprefix("torch."), weights.prepared()
+    capacity = estimate(model, config, dtype, weight_bytes, memory)
+    return Report(
+        path.resolve().name,
+        "as asked for" if memory_bytes is not None else f"free on this {device.type.upper()} now",
+        scheme,
+        model,
+        weights.stored_bytes,
+        capacity,
+        _plan(model, weight_bytes, dtype, config, memory - weight_bytes if device.type == "cuda" else None),
+        find_remedies(path, weights, config, capacity),
+    )
+
+
+def _plan(
+    model: DecoderConfig, weight_bytes: int, dtype: str, config: RuntimeConfig, free_gpu_bytes: int | None
+) -> MemoryPlan | str:
+    """What serving with this configuration allocates, or the refusal."""
+    try:
+        return plan_memory(model, weight_bytes, ITEM_SIZES[dtype], config, free_gpu_bytes)
+    except ToolkitError as error:
+        return str(error)

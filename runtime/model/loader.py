@@ -1,0 +1,375 @@
+"""From a checkpoint folder to a decoder: dense or packed, ours or another tool's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.safetensors import TensorFiles
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import CodedWeight
+from compress.checkpoint.weights.fp8 import Fp8Weight
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.checkpoint.weights.outlier_columns import OutlierWeight
+from compress.common.device import available_bytes, format_bytes, resolve_device
+from compress.common.errors import CheckpointError, ToolkitError
+from runtime.backends.base import Linear, Target
+from runtime.backends.cpu.linear import is_fast
+from runtime.backends.cpu.ops import choose_ops
+from runtime.backends.registry import MODES, Choice, check_name, choose_kernel
+from runtime.backends.torch.linear import LowRank, WithOutliers, choose_dense
+from runtime.backends.torch.semi_structured import NAME as SEMI_STRUCTURED
+from runtime.backends.torch.semi_structured import SemiStructuredLinear, choose_semi_structured
+from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
+from runtime.core.rope import Rotary
+from runtime.model.decoder import Decoder, Layer
+from runtime.model.embedding import Embedding, make_embedding
+
+Weight = CodedWeight | LowRankWeight | OutlierWeight | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Linears over the same input whose schemes differ, so that they cannot be one weight."""
+
+    parts: tuple[Linear, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+def fuse_weights(weights: Sequence[Weight]) -> Weight | None:
+    """Weights over the same input as one weight along the output features; None when their schemes or dtypes differ, or
+    when one is of low rank: each has a right factor of its own. With outlier columns they must be the same."""
+    if len(weights) == 1:
+        return weights[0]
+    if any(isinstance(weight, LowRankWeight) for weight in weights):
+        return None
+    mixed = [weight for weight in weights if isinstance(weight, OutlierWeight)]
+    if mixed:
+        return _fuse_outliers(mixed) if len(mixed) == len(weights) else None
+    dense = [weight for weight in weights if isinstance(weight, Tensor)]
+    packed = [weight for weight in weights if isinstance(weight, CodedWeight)]
+    kinds = {weight.dtype for weight in dense} | {(weight.scheme, weight.scale.dtype) for weight in packed}
+    if len(kinds) > 1:
+        return None
+    if dense:
+        return torch.cat(dense)
+    return _stacked(packed)
+
+
+def _stacked(weights: Sequence[CodedWeight]) -> CodedWeight:
+    """Weights of one scheme as one, along the output features."""
+    codes, scale = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scale"))
+    zeros = [weight.zero for weight in weights if isinstance(weight, IntegerWeight)]
+    scheme = weights[0].scheme
+    return IntegerWeight(codes, scale, torch.cat(zeros), scheme) if zeros else Fp8Weight(codes, scale, scheme)
+
+
+def _fuse_outliers(weights: Sequence[OutlierWeight]) -> OutlierWeight | None:
+    first = weights[0]
+    base = fuse_weights([weight.base for weight in weights])
+    same = all(torch.equal(weight.columns, first.columns) for weight in weights)
+    if not isinstance(base, IntegerWeight) or not same:
+        return None
+    return OutlierWeight(base, first.columns, torch.cat([weight.values for weight in weights]), first.scheme)
+
+
+def fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Biases side by side, zeros where there is none; None when no part has one."""
+    present = next((bias for bias in biases if bias is not None), None)
+    if present is None:
+        return None
+    return torch.cat([present.new_zeros(n) if bias is None else bias for bias, n in zip(biases, sizes, strict=True)])
+
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+REMEDY = "Check that config.json and the weights belong to the same model"
+
+
+Expected = tuple[str, tuple[int, int], bool]
+"""Module, shape of its weight, and whether a bias must be there."""
+
+
+def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
+    """Every tensor the decoder needs is there, with the right shape; reads headers only.
+
+    Raises:
+        CheckpointError: the first tensor that is missing, has another shape than config.json says, or holds integers
+            that no quantization_config explains.
+    """
+    for module, shape, needs_bias in expected_linears(config, checkpoint):
+        _check_shape(f"{module}.weight", checkpoint.shape(module), shape)
+        _check_numbers(checkpoint, module)
+        if needs_bias and f"{module}.bias" not in checkpoint.files:
+            raise CheckpointError(
+                f"{checkpoint.path} has no tensor {module}.bias, which this {config.model_type} model needs", REMEDY
+            )
+    _check_shape(f"{EMBEDDING}.weight", checkpoint.shape(EMBEDDING), (config.vocab_size, config.hidden_size))
+    for name, size in expected_norms(config):
+        _check_shape(name, checkpoint.files.shape(name), (size,))
+
+
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise CheckpointError(f"{name} has shape {found}, config.json says {expected}", REMEDY)
+
+
+def _check_numbers(checkpoint: PackedCheckpoint, module: str) -> None:
+    """Raises CheckpointError for integers where nothing says what they mean."""
+    if checkpoint.scheme(module) is None:
+        dtype = checkpoint.files.dtype(f"{module}.weight")
+        if not dtype.is_floating_point:
+            raise CheckpointError(f"{module}.weight holds {str(dtype).removeprefix('torch.')}, not weights", REMEDY)
+
+
+def expected_linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[Expected]:
+    """Every linear that is loaded."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for layer in range(config.num_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        yield f"{attention}.q_proj", (queries, hidden), config.qkv_bias
+        yield f"{attention}.k_proj", (keys, hidden), config.qkv_bias
+        yield f"{attention}.v_proj", (keys, hidden), config.qkv_bias
+        yield f"{attention}.o_proj", (hidden, queries), config.output_bias
+        yield f"{mlp}.gate_proj", (inner, hidden), config.mlp_bias
+        yield f"{mlp}.up_proj", (inner, hidden), config.mlp_bias
+        yield f"{mlp}.down_proj", (hidden, inner), config.mlp_bias
+    if not head_is_embedding(checkpoint):
+        yield HEAD, (config.vocab_size, hidden), False
+
+
+def expected_norms(config: DecoderConfig) -> Iterator[tuple[str, int]]:
+    """Every norm weight and its length."""
+    for layer in range(config.num_layers):
+        yield f"model.layers.{layer}.input_layernorm.weight", config.hidden_size
+        yield f"model.layers.{layer}.post_attention_layernorm.weight", config.hidden_size
+        if config.qk_norm:
+            yield f"model.layers.{layer}.self_attn.q_norm.weight", config.head_dim
+            yield f"model.layers.{layer}.self_attn.k_norm.weight", config.head_dim
+    yield f"{NORM}.weight", config.hidden_size
+
+
+def head_is_embedding(checkpoint: PackedCheckpoint) -> bool:
+    """Whether logits are products with the embedding; a head that was quantized on its own is not."""
+    return checkpoint.tied and HEAD not in checkpoint.schemes
+
+
+@dataclass
+class DeviceFiles(TensorFiles):
+    """Tensor files whose matrices of integers (codes and zero points) are given on a device; the small rest is not."""
+
+    device: torch.device
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = super().tensor(name)
+        return tensor if tensor.dim() != 2 or tensor.is_floating_point() else tensor.to(self.device)
+
+
+def unpacked_on(checkpoint: PackedCheckpoint, device: torch.device) -> PackedCheckpoint:
+    """The checkpoint with integers unpacked on `device`; scales stay in host memory. For modules that
+    `unpacks_anywhere`."""
+    files = checkpoint.files
+    return replace(checkpoint, files=DeviceFiles(**vars(files), device=device))
+
+
+def unpacks_anywhere(scheme: Scheme | None) -> bool:
+    """Whether a module is plain integers, unpacked by operations on one matrix at a time."""
+    if scheme is None:
+        return False
+    return not (scheme.fp8 or scheme.sparsity or scheme.rank is not None or scheme.outliers is not None)
+
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """The activation dtype. Raises ToolkitError for an unknown one, and for one with no fast path on this CPU."""
+    if name != "auto" and name not in DTYPES:
+        raise ToolkitError(f"unknown dtype {name!r}", f"Choose auto, {', '.join(DTYPES)}")
+    wanted = getattr(torch, checkpoint_dtype if name == "auto" else name)
+    if device.type != "cpu" or is_fast(wanted):
+        return wanted
+    if name != "auto":
+        raise ToolkitError(f"{name} has no fast path on this CPU (over ten times slower)", "Use --dtype auto")
+    return torch.bfloat16 if is_fast(torch.bfloat16) else torch.float32
+
+
+def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", kernels: str = "auto") -> Decoder:
+    """Opens a checkpoint and prepares every weight for its kernel.
+
+    Args:
+        device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
+        dtype: of activations and keys and values; `auto` is the checkpoint's, except that CPUs without 16-bit
+            arithmetic of that kind compute float16 as bfloat16 and bfloat16 as float32.
+        kernels: `auto`, or the name of one kernel; `reference` is plain torch everywhere.
+
+    Raises:
+        CheckpointError: a folder that cannot be read, an architecture that is not supported, missing or misshapen
+            tensors. All of it is checked before weights are read.
+        ToolkitError: a device, dtype or kernel that is not there.
+    """
+    check_name(kernels)
+    checkpoint = PackedCheckpoint.open(path)
+    config = parse_config(checkpoint.config, read_generation_config(checkpoint.path))
+    chosen_device = resolve_device(device)
+    target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
+    check_tensors(checkpoint, config)
+    excluded = exclude_kernels(checkpoint, target, kernels, available_bytes(chosen_device))
+    return _Loader(checkpoint, config, target, kernels, excluded).load()
+
+
+def load_layers(checkpoint: PackedCheckpoint, model: Decoder, kernels: str = "auto") -> tuple[list[Layer], list[str]]:
+    """The layers of a model from another form of its checkpoint, and which kernel serves what."""
+    target = Target(model.device, model.dtype)
+    excluded = exclude_kernels(checkpoint, target, kernels, available_bytes(model.device))
+    loader = _Loader(checkpoint, model.config, target, kernels, excluded)
+    return loader.layers(), loader.description()
+
+
+@dataclass
+class _Loader:
+    """Builds a decoder; counts which kernel serves what on the way."""
+
+    checkpoint: PackedCheckpoint
+    config: DecoderConfig
+    target: Target
+    kernels: str
+    excluded: dict[str, str]
+    used: Counter[str] = field(default_factory=Counter)
+
+    def load(self) -> Decoder:
+        config, target = self.config, self.target
+        ops, ops_reason = choose_ops(config, target.dtype, target.device, self.kernels)
+        layers = self.layers()
+        embedding, head = self._ends()
+        return Decoder(
+            config=config,
+            dtype=target.dtype,
+            device=target.device,
+            embedding=embedding,
+            layers=layers,
+            norm=self._vector(f"{NORM}.weight"),
+            head=head,
+            rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
+            ops=ops,
+            description=(*self.description(), f"ops between linears: {type(ops).__name__} ({ops_reason})"),
+        )
+
+    def layers(self) -> list[Layer]:
+        return [self._layer(f"model.layers.{index}") for index in range(self.config.num_layers)]
+
+    def description(self) -> list[str]:
+        return [f"{count} x {what}" for what, count in self.used.items()]
+
+    def _layer(self, name: str) -> Layer:
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        return Layer(
+            attention_norm=self._vector(f"{name}.input_layernorm.weight"),
+            qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            head_norm=self._head_norm(attention) if self.config.qk_norm else None,
+            output=self._linear(f"{attention}.o_proj"),
+            mlp_norm=self._vector(f"{name}.post_attention_layernorm.weight"),
+            gate_up=self._linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            down=self._linear(f"{mlp}.down_proj"),
+        )
+
+    def _head_norm(self, attention: str) -> Tensor:
+        query, key = self._vector(f"{attention}.q_norm.weight"), self._vector(f"{attention}.k_norm.weight")
+        return torch.cat((query.expand(self.config.num_heads, -1), key.expand(self.config.num_kv_heads, -1)))
+
+    def _ends(self) -> tuple[Embedding, Linear]:
+        """Embedding and head, with one matrix for both where that is possible."""
+        weight = self._weight(EMBEDDING)
+        if not isinstance(weight, IntegerWeight | Tensor):
+            raise CheckpointError(f"{EMBEDDING} is stored as {weight.scheme}", "Pack embeddings as plain integers")
+        if not head_is_embedding(self.checkpoint):
+            return make_embedding(weight, self.target), self._linear(HEAD)
+        head = self._prepare(weight, "head (the embedding)")
+        return make_embedding(weight, self.target, head), head
+
+    def _weight(self, module: str) -> Weight:
+        """A weight as stored; plain integers on the device."""
+        device = self.target.device
+        # A checkpoint that makes its weights itself (`RoundedCheckpoint`) reads more than one matrix for each.
+        is_read = type(self.checkpoint) is PackedCheckpoint
+        if device.type == "cpu" or not is_read or not unpacks_anywhere(self.checkpoint.scheme(module)):
+            return self.checkpoint.weight(module)
+        weight = unpacked_on(self.checkpoint, device).weight(module)
+        return weight.changed(lambda tensor: tensor.to(device)) if isinstance(weight, IntegerWeight) else weight
+
+    def _vector(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name).to(self.target.device, self.target.dtype)
+
+    def _linear(self, *modules: str) -> Linear:
+        """One linear out of several over the same input, fused when they can be."""
+        weights = [self._weight(module) for module in modules]
+        biases = [self._bias(module) for module in modules]
+        fused = fuse_weights(weights)
+        name = "+".join(module.rpartition(".")[2] for module in modules)
+        if fused is None:
+            parts = zip(weights, biases, modules, strict=True)
+            return SideBySide(tuple(self._prepare(w, m.rpartition(".")[2], b) for w, b, m in parts))
+        return self._prepare(fused, name, fuse_biases(biases, [weight.shape[0] for weight in weights]))
+
+    def _bias(self, module: str) -> Tensor | None:
+        return self._vector(f"{module}.bias") if f"{module}.bias" in self.checkpoint.files else None
+
+    def _prepare(self, weight: Weight, name: str, bias: Tensor | None = None) -> Linear:
+        if isinstance(weight, LowRankWeight):
+            right = self._prepare(weight.right, f"{name}, right factor")
+            return LowRank(right, self._prepare(weight.left, f"{name}, left factor", bias))
+        if isinstance(weight, OutlierWeight):
+            columns = weight.columns.to(self.target.device, torch.int64)
+            values = weight.values.to(self.target.device, self.target.dtype).T.contiguous()
+            what = f"{name} beside {weight.scheme.outliers} columns in 16 bits"
+            return WithOutliers(self._prepare(weight.base, what, bias), columns, values)
+        if isinstance(weight, Tensor):
+            return self._prepare_dense(weight, name, bias)
+        choice = self._choose(weight.scheme, weight.shape[1])
+        self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1
+        return choice.kernel.prepare(weight, bias, self.target)
+
+    def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None) -> Linear:
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        sparse = choose_semi_structured(weight, self.target, self.kernels)
+        placed = weight.to(self.target.device, self.target.dtype)
+        if sparse.serves:
+            self.used[f"{name}: 2:4 {dtype}, kernel {SEMI_STRUCTURED} ({sparse.reason})"] += 1
+            return SemiStructuredLinear(placed, bias)
+        dense = choose_dense(weight.shape[1], self.target, reference=self.kernels == "reference")
+        reason = "; ".join(filter(None, (dense.reason, sparse.reason)))
+        self.used[f"{name}: dense {dtype}, kernel {dense.kernel.name} ({reason})"] += 1
+        return dense.kernel.prepare(placed, bias)
+
+    def _choose(self, scheme: Scheme, in_features: int) -> Choice:
+        return choose_kernel(scheme, in_features, self.target, self.kernels, self.excluded)
+
+
+def exclude_kernels(checkpoint: PackedCheckpoint, target: Target, kernels: str, free: int) -> dict[str, str]:
+    """Kernels that may not be chosen for a checkpoint, with the reason.
+
+    Weights are dequantized at load only while their dense form takes at most half of the `free` bytes.
+    """
+    elements = 0
+    looked_up = set() if head_is_embedding(checkpoint) else {EMBEDDING}
+    for module in sorted(set(checkpoint.modules) - looked_up):
+        for scheme, rows, columns in checkpoint.schemes[module].matrices(*checkpoint.shape(module)):
+            if scheme and choose_kernel(scheme, columns, target, kernels).kernel.name == "dequantized":
+                elements += rows * columns
+    needed, limit = elements * target.dtype.itemsize, free // 2
+    if needed > limit and kernels in MODES:
+        return {"dequantized": f"would need {format_bytes(needed)} of {format_bytes(limit)} allowed"}
+    return {}

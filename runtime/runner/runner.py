@@ -1,0 +1,339 @@
+"""The part below the torch line: one object with one method. Holds the model and the pages of keys and values."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter, abc
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compress.common.device import available_bytes, format_bytes, on_device
+from compress.common.errors import ToolkitError
+from runtime.backends.cpu.attention import NativeAttention
+from runtime.backends.cpu.kv_pages import NativePages
+from runtime.backends.kv.cache import KVCache
+from runtime.backends.kv.pages import KVPages
+from runtime.backends.registry import choose_layers
+from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
+from runtime.backends.triton.attention import TritonAttention
+from runtime.backends.triton.attention import refuse as refuse_triton
+from runtime.backends.triton.sampling import gpu_draw
+from runtime.core.attention_window import Reach
+from runtime.core.batch import Batch, build_batch, fresh_blocks, slots_of
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import Request, SamplingParams, Sequence, TokenLogprobs
+from runtime.core.sampling_metadata import build_draws
+from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan, follow
+from runtime.memory.plan import MemoryPlan, plan_memory
+from runtime.model.decoder import Attention, Decoder
+from runtime.runner.cuda_graphs import Capture, CudaCapture, StepBuffers, StepGraphs
+from runtime.sampling.logits_processors import NUM_LIKELY
+from runtime.sampling.sampler import sample_tokens, token_logprobs
+from runtime.speculative.verify import verify_by_match
+
+logger = logging.getLogger("runtime.runner.runner")
+
+COSTLIEST = SamplingParams(temperature=1, top_k=NUM_LIKELY + 1)
+"""Has the whole vocabulary of every row sorted."""
+
+
+def warm_up(runner: ModelRunner, config: RuntimeConfig) -> None:
+    """Runs the largest steps of a runner whose pool nobody uses yet.
+
+    Raises:
+        ToolkitError: the GPU has no memory for them.
+    """
+    try:
+        for plan in largest_steps(config, runner.num_blocks, runner.max_model_len):
+            runner.execute(plan)
+    except torch.OutOfMemoryError as error:
+        taken = format_bytes(runner.memory.kv_bytes)
+        raise ToolkitError(
+            f"the largest step does not fit in the GPU beside {taken} of keys and values",
+            "Allow less --kv-memory or fewer --max-sequences",
+        ) from error
+    if runner.decoder.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(runner.decoder.device)
+        logger.info("the largest steps are computed; with them %s of the GPU were in use", format_bytes(peak))
+
+
+def largest_steps(config: RuntimeConfig, num_blocks: int, max_model_len: int) -> list[StepPlan]:
+    """The most prompt tokens in one step, then the most sequences with one token each, as far as a pool holds them."""
+    budget = min(config.max_num_batched_tokens, num_blocks * config.block_size)
+    each = min(config.max_span_tokens, max_model_len)
+    spans = [min(each, budget - start) for start in range(0, budget, each)][: config.max_num_sequences]
+    singles = [1] * min(config.max_num_sequences, num_blocks)
+    return [_step(config.block_size, num_blocks, spans), _step(config.block_size, num_blocks, singles)]
+
+
+def _step(block_size: int, num_blocks: int, lengths: list[int]) -> StepPlan:
+    """Prompts of these lengths, without those that the pool has no blocks for."""
+    entries, free = [], iter(range(num_blocks))
+    for index, length in enumerate(lengths):
+        blocks = [block for _, block in zip(range(0, length, block_size), free, strict=False)]
+        if len(blocks) * block_size < length:
+            break
+        sequence = Sequence(Request(f"warm-up {index}", (0,) * length, COSTLIEST, 0), [0] * length, block_ids=blocks)
+        entries.append(ScheduledSequence(sequence, 0, length))
+    return StepPlan(tuple(entries))
+
+
+LOGITS_AT_ONCE = 2**23
+"""Logits that exist at a time at most, one row at least: those of a whole long prompt would fill the memory."""
+
+
+def prompt_logprobs(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str, list[TokenLogprobs]]:
+    """By sequence id, of the tokens that follow those of the span inside the prompt.
+
+    Args:
+        hidden: `[T, H]` before the final norm.
+    """
+    return {
+        entry.sequence.id: _span_logprobs(decoder, hidden[rows], entry, number)
+        for entry, rows in batch.prompt_rows
+        if (number := entry.sequence.request.sampling.prompt_logprobs) is not None
+    }
+
+
+def hidden_sums(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str, list[float]]:
+    """By sequence id, sums `[H]` of the spans' final hidden states, in float64.
+
+    Args:
+        hidden: `[T, H]` before the final norm.
+    """
+    return {
+        entry.sequence.id: decoder.final_norm(hidden[rows]).double().sum(0).tolist()
+        for entry, rows in batch.prompt_rows
+        if entry.sequence.request.options.embed
+    }
+
+
+def _span_logprobs(decoder: Decoder, hidden: Tensor, entry: ScheduledSequence, num_top: int) -> list[TokenLogprobs]:
+    """Of the tokens after those of `hidden [T, H]`; the prompt's last token has none after it."""
+    start = entry.start + 1
+    following = entry.sequence.request.prompt_token_ids[start : start + len(hidden)]
+    step = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
+    found: list[TokenLogprobs] = []
+    for first in range(0, len(following), step):
+        chosen = following[first : first + step]
+        logits = decoder.logits(hidden[first : first + len(chosen)])
+        found += token_logprobs(logits, chosen, num_top)
+    return found
+
+
+RowSampler = Callable[[abc.Sequence[ScheduledSequence], Tensor, Tensor | None], dict[str, list[SampledToken]]]
+"""From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id. Of recorded
+steps it gets what `sample_tokens` calls `drawn` too."""
+
+
+class ModelRunner:
+    """Implements `runtime.core.step.Runner`. Calls must come one at a time, from any one thread.
+
+    Args:
+        memory: sizes of the pool and of the longest sequence, as `plan_memory` decides them.
+
+    Attributes:
+        sample: turns logits into tokens and verifies drafts; by match unless somebody sets another way.
+        native_layers, triton_layers: what computes the layers of a step in one call of compiled code, or in fused
+            kernels of a GPU, where that is possible.
+        layers_refusal: why neither does; empty where one does.
+        triton_refusal: why attention does not run in Triton; empty when it does.
+        graphs: runs steps of one token per sequence from recordings; None where nothing is recorded.
+        graphs_refusal: why nothing is; empty where it is.
+    """
+
+    def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
+        self.decoder = decoder
+        self.memory = memory
+        self.sample: RowSampler = sample_and_match
+        self.windows = decoder.config.windows
+        if memory.reach.window is not None:
+            self.windows = (memory.reach.window,) * decoder.config.num_layers
+        self.cache = KVCache(decoder, memory)
+        self.triton_refusal = refuse_triton(
+            decoder.device, decoder.dtype, decoder.config.head_dim, self.cache.scheme.recent
+        )
+        layers = choose_layers(decoder, self.cache, self.windows, memory.reach, self.triton_refusal)
+        self.native_layers, self.triton_layers, self.layers_refusal = layers.native, layers.triton, layers.refusal
+        self.graphs: StepGraphs | None = None
+        self.graphs_refusal = self._refuse_graphs()
+        if not self.graphs_refusal:
+            self.record_steps(CudaCapture(decoder.device))
+
+    def record_steps(self, capture: Capture) -> None:
+        """From now on steps of one token per sequence are recorded when they are first needed, and run again."""
+        buffers = StepBuffers(self.decoder, self.memory, self.memory.num_sequences)
+        self.graphs = StepGraphs(self._logits, buffers, capture, gpu_draw(buffers.logits))
+
+    @property
+    def pages(self) -> KVPages:
+        return self.cache.pages
+
+    @property
+    def shares_blocks(self) -> bool:
+        return not self.memory.kv_cache.recent
+
+    @property
+    def num_blocks(self) -> int:
+        return self.memory.num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self.memory.num_host_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.memory.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.memory.max_model_len
+
+    @property
+    def reach(self) -> Reach:
+        return self.memory.reach
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.decoder.config.eos_token_ids
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Moves blocks, computes the plan's spans in one forward pass, samples where a span ends its sequence and
+        verifies the drafts there."""
+        with on_device(self.decoder.device):
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
+        self.pages.memory.offload(plan.offloads)
+        self.pages.memory.copy(plan.copies)
+        self.pages.memory.restore(plan.restores)
+        if not plan.entries:
+            return StepOutput({})
+        path = ""
+        if self.graphs is not None:
+            path = self.graphs.refuse(plan.entries)
+            if not path:
+                return self._run_again(self.graphs, plan.entries)
+        batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.reach)
+        self.pages.memory.clear(batch.fresh_blocks)
+        hidden = self._forward(batch)
+        tokens = self._sample(hidden, batch) if batch.sampling else {}
+        self._keep_branches(batch, tokens)
+        return StepOutput(
+            tokens,
+            prompt_logprobs(self.decoder, hidden, batch),
+            hidden_sums(self.decoder, hidden, batch),
+            path,
+        )
+
+    def _run_again(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> StepOutput:
+        self.pages.memory.clear([block for entry in entries for block in fresh_blocks(entry, self.block_size)])
+        tokens = self.sample(entries, *graphs.run(entries))
+        return StepOutput(tokens, path=graphs.refuse(entries) or "recorded")
+
+    def _refuse_graphs(self) -> str:
+        """Why no step can be recorded; empty when some can."""
+        if self.decoder.device.type != "cuda":
+            return "recorded steps run on NVIDIA GPUs"
+        if self.triton_layers is None:  # nobody else leaves rows of padding alone
+            return f"layers run one by one: {self.layers_refusal}"
+        return "the first tokens are kept exactly, and computed when a sequence begins" if self.cache.sinks else ""
+
+    def _forward(self, batch: Batch) -> Tensor:
+        attention, run_layers = self._attention(batch), None
+        if self.native_layers is not None and isinstance(attention, NativeAttention):
+            run_layers = partial(self.native_layers, attention=attention)
+        elif self.triton_layers is not None and isinstance(attention, TritonAttention):
+            run_layers = partial(self.triton_layers, attention=attention)
+        return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
+
+    def _attention(self, batch: Batch) -> Attention:
+        if isinstance(self.pages, NativePages):
+            return NativeAttention(self.pages, batch, self.windows, self.cache.scheme.rotate)
+        keys = StepKeys(self.cache, batch, self.cache.place(self.decoder, batch.entries))
+        reach = self.reach
+        if not self.triton_refusal:
+            return TritonAttention(keys, self.windows, reach.sinks, self.decoder.rotary)
+        if reach.window is not None and reach.sinks:
+            return StreamingAttention(keys, reach.sinks, reach.window, self.decoder.rotary)
+        return PagedAttention(keys, self.windows)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """Of every row, in the dtype of the head."""
+        return self.decoder.head(self.decoder.final_norm(self._forward(batch)))
+
+    def _keep_branches(self, batch: Batch, tokens: Mapping[str, list[SampledToken]]) -> None:
+        """Brings keys and values of the branches that were said to where the next step looks for them."""
+        moves = [move for entry in batch.sampling if entry.has_tree for move in self._moves(entry, tokens)]
+        if moves:
+            self.pages.move(*zip(*moves, strict=True))
+
+    def _moves(self, entry: ScheduledSequence, tokens: Mapping[str, list[SampledToken]]) -> list[tuple[int, int]]:
+        said = [token.token_id for token in tokens[entry.sequence.id]]
+        slots = slots_of(entry, self.block_size)[1:]
+        path = follow(entry.sequence.draft_token_ids, entry.draft_parents, said)
+        return [(slots[number], slots[place]) for place, number in enumerate(path) if place != number]
+
+    def _sample(self, hidden: Tensor, batch: Batch) -> dict[str, list[SampledToken]]:
+        return self.sample(batch.sampling, self.decoder.logits(hidden.index_select(0, batch.sample_rows)), None)
+
+
+def sample_and_match(
+    entries: abc.Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
+) -> dict[str, list[SampledToken]]:
+    """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
+    draws = [draw for entry in entries for draw in build_draws(entry)]
+    return verify_by_match(entries, sample_tokens(logits, draws, drawn))
+
+
+def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
+    """A runner whose pool fits the budget of `config`. On a GPU it has computed the largest steps, so that what serves
+    later finds its memory.
+
+    Raises:
+        ToolkitError: a sequence of `max_model_len` tokens does not fit in the pool, or pool and steps not in memory.
+    """
+    on_gpu = decoder.device.type == "cuda"
+    if on_gpu:
+        gc.collect()  # a runner that nobody uses any more may still hold its pool
+        torch.cuda.empty_cache()
+    free = available_bytes(decoder.device) if on_gpu else None
+    plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config, free)
+    check_fits(plan, decoder.device)
+    for note in plan.kv_choice.notes:
+        logger.warning("KV cache %s: %s", plan.kv_cache, note)
+    if config.attention_window is not None:
+        decoder = replace(decoder, rotary=decoder.rotary.exact())
+    runner = ModelRunner(decoder, plan)
+    if on_gpu:
+        warm_up(runner, config)
+    return runner
+
+
+def check_fits(plan: MemoryPlan, device: torch.device) -> None:
+    """Refuses pools that do not fit in the free memory of the device and the host.
+
+    Raises:
+        ToolkitError: with the numbers.
+    """
+    host, steps = torch.device("cpu"), plan.budget.step_bytes
+    wanted = Counter({device: plan.kv_bytes}) + Counter({host: plan.host_bytes})
+    for where, size in wanted.items():
+        free, beside = available_bytes(where), steps if where == device else 0
+        if size + beside > free:
+            others = f", of which steps take up to {format_bytes(beside)}" if beside else ""
+            room = f"{format_bytes(free)} of free {where.type} memory{others}"
+            raise ToolkitError(
+                f"KV blocks of {format_bytes(size)} do not fit in {room}",
+                "Allow less KV memory or fewer blocks",
+            )

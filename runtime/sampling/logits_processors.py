@@ -1,0 +1,168 @@
+"""What a request adds to the model's logits before temperature: bias, grammar mask, penalties, in this order.
+
+All of it is elementwise within a row and depends on that row's request and history only. Every function overwrites
+`scores [R, V]` for the rows that ask for it; what they need goes to the device as a few flat tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from runtime.core.sampling_metadata import Draw
+from runtime.sampling.sampling_tensors import UNDECIDED, Wishes
+from runtime.upload import to_device, upload, upload_columns
+
+MIN_REPETITION_PENALTY = 1e-10
+"""Lower ones are as good as this, and what is divided by it stays finite."""
+
+
+def adjust_logits(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits `[R, V]` as the requests want them; minus infinity where a mask forbids a token. Same dtype.
+
+    `logits` stays as it is, because log-probabilities are of the unmodified distribution; it is returned itself when
+    nobody wants a change.
+    """
+    biased = [row for row, draw in enumerate(draws) if draw.sampling.logit_bias]
+    masked = [row for row, draw in enumerate(draws) if draw.mask is not None]
+    penalized = [row for row, draw in enumerate(draws) if draw.sampling.has_penalties]
+    if not (biased or masked or penalized):
+        return logits
+    scores = logits.clone()
+    if biased:
+        _add_bias(scores, biased, draws)
+    if masked:
+        _forbid(scores, masked, draws)
+    if penalized:
+        _penalize(scores, penalized, draws)
+    return scores
+
+
+def _add_bias(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+    pairs = [(row, *pair) for row in rows for pair in draws[row].sampling.logit_bias]
+    places = [row * scores.shape[-1] + token_id for row, token_id, _ in pairs]
+    index, bias = upload_columns((places,), ([bias for *_, bias in pairs],), scores.device)
+    scores.view(-1).index_add_(0, index, bias.to(scores.dtype))
+
+
+def _forbid(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+    vocab_size = scores.shape[-1]
+    num_bytes = (vocab_size + 7) // 8
+    # The model's table may be padded beyond the ids a mask knows: those cannot be said.
+    packed = b"".join((draws[row].mask or b"")[:num_bytes].ljust(num_bytes, b"\0") for row in rows)
+    octets = to_device(torch.frombuffer(bytearray(packed), dtype=torch.uint8), scores.device)
+    octets = octets.view(len(rows), num_bytes, 1)
+    bits = octets.bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=scores.device)).bitwise_and_(1)
+    forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
+    if len(rows) == len(scores):
+        scores.masked_fill_(forbidden, float("-inf"))
+    else:
+        index = upload(rows, scores.device)
+        scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, float("-inf")))
+
+
+def _penalize(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+    """Changes the logits of tokens in the history; the rest of the vocabulary is not touched."""
+    seen, counts = _count_tokens(scores, rows, draws)
+    row_of = seen // scores.shape[-1]
+    params = [draw.sampling for draw in draws]
+    columns = (
+        [max(p.repetition_penalty, MIN_REPETITION_PENALTY) for p in params],
+        [p.frequency_penalty for p in params],
+        [p.presence_penalty for p in params],
+    )
+    repetition, frequency, presence = (
+        column.to(scores.dtype).index_select(0, row_of) for column in upload_columns((), columns, scores.device)
+    )
+    values = scores.view(-1).index_select(0, seen)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= counts * frequency
+    values -= (counts > 0) * presence
+    scores.view(-1).index_copy_(0, seen, values)
+
+
+def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """Where in the flat scores a token of the history stands, each place once, and how often it is in the output."""
+    vocab_size = scores.shape[-1]
+    histories = [history for row in rows for history in (draws[row].prompt_token_ids, draws[row].output_token_ids)]
+    lengths = upload(map(len, histories), scores.device)
+    starts = upload((row * vocab_size for row in rows), scores.device).repeat_interleave(2)
+    is_output = upload([0, 1] * len(rows), scores.device)
+    places = upload(chain.from_iterable(histories), scores.device)
+    places += starts.repeat_interleave(lengths, output_size=len(places))
+    seen, inverse = places.unique(return_inverse=True)
+    counts = torch.zeros_like(seen)
+    counts.index_add_(0, inverse, is_output.repeat_interleave(lengths, output_size=len(places)))
+    return seen, counts.to(scores.dtype)
+
+
+NUM_LIKELY = 128
+"""Tokens that are sorted first. Only when a row's threshold lies below them is the whole vocabulary sorted."""
+NEGLIGIBLE = 80.0
+"""Below the highest score: a million such tokens add nothing to a sum, and their exponentials are no denormals."""
+
+
+def draw_likely(logits: Tensor, wishes: Wishes) -> Tensor:
+    """Tokens `[R]` drawn from logits `[R, V]`, without a look at what the device found: rows whose threshold lies below
+    the likely tokens stay undecided."""
+    likely, ids, unknown = likely_candidates(wishes.noise.temper(logits), *wishes.limits(logits.dtype))
+    return wishes.noise.loudest(likely, ids).masked_fill_(unknown, UNDECIDED)
+
+
+def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The likely tokens of every row, best first: scores `[R, K]`, minus infinity where a token cannot be drawn, and
+    their ids `[R, K]`.
+
+    Args:
+        scores: logits over temperature `[R, V]`.
+        top_k: int64 `[R]`; keeps the k highest; 0 is off.
+        top_p: `[R]`; keeps the highest tokens until their mass reaches p; 1 is off.
+        min_p: `[R]`; keeps tokens at least p times as likely as the most likely; 0 is off.
+    """
+    likely, ids, unknown = likely_candidates(scores, top_k, top_p, min_p)
+    if not bool(unknown.any()):
+        return likely, ids
+    ordered, ids = scores.sort(-1, descending=True)
+    return ordered.masked_fill(ordered < _threshold(ordered, scores, top_k, top_p, min_p), float("-inf")), ids
+
+
+def likely_candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `candidates`, among the most likely tokens only; and for which rows `[R]` there are others beside them."""
+    likely, ids = scores.topk(min(NUM_LIKELY, scores.shape[-1]))
+    threshold = _threshold(likely, scores, top_k, top_p, min_p)
+    # A k-th score beyond the likely tokens is unknown here, and with it the mass that top-p is a share of. But when a
+    # grammar forbids the last of them, there is nothing beyond.
+    unknown = (threshold <= likely[:, -1:]) | (top_k > likely.shape[-1]).unsqueeze(-1)
+    unknown &= likely[:, -1:] > float("-inf")
+    if likely.shape[-1] == scores.shape[-1]:
+        unknown = torch.zeros_like(unknown)
+    return likely.masked_fill(likely < threshold, float("-inf")), ids, unknown.squeeze(-1)
+
+
+def _threshold(likely: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Lowest score that may be drawn `[R, 1]`; minus infinity when it lies below all of `likely`."""
+    kth = _top_k_threshold(likely, top_k.unsqueeze(-1))
+    nucleus = _top_p_threshold(likely, scores, kth, top_p.unsqueeze(-1))
+    return torch.maximum(torch.maximum(kth, nucleus), likely[:, :1] + min_p.unsqueeze(-1).log())
+
+
+def _top_k_threshold(likely: Tensor, top_k: Tensor) -> Tensor:
+    num_likely = likely.shape[-1]
+    kth = likely.gather(-1, top_k.clamp(1, num_likely) - 1)
+    return kth.masked_fill((top_k == 0) | (top_k > num_likely), float("-inf"))
+
+
+def _top_p_threshold(likely: Tensor, scores: Tensor, kth: Tensor, top_p: Tensor) -> Tensor:
+    # Instead of minus infinity, whose exponential is many times slower on CPUs: too little to change a sum.
+    floor = likely[:, :1] - NEGLIGIBLE
+    total = torch.where(scores < torch.maximum(kth, floor), floor, scores).logsumexp(-1, keepdim=True)
+    probabilities = (likely - total).exp().masked_fill_(likely < kth, 0.0)
+    mass = probabilities.cumsum(-1)
+    outside = mass - probabilities >= top_p
+    outside[:, 0] = False
+    lowest = likely.masked_fill(outside, float("inf")).amin(-1, keepdim=True)
+    reached = (mass[:, -1:] >= top_p) & (top_p < 1)
+    return lowest.masked_fill(~reached, float("-inf"))

@@ -1,0 +1,175 @@
+"""From logits to tokens, for all rows of a step at once.
+
+Everything is decided where the logits are. What is read back is one number per row: a GPU waits once, and what the host
+sends there goes in one transfer, or one for each way of drawing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.backends.cpu import sampling as cpu_sampling
+from runtime.backends.triton.sampling import gpu_draw
+from runtime.core.request import TokenLogprobs
+from runtime.core.sampling_metadata import Draw
+from runtime.core.step import SampledToken
+from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely
+from runtime.sampling.sampling_tensors import ERRORS, FORBIDDEN, INFINITE, UNDECIDED, RowNoise, Wishes, upload_wishes
+from runtime.upload import upload
+
+
+def draw_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> Tensor:
+    """int64 `[R]`: the token of each row, or one of `outcomes`.
+
+    Args:
+        scores: the logits `[R, V]` as requests want them, or `logits` itself.
+        rows: that get noise; in others the highest score wins.
+    """
+    is_native = cpu_sampling.is_native(logits)
+    find_peaks = cpu_sampling.find_peaks if is_native else _find_peaks
+    tokens, finite = find_peaks(scores)
+    if rows:
+        index, wishes = upload_wishes(draws, rows, scores.device)
+        tempered = wishes.noise.temper(scores if len(rows) == len(draws) else scores.index_select(0, index))
+        tokens.index_copy_(0, index, _find_winners(tempered, wishes.noise, is_native))
+    if scores is not logits:
+        tokens.masked_fill_(scores.amax(-1) == float("-inf"), FORBIDDEN)
+        finite = find_peaks(logits)[1]
+    return tokens.masked_fill_(~finite, INFINITE)
+
+
+def _find_peaks(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """As `native.find_peaks`."""
+    return scores.argmax(-1), scores.sum(-1).isfinite()  # a sum is finite only if all of its terms are
+
+
+def _find_winners(tempered: Tensor, noise: RowNoise, is_native: bool) -> Tensor:
+    """int64 `[R]`: the tokens with the highest sums of finite scores and noise, or `UNDECIDED`."""
+    if is_native:
+        winners = cpu_sampling.find_winners(tempered, noise.seeds, noise.positions)
+        return winners.masked_fill_(winners < 0, UNDECIDED)
+    return noise.loudest(tempered, torch.arange(tempered.shape[-1], device=tempered.device).unsqueeze(0))
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Of one token per row of raw logits `[R, V]`, with the `num_top` most likely ones of the row, best first.
+
+    Chosen and top values are read from the same tensor: the most likely token has exactly the top's first value.
+    """
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, upload(token_ids, logits.device).unsqueeze(-1))
+    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
+    rows = zip(chosen.squeeze(-1).tolist(), ids.tolist(), values.tolist(), strict=True)
+    return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]
+
+
+def sample_tokens(logits: Tensor, draws: Sequence[Draw], drawn: Tensor | None = None) -> list[SampledToken]:
+    """One token per row of logits `[R, V]` (float32 or float64), a pure function of each row and its draw.
+
+    Logit bias, grammar mask, penalties, temperature, top-k, top-p and min-p apply in this order, then noise decides;
+    at temperature 0 the highest logit wins (of equal ones the lowest id). A row that is not finite, or whose mask
+    allows nothing, gives an error and leaves the others alone.
+
+    Args:
+        drawn: what the step that computed the logits has drawn from them; good where nobody wants them changed.
+    """
+    scores = adjust_logits(logits, draws)
+    if drawn is None or scores is not logits:
+        drawn = _choose(logits, scores, draws)
+    chosen = drawn.tolist()
+    _decide(chosen, scores, draws)
+    wanted = {row: draws[row].sampling.logprobs for row, token_id in enumerate(chosen) if token_id >= 0}
+    logprobs = _logprobs(logits, chosen, wanted)
+    return [
+        SampledToken(token_id, logprobs.get(row)) if token_id >= 0 else SampledToken(-1, error=ERRORS[token_id])
+        for row, token_id in enumerate(chosen)
+    ]
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Draw], *, truncated: bool) -> Tensor:
+    """Tokens `[R]` drawn from finite logits `[R, V]` at temperatures above 0, by the Gumbel-max rule.
+
+    Args:
+        truncated: apply top-k, top-p and min-p.
+    """
+    _, wishes = upload_wishes(draws, range(len(draws)), logits.device)
+    return wishes.noise.loudest(*_scores(logits, wishes, truncated=truncated))
+
+
+def probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The distributions `[R, V]` that `sample_tokens` draws from, float64; all on one token at temperature 0."""
+    adjusted = adjust_logits(logits, draws)
+    found = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    found.scatter_(-1, adjusted.argmax(-1, keepdim=True), 1.0)
+    for truncated in (False, True):
+        rows = _random_rows(draws, truncated=truncated)
+        if rows:
+            index, wishes = upload_wishes(draws, rows, logits.device)
+            scores, ids = _scores(_rows(adjusted, index), wishes, truncated=truncated)
+            shares = scores.double().softmax(-1)
+            found[index] = torch.zeros_like(found[index]).scatter_(-1, ids.expand(len(rows), -1), shares)
+    return found
+
+
+def _choose(logits: Tensor, scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """int64 `[R]`: the token of each row, or what stands in place of one.
+
+    Args:
+        scores: the logits as requests want them.
+    """
+    rows = _random_rows(draws, truncated=True)
+    if draw := gpu_draw(logits):
+        chosen = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
+        draw(logits, scores, upload_wishes(draws, range(len(draws)), logits.device)[1], bool(rows), chosen)
+        return chosen
+    chosen = draw_untruncated(logits, scores, draws, _random_rows(draws, truncated=False))
+    if not rows:
+        return chosen
+    index, wishes = upload_wishes(draws, rows, logits.device)
+    mine = chosen.index_select(0, index)
+    return chosen.index_copy_(0, index, torch.where(mine < 0, mine, draw_likely(_rows(scores, index), wishes)))
+
+
+def _decide(chosen: list[int], scores: Tensor, draws: Sequence[Draw]) -> None:
+    """Puts tokens where rows are undecided; few are."""
+    undecided = {row for row, token_id in enumerate(chosen) if token_id == UNDECIDED}
+    for truncated in (False, True) if undecided else ():
+        rows = [row for row in _random_rows(draws, truncated=truncated) if row in undecided]
+        if rows:
+            mine = _rows(scores, upload(rows, scores.device))
+            tokens = draw_tokens(mine, [draws[row] for row in rows], truncated=truncated)
+            for row, token_id in zip(rows, tokens.tolist(), strict=True):
+                chosen[row] = token_id
+
+
+def _scores(logits: Tensor, wishes: Wishes, *, truncated: bool) -> tuple[Tensor, Tensor]:
+    """What noise is added to `[R, K]`, minus infinity where a token cannot be drawn, and the ids `[R or 1, K]`."""
+    scores = wishes.noise.temper(logits)
+    if truncated:
+        return candidates(scores, *wishes.limits(scores.dtype))
+    return scores, torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)
+
+
+def _logprobs(logits: Tensor, token_ids: list[int], num_top: dict[int, int | None]) -> dict[int, TokenLogprobs]:
+    """Of the rows that want them. Rows with equally many alternatives go together: a mate that wants more of them must
+    not change how ties are ordered."""
+    found: dict[int, TokenLogprobs] = {}
+    for number in sorted({number for number in num_top.values() if number is not None}):
+        rows = [row for row, wanted in num_top.items() if wanted == number]
+        chosen = [token_ids[row] for row in rows]
+        found |= zip(rows, token_logprobs(_rows(logits, upload(rows, logits.device)), chosen, number), strict=True)
+    return found
+
+
+def _random_rows(draws: Sequence[Draw], *, truncated: bool) -> list[int]:
+    """Rows whose draws are random, with or without top-k, top-p or min-p."""
+    params = [draw.sampling for draw in draws]
+    return [row for row, each in enumerate(params) if each.temperature > 0 and each.is_truncated == truncated]
+
+
+def _rows(logits: Tensor, index: Tensor) -> Tensor:
+    """Some rows, in their order; all of them are not copied."""
+    return logits if len(index) == len(logits) else logits.index_select(0, index)

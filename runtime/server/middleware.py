@@ -1,0 +1,220 @@
+"""What is refused before a route sees it: wrong keys, other sites' pages, long and slow bodies. Plain ASGI, so streams
+pass untouched."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import socket
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+from uuid import uuid4
+
+import h11
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from runtime.server.errors import ApiError, error_response
+from runtime.server.page import PAGE_PATHS
+
+OPEN_PATHS = PAGE_PATHS | {"/health"}
+
+
+class ApiKeyGuard:
+    """Asks for `Authorization: Bearer KEY`, except for health checks and the page."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self.app = app
+        self.expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self.allows(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        message = "Missing or incorrect API key. Send it as 'Authorization: Bearer KEY'."
+        response = error_response(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        await response(scope, receive, send)
+
+    def allows(self, headers: Headers) -> bool:
+        given = headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(given, self.expected)
+
+
+class SiteGuard:
+    """Keeps pages of other sites, running in the browser of somebody who reaches this server, from using it.
+
+    Such a page may send simple requests (its `Origin` is not our `Host`), or give its own name this server's address
+    (DNS rebinding: the `Host` is not ours). Clients other than browsers send no `Origin`.
+
+    Args:
+        hosts: names by which the server may be called; empty for any. Pages of these hosts are welcome.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self.app = app
+        self.hosts = frozenset(name.lower() for name in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (message := self.objection(Headers(scope=scope))):
+            await error_response(403, message, code="foreign_site")(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def objection(self, headers: Headers) -> str:
+        """Why a request is refused, with a remedy; empty when it is not."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self.hosts and parts(f"//{host}").hostname not in self.hosts:
+            return f"This server is not called {host!r}. Start it with --allowed-host NAME to permit a name."
+        if origin is None or parts(origin).netloc == host or parts(origin).hostname in self.hosts:
+            return ""
+        return f"Pages of {origin} may not use this server. Start it with --allowed-host NAME to permit a host."
+
+
+def origins_of(hosts: Collection[str]) -> str:
+    """A regular expression of the origins that pages of these hosts have, on any port."""
+    names = (re.escape(f"[{name}]" if ":" in name else name) for name in hosts)
+    return rf"(?i:https?://({'|'.join(names)})(:\d+)?)"
+
+
+def parts(url: str) -> SplitResult:
+    """The parts of a URL; all of them empty when it is none."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
+
+
+class BodyLimit:
+    """Answers 413 to bodies longer than `max_bytes`, whether or not they state their length, and 408 to bodies that
+    are not complete within `seconds`."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self.seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if int(Headers(scope=scope).get("content-length", "0")) > self.max_bytes:
+            refusal = self.refusal()
+            response = error_response(refusal.status_code, refusal.detail, code=refusal.code)
+            await response(scope, receive, send)
+            return
+        await self.app(scope, self.counting(receive), send)
+
+    def counting(self, receive: Receive) -> Receive:
+        """`receive` that raises ApiError: 413 once the body is too long, 408 when it is late."""
+        num_bytes = 0
+        deadline: float | None = asyncio.get_running_loop().time() + self.seconds
+
+        async def counted() -> Message:
+            nonlocal num_bytes, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                late = f"The body was not complete after {self.seconds:g} s."
+                raise ApiError(408, late, code="body_timeout", headers={"Connection": "close"}) from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.max_bytes:
+                raise self.refusal()
+            if not message.get("more_body", False):
+                deadline = None  # what comes now is the client's leaving, whenever it likes
+            return message
+
+        return counted
+
+    def refusal(self) -> ApiError:
+        return ApiError(413, f"The body is longer than {self.max_bytes} bytes. Send less.", code="body_too_large")
+
+
+class RequestId:
+    """Sets `request.state.request_id` and sends it back as `x-request-id`, with errors too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+SEND_BUFFER_BYTES = 2**18
+IDLE_SECONDS = 75
+"""Between two requests, before a connection is closed: longer than clients keep theirs. A request sent just when
+the other side closes gets an error instead of an answer; httpx waits for 5 seconds, as uvicorn does."""
+
+
+class HurriedConnection(H11Protocol):
+    """uvicorn's connection, cut when the client takes too long to send the head of a request, or to read what it asked
+    for: uvicorn itself limits only the pause between two requests, and a socket that is closed with unread bytes stays
+    until its client leaves.
+
+    What a client leaves unread holds little memory: the transport's buffer (64 KiB), and the kernel's, limited here to
+    `SEND_BUFFER_BYTES`. It also takes little for the next bytes to go out: clients may be slow, if they go on.
+
+    Args:
+        client_seconds: from opening the connection, or from the first byte of a further request, to the head's end; and
+            for the client to read while all buffers are full.
+        options: uvicorn's own.
+    """
+
+    def __init__(self, *, client_seconds: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.client_seconds = client_seconds
+        self.timers: dict[str, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self.expect("head")
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self.expect("head")
+        else:
+            self.met("head")
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # What was sent along with the last request may be the start of the next: no further bytes announce it.
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self.expect("head")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.expect("reading")
+
+    def resume_writing(self) -> None:
+        self.met("reading")
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.met("head")
+        self.met("reading")
+        super().connection_lost(exc)
+
+    def expect(self, what: str) -> None:
+        """Cuts the connection unless it is met in time."""
+        if what not in self.timers:
+            self.timers[what] = self.loop.call_later(self.client_seconds, self.transport.abort)
+
+    def met(self, what: str) -> None:
+        if timer := self.timers.pop(what, None):
+            timer.cancel()

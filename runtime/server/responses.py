@@ -1,0 +1,333 @@
+"""From deltas to an answer: one JSON body, or server-sent events. A client that leaves frees its request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from runtime.core.request import Delta, FinishReason, TokenLogprobs
+from runtime.server.errors import ApiError, JsonResponse, error_body
+from runtime.server.limits import Limits
+
+logger = logging.getLogger("runtime.server")
+
+T = TypeVar("T")
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+
+CLIENT_CLOSED_REQUEST = 499
+MAY_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; or, when asked for, a stream of events: chunks in JSON, then [DONE]",
+        "content": {"text/event-stream": {}},
+    }
+}
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Output:
+    """One sequence, complete."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Usage:
+    """Token counts of a request. A prompt counts once, however many answers it has."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def add(self, last: Delta) -> None:
+        self.completion += last.num_output_tokens
+        if last.index == 0:
+            self.prompt += last.num_prompt_tokens
+            self.cached += last.num_cached_tokens
+
+    def as_json(self) -> dict[str, Any]:
+        """The `usage` object of OpenAI's API."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Shape(Protocol):
+    """How one API writes its choices. Lives as long as one request."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Choices to send before the first token."""
+
+    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of chunks for a delta, each a chunk of its own; none when it says nothing."""
+
+    def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        """The choice of the one chunk that ends a sequence."""
+
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        """The choice of an answer in one piece."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Writes one request's answer.
+
+    Attributes:
+        envelope: `id`, `created` and `model`, equal in every chunk.
+        num_choices: sequences of the request.
+        include_usage: streams end with a chunk of token counts.
+    """
+
+    envelope: dict[str, Any]
+    shape: Shape
+    num_choices: int
+    include_usage: bool = False
+
+    async def whole(self, deltas: Deltas) -> dict[str, Any]:
+        """Collects everything and writes one JSON object."""
+        outputs = [Output() for _ in range(self.num_choices)]
+        texts: list[list[str]] = [[] for _ in outputs]
+        usage = Usage()
+        async with aclosing(deltas):
+            async for index, delta in deltas:
+                texts[index].append(delta.text)
+                outputs[index].token_ids += delta.token_ids
+                outputs[index].logprobs += delta.logprobs
+                outputs[index].prompt_logprobs += delta.prompt_logprobs
+                if delta.finish_reason is not None:
+                    outputs[index].finish_reason = delta.finish_reason
+                    usage.add(delta)
+        for output, text in zip(outputs, texts, strict=True):
+            output.text = "".join(text)
+        choices = [self.shape.whole(index, output) for index, output in enumerate(outputs)]
+        return {**self.envelope, "object": self.shape.whole_object, "choices": choices, "usage": usage.as_json()}
+
+    async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: text, one finish chunk per choice, the usage when asked for, `[DONE]`.
+
+        An error after the first token cannot change the status any more; it is sent as an event and ends the stream.
+        """
+        usage = Usage()
+        for choice in self.shape.opening():
+            yield self.chunk([choice])
+        try:
+            async with aclosing(chain(first, deltas)) as rest:
+                async for index, delta in rest:
+                    for choice in self.shape.parts(index, delta):
+                        yield self.chunk([choice])
+                    if delta.finish_reason is not None:
+                        usage.add(delta)
+                        yield self.chunk([self.shape.finish(index, delta.finish_reason)])
+        except ApiError as error:
+            yield event(error_body(error.status_code, error.detail, error.param, error.code))
+        else:
+            if self.include_usage:
+                yield self.chunk([], usage)
+        yield DONE
+
+    def chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        payload = {**self.envelope, "object": self.shape.chunk_object, "choices": choices}
+        if self.include_usage:
+            payload["usage"] = usage.as_json() if usage else None
+        return event(payload)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that own the deltas they are made of: whatever ends the response closes them.
+
+    A client that does not read is given up after `client_seconds`: its request would keep a place in the queue, and its
+    text memory, for as long as it likes.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], deltas: Deltas, client_seconds: float) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.events = events
+        self.deltas = deltas
+        self.client_seconds = client_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self.client_seconds):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            logger.warning("a client did not read its stream for %g s: closed", self.client_seconds)
+        finally:
+            await self.events.aclose()
+            await self.deltas.aclose()  # a generator that never started does not close what it was given
+
+
+async def respond(request: Request, deltas: Deltas, answer: Answer, stream: bool, limits: Limits) -> Response:
+    """The HTTP answer. Refusals of the engine come as exceptions before a stream's first byte."""
+    if not stream:
+        return await respond_at_once(request, answer.whole(deltas))
+    try:
+        first = await unless_disconnected(request, anext(deltas))
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return EventStream(answer.events(first, deltas), deltas, limits.client_seconds)
+
+
+async def respond_at_once(request: Request, body: Awaitable[dict[str, Any]]) -> Response:
+    """An answer in one piece, whose making is cancelled when the client leaves."""
+    try:
+        return JsonResponse(await unless_disconnected(request, body))
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(until_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    async with aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item
+
+
+def event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(payload, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n\n"
+
+
+LOWEST_LOGPROB = -9999.0
+MAX_SKIPPED_BYTES = 8
+"""How far ahead a prompt's token is looked for in its text, behind what other tokens left there."""
+
+
+class TokenBytes(Protocol):
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to the text; half a character for some."""
+
+
+def json_number(logprob: float) -> float:
+    """JSON has no infinity: a token that cannot occur gets the value that OpenAI's API uses."""
+    return max(logprob, LOWEST_LOGPROB) if isfinite(logprob) else LOWEST_LOGPROB
+
+
+def token_text(raw: bytes) -> str:
+    return raw.decode("utf-8", errors="replace")
+
+
+def chat_logprobs(tokenizer: TokenBytes, pairs: Iterable[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
+    """`logprobs` of a chat choice, for tokens and their log-probabilities."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token_id)
+        return {"token": token_text(raw), "logprob": json_number(logprob), "bytes": list(raw)}
+
+    content = [
+        {**entry(token_id, found.logprob), "top_logprobs": [entry(*alternative) for alternative in found.top]}
+        for token_id, found in pairs
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """Writes `logprobs` of one completion choice, piece by piece; offsets count characters from its text's start."""
+
+    def __init__(self, tokenizer: TokenBytes) -> None:
+        self.tokenizer = tokenizer
+        self.offset = 0
+
+    def write(self, pairs: Iterable[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
+        """For new tokens of the answer."""
+        written = empty_logprobs()
+        for token_id, found in pairs:
+            self.add(written, token_id, found)
+            self.offset += count_characters(self.tokenizer.token_bytes(token_id))
+        return written
+
+    def write_prompt(self, text: str, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """For the tokens of a prompt that stands as `text` before the answer. The first has nothing before it, so no
+        log-probability.
+
+        Args:
+            found: of every token but the first.
+        """
+        written = empty_logprobs()
+        raw_text, place = text.encode(), 0
+        for token_id, scored in zip(token_ids, (None, *found), strict=True):
+            self.add(written, token_id, scored)
+            stop = end_of(self.tokenizer.token_bytes(token_id), raw_text, place)
+            self.offset += count_characters(raw_text[place:stop])
+            place = stop
+        self.offset = len(text)
+        return written
+
+    def add(self, written: dict[str, Any], token_id: int, found: TokenLogprobs | None) -> None:
+        written["tokens"].append(token_text(self.tokenizer.token_bytes(token_id)))
+        written["token_logprobs"].append(json_number(found.logprob) if found else None)
+        written["top_logprobs"].append(self.top(token_id, found) if found else None)
+        written["text_offset"].append(self.offset)
+
+    def top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
+        """Alternatives by text, best first, the chosen token among them; of tokens with equal text the best counts."""
+        entries: dict[str, float] = {}
+        for alternative, logprob in (*found.top, (token_id, found.logprob)):
+            entries.setdefault(token_text(self.tokenizer.token_bytes(alternative)), json_number(logprob))
+        return entries
+
+
+def empty_logprobs() -> dict[str, Any]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def end_of(token: bytes, text: bytes, place: int) -> int:
+    """Where a prompt's token ends in its text, if it begins at `place`. Not all tokens can be found, and then the place
+    stays: the text leaves out a beginning token and a first space, and has a sign of its own for half a character."""
+    for raw in (token, token.lstrip(b" ")):
+        found = text.find(raw, place, place + len(raw) + MAX_SKIPPED_BYTES)
+        if found >= 0:
+            return found + len(raw)
+    return place
+
+
+def count_characters(raw: bytes) -> int:
+    return sum(byte & 0xC0 != 0x80 for byte in raw)  # bytes that begin a character
