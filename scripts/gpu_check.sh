@@ -15,7 +15,7 @@ dry_run=""
 [ "${1:-}" = --dry-run ] && dry_run=yes
 results=gpu_check/parts.tsv
 tests=("$python" -m pytest -p no:cacheprovider -m "slow or not slow")
-small=(tests/runtime/kernels/gpu/test_gpu_linears.py tests/runtime/kernels/gpu/test_gpu_attention.py)
+small=(tests/runtime/backends/triton/test_linear.py tests/runtime/backends/triton/test_attention.py)
 few=(-k "whole_numbers or neighbours or touched" -x)
 
 # part NAME SECONDS COMMAND...: runs it, notes how it ended.
@@ -48,11 +48,12 @@ if [ -z "$dry_run" ]; then
     mkdir gpu_check
 fi
 
-mapfile -t on_gpu < <(find tests -path '*/gpu/test_*.py' -not -name 'test_real_shapes.py' | sort)
-beside=(tests/compress/methods/test_columns_gpu.py tests/compress/checkpoint/test_division.py
-    tests/runtime/kernels/test_semi_structured.py tests/runtime/test_triton_layers.py)
+mapfile -t on_gpu < <(find tests/runtime/backends/triton -name 'test_*.py' -not -name 'test_real_shapes.py' | sort)
+beside=(tests/compress/methods/test_column_solver_triton.py tests/compress/common/test_ieee_div.py
+    tests/runtime/backends/torch/test_semi_structured.py tests/runtime/runner/test_cuda_graphs.py
+    tests/runtime/runner/test_captured_kernels.py tests/runtime/runner/test_tokens_like_on_cpu.py)
 part kernels 180 "${tests[@]}" "${on_gpu[@]}" "${beside[@]}"
-part real-shapes 60 "${tests[@]}" tests/runtime/kernels/gpu/test_real_shapes.py
+part real-shapes 60 "${tests[@]}" tests/runtime/backends/triton/test_real_shapes.py
 if command -v compute-sanitizer > /dev/null; then
     # Without torch's cache each tensor is an allocation of its own, whose ends are seen.
     for tool in memcheck racecheck; do

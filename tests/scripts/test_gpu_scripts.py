@@ -113,7 +113,7 @@ def test_the_check_of_a_gpu_says_that_there_is_none_and_what_it_would_do() -> No
     names = ["kernels", "real-shapes", "memcheck", "racecheck", "bench-kernels", "bench-gpu"]
     assert [part[0] for part in parts] == names
     assert sum(int(part[1]) for part in parts if part[1].isdigit()) + 2 * 50 <= 600
-    assert "test_gpu_linears.py" in parts[0][2]
+    assert "backends/triton/test_linear.py" in parts[0][2]
     assert "test_tokens_like_on_cpu.py" in parts[0][2]
     if torch.cuda.is_available():
         return

@@ -35,7 +35,7 @@ from runtime.core.model_config import parse_config
 from runtime.memory.capacity import Weights
 from runtime.model.loader import SideBySide, load_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 SMALL = CalibrationOptions(samples=6, length=48)
 
 
