@@ -15,7 +15,7 @@ from compress.methods.owl import OutlierShares
 from compress.methods.shared.rank_allocation import rank_step, uniform_rank
 from compress.pipeline.rotated_source import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Assignment, Factoring, Plan, PlanRow, Pruning, kv_notes, shape_bytes, with_keep
+from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, kv_notes, shape_bytes, with_keep
 from compress.plan_notes import cost_notes, scheme_notes, sibling_notes, usable_edges
 from compress.recipe import (
     FACTOR_METHODS,
@@ -92,7 +92,7 @@ Shapes = Mapping[str, tuple[int, int]]
 
 def assign(
     stages: Sequence[TensorStage], linears: Shapes, ends: Mapping[str, End]
-) -> tuple[dict[str, Assignment], dict[str, str]]:
+) -> tuple[dict[str, LayerPlan], dict[str, str]]:
     """What each quantized linear gets, and why the ignored ones get nothing. A later stage wins.
 
     Args:
@@ -102,7 +102,7 @@ def assign(
     Raises:
         RecipeError: a pattern that matches nothing, a target that the stage cannot change, or nothing left to quantize.
     """
-    assignments: dict[str, Assignment] = {}
+    assignments: dict[str, LayerPlan] = {}
     reasons: dict[str, str] = {}
     names = [*linears, *ends]
     for stage in stages:
@@ -127,10 +127,10 @@ def assign(
     return assignments, reasons
 
 
-UNCHANGED = Assignment(None, None)
+UNCHANGED = LayerPlan(None, None)
 
 
-def _apply(stage: TensorStage, before: Assignment, ignored: bool, in_features: int) -> Assignment:
+def _apply(stage: TensorStage, before: LayerPlan, ignored: bool, in_features: int) -> LayerPlan:
     """What a linear gets after one more stage; a stage that ignores it takes its own part back."""
     pruning, factoring = before.pruning, before.factoring
     method, scheme, alpha, tuning = before.method, before.quantized, before.alpha, before.tuning
@@ -142,7 +142,7 @@ def _apply(stage: TensorStage, before: Assignment, ignored: bool, in_features: i
         method, scheme, alpha, tuning = None, None, None, None
     else:
         method, scheme, alpha, tuning = stage.method, stage.scheme_for(in_features), stage.alpha, stage.tuning
-    return Assignment(method, _stored(scheme, pruning), alpha, pruning, factoring, tuning)
+    return LayerPlan(method, _stored(scheme, pruning), alpha, pruning, factoring, tuning)
 
 
 def _pruning(stage: PruneStage) -> Pruning:
@@ -150,14 +150,14 @@ def _pruning(stage: PruneStage) -> Pruning:
     return Pruning(stage.method, stage.pattern, stage.share, layerwise)
 
 
-def _check_outliers(assignments: Mapping[str, Assignment]) -> None:
+def _check_outliers(assignments: Mapping[str, LayerPlan]) -> None:
     """Raises RecipeError when pruned weights are to have outlier columns."""
     mixed = (name for name, each in assignments.items() if each.pruning and each.scheme and each.scheme.outliers)
     if name := next(mixed, None):
         raise RecipeError(f"{name} is pruned and has outlier columns", "Give the stages other targets")
 
 
-def _check_tuning(assignments: Mapping[str, Assignment]) -> None:
+def _check_tuning(assignments: Mapping[str, LayerPlan]) -> None:
     """Raises RecipeError when rounding is to be learned for pruned weights, or in several ways."""
     tuned = {name: each for name, each in assignments.items() if each.tuning}
     if pruned := next((name for name, each in tuned.items() if each.pruning), None):
@@ -167,16 +167,14 @@ def _check_tuning(assignments: Mapping[str, Assignment]) -> None:
         raise RecipeError(problem, "Give them the same")
 
 
-def _with_ranks(
-    assignments: Mapping[str, Assignment], linears: Shapes, reasons: dict[str, str]
-) -> dict[str, Assignment]:
+def _with_ranks(assignments: Mapping[str, LayerPlan], linears: Shapes, reasons: dict[str, str]) -> dict[str, LayerPlan]:
     """Gives factorized linears the rank that keeps their share of weights; adds why some are not factorized.
 
     Raises:
         RecipeError: a factorized linear is also pruned, or smoothed.
         SchemeError: groups too large for the rank.
     """
-    ranked: dict[str, Assignment] = {}
+    ranked: dict[str, LayerPlan] = {}
     for name, assignment in assignments.items():
         changed = _with_rank(name, assignment, linears[name]) if assignment.factoring else assignment
         if assignment.factoring and not changed.factoring:
@@ -187,7 +185,7 @@ def _with_ranks(
     return ranked
 
 
-def _with_rank(name: str, assignment: Assignment, shape: tuple[int, int]) -> Assignment:
+def _with_rank(name: str, assignment: LayerPlan, shape: tuple[int, int]) -> LayerPlan:
     scheme, factoring = assignment.quantized, assignment.factoring
     if factoring is None:
         return assignment
@@ -216,7 +214,7 @@ def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:
     return replace(scheme, sparsity=pattern)
 
 
-def check_groups(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
+def check_groups(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None:
     """Raises SchemeError when a group size does not divide, naming every such layer and what would fit all."""
     bad: dict[tuple[str, int], list[str]] = {}
     for name, assignment in assignments.items():
@@ -236,7 +234,7 @@ def check_groups(assignments: Mapping[str, Assignment], linears: Shapes) -> None
     raise SchemeError(f"group size {size} does not divide the inputs of {listed}", f"Use {remedy}")
 
 
-def check_patterns(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
+def check_patterns(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None:
     """Raises SchemeError when a sparsity pattern does not divide a layer's inputs, naming the first such layer."""
     for name, assignment in assignments.items():
         pattern, columns = assignment.scheme.sparsity if assignment.scheme else None, linears[name][1]
@@ -245,7 +243,7 @@ def check_patterns(assignments: Mapping[str, Assignment], linears: Shapes) -> No
             raise SchemeError(f"{pattern} does not divide the {columns} inputs of {name}", f"Use --ignore {leaf}")
 
 
-def _group_size(assignment: Assignment) -> int | None:
+def _group_size(assignment: LayerPlan) -> int | None:
     return assignment.scheme.group_size if assignment.scheme else None
 
 
@@ -288,7 +286,7 @@ class _Rows:
     skeleton: Skeleton
     files: TensorFiles
     linears: Shapes
-    assignments: Mapping[str, Assignment]
+    assignments: Mapping[str, LayerPlan]
     reasons: Mapping[str, str]
     scale_dtype: str
 
@@ -321,7 +319,7 @@ class _Rows:
         return "not a linear layer" if inside else "outside of the transformer blocks"
 
 
-def packed_bytes(assignment: Assignment, shape: tuple[int, ...], scale_dtype: str) -> int:
+def packed_bytes(assignment: LayerPlan, shape: tuple[int, ...], scale_dtype: str) -> int:
     """Of a weight with a scheme. Exact, but for ranks that are shared out later: all of the budget is spent, of which
     this is the weight's share."""
     scheme, factoring = assignment.scheme, assignment.factoring
@@ -342,7 +340,7 @@ def _linear_shapes(skeleton: Skeleton) -> dict[str, tuple[int, int]]:
     }
 
 
-def _check_stored(assignments: Mapping[str, Assignment], linears: Shapes) -> None:
+def _check_stored(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None:
     """Raises SchemeError for a scheme that could not be written in the end."""
     for name, assignment in assignments.items():
         if assignment.scheme is not None:

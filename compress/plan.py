@@ -11,7 +11,7 @@ from compress.checkpoint.kv_cache import AUTO, UNCOMPRESSED, KVCacheRecord, KVCa
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.common.errors import RecipeError
 from compress.methods.owl import OutlierShares
-from compress.models.spec import SmoothingEdge
+from compress.models.spec import SmoothingMapping
 from compress.recipe import FactorizeStage, KVCacheStage, Recipe, Tuning
 from compress.targets import without_indices
 
@@ -55,7 +55,7 @@ class Factoring:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class LayerPlan:
     """What one linear gets.
 
     Attributes:
@@ -120,7 +120,7 @@ class PlanRow:
 
     tensor: str
     shape: tuple[int, ...]
-    assignment: Assignment | None
+    assignment: LayerPlan | None
     reason: str
     bytes_before: int
     bytes_after: int
@@ -147,7 +147,7 @@ class Plan:
 
     rows: tuple[PlanRow, ...]
     notes: tuple[str, ...]
-    edges: tuple[tuple[SmoothingEdge, ...], ...]
+    edges: tuple[tuple[SmoothingMapping, ...], ...]
     scale_dtype: str
 
     @property
@@ -167,7 +167,7 @@ class Plan:
         return {name: scheme for name, scheme in found.items() if scheme is not None}
 
     @property
-    def assignments(self) -> dict[str, Assignment]:
+    def assignments(self) -> dict[str, LayerPlan]:
         """Of every changed linear, by module name."""
         return {row.tensor.removesuffix(".weight"): row.assignment for row in self.rows if row.assignment is not None}
 
@@ -185,7 +185,7 @@ class Plan:
         """Whether the calibration also passes through the dense model, beside the one that changes."""
         return self.tuning is not None or self.uses_gptaq
 
-    def in_block(self, block: str) -> dict[str, Assignment]:
+    def in_block(self, block: str) -> dict[str, LayerPlan]:
         """Assignments by name inside a block."""
         prefix = f"{block}."
         return {name.removeprefix(prefix): each for name, each in self.assignments.items() if name.startswith(prefix)}
@@ -231,15 +231,15 @@ def shape_bytes(scheme: Scheme) -> int:
     return SHAPE_TENSOR_BYTES * (1 if scheme.rank is None else 2)
 
 
-def by_kind(rows: Iterable[PlanRow]) -> dict[tuple[str, tuple[int, ...], Assignment | None, str], list[PlanRow]]:
+def by_kind(rows: Iterable[PlanRow]) -> dict[tuple[str, tuple[int, ...], LayerPlan | None, str], list[PlanRow]]:
     """Rows that differ in nothing but their indices, together."""
-    kinds: dict[tuple[str, tuple[int, ...], Assignment | None, str], list[PlanRow]] = {}
+    kinds: dict[tuple[str, tuple[int, ...], LayerPlan | None, str], list[PlanRow]] = {}
     for row in rows:
         kinds.setdefault((row.kind, row.shape, row.assignment, row.reason), []).append(row)
     return kinds
 
 
-def _summary(kind: tuple[str, tuple[int, ...], Assignment | None, str], rows: list[PlanRow]) -> dict[str, Any]:
+def _summary(kind: tuple[str, tuple[int, ...], LayerPlan | None, str], rows: list[PlanRow]) -> dict[str, Any]:
     name, shape, assignment, reason = kind
     return {
         "tensor": name,

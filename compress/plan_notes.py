@@ -6,18 +6,18 @@ from collections.abc import Collection, Iterable, Mapping
 
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.scheme import Scheme
-from compress.models.spec import SmoothingEdge
+from compress.models.spec import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Assignment, PlanRow
+from compress.plan import LayerPlan, PlanRow
 from compress.recipe import SMOOTHING_METHODS, Recipe
 
 
 def usable_edges(
-    skeleton: Skeleton, assignments: Mapping[str, Assignment]
-) -> tuple[tuple[tuple[SmoothingEdge, ...], ...], list[str]]:
+    skeleton: Skeleton, assignments: Mapping[str, LayerPlan]
+) -> tuple[tuple[tuple[SmoothingMapping, ...], ...], list[str]]:
     """Edges in use per block, and a note on every kind of edge that is not."""
-    used: list[tuple[SmoothingEdge, ...]] = []
-    unused: dict[SmoothingEdge, int] = {}
+    used: list[tuple[SmoothingMapping, ...]] = []
+    unused: dict[SmoothingMapping, int] = {}
     smoothing = sorted({each.method for each in assignments.values() if each.method} & SMOOTHING_METHODS)
     for index in range(skeleton.num_blocks):
         fitting = tuple(
@@ -30,7 +30,7 @@ def usable_edges(
             if edge not in fitting:
                 unused[edge] = unused.get(edge, 0) + 1
     notes = [
-        f"{edge.source} -> {', '.join(edge.targets)} is not smoothed in {count} of {skeleton.num_blocks} blocks: "
+        f"{edge.smooth_layer} -> {', '.join(edge.balance_layers)} is not smoothed in {count} of {skeleton.num_blocks} blocks: "
         f"not all of them are quantized by {' or '.join(smoothing)} with one scheme"
         for edge, count in unused.items()
         if smoothing
@@ -43,15 +43,15 @@ def usable_edges(
     return tuple(used), notes
 
 
-def _edge_fits(skeleton: Skeleton, block: str, edge: SmoothingEdge, assignments: Mapping[str, Assignment]) -> bool:
-    targets = [assignments.get(f"{block}.{name}") for name in edge.targets]
-    source = f"{block}.{edge.source}"
-    is_linear = edge.source in skeleton.linears(skeleton.blocks[0])
+def _edge_fits(skeleton: Skeleton, block: str, edge: SmoothingMapping, assignments: Mapping[str, LayerPlan]) -> bool:
+    targets = [assignments.get(f"{block}.{name}") for name in edge.balance_layers]
+    source = f"{block}.{edge.smooth_layer}"
+    is_linear = edge.smooth_layer in skeleton.linears(skeleton.blocks[0])
     same = targets[0] is not None and targets[0].method in SMOOTHING_METHODS and len(set(targets)) == 1
     return same and (not is_linear or source in assignments)
 
 
-def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, Assignment]) -> list[str]:
+def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, LayerPlan]) -> list[str]:
     """Warns of fused projections that would differ in scheme."""
     notes = []
     for siblings in skeleton.architecture.siblings:
@@ -68,7 +68,7 @@ def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, Assignment]) -> 
     return notes
 
 
-def _scheme_of(assignments: Mapping[str, Assignment], module: str) -> Scheme | None:
+def _scheme_of(assignments: Mapping[str, LayerPlan], module: str) -> Scheme | None:
     """Without ranks: siblings of other shapes have others, and engines that fuse them read no factors anyway."""
     assignment = assignments.get(module)
     if assignment and assignment.factoring and assignment.scheme:
@@ -76,12 +76,12 @@ def _scheme_of(assignments: Mapping[str, Assignment], module: str) -> Scheme | N
     return assignment.scheme if assignment else None
 
 
-def scheme_notes(assignments: Mapping[str, Assignment]) -> list[str]:
+def scheme_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
     """Which engines load what the plan writes, where not all of them do, and what the plan cannot know yet."""
     return [*_own_format_notes(assignments), *_open_notes(assignments.values()), *_engine_notes(assignments.values())]
 
 
-def _own_format_notes(assignments: Mapping[str, Assignment]) -> list[str]:
+def _own_format_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
     """What only this runtime reads."""
     schemes = _schemes(assignments.values())
     notes = []
@@ -108,7 +108,7 @@ def _own_format_notes(assignments: Mapping[str, Assignment]) -> list[str]:
     return notes
 
 
-def _open_notes(assignments: Collection[Assignment]) -> list[str]:
+def _open_notes(assignments: Collection[LayerPlan]) -> list[str]:
     """What is decided while the run goes on."""
     allocations = {each.factoring.allocation for each in assignments if each.factoring}
     notes = []
@@ -132,7 +132,7 @@ def _open_notes(assignments: Collection[Assignment]) -> list[str]:
     return notes
 
 
-def _engine_notes(assignments: Collection[Assignment]) -> list[str]:
+def _engine_notes(assignments: Collection[LayerPlan]) -> list[str]:
     """What makes nothing smaller, and what some engines do not load."""
     schemes = _schemes(assignments)
     notes = []
@@ -145,7 +145,7 @@ def _engine_notes(assignments: Collection[Assignment]) -> list[str]:
     return notes
 
 
-def _schemes(assignments: Collection[Assignment]) -> set[Scheme]:
+def _schemes(assignments: Collection[LayerPlan]) -> set[Scheme]:
     return {each.scheme for each in assignments if each.scheme}
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from compress.checkpoint.verify import StructureReport
 from compress.common.cli import DISTRIBUTION, tool_version
 from compress.methods.shared.column_solver import column_kernel
-from compress.pipeline.prepare import Prepared, describe_calibration
+from compress.pipeline.prepare import RunContext, describe_calibration
 from compress.pipeline.resume import Progress
 
 
-def provenance(prepared: Prepared, progress: Progress) -> dict[str, Any]:
+def provenance(prepared: RunContext, progress: Progress) -> dict[str, Any]:
     """`compression_config`: where a checkpoint came from. Equal runs give equal values."""
     request = prepared.request
     return {
@@ -30,7 +30,7 @@ def provenance(prepared: Prepared, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _kept_whole(prepared: Prepared, progress: Progress) -> dict[str, str]:
+def _kept_whole(prepared: RunContext, progress: Progress) -> dict[str, str]:
     """Layers whose block decided that they stay whole and dense, with the reason."""
     blocks = (progress.facts(index) for index in range(prepared.skeleton.num_blocks))
     linears = (linear for facts in blocks for linear in facts["linears"] if linear["module"] not in facts["schemes"])
@@ -38,7 +38,7 @@ def _kept_whole(prepared: Prepared, progress: Progress) -> dict[str, str]:
 
 
 def full_report(
-    prepared: Prepared,
+    prepared: RunContext,
     progress: Progress,
     structure: StructureReport,
     quality: dict[str, Any],
@@ -67,7 +67,7 @@ def full_report(
     }
 
 
-def environment(prepared: Prepared) -> dict[str, Any]:
+def environment(prepared: RunContext) -> dict[str, Any]:
     """What may change the last bits of a result."""
     import torch
 

@@ -38,7 +38,7 @@ from compress.recipe import (
 from compress.search.space import parse_size
 
 if TYPE_CHECKING:
-    from compress.pipeline.prepare import Prepared, RunRequest
+    from compress.pipeline.prepare import RunContext, RunRequest
     from compress.pipeline.run import RunResult
 
 
@@ -91,7 +91,7 @@ def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) ->
         print_result(prepared, result)
 
 
-def _run(prepared: Prepared, quiet: bool) -> RunResult:
+def _run(prepared: RunContext, quiet: bool) -> RunResult:
     from compress.common.files import partial_folder
     from compress.pipeline.run import run
 
@@ -107,7 +107,7 @@ def _run(prepared: Prepared, quiet: bool) -> RunResult:
         raise
 
 
-def _announce(prepared: Prepared) -> None:
+def _announce(prepared: RunContext) -> None:
     from compress.cli.tables import describe_run
 
     work = sorted({str(assignment) for assignment in prepared.plan.assignments.values()})

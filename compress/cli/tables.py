@@ -13,7 +13,7 @@ from rich.table import Table
 
 from compress.checkpoint.scheme import Scheme
 from compress.common.files import REPORT_FILE
-from compress.plan import Assignment, Plan, by_kind
+from compress.plan import LayerPlan, Plan, by_kind
 from compress.recipe import EMBEDDING_TARGET
 from compress.reporting.numbers import size, times
 from compress.targets import without_indices
@@ -21,7 +21,7 @@ from compress.targets import without_indices
 if TYPE_CHECKING:
     from compress.checkpoint.verify import StructureReport
     from compress.evaluate.session import EvaluationReport
-    from compress.pipeline.prepare import Prepared
+    from compress.pipeline.prepare import RunContext
     from compress.pipeline.run import RunResult
     from compress.search.survey import Survey
 
@@ -51,7 +51,7 @@ def embedding_tip(plan: Plan, total_bytes: int) -> str:
 _PLAIN_WIDTH = 120
 
 
-def print_plan(prepared: Prepared) -> None:
+def print_plan(prepared: RunContext) -> None:
     """What would happen to every tensor, grouped by kind, with totals and needs."""
     console = wide_console()
     table = Table(title=f"Plan for {prepared.request.model}", title_justify="left")
@@ -78,13 +78,13 @@ def print_plan(prepared: Prepared) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _becomes(assignment: Assignment | None, reason: str) -> str:
+def _becomes(assignment: LayerPlan | None, reason: str) -> str:
     if assignment is None:
         return f"dense: {reason}"
     return f"{assignment} ({reason})" if reason else str(assignment)
 
 
-def describe_run(prepared: Prepared) -> str:
+def describe_run(prepared: RunContext) -> str:
     """Where the calibration comes from and how it runs, in one line."""
     if prepared.sequences is None:
         return "Calibration: none"
@@ -96,7 +96,7 @@ def describe_run(prepared: Prepared) -> str:
     )
 
 
-def print_result(prepared: Prepared, result: RunResult, with_tip: bool = True) -> None:
+def print_result(prepared: RunContext, result: RunResult, with_tip: bool = True) -> None:
     """Sizes, verification, quality, and the next command to type; a tip only where its option exists."""
     console = wide_console()
     table = Table(show_header=False)
@@ -111,7 +111,7 @@ def print_result(prepared: Prepared, result: RunResult, with_tip: bool = True) -
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _rows(prepared: Prepared, result: RunResult, with_tip: bool) -> Iterator[tuple[str, str]]:
+def _rows(prepared: RunContext, result: RunResult, with_tip: bool) -> Iterator[tuple[str, str]]:
     structure, before = result.structure, prepared.plan.bytes_before
     sizes = f"{megabytes(before)} MB -> {megabytes(structure.total_bytes)} MB"
     yield "size", f"{sizes} ({before / structure.total_bytes:.2f} times smaller)"
@@ -135,7 +135,7 @@ def _bits(counted: Plan | StructureReport) -> str:
     return f"{layers} in the quantized layers, {model} over the whole model"
 
 
-def _facts(prepared: Prepared) -> list[str]:
+def _facts(prepared: RunContext) -> list[str]:
     plan = prepared.plan
     lines = [
         f"bits per weight: {_bits(plan)}",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
-from compress.methods.shared.column_solver import Columns, Grid
+from compress.methods.shared.column_solver import GPTQSolver, Grid
 from compress.methods.shared.hessian import HessianFactor
 
 
@@ -39,6 +39,6 @@ def quantize_gptq(
     scales = search_scales(remaining, scheme, factor.importance, scale_dtype, inputs=inputs)
     if factor.feedback is None:
         return encode(remaining, scales, scheme)
-    columns = Columns(weight, factor.order, factor.feedback, Grid(scales, scheme), kept)
+    columns = GPTQSolver(weight, factor.order, factor.feedback, Grid(scales, scheme), kept)
     columns.run()
     return IntegerWeight(columns.in_original_order(columns.codes), scales.scale, scales.zero, scheme)

@@ -16,7 +16,7 @@ from torch import Tensor
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight, encode, round_in_range, search_scales
 from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
-from compress.methods.shared.column_solver import Columns, Grid
+from compress.methods.shared.column_solver import GPTQSolver, Grid
 from compress.methods.shared.hessian import HessianFactor
 
 
@@ -69,7 +69,7 @@ def quantize_gptq_beside(
     rounded = weight.shape[1] - len(columns)
     order, last = factor.order[:rounded], factor.order[rounded:]
     among = factor.feedback[:rounded, :rounded].contiguous()
-    loop = Columns(weight, order, among, Grid(scales, base))
+    loop = GPTQSolver(weight, order, among, Grid(scales, base))
     loop.run()
     codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
     codes[:, order] = loop.codes.T

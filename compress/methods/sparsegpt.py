@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
 from compress.methods.pruning import keep_pattern, keep_share, scores
-from compress.methods.shared.column_solver import Choice, Columns, Grid
+from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
 from compress.methods.shared.hessian import GptqOptions, HessianFactor
 
 OPTIONS = GptqOptions(activation_order=False)
@@ -49,7 +49,7 @@ def prune_sparsegpt(
         grid = Grid(search_scales(likely, scheme, factor.importance, scale_dtype), scheme)
     if factor.feedback is None or factor.spread is None:
         return likely if grid is None else encode(likely, grid.scales, grid.scheme)
-    columns = Columns(weight, factor.order, factor.feedback, grid, choice=Choice(factor.spread, pattern, share))
+    columns = GPTQSolver(weight, factor.order, factor.feedback, grid, choice=Choice(factor.spread, pattern, share))
     columns.run()
     if grid is None:
         return columns.in_original_order(columns.values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.models.spec import Architecture, ResidualStream, SmoothingEdge
+from compress.models.spec import Architecture, ResidualStream, SmoothingMapping
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -11,10 +11,10 @@ _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 # Qwen3 norms queries and keys per head after the projections; scaling the projections' input leaves their output as it
 # was, so its edges are the same.
 _LLAMA_EDGES = (
-    SmoothingEdge("input_layernorm", _QKV, "self_attn"),
-    SmoothingEdge("self_attn.v_proj", ("self_attn.o_proj",), "self_attn.o_proj"),
-    SmoothingEdge("post_attention_layernorm", _GATE_UP, "mlp"),
-    SmoothingEdge("mlp.up_proj", ("mlp.down_proj",), "mlp.down_proj"),
+    SmoothingMapping("input_layernorm", _QKV, "self_attn"),
+    SmoothingMapping("self_attn.v_proj", ("self_attn.o_proj",), "self_attn.o_proj"),
+    SmoothingMapping("post_attention_layernorm", _GATE_UP, "mlp"),
+    SmoothingMapping("mlp.up_proj", ("mlp.down_proj",), "mlp.down_proj"),
 )
 
 _LLAMA_STREAM = ResidualStream(

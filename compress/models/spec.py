@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class SmoothingEdge:
+class SmoothingMapping:
     """A place where a per-channel scale can be moved exactly from a layer's input into what feeds it.
 
     Names are relative to one block.
 
     Attributes:
-        source: the norm whose weight, or the linear whose output rows, take `1 / scale`.
-        targets: linears that read the source's output and nothing else; their input columns take `scale`.
-        parent: module whose output shows what a change of the targets does.
+        smooth_layer: the norm whose weight, or the linear whose output rows, take `1 / scale`.
+        balance_layers: linears that read its output and nothing else; their input columns take `scale`.
+        parent: module whose output judges a scale.
     """
 
-    source: str
-    targets: tuple[str, ...]
+    smooth_layer: str
+    balance_layers: tuple[str, ...]
     parent: str
 
 
@@ -59,5 +59,5 @@ class Architecture:
     final_norm: str = "model.norm"
     head: str = "lm_head"
     siblings: tuple[tuple[str, ...], ...] = ()
-    edges: tuple[SmoothingEdge, ...] = ()
+    edges: tuple[SmoothingMapping, ...] = ()
     stream: ResidualStream | None = None

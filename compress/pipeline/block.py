@@ -11,9 +11,9 @@ from torch import Tensor
 
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights import PackedWeight
-from compress.models.spec import SmoothingEdge
+from compress.models.spec import SmoothingMapping
 from compress.pipeline.capture import BlockInputs
-from compress.plan import Assignment
+from compress.plan import LayerPlan
 from compress.recipe import Tuning
 
 
@@ -155,8 +155,8 @@ class BlockJob:
     """
 
     index: int
-    assignments: Mapping[str, Assignment]
-    edges: Sequence[SmoothingEdge]
+    assignments: Mapping[str, LayerPlan]
+    edges: Sequence[SmoothingMapping]
     scale_dtype: torch.dtype
     head_dim: int = 1
     seed: int = 0

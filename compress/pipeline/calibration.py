@@ -12,7 +12,7 @@ from compress.pipeline.block import BlockJob, Calibration
 from compress.pipeline.blocks import LoadedBlock, load_block, release
 from compress.pipeline.capture import BlockInputs, capture_inputs
 from compress.pipeline.memory import with_smaller_batches
-from compress.pipeline.prepare import Prepared
+from compress.pipeline.prepare import RunContext
 from compress.pipeline.progress import RunDisplay
 from compress.pipeline.resume import Progress
 
@@ -47,7 +47,7 @@ class CalibratedRunner(Generic[Outcome]):
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: RunContext,
         work: BlockWork[Outcome],
         progress: Progress,
         done: int,
@@ -124,7 +124,7 @@ def _search_rows(tokens: Tensor) -> Tensor:
     return torch.linspace(0, count - 1, min(count, max(1, round(wanted / length)))).round().long()
 
 
-def block_job(prepared: Prepared, index: int) -> BlockJob:
+def block_job(prepared: RunContext, index: int) -> BlockJob:
     """One block's share of the plan."""
     skeleton, plan = prepared.skeleton, prepared.plan
     return BlockJob(

@@ -13,14 +13,14 @@ from calibration.statistics import InputDifference
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.shared.smoothing import SmoothingResult
 from compress.methods.signround import LearnedRounding
-from compress.models.spec import SmoothingEdge
+from compress.models.spec import SmoothingMapping
 from compress.pipeline.block import BlockJob, BlockOutcome, Calibration, EdgeRecord
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, Need, Observed, follow_dense, observe, run_all
 from compress.pipeline.compress_layer import (
     CLIP_ROWS,
-    LinearWork,
-    SharedFactors,
+    HessianCache,
+    LayerCompressor,
     choose_columns,
     outlier_columns,
     values_of,
@@ -67,8 +67,8 @@ def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
     ranked = decompose_block(block.weights, job.assignments, {})
     for name, assignment in job.assignments.items():
         weight, decomposed = block.weights.pop(name), ranked.pop(name, None)
-        work = LinearWork(f"{block.name}.{name}", weight, assignment, job.scale_dtype, ranked=decomposed)
-        outcome.keep(*work.apply(SharedFactors(None)))
+        work = LayerCompressor(f"{block.name}.{name}", weight, assignment, job.scale_dtype, ranked=decomposed)
+        outcome.keep(*work.apply(HessianCache(None)))
     return outcome
 
 
@@ -155,17 +155,19 @@ def _smooth(
 ) -> dict[str, Tensor]:
     """Searches all edges, then folds them. Returns the scale now inside each target's columns."""
     layouts = {edge: head_layout(block, edge, job.head_dim) for edge in job.edges}
-    found: dict[SmoothingEdge, SmoothingResult] = {}
+    found: dict[SmoothingMapping, SmoothingResult] = {}
     for number, edge in enumerate(job.edges):
         tick(number / len(job.edges))
         found[edge] = search_edge(block, edge, traces[edge.parent], observed, job.assignments, layouts[edge])
     folded: dict[str, Tensor] = {}
     for edge, result in found.items():
-        targets = tuple(f"{block.name}.{name}" for name in edge.targets)
-        record = EdgeRecord(f"{block.name}.{edge.source}", targets, result.ratio, result.loss_before, result.loss_after)
+        targets = tuple(f"{block.name}.{name}" for name in edge.balance_layers)
+        record = EdgeRecord(
+            f"{block.name}.{edge.smooth_layer}", targets, result.ratio, result.loss_before, result.loss_after
+        )
         outcome.edges.append(record)
         if result.applies:
-            folded |= dict.fromkeys(edge.targets, fold_edge(block, edge, result.scale, layouts[edge]))
+            folded |= dict.fromkeys(edge.balance_layers, fold_edge(block, edge, result.scale, layouts[edge]))
     return folded
 
 
@@ -176,21 +178,21 @@ def _round(
     differences: Mapping[str, InputDifference],
     folded: dict[str, Tensor],
     outcome: BlockOutcome,
-) -> dict[str, tuple[LinearWork, IntegerWeight]]:
+) -> dict[str, tuple[LayerCompressor, IntegerWeight]]:
     """Works on each linear, siblings together, and puts what came out into the block.
 
     Returns the work on those whose rounding is still to be learned, and where that starts.
     """
-    begun: dict[str, tuple[LinearWork, IntegerWeight]] = {}
+    begun: dict[str, tuple[LayerCompressor, IntegerWeight]] = {}
     ranked = decompose_block(block.weights, job.assignments, observed.statistics)
     unreached = tuple((name,) for name in job.assignments if name not in observed.statistics)
     for group in observed.groups + unreached:
         statistics = observed.statistics.get(group[0])
         scale = folded.get(group[0])  # smoothing divides an input once, for all that read it
-        factors = SharedFactors(statistics, scale, differences.get(group[0]))
+        factors = HessianCache(statistics, scale, differences.get(group[0]))
         outliers = choose_columns({name: block.weights[name] for name in group}, job.assignments, statistics, scale)
         for name in group:
-            work = LinearWork(
+            work = LayerCompressor(
                 f"{block.name}.{name}",
                 block.weights.pop(name),
                 job.assignments[name],
@@ -211,7 +213,7 @@ def _round(
 
 def _keep_tuned(
     block: LoadedBlock,
-    begun: Mapping[str, tuple[LinearWork, IntegerWeight]],
+    begun: Mapping[str, tuple[LayerCompressor, IntegerWeight]],
     weights: Mapping[str, LearnedRounding],
     outcome: BlockOutcome,
 ) -> None:

@@ -29,12 +29,12 @@ from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
 from compress.methods.sparsegpt import prune_sparsegpt
 from compress.pipeline.block import LinearRecord
 from compress.pipeline.low_rank import UNREACHED, WHOLE, FactorRounding, Ranked
-from compress.plan import Assignment, Pruning
+from compress.plan import LayerPlan, Pruning
 from compress.recipe import DATA_FREE_METHODS
 
 
 @dataclass
-class SharedFactors:
+class HessianCache:
     """Factorized Hessians of one input, each made when first asked for.
 
     Attributes:
@@ -75,7 +75,7 @@ _UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
 
 
 @dataclass
-class WeightRounding:
+class LayerRounding:
     """How one linear is rounded.
 
     Attributes:
@@ -87,9 +87,9 @@ class WeightRounding:
     """
 
     module: str
-    assignment: Assignment
+    assignment: LayerPlan
     model_dtype: torch.dtype
-    factors: SharedFactors
+    factors: HessianCache
     importance: Tensor | None
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -158,7 +158,7 @@ Stored = PackedWeight | Tensor
 
 
 @dataclass
-class LinearWork:
+class LayerCompressor:
     """A linear's master weight, what is to be done to it, and what is known of its (smoothed) inputs.
 
     Attributes:
@@ -173,7 +173,7 @@ class LinearWork:
 
     module: str
     weight: Tensor
-    assignment: Assignment
+    assignment: LayerPlan
     model_dtype: torch.dtype
     statistics: InputStatistics | None = None
     scale: Tensor | None = None
@@ -189,7 +189,7 @@ class LinearWork:
         squares = self.statistics.mean_square
         return squares if self.scale is None else squares / self.scale.square()
 
-    def apply(self, factors: SharedFactors) -> tuple[Stored, LinearRecord]:
+    def apply(self, factors: HessianCache) -> tuple[Stored, LinearRecord]:
         """Prunes or factorizes, quantizes, and says what that did.
 
         Raises:
@@ -212,9 +212,7 @@ class LinearWork:
         scheme = self._scheme
         if scheme is None or self.assignment.method is None:
             return self.finish(self._unquantized(weight))
-        rounding = WeightRounding(
-            self.module, self.assignment, self.model_dtype, factors, self.importance, self.details
-        )
+        rounding = LayerRounding(self.module, self.assignment, self.model_dtype, factors, self.importance, self.details)
         if self.outliers is not None:
             return self.finish(rounding.beside(weight, scheme, self.outliers))
         return self.finish(rounding.floats(weight, scheme) if scheme.fp8 else rounding.codes(weight, scheme, kept))
@@ -234,7 +232,7 @@ class LinearWork:
         scheme = self.assignment.scheme
         return scheme.factor if scheme and self.assignment.factoring else scheme
 
-    def _factorize(self, ranked: Ranked, rank: int, factors: SharedFactors) -> LowRankWeight:
+    def _factorize(self, ranked: Ranked, rank: int, factors: HessianCache) -> LowRankWeight:
         rounds = self.assignment.method == "gptq" and self.statistics is not None
         factor = factors.get(GptqOptions()) if rounds else None
         self.details |= {
@@ -245,7 +243,7 @@ class LinearWork:
         rounding = FactorRounding(self.assignment.method, self._scheme, self.model_dtype, self.statistics, factor)
         return rounding.apply(*ranked.decomposition.truncated(rank))
 
-    def _sparsegpt(self, pruning: Pruning, factors: SharedFactors) -> IntegerWeight | Tensor:
+    def _sparsegpt(self, pruning: Pruning, factors: HessianCache) -> IntegerWeight | Tensor:
         factor = factors.get(SPARSEGPT_OPTIONS)
         # GPTQ after SparseGPT is one loop, which makes up for both at once.
         joint = self.assignment.quantized if self.assignment.method == "gptq" else None
@@ -306,7 +304,7 @@ def _outlier(statistics: InputStatistics | None) -> float | None:
 
 def choose_columns(
     weights: Mapping[str, Tensor],
-    assignments: Mapping[str, Assignment],
+    assignments: Mapping[str, LayerPlan],
     statistics: InputStatistics | None,
     scale: Tensor | None,
 ) -> dict[str, Tensor]:

@@ -22,15 +22,15 @@ from compress.pipeline.block import BlockOutcome, LinearRecord
 from compress.pipeline.blocks import fill, release
 from compress.pipeline.finish import stored_form
 from compress.pipeline.memory import ELEMENTS_AT_ONCE
-from compress.pipeline.prepare import Prepared
+from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import EMBEDDING, HEAD, Progress
-from compress.plan import Assignment
+from compress.plan import LayerPlan
 
 Quantize = Callable[[Tensor], IntegerWeight]
 _NO_NORM = "rtn: the norm before the head of this family is not known"
 
 
-def quantize_embedding(prepared: Prepared, progress: Progress) -> None:
+def quantize_embedding(prepared: RunContext, progress: Progress) -> None:
     """Rounds the embedding, if the plan says so, and saves it; what an earlier run saved is kept.
 
     Raises:
@@ -42,7 +42,7 @@ def quantize_embedding(prepared: Prepared, progress: Progress) -> None:
         _save(prepared, progress, EMBEDDING, module, assignment, None)
 
 
-def quantize_head(prepared: Prepared, progress: Progress) -> None:
+def quantize_head(prepared: RunContext, progress: Progress) -> None:
     """Rounds an output head of its own, if the plan says so, and saves it; what an earlier run saved is kept.
 
     Raises:
@@ -55,14 +55,14 @@ def quantize_head(prepared: Prepared, progress: Progress) -> None:
         _save(prepared, progress, HEAD, module, assignment, statistics)
 
 
-def head_needs_inputs(prepared: Prepared) -> bool:
+def head_needs_inputs(prepared: RunContext) -> bool:
     """Whether the hidden states behind the last block are wanted."""
     architecture = prepared.skeleton.architecture
     assignment = prepared.plan.assignments.get(architecture.head)
     return assignment is not None and assignment.method == "gptq" and bool(architecture.final_norm)
 
 
-def stored_embedding(prepared: Prepared, progress: Progress) -> Tensor | None:
+def stored_embedding(prepared: RunContext, progress: Progress) -> Tensor | None:
     """The quantized embedding `[V, H]` as numbers, in the dtype of computation; None when it stays as it is."""
     module = prepared.skeleton.architecture.embedding
     scheme = prepared.plan.schemes.get(module)
@@ -73,11 +73,11 @@ def stored_embedding(prepared: Prepared, progress: Progress) -> Tensor | None:
 
 
 def _save(
-    prepared: Prepared,
+    prepared: RunContext,
     progress: Progress,
     key: str,
     module: str,
-    assignment: Assignment,
+    assignment: LayerPlan,
     statistics: InputStatistics | None,
 ) -> None:
     outcome = BlockOutcome()
@@ -88,7 +88,7 @@ def _save(
 
 
 def _quantize(
-    prepared: Prepared, module: str, assignment: Assignment, statistics: InputStatistics | None
+    prepared: RunContext, module: str, assignment: LayerPlan, statistics: InputStatistics | None
 ) -> tuple[IntegerWeight, LinearRecord]:
     if assignment.scheme is None:
         raise ValueError(f"{module} has no scheme")
@@ -129,7 +129,7 @@ def _by_rows(
 
 
 @torch.no_grad()
-def _observe(prepared: Prepared, progress: Progress) -> InputStatistics:
+def _observe(prepared: RunContext, progress: Progress) -> InputStatistics:
     """Statistics of what the head multiplies: the last block's outputs behind the final norm."""
     skeleton = prepared.skeleton
     name = skeleton.architecture.final_norm

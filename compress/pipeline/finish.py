@@ -22,12 +22,12 @@ from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import REPORT_FILE, sync
 from compress.pipeline.block import BlockOutcome
 from compress.pipeline.blocks import check_finite
-from compress.pipeline.prepare import Prepared
+from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import REST, Progress, block_key
 from compress.report import environment
 
 
-def save_rest(prepared: Prepared, progress: Progress) -> None:
+def save_rest(prepared: RunContext, progress: Progress) -> None:
     """Writes everything outside of the blocks, bit for bit as it was. Raises NumericsError on NaN or infinity."""
     blocks = f"{prepared.skeleton.architecture.blocks}."
     outside = [row for row in prepared.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
@@ -39,7 +39,7 @@ def save_rest(prepared: Prepared, progress: Progress) -> None:
     prepared.files.release()
 
 
-def assemble_checkpoint(prepared: Prepared, progress: Progress, provenance: dict[str, Any]) -> Path:
+def assemble_checkpoint(prepared: RunContext, progress: Progress, provenance: dict[str, Any]) -> Path:
     """Builds the checkpoint inside the partial folder. Raises CheckpointError when the disk is full."""
     schemes = chosen_schemes(prepared, progress)
     # Pruned weights whose zeros are stored need no format at all.
@@ -52,7 +52,7 @@ def assemble_checkpoint(prepared: Prepared, progress: Progress, provenance: dict
     return assemble(progress.pieces, keys, progress.finished, config=config, source=prepared.files)
 
 
-def check_checkpoint(prepared: Prepared, folder: Path, digests: dict[str, str]) -> StructureReport:
+def check_checkpoint(prepared: RunContext, folder: Path, digests: dict[str, str]) -> StructureReport:
     """Re-reads what was written and compares it with the digests taken when the codes were chosen.
 
     Raises:
@@ -68,7 +68,7 @@ def check_checkpoint(prepared: Prepared, folder: Path, digests: dict[str, str]) 
     return structure
 
 
-def check_quality(folder: Path, prepared: Prepared) -> dict[str, Any]:
+def check_quality(folder: Path, prepared: RunContext) -> dict[str, Any]:
     """Perplexity and KL on a small fixed slice; says why where they were not measured."""
     if not prepared.request.measure:
         return {"not_measured": "not asked for"}
@@ -87,13 +87,13 @@ def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
     sync(out.parent)
 
 
-def chosen_schemes(prepared: Prepared, progress: Progress) -> dict[str, Scheme]:
+def chosen_schemes(prepared: RunContext, progress: Progress) -> dict[str, Scheme]:
     """How every packed linear is stored: as planned, but for ranks, which some blocks decide when they are reached."""
     finished = progress.all_facts(prepared.skeleton.num_blocks)
     return {module: Scheme.from_dict(fields) for facts in finished for module, fields in facts["schemes"].items()}
 
 
-def _dense_linears(prepared: Prepared, schemes: Mapping[str, Scheme]) -> list[str]:
+def _dense_linears(prepared: RunContext, schemes: Mapping[str, Scheme]) -> list[str]:
     """Every linear that stays dense, by full name: loaders that target the class `Linear` must know."""
     skeleton = prepared.skeleton
     inside = {
@@ -137,7 +137,7 @@ def compare_with_report(folder: Path) -> list[str] | None:
     return verify_against(folder, digests)
 
 
-def stored_form(prepared: Prepared, outcome: BlockOutcome) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def stored_form(prepared: RunContext, outcome: BlockOutcome) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by full name, and what happened, with the scheme and the digest of every weight.
 
     Raises:

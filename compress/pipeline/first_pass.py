@@ -21,10 +21,10 @@ from compress.pipeline.calibration import CalibratedRunner, block_job
 from compress.pipeline.capture import Need, observe, run_all
 from compress.pipeline.low_rank import energies
 from compress.pipeline.memory import return_freed_memory
-from compress.pipeline.prepare import Prepared
+from compress.pipeline.prepare import RunContext
 from compress.pipeline.progress import RunDisplay
 from compress.pipeline.resume import Progress
-from compress.plan import Assignment, Factoring, Plan, PlanRow, Pruning
+from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning
 
 
 @dataclass
@@ -48,7 +48,7 @@ class BlockSurvey:
         return {"outliers": self.outliers}
 
 
-def survey(prepared: Prepared, progress: Progress, quiet: bool) -> None:
+def survey(prepared: RunContext, progress: Progress, quiet: bool) -> None:
     """Looks at every block that no earlier run looked at. `progress` is the first pass's.
 
     Raises:
@@ -99,7 +99,7 @@ def survey_block(
 
 
 @torch.no_grad()
-def _survey_plainly(prepared: Prepared, index: int) -> BlockSurvey:
+def _survey_plainly(prepared: RunContext, index: int) -> BlockSurvey:
     """What weights alone say."""
     job = block_job(prepared, index)
     chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
@@ -108,14 +108,14 @@ def _survey_plainly(prepared: Prepared, index: int) -> BlockSurvey:
 
 
 def _energies(
-    block: LoadedBlock, chosen: Mapping[str, Assignment], statistics: Mapping[str, InputStatistics]
+    block: LoadedBlock, chosen: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
 ) -> dict[str, Tensor]:
     shared = {name: each for name, each in chosen.items() if each.shares_ranks}
     return {f"{block.name}.{name}": each.cpu() for name, each in energies(block.weights, shared, statistics).items()}
 
 
 def _outliers(
-    block: LoadedBlock, chosen: Mapping[str, Assignment], statistics: Mapping[str, InputStatistics]
+    block: LoadedBlock, chosen: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
 ) -> dict[str, float]:
     """The share of outliers, for each kind of pruning; linears that nothing reaches do not count."""
     members: dict[Pruning, list[str]] = {}
@@ -142,7 +142,7 @@ def _line(found: BlockSurvey) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class FinalPlan:
     """A run with nothing left open.
 
     Attributes:
@@ -150,21 +150,21 @@ class Settled:
         shares: how much of each block is pruned, where that differs from block to block.
     """
 
-    prepared: Prepared
+    prepared: RunContext
     shares: tuple[BlockShare, ...] = ()
 
 
-def settle(prepared: Prepared, progress: Progress, quiet: bool) -> Settled:
+def finalize_plan(prepared: RunContext, progress: Progress, quiet: bool) -> FinalPlan:
     """Runs the first pass, if the recipe needs one, and decides.
 
     Raises:
         ToolkitError: from the first pass.
     """
     if not any(each.needs_first_pass for each in prepared.plan.assignments.values()):
-        return Settled(prepared)
+        return FinalPlan(prepared)
     survey(prepared, progress.survey, quiet)
     facts = [progress.survey.facts(index) for index in range(prepared.skeleton.num_blocks)]
-    changed: dict[str, Assignment] = {}
+    changed: dict[str, LayerPlan] = {}
     shares: list[BlockShare] = []
     for pruning, members in _layerwise(prepared.plan).items():
         found = _share_out(prepared, pruning, members, [each["outliers"].get(str(pruning), 0.0) for each in facts])
@@ -173,12 +173,12 @@ def settle(prepared: Prepared, progress: Progress, quiet: bool) -> Settled:
     energies = _saved_energies(progress.survey, prepared.skeleton.num_blocks)
     for factoring, members in _ranked(prepared.plan).items():
         changed |= _with_ranks(prepared.plan, energies, factoring, members)
-    return Settled(replace(prepared, plan=_replaced(prepared.plan, changed)), tuple(shares))
+    return FinalPlan(replace(prepared, plan=_replaced(prepared.plan, changed)), tuple(shares))
 
 
-def _layerwise(plan: Plan) -> dict[Pruning, dict[str, Assignment]]:
+def _layerwise(plan: Plan) -> dict[Pruning, dict[str, LayerPlan]]:
     """Linears whose share depends on their block, those of one stage together."""
-    members: dict[Pruning, dict[str, Assignment]] = {}
+    members: dict[Pruning, dict[str, LayerPlan]] = {}
     for name, assignment in plan.assignments.items():
         if assignment.pruning and assignment.pruning.layerwise:
             members.setdefault(assignment.pruning, {})[name] = assignment
@@ -186,7 +186,7 @@ def _layerwise(plan: Plan) -> dict[Pruning, dict[str, Assignment]]:
 
 
 def _share_out(
-    prepared: Prepared, pruning: Pruning, members: Mapping[str, Assignment], ratios: Sequence[float]
+    prepared: RunContext, pruning: Pruning, members: Mapping[str, LayerPlan], ratios: Sequence[float]
 ) -> list[BlockShare]:
     """The share of every block that has such linears."""
     rows = {row.tensor.removesuffix(".weight"): row.parameters for row in prepared.plan.rows}
@@ -203,7 +203,7 @@ def _share_out(
     ]
 
 
-def _with_shares(members: Mapping[str, Assignment], shares: Sequence[BlockShare]) -> dict[str, Assignment]:
+def _with_shares(members: Mapping[str, LayerPlan], shares: Sequence[BlockShare]) -> dict[str, LayerPlan]:
     changed = {}
     for found in shares:
         for name in [name for name in members if name.startswith(f"{found.block}.")]:
@@ -214,9 +214,9 @@ def _with_shares(members: Mapping[str, Assignment], shares: Sequence[BlockShare]
     return changed
 
 
-def _ranked(plan: Plan) -> dict[Factoring, dict[str, Assignment]]:
+def _ranked(plan: Plan) -> dict[Factoring, dict[str, LayerPlan]]:
     """Linears whose ranks are shared out over the model, those of one stage together."""
-    members: dict[Factoring, dict[str, Assignment]] = {}
+    members: dict[Factoring, dict[str, LayerPlan]] = {}
     for name, assignment in plan.assignments.items():
         if assignment.factoring and assignment.shares_ranks:
             members.setdefault(assignment.factoring, {})[name] = assignment
@@ -233,8 +233,8 @@ def _with_ranks(
     plan: Plan,
     energies: Sequence[Mapping[str, list[float]]],
     factoring: Factoring,
-    members: Mapping[str, Assignment],
-) -> dict[str, Assignment]:
+    members: Mapping[str, LayerPlan],
+) -> dict[str, LayerPlan]:
     """Final ranks; a linear that had better stay whole loses its rank, and its record says why."""
     shapes = {row.tensor.removesuffix(".weight"): row.shape for row in plan.rows}
     steps = {name: rank_step(each.scheme.factor) for name, each in members.items() if each.scheme}
@@ -251,18 +251,18 @@ def _with_ranks(
     }
 
 
-def _ranked_scheme(assignment: Assignment, rank: int | None) -> Scheme | None:
+def _ranked_scheme(assignment: LayerPlan, rank: int | None) -> Scheme | None:
     if assignment.scheme is None or rank is None:
         return assignment.scheme.factor if assignment.scheme else None
     return replace(assignment.scheme, rank=rank)
 
 
-def _replaced(plan: Plan, changed: Mapping[str, Assignment]) -> Plan:
+def _replaced(plan: Plan, changed: Mapping[str, LayerPlan]) -> Plan:
     """The plan with other assignments."""
     return replace(plan, rows=tuple(_row(plan, row, changed) for row in plan.rows))
 
 
-def _row(plan: Plan, row: PlanRow, changed: Mapping[str, Assignment]) -> PlanRow:
+def _row(plan: Plan, row: PlanRow, changed: Mapping[str, LayerPlan]) -> PlanRow:
     assignment = changed.get(row.tensor.removesuffix(".weight"))
     if assignment is None or row.assignment is None:
         return row

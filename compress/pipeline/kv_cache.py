@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.config import COMPRESSION_KEY, read_config, write_config
 from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
-from compress.pipeline.prepare import Prepared
+from compress.pipeline.prepare import RunContext
 from compress.pipeline.progress import RunDisplay
 from compress.plan import KVChoice, choose_kv_cache
 from compress.recipe import KVCacheStage
@@ -52,7 +52,7 @@ class KVResult:
         }
 
 
-def choose_default(prepared: Prepared, folder: Path, quiet: bool) -> KVResult | None:
+def choose_default(prepared: RunContext, folder: Path, quiet: bool) -> KVResult | None:
     """Measures what the recipe names, chooses, and records both in config.json of the finished checkpoint in `folder`.
 
     Returns:
@@ -74,7 +74,7 @@ def choose_default(prepared: Prepared, folder: Path, quiet: bool) -> KVResult | 
     return result
 
 
-def _measure(prepared: Prepared, stage: KVCacheStage, folder: Path, quiet: bool) -> KVCacheRecord:
+def _measure(prepared: RunContext, stage: KVCacheStage, folder: Path, quiet: bool) -> KVCacheRecord:
     from compress.evaluate.kv_cache import measure_kv_caches
 
     length = stage.window_length(prepared.config.get("max_position_embeddings"))

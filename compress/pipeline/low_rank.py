@@ -16,7 +16,7 @@ from compress.methods.low_rank import Decomposition, Whitening, decompose, scale
 from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import HessianFactor, factorize
 from compress.methods.shared.rank_allocation import RankedLinear, largest_rank, rank_step, share_out
-from compress.plan import Assignment
+from compress.plan import LayerPlan
 
 UNREACHED = "no calibration token reached this layer"
 WHOLE = "kept whole: the weights that its rank would need are no fewer than its own"
@@ -33,7 +33,7 @@ class Ranked:
 
 def decompose_block(
     weights: Mapping[str, Tensor],
-    assignments: Mapping[str, Assignment],
+    assignments: Mapping[str, LayerPlan],
     statistics: Mapping[str, InputStatistics],
 ) -> dict[str, Ranked]:
     """Every linear of a block that is to be factorized, with its rank.
@@ -56,7 +56,7 @@ def decompose_block(
 
 
 def energies(
-    weights: Mapping[str, Tensor], assignments: Mapping[str, Assignment], statistics: Mapping[str, InputStatistics]
+    weights: Mapping[str, Tensor], assignments: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
 ) -> dict[str, Tensor]:
     """What each rank of linears that are to be factorized would keep, float64 `[min(O, I)]`, falling; arguments as
     those of `decompose_block`. Raises NumericsError from the decomposition."""
@@ -73,7 +73,7 @@ class _Whitenings:
     statistics: Mapping[str, InputStatistics]
     known: dict[tuple[str, int], Whitening] = field(default_factory=dict)
 
-    def of(self, name: str, assignment: Assignment) -> Whitening:
+    def of(self, name: str, assignment: LayerPlan) -> Whitening:
         key = (_method(assignment), id(self.statistics.get(name)))
         if key not in self.known:
             self.known[key] = _whitening(key[0], self.statistics.get(name))
@@ -81,7 +81,7 @@ class _Whitenings:
 
 
 def _ranks(
-    chosen: Mapping[str, Assignment], weights: Mapping[str, Tensor], parts: Mapping[str, Decomposition]
+    chosen: Mapping[str, LayerPlan], weights: Mapping[str, Tensor], parts: Mapping[str, Decomposition]
 ) -> dict[str, int | None]:
     """Planned ranks, or for those that are allocated by block the ranks of least loss; stages allocate on their own."""
     ranks = {name: each.scheme.rank if each.scheme else None for name, each in chosen.items()}
@@ -97,7 +97,7 @@ def _ranks(
     return ranks
 
 
-def _comparable(assignment: Assignment, energies: Tensor) -> Tensor:
+def _comparable(assignment: LayerPlan, energies: Tensor) -> Tensor:
     """What each rank is worth beside those of other linears. Whitened, it is error of an output, in the units of the
     model; otherwise units differ from layer to layer, and only shares of each layer's total compare."""
     if _method(assignment) == "svd-llm":
@@ -105,7 +105,7 @@ def _comparable(assignment: Assignment, energies: Tensor) -> Tensor:
     return energies / energies.sum().clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _method(assignment: Assignment) -> str:
+def _method(assignment: LayerPlan) -> str:
     return assignment.factoring.method if assignment.factoring else ""
 
 

@@ -76,7 +76,7 @@ class RunRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class RunContext:
     """A request with everything resolved.
 
     Attributes:
@@ -126,7 +126,7 @@ class Prepared:
         }
 
 
-def prepare(request: RunRequest, dry_run: bool = False) -> Prepared:
+def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     """Opens and checks everything, calibration text included; writes nothing, and reads no weights unless the source
     model itself writes the calibration text.
 
@@ -157,7 +157,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> Prepared:
         _check_kv_measurable(config, plan, device)
     streams = 2 if plan.follows_dense else 1
     disk = _disk_bytes(files, plan, streams * count * length * skeleton.model.config.hidden_size * dtype.itemsize)
-    return Prepared(request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk)
+    return RunContext(request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk)
 
 
 def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[str, Any] | None:

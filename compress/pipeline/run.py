@@ -28,10 +28,10 @@ from compress.pipeline.finish import (
     save_rest,
     stored_form,
 )
-from compress.pipeline.first_pass import Settled, settle
+from compress.pipeline.first_pass import FinalPlan, finalize_plan
 from compress.pipeline.kv_cache import KVResult, choose_default
 from compress.pipeline.memory import device_peak, forget_device_peak, return_freed_memory
-from compress.pipeline.prepare import Prepared
+from compress.pipeline.prepare import RunContext
 from compress.pipeline.progress import RunDisplay
 from compress.pipeline.resume import Progress, only_one_run
 from compress.report import environment, full_report, provenance
@@ -48,7 +48,7 @@ class RunResult:
     kv_cache: KVResult | None = None
 
 
-def run(prepared: Prepared, quiet: bool = False) -> RunResult:
+def run(prepared: RunContext, quiet: bool = False) -> RunResult:
     """Compresses as prepared, continuing what an earlier run of the same configuration left.
 
     Raises:
@@ -60,7 +60,7 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
         progress = Progress.open(prepared.request.out, _identity(prepared), prepared.request.restart)
         with _cleared_on_failure(progress, prepared):
             _begin(prepared, progress, quiet)
-            settled = settle(prepared, progress, quiet)
+            settled = finalize_plan(prepared, progress, quiet)
             folder = _compress(settled.prepared, progress, quiet)
             peak = device_peak(prepared.device)  # of this work: what measures afterwards holds whole models
             structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
@@ -75,7 +75,7 @@ def run(prepared: Prepared, quiet: bool = False) -> RunResult:
     return RunResult(prepared.request.out, structure, quality, report, kv_cache)
 
 
-def _compress(prepared: Prepared, progress: Progress, quiet: bool) -> Path:
+def _compress(prepared: RunContext, progress: Progress, quiet: bool) -> Path:
     """From the embedding over the blocks to the head, and to an assembled checkpoint; its folder."""
     quantize_embedding(prepared, progress)
     _run_blocks(prepared, progress, quiet)
@@ -85,8 +85,8 @@ def _compress(prepared: Prepared, progress: Progress, quiet: bool) -> Path:
 
 
 def _report(
-    prepared: Prepared,
-    settled: Settled,
+    prepared: RunContext,
+    settled: FinalPlan,
     progress: Progress,
     structure: StructureReport,
     quality: dict[str, Any],
@@ -97,7 +97,7 @@ def _report(
     return report | {"plan": prepared.to_dict(), "layerwise": [each.to_dict() for each in settled.shares]}
 
 
-def _identity(prepared: Prepared) -> dict[str, Any]:
+def _identity(prepared: RunContext) -> dict[str, Any]:
     """Everything the packed bytes depend on; runs that differ in it must not share progress."""
     files = [file.path for file in prepared.files.files]
     sequences = prepared.sequences
@@ -113,7 +113,7 @@ def _identity(prepared: Prepared) -> dict[str, Any]:
 
 
 @contextmanager
-def _cleared_on_failure(progress: Progress, prepared: Prepared) -> Iterator[None]:
+def _cleared_on_failure(progress: Progress, prepared: RunContext) -> Iterator[None]:
     """Keeps finished blocks when a run fails, except where running again cannot help."""
     try:
         yield
@@ -123,7 +123,7 @@ def _cleared_on_failure(progress: Progress, prepared: Prepared) -> Iterator[None
         raise
 
 
-def _begin(prepared: Prepared, progress: Progress, quiet: bool) -> None:
+def _begin(prepared: RunContext, progress: Progress, quiet: bool) -> None:
     """Checks once, before anything is written, that there is room and that every weight is a number."""
     if progress.exists:
         return
@@ -137,7 +137,7 @@ def _begin(prepared: Prepared, progress: Progress, quiet: bool) -> None:
     progress.begin()
 
 
-def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
+def _run_blocks(prepared: RunContext, progress: Progress, quiet: bool) -> None:
     total = prepared.skeleton.num_blocks
     done = progress.num_finished(total)
     with RunDisplay(total, done, quiet) as display:
@@ -155,7 +155,7 @@ def _run_blocks(prepared: Prepared, progress: Progress, quiet: bool) -> None:
             return_freed_memory()
 
 
-def _note_other_machine(prepared: Prepared, before: dict[str, Any], display: RunDisplay) -> None:
+def _note_other_machine(prepared: RunContext, before: dict[str, Any], display: RunDisplay) -> None:
     """The same bytes come out only where sums are taken in the same order; elsewhere the last bits may differ."""
     now = environment(prepared)
     differing = [f"{key} {before.get(key)}, now {now[key]}" for key in now if before.get(key) != now[key]]
@@ -163,19 +163,19 @@ def _note_other_machine(prepared: Prepared, before: dict[str, Any], display: Run
         display.say(f"note: earlier blocks were made with {'; '.join(differing)}: last bits may differ")
 
 
-def _runner(prepared: Prepared, progress: Progress, done: int, display: RunDisplay) -> CalibratedRunner[BlockOutcome]:
+def _runner(prepared: RunContext, progress: Progress, done: int, display: RunDisplay) -> CalibratedRunner[BlockOutcome]:
     """Calibrates on the embedding that will be looked up."""
     embedding = partial(stored_embedding, prepared, progress)
     return CalibratedRunner(prepared, quantize_block, progress, done, display, embedding)
 
 
-def _run_plainly(prepared: Prepared, index: int) -> BlockOutcome:
+def _run_plainly(prepared: RunContext, index: int) -> BlockOutcome:
     job = block_job(prepared, index)
     block = read_block(prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device)
     return quantize_block_plainly(block, job)
 
 
-def _save(prepared: Prepared, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
+def _save(prepared: RunContext, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
     tensors, facts = stored_form(prepared, outcome)
     facts |= {"block": prepared.skeleton.block_name(index), "micro_batch": micro_batch}
     wanted = index + 1 < prepared.skeleton.num_blocks or head_needs_inputs(prepared)
@@ -183,7 +183,7 @@ def _save(prepared: Prepared, progress: Progress, index: int, outcome: BlockOutc
     prepared.files.release()
 
 
-def _digests(prepared: Prepared, progress: Progress) -> dict[str, str]:
+def _digests(prepared: RunContext, progress: Progress) -> dict[str, str]:
     finished = progress.all_facts(prepared.skeleton.num_blocks)
     return {module: value for facts in finished for module, value in facts["digests"].items()}
 

@@ -26,10 +26,10 @@ from compress.methods.shared.smoothing import (
     scale_outputs,
 )
 from compress.methods.smoothquant import ALPHAS, search_alpha
-from compress.models.spec import SmoothingEdge
+from compress.models.spec import SmoothingMapping
 from compress.pipeline.blocks import LoadedBlock
 from compress.pipeline.capture import BlockInputs, Call, Observed, run_block
-from compress.plan import Assignment
+from compress.plan import LayerPlan
 
 NUM_RATIOS = 10
 
@@ -69,33 +69,33 @@ def trace_modules(
 
 def search_edge(
     block: LoadedBlock,
-    edge: SmoothingEdge,
+    edge: SmoothingMapping,
     trace: ModuleTrace,
     observed: Observed,
-    assignments: Mapping[str, Assignment],
+    assignments: Mapping[str, LayerPlan],
     layout: HeadLayout,
 ) -> SmoothingResult:
     """The scale of one edge that lets the quantized targets reproduce the parent's output best."""
-    assignment = assignments[edge.targets[0]]
+    assignment = assignments[edge.balance_layers[0]]
     scheme = assignment.quantized
     if scheme is None:
-        raise ValueError(f"{edge.targets[0]} is not quantized: there is nothing to smooth for")
-    rounded_inputs = dict.fromkeys(edge.targets, scheme) if scheme.activation_bits else {}
+        raise ValueError(f"{edge.balance_layers[0]} is not quantized: there is nothing to smooth for")
+    rounded_inputs = dict.fromkeys(edge.balance_layers, scheme) if scheme.activation_bits else {}
     parent = block.module.get_submodule(edge.parent)
 
     def fake_quantize(weight: Tensor) -> Tensor:
         return round_to_fp8(weight) if scheme.fp8 else round_in_range(weight, scheme)
 
     def loss(weights: list[Tensor], scale: Tensor) -> float:
-        for name, weight in zip(edge.targets, weights, strict=True):
+        for name, weight in zip(edge.balance_layers, weights, strict=True):
             block.set_weight(name, weight)
         with activations_quantized(block, rounded_inputs, scale):
             return _mean_square_error(parent, trace)
 
-    statistics = observed.statistics[edge.targets[0]]
-    weights = [block.weights[name] for name in edge.targets]
+    statistics = observed.statistics[edge.balance_layers[0]]
+    weights = [block.weights[name] for name in edge.balance_layers]
     heads = {"heads_per_group": layout.heads_per_group, "head_dim": layout.head_dim}
-    with _weights_restored(block, edge.targets):
+    with _weights_restored(block, edge.balance_layers):
         if assignment.method == "smoothquant":
             alphas = ALPHAS if assignment.alpha is None else (assignment.alpha,)
             insist = assignment.alpha is not None
@@ -144,30 +144,30 @@ def activations_quantized(
             handle.remove()
 
 
-def fold_edge(block: LoadedBlock, edge: SmoothingEdge, scale: Tensor, layout: HeadLayout) -> Tensor:
+def fold_edge(block: LoadedBlock, edge: SmoothingMapping, scale: Tensor, layout: HeadLayout) -> Tensor:
     """Moves `scale [I]` into the targets' columns and its inverse into the source.
 
     Returns the scale in effect: a norm's weight is rounded to its stored dtype, and the targets undo just that.
     """
-    if edge.source in block.weights:
+    if edge.smooth_layer in block.weights:
         rows = one_per_value_head(scale, layout.heads_per_group, layout.head_dim)
-        block.weights[edge.source] = scale_outputs(block.weights[edge.source], rows)
-        if (bias := f"{edge.source}.bias") in block.dense:
+        block.weights[edge.smooth_layer] = scale_outputs(block.weights[edge.smooth_layer], rows)
+        if (bias := f"{edge.smooth_layer}.bias") in block.dense:
             block.set_dense(bias, scale_outputs(block.dense[bias].to(scale.device), rows))
     else:
-        name = f"{edge.source}.weight"
+        name = f"{edge.smooth_layer}.weight"
         divided, scale = scale_norm(block.dense[name].to(scale.device), scale)
         block.set_dense(name, divided)
-    for name in edge.targets:
+    for name in edge.balance_layers:
         block.weights[name] = scale_inputs(block.weights[name], scale)
     return scale
 
 
-def head_layout(block: LoadedBlock, edge: SmoothingEdge, head_dim: int) -> HeadLayout:
+def head_layout(block: LoadedBlock, edge: SmoothingMapping, head_dim: int) -> HeadLayout:
     """Grouped-query layout of an edge between linears; trivial for every other edge."""
-    if edge.source not in block.weights:
+    if edge.smooth_layer not in block.weights:
         return HeadLayout()
-    produced, read = block.weights[edge.source].shape[0], block.weights[edge.targets[0]].shape[1]
+    produced, read = block.weights[edge.smooth_layer].shape[0], block.weights[edge.balance_layers[0]].shape[1]
     return HeadLayout() if produced == read else HeadLayout(read // produced, head_dim)
 
 

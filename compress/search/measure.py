@@ -20,11 +20,11 @@ from compress.common.cli import tool_version
 from compress.common.errors import NumericsError
 from compress.pipeline.blocks import LoadedBlock, fill, read_block, read_tensor
 from compress.pipeline.capture import BlockInputs, Need, StandIn, capture_inputs, observe, run_all, run_block
-from compress.pipeline.compress_layer import LinearWork, SharedFactors, values_of
+from compress.pipeline.compress_layer import HessianCache, LayerCompressor, values_of
 from compress.pipeline.low_rank import Ranked, decompose_block
 from compress.pipeline.progress import RunDisplay
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Assignment
+from compress.plan import LayerPlan
 from compress.search.sensitivities import Sensitivities
 from compress.search.space import EMBEDDING, Form, Unit
 from compress.search.survey import Survey
@@ -193,19 +193,19 @@ class ChangedUnit:
     _ranked: dict[tuple[str, str], Ranked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._factors = SharedFactors(self.statistics)
+        self._factors = HessianCache(self.statistics)
 
-    def values(self, module: str, assignment: Assignment) -> Tensor:
+    def values(self, module: str, assignment: LayerPlan) -> Tensor:
         """The weight `[O, I]` as the finished checkpoint would multiply by it, float32.
 
         Raises:
             SchemeError, NumericsError: from the methods.
         """
         weight, ranked = self.weights[module], self._rank(module, assignment)
-        work = LinearWork(module, weight, assignment, self.model_dtype, self.statistics, ranked=ranked)
+        work = LayerCompressor(module, weight, assignment, self.model_dtype, self.statistics, ranked=ranked)
         return values_of(work.apply(self._factors)[0])
 
-    def _rank(self, module: str, assignment: Assignment) -> Ranked | None:
+    def _rank(self, module: str, assignment: LayerPlan) -> Ranked | None:
         if assignment.factoring is None or assignment.scheme is None:
             return None
         key = module, assignment.factoring.method

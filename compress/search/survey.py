@@ -15,12 +15,12 @@ from compress.checkpoint.formats import compress_runtime
 from compress.common.errors import CheckpointError, DataError, RecipeError, SchemeError
 from compress.make_plan import assign, find_ends, packed_bytes
 from compress.methods.shared.rank_allocation import ALIGNMENT, largest_rank
-from compress.pipeline.prepare import Prepared, RunRequest, prepare
-from compress.plan import Assignment, Plan, shape_bytes
+from compress.pipeline.prepare import RunContext, RunRequest, prepare
+from compress.plan import LayerPlan, Plan, shape_bytes
 from compress.search.space import EMBEDDING, Form, Goal, SearchRequest, Unit, units_of
 
 
-def assignments_of(unit: Unit, form: Form, method: str) -> dict[str, Assignment]:
+def assignments_of(unit: Unit, form: Form, method: str) -> dict[str, LayerPlan]:
     """What each linear of a unit gets, by full name; empty where it stays dense.
 
     Args:
@@ -97,7 +97,7 @@ def _entries(form: Form) -> int:
     return (tensors + bool(form.pattern)) * (2 if form.factorizing else 1)
 
 
-def _shape_bytes(assignments: Mapping[str, Assignment]) -> int:
+def _shape_bytes(assignments: Mapping[str, LayerPlan]) -> int:
     """Of the shapes beside packed weights, which are no weights."""
     return sum(shape_bytes(each.scheme) for each in assignments.values() if each.scheme)
 
@@ -120,7 +120,7 @@ class Survey:
 
     request: SearchRequest
     run: RunRequest
-    prepared: Prepared
+    prepared: RunContext
     menus: dict[Unit, list[Form]]
     calibration: Tensor
     measured: Tensor
@@ -130,7 +130,7 @@ class Survey:
     def measurements(self) -> int:
         return sum(map(len, self.menus.values()))
 
-    def assignments(self, unit: Unit, form: Form) -> dict[str, Assignment]:
+    def assignments(self, unit: Unit, form: Form) -> dict[str, LayerPlan]:
         """What a form does to each linear of a unit; empty where they stay dense."""
         return assignments_of(unit, form, self.request.method_of(unit))
 
@@ -255,7 +255,7 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
     return found
 
 
-def _split(prepared: Prepared, search: SearchRequest) -> tuple[Tensor, Tensor]:
+def _split(prepared: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]:
     """Sequences to calibrate on, and others to measure on. Where the text is short both get less."""
     if prepared.sequences is None:
         raise ValueError("the probe of a search is calibrated")
@@ -271,7 +271,7 @@ def _split(prepared: Prepared, search: SearchRequest) -> tuple[Tensor, Tensor]:
     return tokens[:-measured], tokens[-measured:]
 
 
-def _ends(prepared: Prepared) -> list[Unit]:
+def _ends(prepared: RunContext) -> list[Unit]:
     """The token embedding and, where it has a matrix of its own, the head. Raises RecipeError where neither can be
     quantized."""
     skeleton = prepared.skeleton
@@ -286,7 +286,7 @@ def _ends(prepared: Prepared) -> list[Unit]:
     return units
 
 
-def _offered(unit: Unit, prepared: Prepared, search: SearchRequest) -> list[Form]:
+def _offered(unit: Unit, prepared: RunContext, search: SearchRequest) -> list[Form]:
     """Of embedding and head every row is rounded, or they stay dense."""
     inside = 0 <= unit.block < prepared.skeleton.num_blocks
     return [form for form in search.menu if inside or form.is_plain or form.is_dense]

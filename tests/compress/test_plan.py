@@ -103,7 +103,7 @@ def test_ignoring_everything_is_an_error(tiny_model) -> None:
 
 def test_smoothing_edges_need_all_their_targets(tiny_model) -> None:
     plan = plan_for(tiny_model(), QuantizeStage("awq", Scheme(4, 64), ignore=("up_proj",)))
-    assert {edge.source for edge in plan.edges[0]} == {"input_layernorm", "self_attn.v_proj"}
+    assert {edge.smooth_layer for edge in plan.edges[0]} == {"input_layernorm", "self_attn.v_proj"}
     assert any(
         "post_attention_layernorm -> mlp.gate_proj, mlp.up_proj is not smoothed in 3 of 3 blocks" in note
         for note in plan.notes

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme
-from compress.plan import Assignment, PlanRow
+from compress.plan import LayerPlan, PlanRow
 from compress.plan_notes import LAUNCH_SECONDS, READ_RATE, factor_notes, slower_seconds
 
 
 def row(outputs: int, inputs: int, scheme: Scheme | None) -> PlanRow:
     before = 2 * outputs * inputs
     after = before if scheme is None else scheme.stored_bits(outputs, inputs) // 8
-    assignment = Assignment("rtn", scheme) if scheme else None
+    assignment = LayerPlan("rtn", scheme) if scheme else None
     return PlanRow(f"layer.{outputs}x{inputs}.weight", (outputs, inputs), assignment, "", before, after)
 
 

@@ -137,7 +137,7 @@ def column_kernel(device: torch.device) -> str:
     return f"torch, column by column: {absence()}" if absence() else "C"
 
 
-class Columns:
+class GPTQSolver:
     """The weight's columns in the order of the loop, each a contiguous row of a transposed copy `[I, O]`.
 
     The columns between two matrix products are changed by a kernel where there is one: compiled code on a CPU, Triton

@@ -10,7 +10,7 @@ from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.weights.integer import GroupScales, search_scales
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, NativeColumns
-from compress.methods.shared.column_solver import Choice, Columns, Grid
+from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
 from compress.methods.shared.hessian import GptqOptions, HessianFactor, factorize
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
@@ -27,13 +27,15 @@ def layer(outputs: int, inputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return weight, rows.T @ rows / len(rows)
 
 
-def changed(weight: Tensor, factor: HessianFactor, grid: Grid | None, instruction_set: int | None, **more) -> Columns:
-    columns = Columns(weight, factor.order, factor.feedback, grid, instruction_set=instruction_set, **more)
+def changed(
+    weight: Tensor, factor: HessianFactor, grid: Grid | None, instruction_set: int | None, **more
+) -> GPTQSolver:
+    columns = GPTQSolver(weight, factor.order, factor.feedback, grid, instruction_set=instruction_set, **more)
     columns.run()
     return columns
 
 
-def loss(columns: Columns, hessian: Tensor) -> float:
+def loss(columns: GPTQSolver, hessian: Tensor) -> float:
     errors = columns.in_original_order(columns.errors).double()
     return float(((errors @ hessian.double()) * errors).sum())
 
@@ -129,7 +131,7 @@ def test_neighbours_are_not_touched() -> None:
     weight, hessian = layer(19, 128)
     factor = factorize(hessian)
     scheme = Scheme(4, 32)
-    columns = Columns(weight, factor.order, factor.feedback, Grid(search_scales(weight, scheme), scheme))
+    columns = GPTQSolver(weight, factor.order, factor.feedback, Grid(search_scales(weight, scheme), scheme))
     columns.codes.fill_(77)
     before = columns.errors.clone()
     columns._native.change(64, 112)

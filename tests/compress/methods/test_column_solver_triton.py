@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.weights.integer import GroupScales, search_scales
-from compress.methods.shared.column_solver import Choice, Columns, Grid, column_kernel
+from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid, column_kernel
 from compress.methods.shared.hessian import GptqOptions, HessianFactor, factorize
 
 
@@ -22,14 +22,14 @@ def layer(outputs: int, inputs: int, device: torch.device) -> tuple[Tensor, Tens
     return weight.to(device), (rows.T @ rows / len(rows)).to(device)
 
 
-def changed(weight: Tensor, factor: HessianFactor, grid: Grid | None, on_gpu: bool, **more) -> Columns:
+def changed(weight: Tensor, factor: HessianFactor, grid: Grid | None, on_gpu: bool, **more) -> GPTQSolver:
     with poisoned_allocations():
-        columns = Columns(weight, factor.order, factor.feedback, grid, instruction_set=None, on_gpu=on_gpu, **more)
+        columns = GPTQSolver(weight, factor.order, factor.feedback, grid, instruction_set=None, on_gpu=on_gpu, **more)
     columns.run()
     return columns
 
 
-def loss(columns: Columns, hessian: Tensor) -> float:
+def loss(columns: GPTQSolver, hessian: Tensor) -> float:
     errors = columns.in_original_order(columns.errors).double()
     return float(((errors @ hessian.double()) * errors).sum())
 
@@ -95,7 +95,7 @@ def test_neighbours_are_not_touched(gpu) -> None:
     factor = factorize(hessian)
     scheme = Scheme(4, 32)
     grid = Grid(search_scales(weight, scheme), scheme)
-    columns = Columns(weight, factor.order, factor.feedback, grid, on_gpu=True)
+    columns = GPTQSolver(weight, factor.order, factor.feedback, grid, on_gpu=True)
     columns.codes.fill_(77)
     before = columns.errors.clone()
     columns._gpu.change(64, 90)
@@ -115,4 +115,4 @@ def test_a_gpu_takes_it_by_itself_and_what_runs_has_a_name(gpu) -> None:
 def test_on_a_gpu_it_is_chosen() -> None:
     weight, hessian = layer(16, 64, torch.device("cuda"))
     factor = factorize(hessian)
-    assert Columns(weight, factor.order, factor.feedback, None)._gpu is not None
+    assert GPTQSolver(weight, factor.order, factor.feedback, None)._gpu is not None

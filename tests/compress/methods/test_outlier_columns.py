@@ -24,7 +24,7 @@ from compress.methods.outlier_columns import beside_outliers, highest, quantize_
 from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import GptqOptions, factorize
 from compress.pipeline.finish import compare_with_report
-from compress.pipeline.prepare import Prepared, RunRequest, prepare
+from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import parse_recipe
@@ -47,7 +47,7 @@ def inputs_and_weight(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return mixed, torch.randn(96, 128, generator=generator) * 0.05
 
 
-def prepared(model: Path, out: Path, *stages: Stage) -> Prepared:
+def prepared(model: Path, out: Path, *stages: Stage) -> RunContext:
     return prepare(RunRequest(model, str(model), Recipe(stages, SMALL), out, measure=False))
 
 

@@ -7,8 +7,8 @@ import torch
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.pipeline.compress_layer import LinearWork, SharedFactors, values_of
-from compress.plan import Assignment, Pruning
+from compress.pipeline.compress_layer import HessianCache, LayerCompressor, values_of
+from compress.plan import LayerPlan, Pruning
 
 
 @pytest.mark.parametrize("method", [None, "awq"])
@@ -22,12 +22,12 @@ def test_sparsegpt_sees_smoothed_inputs(method: str | None) -> None:
     scale = torch.logspace(-0.5, 0.5, 64)[torch.randperm(64, generator=generator)]
     pattern = Sparsity(2, 4)
     scheme = Scheme(16, None, sparsity=pattern) if method is None else Scheme(8, 32, sparsity=pattern)
-    assignment = Assignment(method, scheme, pruning=Pruning("sparsegpt", pattern, 0.5))
+    assignment = LayerPlan(method, scheme, pruning=Pruning("sparsegpt", pattern, 0.5))
 
     def error(scale: torch.Tensor | None) -> float:
         folded = weight if scale is None else weight * scale
-        work = LinearWork("q", folded, assignment, torch.float32, statistics, scale)
-        stored, _ = work.apply(SharedFactors(statistics, scale))
+        work = LayerCompressor("q", folded, assignment, torch.float32, statistics, scale)
+        stored, _ = work.apply(HessianCache(statistics, scale))
         found = values_of(stored) if scale is None else values_of(stored) / scale
         return float((inputs @ (found - weight).T).square().mean())
 

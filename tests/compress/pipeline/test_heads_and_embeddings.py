@@ -19,7 +19,7 @@ from compress.evaluate.scorers import open_scorer
 from compress.methods.rtn import quantize_rtn
 from compress.pipeline import embed_and_head
 from compress.pipeline.finish import compare_with_report
-from compress.pipeline.prepare import Prepared, RunRequest, prepare
+from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe, Stage, end_stages
 from compress.reporting.numbers import size
@@ -33,7 +33,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 INSIDE = QuantizeStage("rtn", Scheme(4, 64))
 
 
-def prepared(model: Path, out: Path, *stages: Stage) -> Prepared:
+def prepared(model: Path, out: Path, *stages: Stage) -> RunContext:
     return prepare(RunRequest(model, str(model), Recipe(stages, SMALL), out, measure=False))
 
 

@@ -21,9 +21,9 @@ from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.low_rank import decompose_block
-from compress.pipeline.prepare import Prepared, RunRequest, prepare
+from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.plan import Assignment, Factoring
+from compress.plan import Factoring, LayerPlan
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
 from runtime.backends.base import Target
 from runtime.core.model_config import parse_config
@@ -34,7 +34,7 @@ from runtime.speculative.draft_model import round_layers
 SMALL = CalibrationOptions(samples=6, length=48)
 
 
-def prepared(model: Path, out: Path, *stages: Stage, calibration: CalibrationOptions = SMALL) -> Prepared:
+def prepared(model: Path, out: Path, *stages: Stage, calibration: CalibrationOptions = SMALL) -> RunContext:
     return prepare(RunRequest(model, str(model), Recipe(stages, calibration), out, measure=False))
 
 
@@ -116,7 +116,7 @@ def test_factorized_layers_stand_beside_smoothed_ones(tiny_model, tmp_path) -> N
 def test_unreached_layers_say_that_they_were_decomposed_plainly() -> None:
     ranked = decompose_block(
         {"up": torch.randn(32, 64)},
-        {"up": Assignment(None, Scheme(16, None, rank=8), factoring=Factoring("svd-llm", 0.8))},
+        {"up": LayerPlan(None, Scheme(16, None, rank=8), factoring=Factoring("svd-llm", 0.8))},
         {},
     )
     assert ranked["up"].rank == 8

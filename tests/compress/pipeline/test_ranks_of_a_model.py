@@ -11,7 +11,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.common.errors import RecipeError
 from compress.methods.shared.rank_allocation import RankedLinear, share_out, share_out_over_blocks
-from compress.pipeline.prepare import Prepared, RunRequest, prepare
+from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import parse_recipe
@@ -19,7 +19,7 @@ from compress.recipe_file import parse_recipe
 SMALL = CalibrationOptions(samples=6, length=48)
 
 
-def prepared(model: Path, out: Path, *stages: Stage) -> Prepared:
+def prepared(model: Path, out: Path, *stages: Stage) -> RunContext:
     return prepare(RunRequest(model, str(model), Recipe(stages, SMALL), out, measure=False))
 
 

@@ -14,7 +14,7 @@ from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
 from compress.common.errors import RecipeError
-from compress.pipeline.prepare import Prepared, RunRequest, prepare
+from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, RotateStage, Stage
 from compress.recipe_file import parse_recipe
@@ -24,7 +24,7 @@ CALIBRATION = CalibrationOptions(samples=4, length=64)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def prepared(model: Path, out: Path, *stages: Stage, seed: int = 0) -> Prepared:
+def prepared(model: Path, out: Path, *stages: Stage, seed: int = 0) -> RunContext:
     return prepare(RunRequest(model, str(model), Recipe(stages, CALIBRATION, seed), out, measure=False))
 
 

@@ -13,7 +13,7 @@ from compress.pipeline.blocks import load_block
 from compress.pipeline.capture import Need, capture_inputs, observe, run_all
 from compress.pipeline.skeleton import open_skeleton
 from compress.pipeline.smoothing import HeadLayout, fold_edge, head_layout, search_edge, trace_modules
-from compress.plan import Assignment
+from compress.plan import LayerPlan
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(10, 8000, (4, 32), generator=torch.Generator().manual_seed(2))
@@ -30,7 +30,7 @@ class OpenBlock:
         self.block = load_block(self.skeleton, self.files, 1, names, CPU, torch.float32)
         self.job = BlockJob(
             1,
-            {name: Assignment("awq", Scheme(3, 32)) for name in names},
+            {name: LayerPlan("awq", Scheme(3, 32)) for name in names},
             self.skeleton.architecture.edges,
             torch.bfloat16,
             self.skeleton.head_dim,
@@ -50,14 +50,14 @@ def test_every_edge_of_the_table_folds_exactly(tiny_model, family: str) -> None:
     expected = opened.output()
     for seed, edge in enumerate(opened.job.edges):
         layout = head_layout(opened.block, edge, opened.job.head_dim)
-        width = opened.block.weights[edge.targets[0]].shape[1]
+        width = opened.block.weights[edge.balance_layers[0]].shape[1]
         scale = torch.rand(width, generator=torch.Generator().manual_seed(seed)) * 3 + 0.3
         if layout.heads_per_group > 1:
             heads = scale.view(-1, layout.heads_per_group, layout.head_dim)
             scale = heads[:, :1].expand_as(heads).reshape(-1)
-        before = {name: opened.block.weights[name].clone() for name in edge.targets}
+        before = {name: opened.block.weights[name].clone() for name in edge.balance_layers}
         fold_edge(opened.block, edge, scale, layout)
-        assert not torch.equal(before[edge.targets[0]], opened.block.weights[edge.targets[0]])
+        assert not torch.equal(before[edge.balance_layers[0]], opened.block.weights[edge.balance_layers[0]])
         torch.testing.assert_close(opened.output(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -82,7 +82,7 @@ def test_search_finds_the_scale_that_an_outlier_channel_needs(tiny_model) -> Non
     needs = dict.fromkeys(opened.job.assignments, Need())
     observed = observe(opened.block, opened.inputs, 1, needs, CPU)
     traces, _ = trace_modules(opened.block, opened.inputs, 1, [edge.parent], CPU)
-    untouched = {name: opened.block.linear(name).weight.clone() for name in edge.targets}
+    untouched = {name: opened.block.linear(name).weight.clone() for name in edge.balance_layers}
     result = search_edge(opened.block, edge, traces[edge.parent], observed, opened.job.assignments, HeadLayout())
     assert result.loss_after < 0.9 * result.loss_before
     assert result.scale[5] > 3 * result.scale.median()
