@@ -30,8 +30,8 @@ def usable_edges(
             if edge not in fitting:
                 unused[edge] = unused.get(edge, 0) + 1
     notes = [
-        f"{edge.smooth_layer} -> {', '.join(edge.balance_layers)} is not smoothed in {count} of {skeleton.num_blocks} blocks: "
-        f"not all of them are quantized by {' or '.join(smoothing)} with one scheme"
+        f"{edge.smooth_layer} -> {', '.join(edge.balance_layers)} is not smoothed in {count} of "
+        f"{skeleton.num_blocks} blocks: not all of them are quantized by {' or '.join(smoothing)} with one scheme"
         for edge, count in unused.items()
         if smoothing
     ]
