@@ -53,7 +53,7 @@ def quantize_gptq_beside(
     """GPTQ on all but `columns [k]`, which come last and in 16 bits make up for the error of all others.
 
     Args:
-        factor: of a Hessian whose order ends with `columns`, see `GptqOptions.last`.
+        factor: of a Hessian whose order ends with `columns`, see `HessianOptions.last`.
         scheme: with so many outliers.
 
     Raises:

@@ -14,9 +14,9 @@ from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
 from compress.methods.pruning import keep_pattern, keep_share, scores
 from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
-from compress.methods.shared.hessian import GptqOptions, HessianFactor
+from compress.methods.shared.hessian import HessianFactor, HessianOptions
 
-OPTIONS = GptqOptions(activation_order=False)
+OPTIONS = HessianOptions(activation_order=False)
 """How the Hessian must be factorized."""
 
 

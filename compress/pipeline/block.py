@@ -12,7 +12,6 @@ from torch import Tensor
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights import PackedWeight
 from compress.models.spec import SmoothingMapping
-from compress.pipeline.capture import BlockInputs
 from compress.plan import LayerPlan
 from compress.recipe import Tuning
 
@@ -112,33 +111,6 @@ class BlockOutcome:
             "smoothing": [asdict(record) for record in self.edges],
             "tuning": asdict(self.tuning) if self.tuning else None,
         }
-
-
-@dataclass
-class Calibration:
-    """All of the calibration, and the few sequences of it that searches run over.
-
-    Attributes:
-        inputs: every sequence, on its way through the model.
-        search: the search sequences; their hidden states are rows of `inputs.hidden`.
-        search_rows: which rows.
-        tuning: every sequence again, in micro-batches of at most one step of learning; None when nothing is learned.
-        reference: `[N, L, H]`, what enters the block in the dense model; None when nothing asks for it.
-    """
-
-    inputs: BlockInputs
-    search: BlockInputs
-    search_rows: Tensor
-    tuning: BlockInputs | None = None
-    reference: Tensor | None = None
-
-    def advance(self, hidden: Tensor, reference: Tensor | None = None) -> None:
-        """Puts a block's outputs in the place of its inputs."""
-        self.inputs.hidden = hidden
-        self.search.hidden = hidden[self.search_rows]
-        self.reference = reference
-        if self.tuning is not None:
-            self.tuning.hidden = hidden
 
 
 @dataclass(frozen=True, slots=True)

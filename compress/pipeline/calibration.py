@@ -8,9 +8,9 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from compress.pipeline.block import BlockJob, Calibration
+from compress.pipeline.block import BlockJob
 from compress.pipeline.blocks import LoadedBlock, load_block, release
-from compress.pipeline.capture import BlockInputs, capture_inputs
+from compress.pipeline.capture import BlockInputs, Calibration, capture_inputs
 from compress.pipeline.memory import with_smaller_batches
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.progress import RunDisplay

@@ -51,6 +51,33 @@ class BlockInputs:
             yield hidden.to(device), calls[index]
 
 
+@dataclass
+class Calibration:
+    """All of the calibration, and the few sequences of it that searches run over.
+
+    Attributes:
+        inputs: every sequence, on its way through the model.
+        search: the search sequences; their hidden states are rows of `inputs.hidden`.
+        search_rows: which rows.
+        tuning: every sequence again, in micro-batches of at most one step of learning; None when nothing is learned.
+        reference: `[N, L, H]`, what enters the block in the dense model; None when nothing asks for it.
+    """
+
+    inputs: BlockInputs
+    search: BlockInputs
+    search_rows: Tensor
+    tuning: BlockInputs | None = None
+    reference: Tensor | None = None
+
+    def advance(self, hidden: Tensor, reference: Tensor | None = None) -> None:
+        """Puts a block's outputs in the place of its inputs."""
+        self.inputs.hidden = hidden
+        self.search.hidden = hidden[self.search_rows]
+        self.reference = reference
+        if self.tuning is not None:
+            self.tuning.hidden = hidden
+
+
 def run_block(module: nn.Module, hidden: Tensor, call: Call) -> Tensor:
     """A block's output `[B, L, H]`; families that return a tuple put it first."""
     output = module(hidden, *call.args, **call.kwargs)

@@ -24,7 +24,7 @@ from compress.methods.hqq import quantize_hqq
 from compress.methods.outlier_columns import beside_outliers, highest, quantize_gptq_beside, sensitivity
 from compress.methods.pruning import PER_OUTPUT, keep_pattern, keep_share, scores
 from compress.methods.rtn import quantize_fp8, quantize_rtn
-from compress.methods.shared.hessian import GptqOptions, HessianFactor, factorize
+from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
 from compress.methods.sparsegpt import prune_sparsegpt
 from compress.pipeline.block import LinearRecord
@@ -46,10 +46,10 @@ class HessianCache:
     statistics: InputStatistics | None
     scale: Tensor | None = None
     difference: InputDifference | None = None
-    factors: dict[GptqOptions, HessianFactor] = field(default_factory=dict)
+    factors: dict[HessianOptions, HessianFactor] = field(default_factory=dict)
     with_drift: dict[float, DriftedFactor] = field(default_factory=dict)
 
-    def get(self, options: GptqOptions) -> HessianFactor:
+    def get(self, options: HessianOptions) -> HessianFactor:
         if self.statistics is None:
             raise ValueError("a Hessian was asked for, and nothing was observed")
         if options not in self.factors:
@@ -62,7 +62,7 @@ class HessianCache:
             return None
         if alpha not in self.with_drift:
             moment = self._smoothed(self.difference.moment)
-            self.with_drift[alpha] = DriftedFactor.of(self.get(GptqOptions()), moment, alpha)
+            self.with_drift[alpha] = DriftedFactor.of(self.get(HessianOptions()), moment, alpha)
         return self.with_drift[alpha]
 
     def _smoothed(self, moment: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class LayerRounding:
         match method:
             case "gptq" | "signround":
                 # Rounding is learned from GPTQ's codes on: see `compress.pipeline.tuning`.
-                factor = self.factors.get(GptqOptions())
+                factor = self.factors.get(HessianOptions())
                 self.details |= factor.facts()
                 return quantize_gptq(weight, factor, scheme, self.model_dtype, kept)
             case "gptaq":
@@ -127,7 +127,7 @@ class LayerRounding:
     def beside(self, weight: Tensor, scheme: Scheme, columns: Tensor) -> OutlierWeight:
         """The same with some `columns [k]` in 16 bits. Raises as `codes` does."""
         if self.assignment.method == "gptq" and self._statistics is not None:
-            factor = self.factors.get(GptqOptions(last=tuple(columns.tolist())))
+            factor = self.factors.get(HessianOptions(last=tuple(columns.tolist())))
             self.details |= factor.facts()
             return quantize_gptq_beside(weight, factor, scheme, columns, self.model_dtype)
         codes = self.codes(weight.index_fill(1, columns, 0.0), scheme.base)
@@ -139,7 +139,7 @@ class LayerRounding:
 
     def _gptaq(self, weight: Tensor, scheme: Scheme, kept: Tensor | None) -> IntegerWeight:
         alpha = DEFAULT_ALPHA if self.assignment.alpha is None else self.assignment.alpha
-        drifted, factor = self.factors.drifted(alpha), self.factors.get(GptqOptions())
+        drifted, factor = self.factors.drifted(alpha), self.factors.get(HessianOptions())
         self.details |= factor.facts()
         if drifted is None:
             self.details["recovery"] = "gptq: its inputs in the dense model are of other tokens"
@@ -234,7 +234,7 @@ class LayerCompressor:
 
     def _factorize(self, ranked: Ranked, rank: int, factors: HessianCache) -> LowRankWeight:
         rounds = self.assignment.method == "gptq" and self.statistics is not None
-        factor = factors.get(GptqOptions()) if rounds else None
+        factor = factors.get(HessianOptions()) if rounds else None
         self.details |= {
             "recovery": "; ".join(filter(None, (ranked.whitening.recovery, factor.recovery if factor else ""))),
             "damping": ranked.whitening.damping,

@@ -17,7 +17,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.gptq import quantize_gptq
 from compress.methods.rtn import quantize_rtn
-from compress.methods.shared.hessian import GptqOptions, HessianFactor, factorize
+from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 from compress.pipeline.block import BlockOutcome, LinearRecord
 from compress.pipeline.blocks import fill, release
 from compress.pipeline.finish import stored_form
@@ -93,7 +93,7 @@ def _quantize(
     if assignment.scheme is None:
         raise ValueError(f"{module} has no scheme")
     dtype = getattr(torch, prepared.plan.scale_dtype)
-    factor = None if statistics is None else factorize(statistics.hessian, GptqOptions())
+    factor = None if statistics is None else factorize(statistics.hessian, HessianOptions())
     importance = None if statistics is None else statistics.mean_square
     weight = prepared.files.tensor(f"{module}.weight")
     quantize = _method(assignment.scheme, factor, dtype)

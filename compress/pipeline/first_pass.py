@@ -15,10 +15,10 @@ from compress.make_plan import packed_bytes
 from compress.methods.owl import BlockShare, OutlierShares, block_patterns, block_shares, outlier_ratio
 from compress.methods.pruning import scores
 from compress.methods.shared.rank_allocation import RankedLinear, rank_step, share_out_over_blocks
-from compress.pipeline.block import BlockJob, Calibration
+from compress.pipeline.block import BlockJob
 from compress.pipeline.blocks import LoadedBlock, read_block
 from compress.pipeline.calibration import CalibratedRunner, block_job
-from compress.pipeline.capture import Need, observe, run_all
+from compress.pipeline.capture import Calibration, Need, observe, run_all
 from compress.pipeline.low_rank import energies
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import RunContext

@@ -16,9 +16,9 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.methods.signround import LearnedRounding, learn
-from compress.pipeline.block import Calibration, TuningRecord
+from compress.pipeline.block import TuningRecord
 from compress.pipeline.blocks import LoadedBlock
-from compress.pipeline.capture import Call
+from compress.pipeline.capture import Calibration, Call
 from compress.recipe import Tuning
 
 KEPT_START = "gptq: learning did not lower the error of the block"

@@ -17,7 +17,7 @@ from compress.common.device import require_finite
 
 
 @dataclass(frozen=True, slots=True)
-class GptqOptions:
+class HessianOptions:
     """How the Hessian is ordered and regularised.
 
     Attributes:
@@ -67,7 +67,7 @@ class HessianFactor:
         return rows
 
 
-def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianFactor:
+def factorize(hessian: Tensor, options: HessianOptions = HessianOptions()) -> HessianFactor:
     """Factorizes `hessian [I, I]` (symmetric, float32), climbing a ladder when it is not positive definite:
     each damping in turn, then a floor under its eigenvalues, then round to nearest. The rung is part of the result.
 
@@ -93,7 +93,7 @@ def factorize(hessian: Tensor, options: GptqOptions = GptqOptions()) -> HessianF
     return HessianFactor(upper, spread, order, importance, damping, recovery, int(dead.sum()))
 
 
-def _column_order(importance: Tensor, options: GptqOptions) -> Tensor:
+def _column_order(importance: Tensor, options: HessianOptions) -> Tensor:
     order = torch.arange(len(importance), device=importance.device)
     if options.activation_order:
         order = torch.argsort(importance, descending=True, stable=True)

@@ -11,7 +11,7 @@ from compress.checkpoint.weights.integer import GroupScales, search_scales
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, NativeColumns
 from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
-from compress.methods.shared.hessian import GptqOptions, HessianFactor, factorize
+from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
@@ -74,7 +74,7 @@ def test_codes_are_those_of_float64(instruction_set: int, scheme: Scheme) -> Non
 @pytest.mark.parametrize("pruned", ["kept", "2:4", "4:8", "share", ""])
 def test_every_instruction_set_gives_the_same_bits(outputs: int, pruned: str) -> None:
     weight, hessian = layer(outputs, 192, seed=outputs)
-    factor = factorize(hessian, GptqOptions(activation_order=False))
+    factor = factorize(hessian, HessianOptions(activation_order=False))
     scheme = Scheme(4, 32)
     more = how_pruned(pruned, weight, factor)
     grid = Grid(search_scales(weight, scheme), scheme)
@@ -98,7 +98,7 @@ def how_pruned(pruned: str, weight: Tensor, factor: HessianFactor) -> dict:
 @pytest.mark.parametrize("pruned", ["kept", "2:4", "4:8", "share"])
 def test_as_good_as_torch_where_something_is_pruned(pruned: str, rounded: bool) -> None:
     weight, hessian = layer(96, 256)
-    factor = factorize(hessian, GptqOptions(activation_order=False))
+    factor = factorize(hessian, HessianOptions(activation_order=False))
     scheme, more = Scheme(4, 32), how_pruned(pruned, weight, factor)
     grid = Grid(search_scales(weight, scheme), scheme) if rounded else None
     by_torch, compiled = (changed(weight, factor, grid, instruction_set, **more) for instruction_set in (None, -1))

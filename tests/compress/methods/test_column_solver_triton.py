@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.weights.integer import GroupScales, search_scales
 from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid, column_kernel
-from compress.methods.shared.hessian import GptqOptions, HessianFactor, factorize
+from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 
 
 def layer(outputs: int, inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def test_the_same_bits_as_torch_where_sums_are_exact(gpu) -> None:
 @pytest.mark.parametrize("pruned", ["kept", "2:4", "4:8", "share"])
 def test_as_good_as_torch_where_something_is_pruned(gpu, pruned: str, rounded: bool) -> None:
     weight, hessian = layer(40, 64, gpu)
-    factor = factorize(hessian, GptqOptions(activation_order=False))
+    factor = factorize(hessian, HessianOptions(activation_order=False))
     scheme, more = Scheme(4, 32), how_pruned(pruned, weight, factor)
     grid = Grid(search_scales(weight, scheme), scheme) if rounded else None
     by_torch, in_triton = (changed(weight, factor, grid, on_gpu, **more) for on_gpu in (False, True))

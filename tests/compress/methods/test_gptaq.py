@@ -11,10 +11,10 @@ from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.integer import GroupScales, search_scales
 from compress.methods.gptaq import DriftedFactor, quantize_gptaq
 from compress.methods.gptq import quantize_gptq
-from compress.methods.shared.hessian import GptqOptions, factorize
+from compress.methods.shared.hessian import HessianOptions, factorize
 
 OUTPUTS, INPUTS, TOKENS = 48, 64, 400
-DAMPING = GptqOptions().damping[0]
+DAMPING = HessianOptions().damping[0]
 
 
 @pytest.fixture(scope="module")

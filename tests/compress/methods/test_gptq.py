@@ -11,9 +11,9 @@ from compress.checkpoint.weights.integer import IntegerWeight, encode, range_sca
 from compress.common.errors import NumericsError, SchemeError
 from compress.methods.gptq import quantize_gptq
 from compress.methods.rtn import quantize_rtn
-from compress.methods.shared.hessian import GptqOptions, factorize
+from compress.methods.shared.hessian import HessianOptions, factorize
 
-PLAIN = GptqOptions(activation_order=False)
+PLAIN = HessianOptions(activation_order=False)
 
 
 def correlated_inputs(tokens: int, columns: int, seed: int = 0) -> Tensor:
@@ -43,7 +43,7 @@ def loss(weight: Tensor, restored: Tensor, hessian: Tensor) -> float:
     return ((change @ hessian.double()) * change).sum().item()
 
 
-def optimal_brain_quantizer(weight: Tensor, hessian: Tensor, options: GptqOptions, scheme: Scheme) -> Tensor:
+def optimal_brain_quantizer(weight: Tensor, hessian: Tensor, options: HessianOptions, scheme: Scheme) -> Tensor:
     """Codes by the paper's equations 2 and 3: after each column, the others move by `-err / [H^-1]_qq * H^-1_q,:`,
     and q is eliminated from the inverse Hessian."""
     damped = hessian.double() + options.damping[0] * hessian.double().diagonal().mean() * torch.eye(len(hessian))
@@ -68,11 +68,11 @@ def optimal_brain_quantizer(weight: Tensor, hessian: Tensor, options: GptqOption
     return codes
 
 
-@pytest.mark.parametrize("options", [GptqOptions(), PLAIN], ids=["activation order", "plain order"])
+@pytest.mark.parametrize("options", [HessianOptions(), PLAIN], ids=["activation order", "plain order"])
 @pytest.mark.parametrize(
     "scheme", [Scheme(4, 32), Scheme(3, 64, False), Scheme(2, 32), Scheme(2, None), Scheme(8, 128)], ids=str
 )
-def test_codes_are_those_of_the_paper(scheme: Scheme, options: GptqOptions) -> None:
+def test_codes_are_those_of_the_paper(scheme: Scheme, options: HessianOptions) -> None:
     inputs, weight = correlated_inputs(1024, 128), random_weight(48, 128)
     hessian = hessian_of(inputs)
     expected = optimal_brain_quantizer(weight, hessian, options, scheme)
@@ -112,8 +112,8 @@ def test_each_default_earns_its_place(scheme: Scheme) -> None:
     assert by_activation < 0.85 * in_order < 0.85 * weighted < 0.85 * rounded < 0.85 * plain_range
 
 
-@pytest.mark.parametrize("options", [GptqOptions(), PLAIN], ids=["activation order", "plain order"])
-def test_equivalent_inputs_have_the_damped_hessian_as_their_second_moments(options: GptqOptions) -> None:
+@pytest.mark.parametrize("options", [HessianOptions(), PLAIN], ids=["activation order", "plain order"])
+def test_equivalent_inputs_have_the_damped_hessian_as_their_second_moments(options: HessianOptions) -> None:
     hessian = hessian_of(correlated_inputs(512, 96))
     rows = factorize(hessian, options).equivalent_inputs()
     assert rows is not None

@@ -22,7 +22,7 @@ from compress.evaluate.scorers import open_scorer
 from compress.methods.gptq import quantize_gptq
 from compress.methods.outlier_columns import beside_outliers, highest, quantize_gptq_beside, sensitivity
 from compress.methods.rtn import quantize_rtn
-from compress.methods.shared.hessian import GptqOptions, factorize
+from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
@@ -121,7 +121,7 @@ def test_columns_in_16_bits_make_up_for_the_others() -> None:
     x, weight = inputs_and_weight()
     hessian = x.T @ x / len(x)
     scheme, columns = Scheme(2, 32, outliers=4), torch.tensor([3, 40, 41, 127])
-    factor = factorize(hessian, GptqOptions(last=tuple(columns.tolist())))
+    factor = factorize(hessian, HessianOptions(last=tuple(columns.tolist())))
     assert sorted(factor.order[-4:].tolist()) == columns.tolist()
     joint = quantize_gptq_beside(weight, factor, scheme, columns)
     rest = weight.index_fill(1, columns, 0.0)

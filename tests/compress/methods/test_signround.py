@@ -12,7 +12,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.gptq import quantize_gptq
 from compress.methods.rtn import quantize_rtn
-from compress.methods.shared.hessian import GptqOptions, factorize
+from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.methods.signround import LARGEST_OFFSET, Learned, LearnedRounding, learn
 
 SCHEMES = [
@@ -63,7 +63,7 @@ def equal(left: IntegerWeight, right: IntegerWeight) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_begins_with_the_codes_it_is_given(scheme: Scheme, dtype: torch.dtype) -> None:
     weight, inputs = random_weight(), correlated_inputs()
-    factor = factorize(2 * inputs.T @ inputs / len(inputs), GptqOptions())
+    factor = factorize(2 * inputs.T @ inputs / len(inputs), HessianOptions())
     start = quantize_gptq(weight, factor, scheme, dtype)
     rounding = LearnedRounding(weight, start)
     assert equal(rounding.codes(), start)
