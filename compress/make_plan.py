@@ -11,8 +11,8 @@ from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
+from compress.methods.low_rank import rank_step, uniform_rank
 from compress.methods.owl import OutlierShares
-from compress.methods.shared.rank_allocation import rank_step, uniform_rank
 from compress.pipeline.rotated_source import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, kv_notes, shape_bytes, with_keep

@@ -39,7 +39,7 @@ class Factoring:
 
     Attributes:
         allocation: block and model share ranks out when more is known
-            (`compress.methods.shared.rank_allocation.share_out`), so the planned rank may change; uniform keeps it.
+            (`compress.methods.low_rank.share_out`), so the planned rank may change; uniform keeps it.
     """
 
     method: str

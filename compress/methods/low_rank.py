@@ -1,153 +1,159 @@
-"""Low rank: a weight as the product of two factors, chosen for the least error of the layer's output.
+"""How many ranks each linear keeps. Free of torch: planning and the blocks' work both ask here.
 
-`W S = U diag(sigma) V^T` is cut after the largest singular values, and S is taken back out of the right factor. What S
-is makes the method: nothing (plain SVD: the least error of the weight); the diagonal of mean |x|^alpha (ASVD, Yuan et
-al. 2023, https://arxiv.org/abs/2312.05821, section 3.2); or a Cholesky factor of the inputs' second moments (SVD-LLM,
-Wang et al. 2024, https://arxiv.org/abs/2403.07378, section 3.1), for which the mean squared error of the output is
-exactly the sum of the squares of the singular values that were dropped.
+Two factors `[O, r]` and `[r, I]` hold `r * (O + I)` weights instead of `O * I`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
+from compress.checkpoint.scheme import Scheme
 
-from compress.common.device import require_finite
-from compress.common.errors import NumericsError
-
-ALPHA = 0.5
-DAMPING = (0.01, 0.1, 1.0)
-"""Shares of the mean second moment added to the diagonal, tried in turn, as for GPTQ's Hessian."""
-FLOOR = 1e-4
-"""ASVD scales no input by less than this share of the mean: it has to be taken back out."""
+ALIGNMENT = 8
+"""Ranks are multiples of it: rows of factors then fill whole words and the tiles of matrix units."""
+WORD_BITS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Whitening:
-    """What a weight is multiplied by before it is decomposed, and what it took to find it.
+def rank_step(scheme: Scheme | None) -> int:
+    """Ranks of which a scheme of the factors takes multiples: whole groups and whole words; None is plain numbers."""
+    if scheme is None:
+        return ALIGNMENT
+    return math.lcm(ALIGNMENT, scheme.group_size or 1, WORD_BITS // math.gcd(scheme.bits, WORD_BITS))
 
-    Attributes:
-        root: float64: `[I, I]` lower triangular, `[I]` a diagonal, or None for nothing.
-        damping: share of the mean second moment that was added; None when there is no second moment in it.
-        recovery: "" unless something else was done than asked for, else one line for the report.
-    """
 
-    root: Tensor | None = None
-    damping: float | None = None
-    recovery: str = ""
+def largest_rank(rows: int, columns: int, step: int) -> int:
+    """The largest multiple of `step` whose factors are smaller than the weight; 0 when there is none."""
+    return (rows * columns - 1) // (rows + columns) // step * step
 
-    def apply(self, weight: Tensor) -> Tensor:
-        """`W S`, float64 `[O, I]`."""
-        if self.root is None:
-            return weight
-        return weight * self.root if self.root.dim() == 1 else weight @ self.root
 
-    def undo(self, right: Tensor) -> Tensor:
-        """`right S^-1`, float64 `[r, I]`."""
-        if self.root is None:
-            return right
-        if self.root.dim() == 1:
-            return right / self.root
-        return torch.linalg.solve_triangular(self.root, right, upper=False, left=False)
+def uniform_rank(rows: int, columns: int, keep: float, step: int) -> int:
+    """The largest multiple of `step` whose factors hold at most a share `keep` of the weights, but at least one `step`;
+    0 when even that would not be smaller than the weight."""
+    wanted = int(keep * rows * columns / (rows + columns)) // step * step
+    return min(max(wanted, step), largest_rank(rows, columns, step))
 
 
 @dataclass(frozen=True, slots=True)
-class Decomposition:
-    """A weight `[O, I]` as a sum of ranks, those that keep the most of its output first.
+class RankedLinear:
+    """A linear that competes for ranks.
 
     Attributes:
-        left: float32 `[O, n]`, with the square roots of the singular values.
-        right: float32 `[n, I]`, with the other square roots, whitening taken back out.
-        energies: float64 `[min(O, I)]`, squared singular values, falling, also of ranks beyond n.
+        rows, columns: of its weight.
+        step: its rank is a multiple of it.
+        energies: what each rank keeps of the output, falling: squared singular values.
     """
 
-    left: Tensor
-    right: Tensor
-    energies: Tensor
+    rows: int
+    columns: int
+    step: int
+    energies: Sequence[float]
 
-    def truncated(self, rank: int) -> tuple[Tensor, Tensor]:
-        """The factors `[O, rank]` and `[rank, I]` of least error."""
-        return self.left[:, :rank].contiguous(), self.right[:rank].contiguous()
-
-    def lost(self, rank: int) -> float:
-        """Energy that ranks beyond this one would have kept."""
-        return float(self.energies[rank:].sum())
+    @property
+    def weights(self) -> int:
+        return self.rows * self.columns
 
 
-def scale_inputs(abs_mean: Tensor, alpha: float = ALPHA) -> Whitening:
-    """ASVD's diagonal, from `abs_mean [I]`, the mean magnitude of each input.
+@dataclass(frozen=True, slots=True)
+class _Portion:
+    """Something to buy: energy for weights. Bought, the linear's rank is `rank`; None keeps it whole."""
 
-    Raises:
-        NumericsError: NaN or infinity in it.
+    name: str
+    rank: int | None
+    energy: float
+    cost: int
+
+    @property
+    def value(self) -> float:
+        return self.energy / self.cost
+
+
+def share_out(linears: Mapping[str, RankedLinear], keep: float) -> dict[str, int | None]:
+    """Ranks that lose the least energy while all the linears together hold at most a share `keep` of their weights.
+
+    Singular values fall, so buying the portion with the most energy per weight next is best (water-filling). A linear
+    whose factors would not be smaller than itself is kept whole: None. Every other one gets at least one step, for
+    which the budget is exceeded if it must be.
     """
-    require_finite(abs_mean, "the mean input magnitude")
-    mean = abs_mean.double().mean()
-    if float(mean) == 0:
-        return Whitening(recovery="svd: every calibration input was zero")
-    return Whitening((abs_mean.double() / mean).clamp(min=FLOOR).pow(alpha))
+    left = keep * sum(linear.weights for linear in linears.values())
+    ranks: dict[str, int | None] = {}
+    offers: list[_Portion] = []
+    for name, linear in linears.items():
+        first, *others = _portions(name, linear)
+        ranks[name] = first.rank
+        left -= first.cost
+        offers += others
+    closed: set[str] = set()
+    # A stable sort keeps the portions of one linear in their order, for their values fall.
+    for portion in sorted(offers, key=lambda offer: -offer.value):
+        if portion.name in closed:
+            continue
+        if portion.cost > left:
+            closed.add(portion.name)
+            continue
+        left -= portion.cost
+        ranks[portion.name] = portion.rank
+    return _spend(linears, ranks, left)
 
 
-def whiten(second_moment: Tensor, damping: tuple[float, ...] = DAMPING) -> Whitening:
-    """SVD-LLM's factor L of `second_moment [I, I] = L L^T`, the mean of x x^T. Where that is not positive definite,
-    more is added to its diagonal, and at last its eigenvalues get a floor; which of them is in the result.
+def _spend(linears: Mapping[str, RankedLinear], ranks: dict[str, int | None], left: float) -> dict[str, int | None]:
+    """Buys single steps with what is left where being whole was a bargain that nobody could pay."""
+    steps = [
+        portion
+        for name, rank in ranks.items()
+        if rank is not None
+        for portion in _steps(name, linears[name])
+        if portion.rank is not None and portion.rank > rank
+    ]
+    for portion in sorted(steps, key=lambda step: -step.value):
+        if portion.cost <= left:
+            left -= portion.cost
+            ranks[portion.name] = portion.rank
+    return ranks
 
-    Raises:
-        NumericsError: NaN or infinity in it.
+
+def share_out_over_blocks(blocks: Sequence[Mapping[str, RankedLinear]], keep: float) -> dict[str, int | None]:
+    """Ranks of all blocks' linears within one budget, see `share_out`.
+
+    Outputs of different depths have different sizes, and what they lose does not compare. So the loss of a block counts
+    in units of what it would lose if it shared out a budget of its own: ranks move from block to block where that loses
+    less than it gains, as a share.
     """
-    require_finite(second_moment, "the inputs' second moments")
-    moment = second_moment.double()
-    mean = float(moment.diagonal().mean())
-    if mean <= 0:
-        return Whitening(recovery="svd: every calibration input was zero")
-    for share in damping:
-        damped = moment.clone()
-        damped.diagonal().add_(share * mean)
-        factor, info = torch.linalg.cholesky_ex(damped)
-        if int(info) == 0:
-            return Whitening(factor, share, "" if share == damping[0] else f"damping raised to {share:g}")
-    values, vectors = torch.linalg.eigh(moment)
-    floored = (vectors * values.clamp(min=damping[0] * mean)) @ vectors.T
-    recovery = f"eigenvalues raised to at least {damping[0]:g} of the mean diagonal"
-    return Whitening(torch.linalg.cholesky(floored), None, recovery)
+    units = [_lost_alone(linears, keep) for linears in blocks]
+    together = {
+        name: replace(linear, energies=[energy / unit for energy in linear.energies])
+        for linears, unit in zip(blocks, units, strict=True)
+        for name, linear in linears.items()
+    }
+    return share_out(together, keep)
 
 
-def spectrum(weight: Tensor, whitening: Whitening) -> Tensor:
-    """The energies of `decompose` without the factors, float64 `[min(O, I)]`, for a fraction of the time.
-
-    Raises:
-        NumericsError: as `decompose`.
-    """
-    with _searching(weight):
-        return torch.linalg.svdvals(whitening.apply(weight.double())).square()
+def _lost_alone(linears: Mapping[str, RankedLinear], keep: float) -> float:
+    """Energy that a block loses by itself; 1 where it loses nothing."""
+    ranks = share_out(linears, keep)
+    dropped = (linears[name].energies[rank:] for name, rank in ranks.items() if rank is not None)
+    return sum(map(sum, dropped)) or 1.0
 
 
-@contextmanager
-def _searching(weight: Tensor) -> Iterator[None]:
-    require_finite(weight, "the weight")
-    try:
-        yield
-    except torch.linalg.LinAlgError as error:
-        raise NumericsError(
-            f"the singular values of a weight {tuple(weight.shape)} were not found: {error}",
-            "Leave this layer out with --ignore, or use --method svd",
-        ) from error
+def _steps(name: str, linear: RankedLinear) -> list[_Portion]:
+    """One for each step of the rank, their values falling."""
+    cost = linear.step * (linear.rows + linear.columns)
+    most = largest_rank(linear.rows, linear.columns, linear.step)
+    return [
+        _Portion(name, rank, sum(linear.energies[rank - linear.step : rank]), cost)
+        for rank in range(linear.step, most + 1, linear.step)
+    ]
 
 
-def decompose(weight: Tensor, whitening: Whitening, most: int) -> Decomposition:
-    """Exact singular value decomposition of the whitened `weight [O, I]`, in float64.
-
-    Args:
-        most: ranks whose factors are kept.
-
-    Raises:
-        NumericsError: NaN or infinity in the weight, or no decomposition was found.
-    """
-    with _searching(weight):
-        left, sigma, right = torch.linalg.svd(whitening.apply(weight.double()), full_matrices=False)
-    roots = sigma[:most].sqrt()
-    right = whitening.undo(roots.unsqueeze(1) * right[:most])
-    return Decomposition((left[:, :most] * roots).float(), right.float(), sigma.square())
+def _portions(name: str, linear: RankedLinear) -> list[_Portion]:
+    """One for each step of the rank and one for the rest of the weight, their values falling but for the first."""
+    portions = _steps(name, linear)
+    most = largest_rank(linear.rows, linear.columns, linear.step)
+    spent = sum(portion.cost for portion in portions)
+    portions.append(_Portion(name, None, sum(linear.energies[most:]), linear.weights - spent))
+    # Being whole can be a bargain after the last rank. Together with ranks before it, it is one that has to be earned.
+    while len(portions) > 2 and portions[-1].value > portions[-2].value:
+        last, before = portions.pop(), portions.pop()
+        portions.append(_Portion(name, None, last.energy + before.energy, last.cost + before.cost))
+    return portions

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights import PackedWeight
+from compress.common.errors import CheckpointError, NumericsError
 from compress.models.spec import SmoothingMapping
+from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan
 from compress.recipe import Tuning
 
@@ -143,3 +146,116 @@ class BlockJob:
         """Linears whose inputs are rounded to 8 bits when they are served."""
         schemes = {name: each.scheme for name, each in self.assignments.items() if each.scheme}
         return {name: scheme for name, scheme in schemes.items() if scheme.activation_bits}
+
+
+@dataclass
+class LoadedBlock:
+    """A block in memory.
+
+    Attributes:
+        name: its name in the model, e.g. `model.layers.3`.
+        module: the module, weights in the dtype of computation.
+        weights: float32 `[O, I]` masters of the linears to quantize, by name inside the block.
+        dense: tensors that stay dense, in their stored dtype, by name inside the block.
+    """
+
+    name: str
+    module: nn.Module
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+
+    def linear(self, name: str) -> nn.Linear:
+        return cast(nn.Linear, self.module.get_submodule(name))
+
+    def set_weight(self, linear: str, weight: Tensor) -> None:
+        """Puts `weight [O, I]` into a linear, in the dtype of computation."""
+        parameter = self.linear(linear).weight
+        parameter.data = weight.to(parameter.device, parameter.dtype)
+
+    def set_dense(self, name: str, tensor: Tensor) -> None:
+        """Replaces a dense tensor, both as it will be stored and as it computes."""
+        self.dense[name] = tensor
+        parameter = self.module.get_parameter(name)
+        parameter.data = tensor.to(parameter.device, parameter.dtype)
+
+
+def load_block(
+    skeleton: Skeleton, files: TensorFiles, index: int, quantized: set[str], device: torch.device, dtype: torch.dtype
+) -> LoadedBlock:
+    """Reads block `index` from the checkpoint.
+
+    Args:
+        quantized: linears, by name inside the block, that get float32 masters.
+        device: where the block computes.
+        dtype: dtype in which it computes.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape than the model's.
+        NumericsError: a tensor holds NaN or infinity.
+    """
+    block = read_block(skeleton, files, index, quantized, device)
+    fill(block.module, block.name, files, device, dtype)
+    return block
+
+
+def read_block(
+    skeleton: Skeleton, files: TensorFiles, index: int, quantized: set[str], device: torch.device
+) -> LoadedBlock:
+    """The tensors of block `index` without a module that could compute: all that rounding to nearest needs."""
+    block = LoadedBlock(skeleton.block_name(index), skeleton.blocks[index])
+    for name in _stored_names(files, block.name):
+        linear, _, leaf = name.rpartition(".")
+        if leaf == "weight" and linear in quantized:
+            block.weights[linear] = files.tensor(f"{block.name}.{name}").to(device, torch.float32)
+        else:
+            block.dense[name] = files.tensor(f"{block.name}.{name}")
+    return block
+
+
+def fill(module: nn.Module, prefix: str, files: TensorFiles, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives every parameter and stored buffer of `module` its tensor `<prefix>.<name>`, as `dtype` on `device`."""
+    for name, parameter in list(module.named_parameters()):
+        tensor = read_tensor(files, f"{prefix}.{name}", tuple(parameter.shape))
+        owner, _, leaf = name.rpartition(".")
+        # clone() detaches small tensors from the memory map, whose pages are given back while the block computes.
+        value = tensor.to(device, dtype) if tensor.dtype != dtype or device.type != "cpu" else tensor.clone()
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    for name, buffer in list(module.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        stored = f"{prefix}.{name}"
+        value = read_tensor(files, stored, tuple(buffer.shape)).clone() if stored in files else buffer
+        setattr(module.get_submodule(owner), leaf, value.to(device))
+
+
+def release(module: nn.Module) -> None:
+    """Sends the parameters back to the meta device; buffers stay, for they may be in no file."""
+    for owner in module.modules():
+        for leaf, parameter in list(owner.named_parameters(recurse=False)):
+            setattr(owner, leaf, nn.Parameter(parameter.data.to("meta"), requires_grad=False))
+
+
+def read_tensor(files: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A finite floating point tensor of the expected shape. Raises CheckpointError or NumericsError."""
+    if files.shape(name) != shape:
+        raise CheckpointError(
+            f"{name} has shape {list(files.shape(name))} in {files.path}, but config.json asks for {list(shape)}",
+            "Use the config.json that belongs to these weights",
+        )
+    tensor = files.tensor(name)
+    check_finite(name, tensor)
+    return tensor
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raises NumericsError when a tensor holds NaN or infinity."""
+    # A float64 sum of finite 32-bit numbers is finite, so only a bad tensor pays for the mask.
+    if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise NumericsError(
+            f"{name} holds {bad} NaN or infinite values among {tensor.numel()}",
+            "Get an intact copy of the model; nothing was written",
+        )
+
+
+def _stored_names(files: TensorFiles, prefix: str) -> list[str]:
+    return [name.removeprefix(f"{prefix}.") for name in files.names() if name.startswith(f"{prefix}.")]

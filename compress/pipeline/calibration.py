@@ -8,13 +8,11 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from compress.pipeline.block import BlockJob
-from compress.pipeline.blocks import LoadedBlock, load_block, release
+from compress.pipeline.block import BlockJob, LoadedBlock, load_block, release
 from compress.pipeline.capture import BlockInputs, Calibration, capture_inputs
 from compress.pipeline.memory import with_smaller_batches
 from compress.pipeline.prepare import RunContext
-from compress.pipeline.progress import RunDisplay
-from compress.pipeline.resume import Progress
+from compress.pipeline.resume import Progress, RunDisplay
 
 # Searches run over this share of the calibration tokens, and at least this many: they cost dozens of passes over them.
 _SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 32, 512

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from calibration.statistics import InputDifference, InputStatistics
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import NumericsError
-from compress.pipeline.blocks import LoadedBlock, fill, release
+from compress.pipeline.block import LoadedBlock, fill, release
 from compress.pipeline.skeleton import Skeleton
 
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from calibration.statistics import InputDifference
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.methods.shared.learned_rounding import LearnedRounding
 from compress.methods.shared.smoothing import SmoothingResult
-from compress.methods.signround import LearnedRounding
 from compress.models.spec import SmoothingMapping
-from compress.pipeline.block import BlockJob, BlockOutcome, EdgeRecord
-from compress.pipeline.blocks import LoadedBlock
+from compress.pipeline.block import BlockJob, BlockOutcome, EdgeRecord, LoadedBlock
 from compress.pipeline.capture import BlockInputs, Calibration, Need, Observed, follow_dense, observe, run_all
 from compress.pipeline.compress_layer import (
     CLIP_ROWS,

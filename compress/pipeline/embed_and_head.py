@@ -18,8 +18,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.gptq import quantize_gptq
 from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
-from compress.pipeline.block import BlockOutcome, LinearRecord
-from compress.pipeline.blocks import fill, release
+from compress.pipeline.block import BlockOutcome, LinearRecord, fill, release
 from compress.pipeline.finish import stored_form
 from compress.pipeline.memory import ELEMENTS_AT_ONCE
 from compress.pipeline.prepare import RunContext

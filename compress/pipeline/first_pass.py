@@ -12,18 +12,16 @@ from torch import Tensor
 from calibration.statistics import InputStatistics
 from compress.checkpoint.scheme import Scheme
 from compress.make_plan import packed_bytes
+from compress.methods.low_rank import RankedLinear, rank_step, share_out_over_blocks
 from compress.methods.owl import BlockShare, OutlierShares, block_patterns, block_shares, outlier_ratio
 from compress.methods.pruning import scores
-from compress.methods.shared.rank_allocation import RankedLinear, rank_step, share_out_over_blocks
-from compress.pipeline.block import BlockJob
-from compress.pipeline.blocks import LoadedBlock, read_block
+from compress.pipeline.block import BlockJob, LoadedBlock, read_block
 from compress.pipeline.calibration import CalibratedRunner, block_job
 from compress.pipeline.capture import Calibration, Need, observe, run_all
 from compress.pipeline.low_rank import energies
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import RunContext
-from compress.pipeline.progress import RunDisplay
-from compress.pipeline.resume import Progress
+from compress.pipeline.resume import Progress, RunDisplay
 from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning
 
 

@@ -12,10 +12,10 @@ from calibration.statistics import InputStatistics
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme
 from compress.checkpoint.weights.low_rank import Factor, LowRankWeight, values
 from compress.methods.gptq import quantize_gptq
-from compress.methods.low_rank import Decomposition, Whitening, decompose, scale_inputs, spectrum, whiten
+from compress.methods.low_rank import RankedLinear, largest_rank, rank_step, share_out
 from compress.methods.rtn import quantize_rtn
+from compress.methods.shared.decomposition import Decomposition, Whitening, decompose, scale_inputs, spectrum, whiten
 from compress.methods.shared.hessian import HessianFactor, factorize
-from compress.methods.shared.rank_allocation import RankedLinear, largest_rank, rank_step, share_out
 from compress.plan import LayerPlan
 
 UNREACHED = "no calibration token reached this layer"

@@ -15,25 +15,24 @@ from compress.checkpoint.verify import StructureReport
 from compress.common.cli import tool_version
 from compress.common.errors import NumericsError, ToolkitError
 from compress.common.files import check_space
-from compress.pipeline.block import BlockOutcome
-from compress.pipeline.blocks import check_finite, read_block
+from compress.pipeline.block import BlockOutcome, check_finite, read_block
 from compress.pipeline.calibration import CalibratedRunner, block_job
 from compress.pipeline.compress_block import quantize_block, quantize_block_plainly
 from compress.pipeline.embed_and_head import head_needs_inputs, quantize_embedding, quantize_head, stored_embedding
 from compress.pipeline.finish import (
+    KVResult,
     assemble_checkpoint,
     check_checkpoint,
     check_quality,
+    choose_default,
     put_in_place,
     save_rest,
     stored_form,
 )
 from compress.pipeline.first_pass import FinalPlan, finalize_plan
-from compress.pipeline.kv_cache import KVResult, choose_default
 from compress.pipeline.memory import device_peak, forget_device_peak, return_freed_memory
 from compress.pipeline.prepare import RunContext
-from compress.pipeline.progress import RunDisplay
-from compress.pipeline.resume import Progress, only_one_run
+from compress.pipeline.resume import Progress, RunDisplay, only_one_run
 from compress.report import environment, full_report, provenance
 
 

@@ -27,7 +27,7 @@ from compress.methods.shared.smoothing import (
 )
 from compress.methods.smoothquant import ALPHAS, search_alpha
 from compress.models.spec import SmoothingMapping
-from compress.pipeline.blocks import LoadedBlock
+from compress.pipeline.block import LoadedBlock
 from compress.pipeline.capture import BlockInputs, Call, Observed, run_block
 from compress.plan import LayerPlan
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compress.methods.signround import LearnedRounding, learn
-from compress.pipeline.block import TuningRecord
-from compress.pipeline.blocks import LoadedBlock
+from compress.methods.shared.learned_rounding import LearnedRounding, learn
+from compress.pipeline.block import LoadedBlock, TuningRecord
 from compress.pipeline.capture import Calibration, Call
 from compress.recipe import Tuning
 

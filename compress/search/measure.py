@@ -18,11 +18,11 @@ from calibration.statistics import InputStatistics
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.cli import tool_version
 from compress.common.errors import NumericsError
-from compress.pipeline.blocks import LoadedBlock, fill, read_block, read_tensor
+from compress.pipeline.block import LoadedBlock, fill, read_block, read_tensor
 from compress.pipeline.capture import BlockInputs, Need, StandIn, capture_inputs, observe, run_all, run_block
 from compress.pipeline.compress_layer import HessianCache, LayerCompressor, values_of
 from compress.pipeline.low_rank import Ranked, decompose_block
-from compress.pipeline.progress import RunDisplay
+from compress.pipeline.resume import RunDisplay
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan
 from compress.search.sensitivities import Sensitivities

@@ -13,7 +13,7 @@ from compress.checkpoint.verify import verify_structure
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
 from compress.common.files import REPORT_FILE, atomic_file, sync
 from compress.pipeline.prepare import prepare
-from compress.pipeline.progress import RunDisplay
+from compress.pipeline.resume import RunDisplay
 from compress.pipeline.run import RunResult, run
 from compress.recipe import PER_CHANNEL, CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
 from compress.search.allocate import Choice, Chooser, Try, best, next_allowed

@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.checkpoint.formats import compress_runtime
 from compress.common.errors import CheckpointError, DataError, RecipeError, SchemeError
 from compress.make_plan import assign, find_ends, packed_bytes
-from compress.methods.shared.rank_allocation import ALIGNMENT, largest_rank
+from compress.methods.low_rank import ALIGNMENT, largest_rank
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.plan import LayerPlan, Plan, shape_bytes
 from compress.search.space import EMBEDDING, Form, Goal, SearchRequest, Unit, units_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress.common.errors import NumericsError
-from compress.methods.low_rank import Whitening, decompose, scale_inputs, whiten
+from compress.methods.shared.decomposition import Whitening, decompose, scale_inputs, whiten
 
 ROWS, COLUMNS, TOKENS = 24, 40, 400
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.checkpoint.scheme import Scheme
-from compress.methods.shared.rank_allocation import RankedLinear, largest_rank, rank_step, share_out, uniform_rank
+from compress.methods.low_rank import RankedLinear, largest_rank, rank_step, share_out, uniform_rank
 
 
 @pytest.mark.parametrize(

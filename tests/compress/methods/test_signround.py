@@ -13,7 +13,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.gptq import quantize_gptq
 from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import HessianOptions, factorize
-from compress.methods.signround import LARGEST_OFFSET, Learned, LearnedRounding, learn
+from compress.methods.shared.learned_rounding import LARGEST_OFFSET, Learned, LearnedRounding, learn
 
 SCHEMES = [
     Scheme(bits, group, symmetric) for bits in (2, 3, 4, 8) for group in (32, None) for symmetric in (True, False)

@@ -12,7 +12,6 @@ from compress.checkpoint.scheme import Scheme
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, DataError
 from compress.evaluate.session import EvaluationRequest, run_evaluation
-from compress.pipeline import calibration_text
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
@@ -24,7 +23,7 @@ def request(model: Path, out: Path, source: str, seed: int = 0, size: tuple[int,
 
 
 def test_a_plan_does_not_load_the_model_and_claims_no_hash(tiny_model, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(calibration_text, "_load", None)
+    monkeypatch.setattr("compress.pipeline.prepare._load", None)
     planned = prepare(request(tiny_model(), tmp_path / "out", "self"), dry_run=True)
     calibration = planned.to_dict()["calibration"]
     assert (calibration["source"], calibration["sha256"], calibration["token_sha256"]) == ("self", None, None)

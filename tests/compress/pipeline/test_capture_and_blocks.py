@@ -8,7 +8,7 @@ import torch
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import CheckpointError, NumericsError
-from compress.pipeline.blocks import fill, load_block, release
+from compress.pipeline.block import fill, load_block, release
 from compress.pipeline.capture import capture_inputs, run_all
 from compress.pipeline.skeleton import open_skeleton
 

@@ -10,7 +10,7 @@ from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.common.errors import RecipeError
-from compress.methods.shared.rank_allocation import RankedLinear, share_out, share_out_over_blocks
+from compress.methods.low_rank import RankedLinear, share_out, share_out_over_blocks
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe, Stage

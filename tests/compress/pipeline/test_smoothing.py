@@ -8,8 +8,7 @@ import torch
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
-from compress.pipeline.block import BlockJob
-from compress.pipeline.blocks import load_block
+from compress.pipeline.block import BlockJob, load_block
 from compress.pipeline.capture import Need, capture_inputs, observe, run_all
 from compress.pipeline.skeleton import open_skeleton
 from compress.pipeline.smoothing import HeadLayout, fold_edge, head_layout, search_edge, trace_modules

@@ -1,0 +1,153 @@
+"""Low rank: a weight as the product of two factors, chosen for the least error of the layer's output.
+
+`W S = U diag(sigma) V^T` is cut after the largest singular values, and S is taken back out of the right factor. What S
+is makes the method: nothing (plain SVD: the least error of the weight); the diagonal of mean |x|^alpha (ASVD, Yuan et
+al. 2023, https://arxiv.org/abs/2312.05821, section 3.2); or a Cholesky factor of the inputs' second moments (SVD-LLM,
+Wang et al. 2024, https://arxiv.org/abs/2403.07378, section 3.1), for which the mean squared error of the output is
+exactly the sum of the squares of the singular values that were dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.common.device import require_finite
+from compress.common.errors import NumericsError
+
+ALPHA = 0.5
+DAMPING = (0.01, 0.1, 1.0)
+"""Shares of the mean second moment added to the diagonal, tried in turn, as for GPTQ's Hessian."""
+FLOOR = 1e-4
+"""ASVD scales no input by less than this share of the mean: it has to be taken back out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whitening:
+    """What a weight is multiplied by before it is decomposed, and what it took to find it.
+
+    Attributes:
+        root: float64: `[I, I]` lower triangular, `[I]` a diagonal, or None for nothing.
+        damping: share of the mean second moment that was added; None when there is no second moment in it.
+        recovery: "" unless something else was done than asked for, else one line for the report.
+    """
+
+    root: Tensor | None = None
+    damping: float | None = None
+    recovery: str = ""
+
+    def apply(self, weight: Tensor) -> Tensor:
+        """`W S`, float64 `[O, I]`."""
+        if self.root is None:
+            return weight
+        return weight * self.root if self.root.dim() == 1 else weight @ self.root
+
+    def undo(self, right: Tensor) -> Tensor:
+        """`right S^-1`, float64 `[r, I]`."""
+        if self.root is None:
+            return right
+        if self.root.dim() == 1:
+            return right / self.root
+        return torch.linalg.solve_triangular(self.root, right, upper=False, left=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposition:
+    """A weight `[O, I]` as a sum of ranks, those that keep the most of its output first.
+
+    Attributes:
+        left: float32 `[O, n]`, with the square roots of the singular values.
+        right: float32 `[n, I]`, with the other square roots, whitening taken back out.
+        energies: float64 `[min(O, I)]`, squared singular values, falling, also of ranks beyond n.
+    """
+
+    left: Tensor
+    right: Tensor
+    energies: Tensor
+
+    def truncated(self, rank: int) -> tuple[Tensor, Tensor]:
+        """The factors `[O, rank]` and `[rank, I]` of least error."""
+        return self.left[:, :rank].contiguous(), self.right[:rank].contiguous()
+
+    def lost(self, rank: int) -> float:
+        """Energy that ranks beyond this one would have kept."""
+        return float(self.energies[rank:].sum())
+
+
+def scale_inputs(abs_mean: Tensor, alpha: float = ALPHA) -> Whitening:
+    """ASVD's diagonal, from `abs_mean [I]`, the mean magnitude of each input.
+
+    Raises:
+        NumericsError: NaN or infinity in it.
+    """
+    require_finite(abs_mean, "the mean input magnitude")
+    mean = abs_mean.double().mean()
+    if float(mean) == 0:
+        return Whitening(recovery="svd: every calibration input was zero")
+    return Whitening((abs_mean.double() / mean).clamp(min=FLOOR).pow(alpha))
+
+
+def whiten(second_moment: Tensor, damping: tuple[float, ...] = DAMPING) -> Whitening:
+    """SVD-LLM's factor L of `second_moment [I, I] = L L^T`, the mean of x x^T. Where that is not positive definite,
+    more is added to its diagonal, and at last its eigenvalues get a floor; which of them is in the result.
+
+    Raises:
+        NumericsError: NaN or infinity in it.
+    """
+    require_finite(second_moment, "the inputs' second moments")
+    moment = second_moment.double()
+    mean = float(moment.diagonal().mean())
+    if mean <= 0:
+        return Whitening(recovery="svd: every calibration input was zero")
+    for share in damping:
+        damped = moment.clone()
+        damped.diagonal().add_(share * mean)
+        factor, info = torch.linalg.cholesky_ex(damped)
+        if int(info) == 0:
+            return Whitening(factor, share, "" if share == damping[0] else f"damping raised to {share:g}")
+    values, vectors = torch.linalg.eigh(moment)
+    floored = (vectors * values.clamp(min=damping[0] * mean)) @ vectors.T
+    recovery = f"eigenvalues raised to at least {damping[0]:g} of the mean diagonal"
+    return Whitening(torch.linalg.cholesky(floored), None, recovery)
+
+
+def spectrum(weight: Tensor, whitening: Whitening) -> Tensor:
+    """The energies of `decompose` without the factors, float64 `[min(O, I)]`, for a fraction of the time.
+
+    Raises:
+        NumericsError: as `decompose`.
+    """
+    with _searching(weight):
+        return torch.linalg.svdvals(whitening.apply(weight.double())).square()
+
+
+@contextmanager
+def _searching(weight: Tensor) -> Iterator[None]:
+    require_finite(weight, "the weight")
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        raise NumericsError(
+            f"the singular values of a weight {tuple(weight.shape)} were not found: {error}",
+            "Leave this layer out with --ignore, or use --method svd",
+        ) from error
+
+
+def decompose(weight: Tensor, whitening: Whitening, most: int) -> Decomposition:
+    """Exact singular value decomposition of the whitened `weight [O, I]`, in float64.
+
+    Args:
+        most: ranks whose factors are kept.
+
+    Raises:
+        NumericsError: NaN or infinity in the weight, or no decomposition was found.
+    """
+    with _searching(weight):
+        left, sigma, right = torch.linalg.svd(whitening.apply(weight.double()), full_matrices=False)
+    roots = sigma[:most].sqrt()
+    right = whitening.undo(roots.unsqueeze(1) * right[:most])
+    return Decomposition((left[:, :most] * roots).float(), right.float(), sigma.square())
