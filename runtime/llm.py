@@ -51,7 +51,7 @@ def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokeni
     from runtime.speculative.build import build_speculator
 
     tokenizer = Tokenizer.open(path)
-    decoder = load_model(path, device=config.device, dtype=config.dtype, kernels=config.kernels)
+    decoder = load_model(path, device=config.device, dtype=config.dtype, kernels=config.linear_backend)
     runner = build_runner(decoder, config)
     return Engine(runner, tokenizer, config, speculator=build_speculator(path, decoder, runner, config)), tokenizer
 

@@ -16,7 +16,7 @@ from benchmarking.tables import Row, print_table
 from rich.console import Console
 
 from compress.common.cli import demo_model_path
-from runtime.core.attention_window import ALL
+from runtime.core.attention_window import FULL_ATTENTION
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.core.step import SampledToken, StepOutput, StepPlan
@@ -33,7 +33,7 @@ class InstantRunner:
     max_model_len = 4096
     vocab_size = 8192
     eos_token_ids: frozenset[int] = frozenset()
-    reach = ALL
+    attention_window = FULL_ATTENTION
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
@@ -60,7 +60,7 @@ def step_milliseconds(engine: Engine, runner: InstantRunner) -> list[tuple[float
 
 
 def measure(tokenizer: Tokenizer | None, sequences: int, host_blocks: int) -> Row:
-    config = RuntimeConfig(max_num_sequences=sequences, max_num_batched_tokens=max(512, sequences))
+    config = RuntimeConfig(max_num_seqs=sequences, max_num_batched_tokens=max(512, sequences))
     runner = InstantRunner(sequences * (PROMPT_TOKENS + NEW_TOKENS) // config.block_size, host_blocks)
     engine = Engine(runner, tokenizer, config)
     for index in range(sequences):

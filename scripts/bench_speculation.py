@@ -83,8 +83,8 @@ def make_contender(model: Path, config: RuntimeConfig, *, gated: bool) -> Conten
     engine, _ = load_engine(model, config)
     if engine.speculator is not None:
         gate = engine.speculator.gate if gated else None
-        engine.speculator = CountingSpeculator(engine.speculator.drafter, config.num_draft_tokens, gate)
-    return Contender(f"{config.speculate or 'none'}{', gated' if gated else ''}", engine)
+        engine.speculator = CountingSpeculator(engine.speculator.drafter, config.num_speculative_tokens, gate)
+    return Contender(f"{config.speculative_model or 'none'}{', gated' if gated else ''}", engine)
 
 
 def measure(
@@ -94,7 +94,7 @@ def measure(
     plain = make_contender(model, config, gated=False)
     contenders = [plain]
     for drafter in drafters:
-        wish = replace(config, speculate=drafter)
+        wish = replace(config, speculative_model=drafter)
         contenders += [make_contender(model, wish, gated=gated) for gated in (False, True)]
     for number in range(rounds + 1):
         for contender in contenders:
@@ -125,7 +125,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options, console = parse_options(arguments), Console(width=160, highlight=False)
     console.print(describe(environment() | {"load at the start": f"{os.getloadavg()[0]:.1f}"}))
-    config = RuntimeConfig(dtype=options.dtype, num_draft_tokens=options.draft_tokens, prefix_caching=False)
+    config = RuntimeConfig(dtype=options.dtype, num_speculative_tokens=options.draft_tokens, prefix_caching=False)
     for batch in options.batch:
         jobs = mixed_jobs(options.model, batch, options.prompt, options.prompt)
         for temperature in TEMPERATURES:

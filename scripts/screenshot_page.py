@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 PROMPT = "He opened the door and"
 SAMPLING = {"temperature": 0.6, "seed": 10, "max_tokens": 110}
-SERVE = ["--kv-memory", "2MiB", "--max-sequences", "3", "--speculate", "ngram"]
+SERVE = ["--kv-memory", "2MiB", "--max-num-seqs", "3", "--speculative-model", "ngram"]
 BUSY_SECONDS = 55
 NUM_CLIENTS = 5
 TYPICAL_DOUBT = 0.4

@@ -317,6 +317,7 @@ class SearchFiles:
 KernelsMode = Annotated[
     str,
     typer.Option(
+        "--linear-backend",
         metavar="MODE",
         help="How weights of the model are multiplied: auto; w4a8 (activations in 8 bits, on CPUs); reference. "
         "The baseline stays as it is.",
@@ -380,8 +381,10 @@ class KVCacheOptions:
         bool | None, typer.Option("--kv-rotate/--no-kv-rotate", help="Default: for int4.", show_default=False)
     ] = None
     kv_sinks: Annotated[int | None, typer.Option(min=0, help="First tokens that stay in 16 bits.")] = None
-    kv_recent: Annotated[int | None, typer.Option(min=0, help="Last tokens that stay in 16 bits.")] = None
+    kv_residual_length: Annotated[int | None, typer.Option(min=0, help="Last tokens that stay in 16 bits.")] = None
 
     def scheme(self, config: dict[str, Any]) -> KVCacheScheme:
         """What is asked for, of the checkpoint with this `config.json`. Raises SchemeError."""
-        return wished_kv_cache(stored_kv_cache(config), self.kv_cache, self.kv_rotate, self.kv_sinks, self.kv_recent)
+        return wished_kv_cache(
+            stored_kv_cache(config), self.kv_cache, self.kv_rotate, self.kv_sinks, self.kv_residual_length
+        )

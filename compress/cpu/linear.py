@@ -38,7 +38,7 @@ def check_kept(codes: Tensor) -> None:
         SchemeError: there are such codes.
     """
     if (codes.unflatten(1, (-1, 4)) != ZERO_CODE).sum(-1, dtype=torch.uint8).max() > 2:
-        raise SchemeError("a weight that is said to be 2:4 sparse keeps more", "Use --kernels reference")
+        raise SchemeError("a weight that is said to be 2:4 sparse keeps more", "Use --linear-backend reference")
 
 
 def expand_words(words: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class NativeLinear:
             self._instruction_set,
         )
         if status:
-            raise ToolkitError(f"a native product failed: {ERRORS[status]}", "Use --kernels reference")
+            raise ToolkitError(f"a native product failed: {ERRORS[status]}", "Use --linear-backend reference")
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `[T, I]` of the weight, dequantized in `dtype`, for int64 `indices [T]`."""
@@ -230,7 +230,9 @@ def padded_features(out_features: int) -> int:
 
 def _check_inputs(group: int) -> None:
     if group % INPUT_MULTIPLE:
-        raise SchemeError(f"groups of {group} inputs are no multiple of {INPUT_MULTIPLE}", "Use --kernels reference")
+        raise SchemeError(
+            f"groups of {group} inputs are no multiple of {INPUT_MULTIPLE}", "Use --linear-backend reference"
+        )
 
 
 def _empty_words(out_features: int, in_features: int, bits: int) -> Tensor:

@@ -16,7 +16,7 @@ from runtime.backends.kv.cache import KVCache
 from runtime.backends.torch import dequantized, int4pack, int8_dynamic, reference, semi_structured
 from runtime.backends.triton import linear as triton_linear
 from runtime.backends.triton.layers import TritonLayers, refuse_triton_layers
-from runtime.core.attention_window import Reach
+from runtime.core.attention_window import AttentionWindow
 from runtime.model.decoder import Decoder
 
 KERNELS = (
@@ -106,7 +106,11 @@ class LayersChoice:
 
 
 def choose_layers(
-    decoder: Decoder, cache: KVCache, windows: tuple[int | None, ...], reach: Reach, triton_refusal: str
+    decoder: Decoder,
+    cache: KVCache,
+    windows: tuple[int | None, ...],
+    attention_window: AttentionWindow,
+    triton_refusal: str,
 ) -> LayersChoice:
     """The fastest way through the layers that these pages allow.
 
@@ -119,5 +123,5 @@ def choose_layers(
         return LayersChoice(refusal=refusal) if refusal else LayersChoice(NativeLayers(decoder, cache.pages, windows))
     if decoder.device.type == "cpu":
         return LayersChoice(refusal="keys and values are not in native pages")
-    refusal = refuse_triton_layers(decoder, triton_refusal, reach)
+    refusal = refuse_triton_layers(decoder, triton_refusal, attention_window)
     return LayersChoice(refusal=refusal) if refusal else LayersChoice(triton=TritonLayers(decoder, cache))

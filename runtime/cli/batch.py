@@ -50,7 +50,7 @@ def batch(
         Path | None,
         typer.Option("--model", help="Checkpoint folder; default: 'packed' if there is one, else the demo."),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="What the requests call the model.")] = None,
+    name: Annotated[str | None, typer.Option("--served-model-name", help="What the requests call the model.")] = None,
     errors: Annotated[
         Path | None, typer.Option("--errors", help="File for answers with another status than 200; default: OUT.")
     ] = None,
@@ -82,7 +82,7 @@ def batch(
         drafts,
         kv_memory_bytes=kv_memory,
         max_model_len=max_model_len,
-        max_num_sequences=max_sequences,
+        max_num_seqs=max_sequences,
         seed=seed or 0,
     )
     with result_files(out, errors) as files:

@@ -92,7 +92,7 @@ def _problem(entry: dict[str, Any], model_name: str) -> str:
     if body.get("stream"):
         return "body has stream=true; answers in a file are whole"
     if body.get("model") != model_name:
-        return f"model {body.get('model')!r} is not the loaded one, {model_name!r}; --name says what to call it"
+        return f"model {body.get('model')!r} is not the loaded one, {model_name!r}; --served-model-name sets the name"
     return ""
 
 

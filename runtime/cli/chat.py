@@ -325,7 +325,9 @@ class Session:
         while self.engine.has_work and not is_stopped():
             for delta in self.engine.step():
                 if delta.finish_reason is FinishReason.ERROR:
-                    raise ToolkitError(f"the answer failed: {delta.error}", "Try --kernels reference --dtype float32")
+                    raise ToolkitError(
+                        f"the answer failed: {delta.error}", "Try --linear-backend reference --dtype float32"
+                    )
                 yield delta
 
     def _note(self, delta: Delta, seconds: float) -> None:

@@ -93,7 +93,9 @@ def steps(engine: Engine, token_ids: list[int], sampling: SamplingParams) -> Ite
     while engine.has_work:
         for delta in engine.step():
             if delta.error:
-                raise ToolkitError(f"generation failed: {delta.error}", "Try --kernels reference --dtype float32")
+                raise ToolkitError(
+                    f"generation failed: {delta.error}", "Try --linear-backend reference --dtype float32"
+                )
             yield delta
 
 

@@ -44,7 +44,7 @@ def memory(
     from runtime.cli.serve import describe_scheme
     from runtime.memory.advice import inspect
 
-    config = runtime_config(compute, kv, context, kv_memory_bytes=kv_memory, max_num_sequences=max_sequences)
+    config = runtime_config(compute, kv, context, kv_memory_bytes=kv_memory, max_num_seqs=max_sequences)
     report = inspect(path, describe_scheme(path), config, memory)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))

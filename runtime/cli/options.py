@@ -63,11 +63,11 @@ class KVFormat(StrEnum):
     INT4 = "int4"
 
 
-class DraftMode(StrEnum):
+class SpecVerify(StrEnum):
     """How guesses are verified."""
 
-    MATCH = "match"
-    REJECT = "reject"
+    EXACT = "exact"
+    REJECTION = "rejection"
 
 
 def parse_size(text: str) -> int:
@@ -92,7 +92,7 @@ DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of activations and 
 KernelsOption = Annotated[
     Kernels,
     typer.Option(
-        "--kernels",
+        "--linear-backend",
         help="auto: the fastest that fit; w4a8: activations in 8 bits, faster and less exact; semi_structured: 2:4 "
         "weights in 16 bits by a GPU's sparse tensor cores; reference: plain torch, the oracle.",
     ),
@@ -118,7 +118,7 @@ MemoryOption = Annotated[
 HostMemoryOption = Annotated[
     int,
     typer.Option(
-        "--host-kv-memory",
+        "--kv-offload",
         parser=parse_size,
         metavar="SIZE",
         help="Host memory for prefixes that the KV cache has no room for, e.g. 4GiB; 0 is off.",
@@ -147,18 +147,18 @@ KVSinksOption = Annotated[
 KVRecentOption = Annotated[
     int | None,
     typer.Option(
-        "--kv-recent",
+        "--kv-residual-length",
         min=0,
         metavar="TOKENS",
         help="Last tokens that every token sees in 16 bits: most of the quality back for a few MiB per sequence, but "
         "prefixes cannot be cached then.",
     ),
 ]
-SequencesOption = Annotated[int, typer.Option("--max-sequences", min=1, help="Computed together at most.")]
+SequencesOption = Annotated[int, typer.Option("--max-num-seqs", min=1, help="Computed together at most.")]
 SpeculateOption = Annotated[
     str,
     typer.Option(
-        "--speculate",
+        "--speculative-model",
         metavar="DRAFTER",
         help="Guess several tokens at once and verify them together: ngram (repeats the text), ngram-tree (several "
         "earlier continuations at once), self:2bit, self:3bit (the model rounded further), self:skip or self:skip=N "
@@ -167,12 +167,14 @@ SpeculateOption = Annotated[
         show_default=False,
     ),
 ]
-DraftTokensOption = Annotated[int, typer.Option("--draft-tokens", min=1, max=16, help="Guesses in a row at most.")]
+DraftTokensOption = Annotated[
+    int, typer.Option("--num-speculative-tokens", min=1, max=16, help="Guesses in a row at most.")
+]
 DraftModeOption = Annotated[
-    DraftMode,
+    SpecVerify,
     typer.Option(
-        "--draft-mode",
-        help="match: the same tokens as without guesses, but for rounding; reject: the same distribution.",
+        "--spec-verify",
+        help="exact: the same tokens as without drafting, up to rounding; rejection: the same distribution.",
     ),
 ]
 SinksOption = Annotated[
@@ -226,7 +228,7 @@ class ComputeOptions:
 
     device: DeviceOption = Device.AUTO
     dtype: DtypeOption = Dtype.AUTO
-    kernels: KernelsOption = Kernels.AUTO
+    linear_backend: KernelsOption = Kernels.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,7 @@ class KVOptions:
     kv_cache: KVFormatOption = KVFormat.AUTO
     kv_rotate: KVRotateOption = None
     kv_sinks: KVSinksOption = None
-    kv_recent: KVRecentOption = None
+    kv_residual_length: KVRecentOption = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +254,9 @@ class ContextOptions:
 class DraftOptions:
     """What guesses tokens, and how guesses are verified."""
 
-    speculate: SpeculateOption = ""
-    num_draft_tokens: DraftTokensOption = 4
-    draft_mode: DraftModeOption = DraftMode.MATCH
+    speculative_model: SpeculateOption = ""
+    num_speculative_tokens: DraftTokensOption = 4
+    spec_verify: DraftModeOption = SpecVerify.EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +264,8 @@ class PoolOptions:
     """What many requests share."""
 
     kv_memory_bytes: MemoryOption = None
-    host_memory_bytes: HostMemoryOption = "0"  # type: ignore[assignment]  # Typer parses defaults too
-    max_num_sequences: SequencesOption = 64
+    kv_offload_bytes: HostMemoryOption = "0"  # type: ignore[assignment]  # Typer parses defaults too
+    max_num_seqs: SequencesOption = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +307,9 @@ class AddressOptions:
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 8000
     api_key: Annotated[str | None, typer.Option("--api-key", help="Key that clients must send.")] = None
-    name: Annotated[str | None, typer.Option("--name", help="Model name for clients; default: the folder's.")] = None
+    name: Annotated[
+        str | None, typer.Option("--served-model-name", help="Model name for clients; default: the folder's.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +374,7 @@ class ServerOptions:
     ] = None
     api_key: Annotated[str | None, typer.Option("--api-key", help="Key that the server at --url asks for.")] = None
     serve_options: Annotated[
-        str, typer.Option("--serve", metavar="OPTIONS", help="For the own server, e.g. '--max-sequences 16'.")
+        str, typer.Option("--serve", metavar="OPTIONS", help="For the own server, e.g. '--max-num-seqs 16'.")
     ] = ""
 
 

@@ -236,8 +236,10 @@ def describe_engine(served: ServedModel) -> None:
     print(f"attention {describe_attention(served.engine)}")
     for line in describe_gpu(served.engine):
         print(line)
-    if config.speculate:
-        print(f"guesses   {config.speculate}, {config.num_draft_tokens} in a row at most, by {config.draft_mode}")
+    if config.speculative_model:
+        print(
+            f"drafting  {config.speculative_model}, up to {config.num_speculative_tokens} tokens, {config.spec_verify}"
+        )
 
 
 def warn_of_open_door(host: str, api_key: str | None) -> None:
@@ -266,7 +268,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     `client_seconds` to send the head of a request, and to read on."""
     import uvicorn
 
-    from runtime.server.middleware import IDLE_SECONDS, HurriedConnection
+    from runtime.server.middleware import IDLE_SECONDS, ReadTimeoutProtocol
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("runtime").setLevel(logging.INFO)
@@ -281,7 +283,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
         signal.signal(number, lambda *_: None)
     config = uvicorn.Config(
         app,
-        http=partial(HurriedConnection, client_seconds=client_seconds),  # type: ignore[arg-type]  # any factory will do
+        http=partial(ReadTimeoutProtocol, client_seconds=client_seconds),  # type: ignore[arg-type]  # any factory will do
         log_level="warning",
         timeout_graceful_shutdown=drain_seconds,
         timeout_keep_alive=IDLE_SECONDS,
@@ -349,11 +351,11 @@ def describe_gpu(engine: Engine) -> list[str]:
 def describe_memory(engine: Engine) -> str:
     """Room in the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
     runner, config = engine.runner, engine.config
-    needed = runner.reach.blocks_for(runner.max_model_len, config.max_span_tokens, config.block_size)
+    needed = runner.attention_window.blocks_for(runner.max_model_len, config.max_span_tokens, config.block_size)
     num_tokens, requests = runner.num_blocks * config.block_size, runner.num_blocks / needed
     room = f"{num_tokens} tokens in {runner.num_blocks} blocks, {requests:.1f} requests of the whole context"
     if runner.num_host_blocks:
         room += f", {runner.num_host_blocks * config.block_size} more tokens in host memory"
-    if runner.reach.window is None:
+    if runner.attention_window.window is None:
         return room
-    return f"{room} ({needed} blocks each: tokens see {runner.reach})"
+    return f"{room} ({needed} blocks each: tokens see {runner.attention_window})"

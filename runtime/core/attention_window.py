@@ -1,6 +1,6 @@
 """How far back tokens look, and what follows for KV blocks: which are out of reach, how many are needed. No torch.
 
-Keys and values that no later token looks at need no memory. Two kinds of models have an end of reach:
+Keys and values that no later token looks at need no memory. Two kinds of models have an limited window:
 
 * every layer has a sliding window (Mistral 7B v0.1). Models that mix full and windowed layers keep all blocks, because
   a block holds the keys and values of all layers;
@@ -22,7 +22,7 @@ RELEASED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class AttentionWindow:
     """What a token looks at.
 
     Attributes:
@@ -38,7 +38,7 @@ class Reach:
             return "all before them"
         return f"the first {self.sinks} and the last {self.window}" if self.sinks else f"the last {self.window}"
 
-    def hidden_blocks(self, position: int, block_size: int) -> range:
+    def evictable_blocks(self, position: int, block_size: int) -> range:
         """Entries of a block table that no token at `position` or behind it looks at."""
         if self.window is None:
             return range(0)
@@ -77,13 +77,13 @@ class Reach:
             begin = min(begin, end)
             while begin > 0 and known[begin - 1]:
                 begin -= 1
-            hidden = self.hidden_blocks(min(end * block_size, num_tokens - 1), block_size)
+            hidden = self.evictable_blocks(min(end * block_size, num_tokens - 1), block_size)
             if hidden.start <= num_leading and begin <= hidden.stop:
                 return end
         return num_leading
 
 
-ALL = Reach()
+FULL_ATTENTION = AttentionWindow()
 """Every token before it, as in ordinary models."""
 
 
@@ -92,9 +92,9 @@ def held_blocks(block_ids: Iterable[int]) -> list[int]:
     return [block_id for block_id in block_ids if block_id != RELEASED]
 
 
-def find_reach(
+def resolve_attention_window(
     windows: Sequence[int | None], context_length: int, attention_window: int | None, attention_sinks: int
-) -> Reach:
+) -> AttentionWindow:
     """The reach of a model whose layers have these sliding windows, when it is served with these wishes.
 
     Args:
@@ -108,7 +108,7 @@ def find_reach(
         if attention_sinks:
             remedy = "Add --attention-window, for example --attention-window 1024"
             raise ToolkitError(f"{attention_sinks} attention sinks are asked for, and no window beside them", remedy)
-        return Reach(max(own)) if own and len(own) == len(windows) else ALL
+        return AttentionWindow(max(own)) if own and len(own) == len(windows) else FULL_ATTENTION
     longest = min([context_length - attention_sinks, *own])
     if attention_window < 1 or attention_sinks < 0 or attention_window > longest:
         raise ToolkitError(
@@ -116,4 +116,4 @@ def find_reach(
             f"context of {context_length} tokens" + (f" and its own window of {min(own)}" if own else ""),
             f"Use --attention-window {longest} or less" if longest > 0 else "Use fewer --attention-sinks",
         )
-    return Reach(attention_window, attention_sinks)
+    return AttentionWindow(attention_window, attention_sinks)

@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from runtime.core.attention_window import ALL, Reach
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.step import ScheduledSequence, ancestor_bits, paths
 from runtime.upload import upload
 
@@ -79,11 +79,16 @@ class Batch:
 
 
 def build_batch(
-    entries: Sequence[ScheduledSequence], block_size: int, device: torch.device, reach: Reach = ALL
+    entries: Sequence[ScheduledSequence],
+    block_size: int,
+    device: torch.device,
+    attention_window: AttentionWindow = FULL_ATTENTION,
 ) -> Batch:
     """Orders the entries (short ones by length, then spans) and lays out their tokens, slots and block tables."""
-    bounded = reach.window is not None  # else the place of a key among those that are gathered is its position
-    groups = group_entries(entries, block_size, reach)
+    bounded = (
+        attention_window.window is not None
+    )  # else the place of a key among those that are gathered is its position
+    groups = group_entries(entries, block_size, attention_window)
     ordered = [entry for group in groups for entry in group]
     stops = list(accumulate(entry.num_tokens for entry in ordered))
     parts = [
@@ -91,9 +96,11 @@ def build_batch(
         list(chain.from_iterable(_positions(entry) for entry in ordered)),
         list(chain.from_iterable(slots_of(entry, block_size) for entry in ordered)),
         list(chain.from_iterable(_sample_rows(entry, stop) for entry, stop in zip(ordered, stops, strict=True))),
-        list(chain.from_iterable(_key_positions(entry, block_size, reach) for entry in ordered)) if bounded else [],
+        list(chain.from_iterable(_key_positions(entry, block_size, attention_window) for entry in ordered))
+        if bounded
+        else [],
         list(chain.from_iterable(ancestor_bits(entry.draft_parents) for entry in ordered if entry.has_tree)),
-        *(block_table(group, block_size, reach) for group in groups),
+        *(block_table(group, block_size, attention_window) for group in groups),
     ]
     # One transfer for everything: on small models, and on a GPU, each small tensor costs as much as a layer.
     flat = upload(chain.from_iterable(parts), device)
@@ -104,7 +111,9 @@ def build_batch(
         token_ids,
         positions,
         slots,
-        _attention_groups(groups, tables, key_positions if bounded else positions, ancestors, block_size, reach),
+        _attention_groups(
+            groups, tables, key_positions if bounded else positions, ancestors, block_size, attention_window
+        ),
         tuple(entry for entry in ordered if entry.samples),
         sample_rows,
         tuple(_prompt_rows(ordered, stops)),
@@ -113,36 +122,38 @@ def build_batch(
 
 
 def group_entries(
-    entries: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL
+    entries: Sequence[ScheduledSequence], block_size: int, attention_window: AttentionWindow = FULL_ATTENTION
 ) -> list[list[ScheduledSequence]]:
     """Single tokens, and drafts of the same size, in groups of like length, so that padding at most doubles the work;
     every longer span on its own."""
     shared: dict[tuple[int, int, bool], list[ScheduledSequence]] = {}
     for entry in entries:
         if entry.num_tokens <= MAX_SHARED_TOKENS:
-            last = (_stop(entry) - 1 - num_hidden_keys(entry, block_size, reach)) // block_size
+            last = (_stop(entry) - 1 - num_hidden_keys(entry, block_size, attention_window)) // block_size
             blocks = max(MIN_SHARED_BLOCKS, 1 << last.bit_length())
             shared.setdefault((entry.num_tokens, blocks, entry.has_tree), []).append(entry)
     groups = [shared[size] for size in sorted(shared)]
     return groups + [[entry] for entry in entries if entry.num_tokens > MAX_SHARED_TOKENS]
 
 
-def block_table(group: Sequence[ScheduledSequence], block_size: int, reach: Reach = ALL) -> list[int]:
+def block_table(
+    group: Sequence[ScheduledSequence], block_size: int, attention_window: AttentionWindow = FULL_ATTENTION
+) -> list[int]:
     """Block ids within reach of each sequence up to its last token, one sequence after the other, all padded to the
     same number."""
-    tables = [visible_blocks(entry, block_size, reach) for entry in group]
+    tables = [visible_blocks(entry, block_size, attention_window) for entry in group]
     longest = max(len(table) for table in tables)
     for table in tables:
         table += table[:1] * (longest - len(table))
     return list(chain.from_iterable(tables))
 
 
-def visible_blocks(entry: ScheduledSequence, block_size: int, reach: Reach) -> list[int]:
+def visible_blocks(entry: ScheduledSequence, block_size: int, attention_window: AttentionWindow) -> list[int]:
     """Block ids within reach of some token of the span, up to its last one."""
     block_ids, stop = entry.sequence.block_ids, _last_block(entry, block_size) + 1
-    if reach.window is None:
+    if attention_window.window is None:
         return block_ids[:stop]
-    hidden = reach.hidden_blocks(entry.start, block_size)
+    hidden = attention_window.evictable_blocks(entry.start, block_size)
     return block_ids[: hidden.start] + block_ids[hidden.stop : stop]
 
 
@@ -152,12 +163,12 @@ def _attention_groups(
     positions: Tensor,
     ancestors: Tensor,
     block_size: int,
-    reach: Reach,
+    attention_window: AttentionWindow,
 ) -> tuple[AttentionGroup, ...]:
     layout, row = [], 0
     for group, table in zip(groups, tables, strict=True):
         rows = slice(row, row + sum(entry.num_tokens for entry in group))
-        lengths = [_stop(entry) - num_hidden_keys(entry, block_size, reach) for entry in group]
+        lengths = [_stop(entry) - num_hidden_keys(entry, block_size, attention_window) for entry in group]
         partial_span = group[0].num_tokens > 1 and (group[0].start > 0 or len(group) > 1)
         ragged = partial_span or min(lengths) < max(lengths)
         bits = None
@@ -168,15 +179,15 @@ def _attention_groups(
     return tuple(layout)
 
 
-def num_hidden_keys(entry: ScheduledSequence, block_size: int, reach: Reach) -> int:
+def num_hidden_keys(entry: ScheduledSequence, block_size: int, attention_window: AttentionWindow) -> int:
     """Keys of the blocks out of reach of the whole span: what is left out before the keys that it looks at."""
-    if reach.window is None:
+    if attention_window.window is None:
         return 0
-    return len(reach.hidden_blocks(entry.start, block_size)) * block_size
+    return len(attention_window.evictable_blocks(entry.start, block_size)) * block_size
 
 
-def _key_positions(entry: ScheduledSequence, block_size: int, reach: Reach) -> list[int]:
-    num_hidden = num_hidden_keys(entry, block_size, reach)
+def _key_positions(entry: ScheduledSequence, block_size: int, attention_window: AttentionWindow) -> list[int]:
+    num_hidden = num_hidden_keys(entry, block_size, attention_window)
     return [position - num_hidden for position in _positions(entry)]
 
 

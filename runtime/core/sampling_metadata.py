@@ -10,7 +10,7 @@ from runtime.core.step import ScheduledSequence, paths
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplingMetadata:
     """How one row is drawn: a function of its sequence alone, so its token is the same whatever else is in the batch.
 
     Attributes:
@@ -28,7 +28,7 @@ class Draw:
     mask: bytes | None = None
 
 
-def build_draws(entry: ScheduledSequence) -> list[Draw]:
+def build_sampling_metadata(entry: ScheduledSequence) -> list[SamplingMetadata]:
     """Draws of the rows `num_tokens - 1` to `num_tokens - 1 + num_draft_tokens` of an entry that samples.
 
     Draw `i` takes draft token `i - 1` and those before it, its ancestors in a tree, as said: they are in its history
@@ -41,11 +41,11 @@ def build_draws(entry: ScheduledSequence) -> list[Draw]:
     return [_draw(sequence, before, mask) for before, mask in zip(said, masks, strict=True)]
 
 
-def _draw(sequence: Sequence, said: list[int], mask: bytes | None) -> Draw:
+def _draw(sequence: Sequence, said: list[int], mask: bytes | None) -> SamplingMetadata:
     request, sampling = sequence.request, sequence.request.sampling
     prompt = request.prompt_token_ids if sampling.repetition_penalty != 1 else ()
     output = sequence.output_token_ids + said if sampling.has_penalties else ()
-    return Draw(sampling, request.seed, sequence.num_tokens + len(said), prompt, output, mask)
+    return SamplingMetadata(sampling, request.seed, sequence.num_tokens + len(said), prompt, output, mask)
 
 
 def _masks(constraint: Constraint | None, draft: list[int]) -> list[bytes | None]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from runtime.core.attention_window import Reach
+from runtime.core.attention_window import AttentionWindow
 from runtime.core.request import Sequence, TokenLogprobs
 
 
@@ -192,7 +192,7 @@ class Runner(Protocol):
         ...
 
     @property
-    def reach(self) -> Reach:
+    def attention_window(self) -> AttentionWindow:
         """What tokens look at: keys and values beyond it are not needed."""
         ...
 

@@ -12,9 +12,8 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.request import Delta, FinishReason, Request, RequestOptions, SamplingParams, Sequence
 from runtime.core.step import Runner, SampledToken, StepPlan
 from runtime.engine.block_pool import BlockPool
-from runtime.engine.fault_injection import Chaos
 from runtime.engine.metrics import Metrics
-from runtime.engine.output_processor import LiveRequests, TextLayer, derive_seed
+from runtime.engine.output_processor import OutputProcessor, TextLayer, derive_seed
 from runtime.engine.scheduler import Scheduler
 from runtime.speculative.proposer import Speculator
 from runtime.text.grammar import GrammarCompiler
@@ -36,7 +35,7 @@ class Engine:
         tokenizer: turns tokens into text; without it deltas carry token ids only and stop strings are refused.
         config: budgets.
         speculator: guesses what running sequences will say next; None never guesses.
-        chaos: disturbs each step, for tests.
+        before_step: called at the start of each step; returns deltas to hand out with those of the step.
         clock: seconds, for metrics and time limits.
     """
 
@@ -47,7 +46,7 @@ class Engine:
         config: RuntimeConfig,
         *,
         speculator: Speculator | None = None,
-        chaos: Chaos | None = None,
+        before_step: Callable[[Engine], list[Delta]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
@@ -59,16 +58,18 @@ class Engine:
             config.block_size,
             prefix_caching=config.prefix_caching and runner.shares_blocks,
             num_host_blocks=runner.num_host_blocks,
-            chained=runner.reach.window is None,
+            chained=runner.attention_window.window is None,
         )
-        self.scheduler = Scheduler(pool, config, runner.max_model_len, runner.reach, shares_blocks=runner.shares_blocks)
+        self.scheduler = Scheduler(
+            pool, config, runner.max_model_len, runner.attention_window, shares_blocks=runner.shares_blocks
+        )
         self.grammars = GrammarCompiler(tokenizer, runner.vocab_size) if tokenizer else None
         self.metrics = Metrics()
         self.num_failed_steps = 0
         self._clock = clock
-        self._chaos = chaos
+        self._before_step = before_step
         self._num_requests = 0
-        self.requests = LiveRequests(
+        self.output_processor = OutputProcessor(
             self.scheduler, tokenizer, runner.eos_token_ids, self.grammars, self.metrics, clock
         )
 
@@ -124,16 +125,16 @@ class Engine:
         request_id = f"request-{self._num_requests}" if request_id is None else request_id
         now, seed = self._clock(), self._seed(sampling)
         first = Request(request_id, tuple(prompt_token_ids), sampling, seed, now, options)
-        self.requests.add(first)
+        self.output_processor.add(first)
         return request_id
 
-    def abort(self, request_id: str) -> None:
-        """Forgets a request and frees its blocks at once. Unknown and ended ids are fine."""
-        self.requests.end([request_id], FinishReason.ABORT)
+    def abort(self, request_id: str) -> list[Delta]:
+        """Ends a request and frees its blocks at once; returns its last deltas, none for an unknown or ended id."""
+        return self.output_processor.end([request_id], FinishReason.ABORT)
 
     def abort_all(self) -> list[Delta]:
         """Ends every request, with a last delta for each answer."""
-        return self.requests.end(self.requests.ids(), FinishReason.ABORT)
+        return self.output_processor.end(self.output_processor.ids(), FinishReason.ABORT)
 
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added, at most one delta per answer.
@@ -143,12 +144,12 @@ class Engine:
         Raises:
             RuntimeError: there is work and nothing was planned, which is a bug.
         """
-        deltas = self.requests.end_late() + self._disturb()
+        deltas = self.output_processor.end_late() + (self._before_step(self) if self._before_step else [])
         self._speculate()
         plan = self._plan()
         if not plan.entries:
             return deltas
-        self.requests.note_start(plan)
+        self.output_processor.note_start(plan)
         sampling = [entry.sequence for entry in plan.entries if entry.samples]
         try:
             output = self.runner.execute(plan)
@@ -158,9 +159,9 @@ class Engine:
         else:
             self.num_failed_steps = 0
             self._complete(plan, sampled)
-            deltas += self.requests.note_prompts(plan, output)
+            deltas += self.output_processor.note_prompts(plan, output)
             for sequence, new in sampled:
-                deltas += self.requests.extend(sequence, new)
+                deltas += self.output_processor.extend(sequence, new)
             if output.path:
                 self.metrics.steps_by_path_total[output.path] += 1
         self.metrics.steps_total += 1
@@ -203,12 +204,6 @@ class Engine:
             self.speculator.note(plan, num_accepted)
         self.scheduler.complete(plan, accepted)
 
-    def _disturb(self) -> list[Delta]:
-        if self._chaos is None:
-            return []
-        self._chaos.disturb(self.scheduler)
-        return self.requests.end(self._chaos.choose_aborts(self.requests.ids()), FinishReason.ABORT)
-
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
         if self.has_work and not plan.entries:
@@ -224,8 +219,8 @@ class Engine:
         self.num_failed_steps += 1
         self.metrics.step_errors_total += 1
         message = f"the step failed: {type(error).__name__}: {error}"
-        failed = dict.fromkeys(self.requests.id_of(entry.sequence) for entry in plan.entries)
-        return self.requests.end(failed, FinishReason.ERROR, message)
+        failed = dict.fromkeys(self.output_processor.id_of(entry.sequence) for entry in plan.entries)
+        return self.output_processor.end(failed, FinishReason.ERROR, message)
 
     def _seed(self, sampling: SamplingParams) -> int:
         if sampling.seed is not None:

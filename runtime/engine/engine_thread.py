@@ -18,17 +18,17 @@ from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingPa
 from runtime.engine.engine import NO_OPTIONS, Engine
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The engine will say no more about a request, and why."""
+class _EngineDeadError(Exception):
+    """The engine will not continue a request; `reason` and `error` go into the last delta of its answers."""
 
-    reason: FinishReason
-    error: str
+    def __init__(self, reason: FinishReason, error: str) -> None:
+        super().__init__(error)
+        self.reason, self.error = reason, error
 
 
 @dataclass(eq=False, slots=True)
-class Inbox:
-    """Where the answers of one request go.
+class _RequestStream:
+    """The queue through which one request gets its deltas.
 
     Attributes:
         loop: the event loop that `queue` belongs to.
@@ -37,52 +37,52 @@ class Inbox:
     """
 
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Delta | Lost | RequestError]
+    queue: asyncio.Queue[Delta | _EngineDeadError | RequestError]
     num_unfinished: int
     timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class _Add:
     """Start a request."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     options: RequestOptions
-    inbox: Inbox
+    stream: _RequestStream
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """Forget the request that answers into an inbox; nobody listens to it any more."""
+class _Abort:
+    """Abort the request of a stream that was closed."""
 
     request_id: str
-    inbox: Inbox
+    stream: _RequestStream
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class _Stop:
     """End the thread: at once, or when all requests have ended."""
 
     when_idle: bool
 
 
-Mail = list[tuple[asyncio.Queue, Delta | Lost | RequestError]]
-"""Items, and the queue that each goes to."""
+_Items = list[tuple[asyncio.Queue, Delta | _EngineDeadError | RequestError]]
+"""Items and the queue for each."""
 
 
-def post(loop: asyncio.AbstractEventLoop, mail: Mail) -> bool:
+def post(loop: asyncio.AbstractEventLoop, items: _Items) -> bool:
     """Puts items into queues of an event loop from another thread. False when that loop has been closed."""
     try:
-        loop.call_soon_threadsafe(_put_all, mail)
+        loop.call_soon_threadsafe(_put_all, items)
     except RuntimeError:
         return False
     return True
 
 
-def _put_all(mail: Mail) -> None:
-    for queue, item in mail:
+def _put_all(items: _Items) -> None:
+    for queue, item in items:
         queue.put_nowait(item)
 
 
@@ -122,12 +122,12 @@ class EngineThread:
     def __init__(self, engine: Engine, *, stall_seconds: float = 120.0) -> None:
         self.engine = engine
         self.stall_seconds = stall_seconds
-        self._messages: SimpleQueue[Add | Abort | Stop] = SimpleQueue()
-        self._inboxes: dict[str, Inbox] = {}
+        self._messages: SimpleQueue[_Add | _Abort | _Stop] = SimpleQueue()
+        self._streams: dict[str, _RequestStream] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._lock = threading.Lock()
         self._accepting = False
-        self._stop: Stop | None = None
+        self._stop: _Stop | None = None
         self._failure = ""
         self._busy_since: float | None = None
         self._check_due = 0.0
@@ -144,7 +144,7 @@ class EngineThread:
         Returns:
             Whether the thread has ended within `timeout` seconds.
         """
-        return self._end_thread(Stop(when_idle=False), timeout)
+        return self._end_thread(_Stop(when_idle=False), timeout)
 
     def drain(self, timeout: float) -> bool:
         """Takes no more requests, lets those in flight end for at most `timeout` seconds, then stops.
@@ -152,7 +152,7 @@ class EngineThread:
         Returns:
             Whether all of them came to their own end.
         """
-        return self._end_thread(Stop(when_idle=True), timeout) or (self.stop() and False)
+        return self._end_thread(_Stop(when_idle=True), timeout) or (self.stop() and False)
 
     def check(self) -> Health:
         """State of the engine, from any thread."""
@@ -180,14 +180,14 @@ class EngineThread:
             self.engine.check_request(prompt_token_ids, sampling)
         else:  # compiling must not hold up the event loop
             await asyncio.to_thread(self.engine.check_request, prompt_token_ids, sampling)
-        inbox = Inbox(asyncio.get_running_loop(), asyncio.Queue(), sampling.n)
+        stream = _RequestStream(asyncio.get_running_loop(), asyncio.Queue(), sampling.n)
         request_id = uuid4().hex if request_id is None else request_id
-        is_sent = self._send(Add(request_id, tuple(prompt_token_ids), sampling, options, inbox))
-        self._watch(request_id, inbox)
+        is_sent = self._send(_Add(request_id, tuple(prompt_token_ids), sampling, options, stream))
+        self._watch(request_id, stream)
         unfinished = set(range(sampling.n))
         try:
             while unfinished:
-                for delta in _unpack(await inbox.queue.get(), request_id, unfinished):
+                for delta in _unpack(await stream.queue.get(), request_id, unfinished):
                     if delta.finish_reason is not None:
                         unfinished.remove(delta.index)
                     yield delta
@@ -195,29 +195,29 @@ class EngineThread:
             unfinished.clear()  # refused: the engine does not know it, or knows another request by this id
             raise
         finally:
-            if inbox.timer is not None:
-                inbox.timer.cancel()
+            if stream.timer is not None:
+                stream.timer.cancel()
             if is_sent and unfinished:
-                self._messages.put(Abort(request_id, inbox))
+                self._messages.put(_Abort(request_id, stream))
 
-    def _send(self, message: Add) -> bool:
+    def _send(self, message: _Add) -> bool:
         """False when the thread takes no requests any more; under the lock, so that none is put behind its end."""
         with self._lock:
             if self._accepting:
                 self._messages.put(message)
             else:
-                message.inbox.queue.put_nowait(self._farewell())
+                message.stream.queue.put_nowait(self._farewell())
             return self._accepting
 
-    def _watch(self, request_id: str, inbox: Inbox) -> None:
+    def _watch(self, request_id: str, stream: _RequestStream) -> None:
         """Looks whether the engine still lives, again when the present step may first have stalled; if it does not,
         the request hears of it. Runs in the loop."""
         if fault := self._fault():
-            inbox.queue.put_nowait(Lost(FinishReason.ERROR, fault))
-            self._messages.put(Abort(request_id, inbox))
+            stream.queue.put_nowait(_EngineDeadError(FinishReason.ERROR, fault))
+            self._messages.put(_Abort(request_id, stream))
         else:
             until_stalled = max(self.stall_seconds - self._step_seconds(), 0.0) + WATCH_SLACK_SECONDS
-            inbox.timer = inbox.loop.call_later(until_stalled, self._watch, request_id, inbox)
+            stream.timer = stream.loop.call_later(until_stalled, self._watch, request_id, stream)
 
     def _step_seconds(self) -> float:
         since = self._busy_since
@@ -233,10 +233,10 @@ class EngineThread:
             return f"the engine has made no progress for {seconds:.0f} s"
         return ""
 
-    def _farewell(self) -> Lost:
-        return Lost(FinishReason.ERROR if self._failure else FinishReason.ABORT, self._failure)
+    def _farewell(self) -> _EngineDeadError:
+        return _EngineDeadError(FinishReason.ERROR if self._failure else FinishReason.ABORT, self._failure)
 
-    def _end_thread(self, message: Stop, timeout: float) -> bool:
+    def _end_thread(self, message: _Stop, timeout: float) -> bool:
         with self._lock:
             self._accepting = False
         if self._thread.ident is not None:
@@ -289,37 +289,37 @@ class EngineThread:
         except Empty:
             return
 
-    def _handle(self, message: Add | Abort | Stop) -> None:
+    def _handle(self, message: _Add | _Abort | _Stop) -> None:
         match message:
-            case Add():
+            case _Add():
                 self._add(message)
-            case Abort():
+            case _Abort():
                 # Another one by this id goes on: this one was refused, or has ended.
-                if self._inboxes.get(message.request_id) is message.inbox:
+                if self._streams.get(message.request_id) is message.stream:
                     self._forget(message.request_id)
-            case Stop():
+            case _Stop():
                 self._stop = message
 
-    def _add(self, message: Add) -> None:
+    def _add(self, message: _Add) -> None:
         try:
             self.engine.add_request(message.prompt_token_ids, message.sampling, message.request_id, message.options)
         except RequestError as error:
-            post(message.inbox.loop, [(message.inbox.queue, error)])
+            post(message.stream.loop, [(message.stream.queue, error)])
         else:
-            self._inboxes[message.request_id] = message.inbox
+            self._streams[message.request_id] = message.stream
 
     def _forget(self, request_id: str) -> None:
         self.engine.abort(request_id)
-        self._inboxes.pop(request_id, None)
+        self._streams.pop(request_id, None)
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """Hands deltas over, with one wake-up per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[Delta]] = defaultdict(list)
         for delta in deltas:
-            by_loop[self._inboxes[delta.request_id].loop].append(delta)
+            by_loop[self._streams[delta.request_id].loop].append(delta)
         unheard: list[Delta] = []
         for loop, group in by_loop.items():
-            if not post(loop, [(self._inboxes[delta.request_id].queue, delta) for delta in group]):
+            if not post(loop, [(self._streams[delta.request_id].queue, delta) for delta in group]):
                 unheard += group
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -328,10 +328,10 @@ class EngineThread:
             self._forget(delta.request_id)
 
     def _note_end(self, request_id: str) -> None:
-        inbox = self._inboxes[request_id]
-        inbox.num_unfinished -= 1
-        if inbox.num_unfinished == 0:
-            del self._inboxes[request_id]
+        stream = self._streams[request_id]
+        stream.num_unfinished -= 1
+        if stream.num_unfinished == 0:
+            del self._streams[request_id]
 
     def _close(self) -> None:
         """Tells everybody who still waits, also those whose message was not read."""
@@ -339,17 +339,17 @@ class EngineThread:
             self._accepting = False
         if not self._failure:
             self.engine.abort_all()
-        left = list(self._inboxes.values())
+        left = list(self._streams.values())
         while not self._messages.empty():
             message = self._messages.get()
-            if isinstance(message, Add):
-                left.append(message.inbox)
-        for inbox in left:
-            post(inbox.loop, [(inbox.queue, self._farewell())])
-        self._inboxes.clear()
+            if isinstance(message, _Add):
+                left.append(message.stream)
+        for stream in left:
+            post(stream.loop, [(stream.queue, self._farewell())])
+        self._streams.clear()
 
 
-def _unpack(item: Delta | Lost | RequestError, request_id: str, unfinished: set[int]) -> list[Delta]:
+def _unpack(item: Delta | _EngineDeadError | RequestError, request_id: str, unfinished: set[int]) -> list[Delta]:
     """The deltas in an item; a loss is one last delta for every answer that has not ended."""
     if isinstance(item, RequestError):
         raise item

@@ -6,7 +6,7 @@ from collections import abc
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
-from runtime.core.attention_window import RELEASED, Reach, held_blocks
+from runtime.core.attention_window import RELEASED, AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Sequence
 from runtime.core.step import BlockCopy, BlockRestore
@@ -32,7 +32,9 @@ class TablePlan:
     num_computed_tokens: int
 
 
-def plan_table(pool: BlockPool, reach: Reach, hashes: abc.Sequence[bytes], num_tokens: int, span: int) -> TablePlan:
+def plan_table(
+    pool: BlockPool, attention_window: AttentionWindow, hashes: abc.Sequence[bytes], num_tokens: int, span: int
+) -> TablePlan:
     """Finds what is known of a sequence of `num_tokens` tokens.
 
     The last token is computed in any case, since its logits are wanted. When even its block is known, that block serves
@@ -43,14 +45,14 @@ def plan_table(pool: BlockPool, reach: Reach, hashes: abc.Sequence[bytes], num_t
         span: tokens of the sequence that one step computes at most.
     """
     size = pool.block_size
-    known = _known_blocks(pool, reach, hashes, num_tokens)
+    known = _known_blocks(pool, attention_window, hashes, num_tokens)
     num_computed = min(len(known) * size, num_tokens - 1)
-    hidden = reach.hidden_blocks(num_computed, size)
+    hidden = attention_window.evictable_blocks(num_computed, size)
     last = (num_tokens - 1) // size
     source = known[last] if len(known) > last else None
     kept = known[:last]
     table, missing = [], []
-    for index in range(pool.blocks_for(reach.table_tokens(num_tokens, num_computed, span))):
+    for index in range(pool.blocks_for(attention_window.table_tokens(num_tokens, num_computed, span))):
         block_id = kept[index] if index < len(kept) else None
         if block_id is None and index not in hidden:
             missing.append(index)
@@ -59,15 +61,17 @@ def plan_table(pool: BlockPool, reach: Reach, hashes: abc.Sequence[bytes], num_t
     return TablePlan(table, missing, saved, source, num_computed)
 
 
-def _known_blocks(pool: BlockPool, reach: Reach, hashes: abc.Sequence[bytes], num_tokens: int) -> list[int | None]:
+def _known_blocks(
+    pool: BlockPool, attention_window: AttentionWindow, hashes: abc.Sequence[bytes], num_tokens: int
+) -> list[int | None]:
     """The longest prefix that can be gone on from: block ids, and None where host memory has a block, or where it is
     out of reach and nobody has it."""
-    if reach.window is None:
+    if attention_window.window is None:
         found = pool.match(hashes)
         return [*found, *[None] * len(pool.tier.find(hashes[len(found) :]))]
     blocks = [pool.find(block_hash) for block_hash in hashes]
     known = [block is not None or name in pool.tier for block, name in zip(blocks, hashes, strict=True)]
-    return blocks[: reach.usable_prefix(known, num_tokens, pool.block_size)]
+    return blocks[: attention_window.usable_prefix(known, num_tokens, pool.block_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +88,17 @@ class SequenceBlocks:
     Args:
         pool: the blocks.
         config: of it the dtype, and how many tokens of a prompt one step computes.
-        reach: what tokens look at; blocks beyond it go back while a sequence runs.
+        attention_window: what tokens look at; blocks beyond it go back while a sequence runs.
     """
 
-    def __init__(self, pool: BlockPool, config: RuntimeConfig, reach: Reach) -> None:
+    def __init__(self, pool: BlockPool, config: RuntimeConfig, attention_window: AttentionWindow) -> None:
         self.pool = pool
         self.config = config
-        self.reach = reach
+        self.attention_window = attention_window
 
     def most_held(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens holds at the same time at most."""
-        return self.reach.blocks_for(num_tokens, self.config.max_span_tokens, self.pool.block_size)
+        return self.attention_window.blocks_for(num_tokens, self.config.max_span_tokens, self.pool.block_size)
 
     def take(self, sequence: Sequence, num_spare: int) -> TakenBlocks | None:
         """Gives a sequence without blocks those for its tokens, found ones first. None when there is no room yet.
@@ -104,7 +108,7 @@ class SequenceBlocks:
         """
         pool = self.pool
         hashes = self._findable_hashes(sequence)
-        plan = plan_table(pool, self.reach, hashes, sequence.num_tokens, self.config.max_span_tokens)
+        plan = plan_table(pool, self.attention_window, hashes, sequence.num_tokens, self.config.max_span_tokens)
         kept = held_blocks(plan.table)
         if len(plan.missing) + pool.count_free(kept) + num_spare > pool.num_free:
             return None
@@ -152,7 +156,7 @@ class SequenceBlocks:
     def num_missing(self, sequence: Sequence) -> int:
         """Blocks that the next span of a prompt needs beside those there are."""
         span = self.config.max_span_tokens
-        covered = self.reach.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, span)
+        covered = self.attention_window.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, span)
         return max(0, self.pool.blocks_for(covered) - len(sequence.block_ids))
 
     def extend(self, sequence: Sequence) -> None:
@@ -212,10 +216,10 @@ class SequenceBlocks:
 
     def release_hidden(self, sequence: Sequence) -> None:
         """Gives back the blocks that no later token looks at."""
-        if self.reach.window is None:
+        if self.attention_window.window is None:
             return
         table = sequence.block_ids
-        hidden = self.reach.hidden_blocks(sequence.num_computed_tokens, self.pool.block_size)
+        hidden = self.attention_window.evictable_blocks(sequence.num_computed_tokens, self.pool.block_size)
         stop = start = hidden.stop
         while start > hidden.start and table[start - 1] != RELEASED:
             start -= 1
@@ -225,11 +229,11 @@ class SequenceBlocks:
     def check(self, sequence: Sequence) -> None:
         """Verifies the table of a running sequence. Raises RuntimeError when it is broken."""
         table, num_held = sequence.block_ids, len(held_blocks(sequence.block_ids))
-        missing = self.reach.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, 0)
+        missing = self.attention_window.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, 0)
         missing -= len(table) * self.pool.block_size
         if missing > 1 or sequence.num_computed_tokens >= sequence.num_tokens:
             raise RuntimeError(f"sequence {sequence.id} has tokens without blocks or nothing left to compute")
-        hidden = self.reach.hidden_blocks(sequence.num_computed_tokens, self.pool.block_size)
+        hidden = self.attention_window.evictable_blocks(sequence.num_computed_tokens, self.pool.block_size)
         if RELEASED in table[: hidden.start] + table[hidden.stop :] or num_held > self.most_held(sequence.num_tokens):
             raise RuntimeError(f"sequence {sequence.id} holds {num_held} blocks, too many or not those that it sees")
 
@@ -242,7 +246,7 @@ class SequenceBlocks:
 
     def _extend_hashes(self, sequence: Sequence, accepted: TokenIds[int] = ()) -> None:
         # What is stored of a token depends on what it saw.
-        root = root_hash(f"{self.config.dtype}, sees {self.reach}", sequence.request.options.cache_salt)
+        root = root_hash(f"{self.config.dtype}, sees {self.attention_window}", sequence.request.options.cache_salt)
         token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
         extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)
 

@@ -37,7 +37,7 @@ class TextLayer(Vocabulary, Protocol):
     ) -> IncrementalText: ...
 
 
-class Answer:
+class RequestState:
     """Grows one sequence token by token and says when it is over.
 
     A sequence ends with `stop` at an end token (which has no text), when a stop string is complete, or when its grammar
@@ -167,7 +167,7 @@ class PromptResults:
 
 
 @dataclass(slots=True)
-class _Live:
+class _ParentRequest:
     """A request until its last answer has ended.
 
     Attributes:
@@ -180,11 +180,11 @@ class _Live:
     id: str
     forks: list[Request]
     deadline: float | None
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, RequestState] = field(default_factory=dict)
     prompt: PromptResults | None = field(default_factory=PromptResults)
 
 
-class LiveRequests:
+class OutputProcessor:
     """Requests that are being answered: from prompt to answers to their last deltas. Single-threaded.
 
     Args:
@@ -207,13 +207,13 @@ class LiveRequests:
     ) -> None:
         self._scheduler, self._metrics, self._clock = scheduler, metrics, clock
         self._tokenizer, self._eos_token_ids, self._grammars = tokenizer, eos_token_ids, grammars
-        self._live: dict[str, _Live] = {}
-        self._by_sequence: dict[str, _Live] = {}
+        self._requests: dict[str, _ParentRequest] = {}
+        self._by_sequence: dict[str, _ParentRequest] = {}
         self._times: dict[str, RequestTimes] = {}
 
     def ids(self) -> list[str]:
         """Of all requests that have not ended."""
-        return list(self._live)
+        return list(self._requests)
 
     def id_of(self, sequence: Sequence) -> str:
         """Of the request that a sequence answers."""
@@ -224,9 +224,9 @@ class LiveRequests:
         forks = [_fork_request(first, index) for index in range(1, first.sampling.n)]
         if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or self._is_reserved(first.id):
             raise RequestError(f"request id {first.id!r} is in use", "Choose another id, or none")
-        live = _Live(first.id, forks, first.deadline)
-        self._live[first.id] = live
-        self._add_answer(live, self._scheduler.add(first), 0)
+        parent = _ParentRequest(first.id, forks, first.deadline)
+        self._requests[first.id] = parent
+        self._add_answer(parent, self._scheduler.add(first), 0)
 
     def note_start(self, plan: StepPlan) -> None:
         """Records which sequences are computed for the first time."""
@@ -241,62 +241,62 @@ class LiveRequests:
         deltas: list[Delta] = []
         for entry in plan.entries:
             sequence = entry.sequence
-            live = self._by_sequence[sequence.id]
-            if live.prompt and sequence.wants_whole_prompt:
-                live.prompt.add(entry, output)
+            parent = self._by_sequence[sequence.id]
+            if parent.prompt and sequence.wants_whole_prompt:
+                parent.prompt.add(entry, output)
             if sequence.request.is_prompt_only and sequence.num_computed_tokens == sequence.num_tokens:
-                deltas += self._end_prompt(live, sequence.request)
+                deltas += self._end_prompt(parent, sequence.request)
         return deltas
 
     def extend(self, sequence: Sequence, sampled: list[SampledToken]) -> list[Delta]:
         """Adds the tokens that a step drew to the answer of a sequence; the first ones let the other answers begin."""
-        live = self._by_sequence[sequence.id]
-        prompt, live.prompt = live.prompt, None
-        error = (prompt.error if prompt else "") or (sampled[0].error if live.forks else "")
+        parent = self._by_sequence[sequence.id]
+        prompt, parent.prompt = parent.prompt, None
+        error = (prompt.error if prompt else "") or (sampled[0].error if parent.forks else "")
         if error:
-            return self._end_all(live, FinishReason.ERROR, error)
+            return self._end_all(parent, FinishReason.ERROR, error)
         # The first token of the first answer: the prompt is computed, and now all answers go on from it.
-        for index, request in enumerate(live.forks, start=1):
-            self._add_answer(live, self._scheduler.fork(sequence, request, index), index)
-        live.forks = []
-        answer = live.answers[sequence.id]
-        delta = self._publish(live, answer, answer.extend(sampled))
+        for index, request in enumerate(parent.forks, start=1):
+            self._add_answer(parent, self._scheduler.fork(sequence, request, index), index)
+        parent.forks = []
+        answer = parent.answers[sequence.id]
+        delta = self._publish(parent, answer, answer.extend(sampled))
         return [prompt.put_into(delta) if prompt else delta]
 
     def end(self, request_ids: Iterable[str], reason: FinishReason, error: str = "") -> list[Delta]:
         """Ends requests, with a last delta for each answer. Unknown and ended ids are fine."""
-        known = [self._live[request_id] for request_id in request_ids if request_id in self._live]
-        return [delta for live in known for delta in self._end_all(live, reason, error)]
+        known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        return [delta for parent in known for delta in self._end_all(parent, reason, error)]
 
     def end_late(self) -> list[Delta]:
         """Ends the requests whose time is over."""
         now = self._clock()
-        late = [live for live in self._live.values() if live.deadline is not None and now >= live.deadline]
-        return [delta for live in late for delta in self._end_all(live, FinishReason.TIMEOUT)]
+        late = [parent for parent in self._requests.values() if parent.deadline is not None and now >= parent.deadline]
+        return [delta for parent in late for delta in self._end_all(parent, FinishReason.TIMEOUT)]
 
-    def _add_answer(self, live: _Live, sequence: Sequence, index: int) -> None:
-        answer = Answer(sequence, self._tokenizer, self._eos_token_ids, live.id, index)
+    def _add_answer(self, parent: _ParentRequest, sequence: Sequence, index: int) -> None:
+        answer = RequestState(sequence, self._tokenizer, self._eos_token_ids, parent.id, index)
         grammar = sequence.request.sampling.grammar
         if grammar is not None and self._grammars is not None:
             sequence.constraint = self._grammars.constraint(grammar, answer.end_token_ids)
-        live.answers[sequence.id] = answer
-        self._by_sequence[sequence.id] = live
+        parent.answers[sequence.id] = answer
+        self._by_sequence[sequence.id] = parent
         self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)
 
     def _is_reserved(self, request_id: str) -> bool:
-        """Whether it names a live request, or an answer of one that has not begun."""
-        parent = self._live.get(request_id.rpartition("/")[0])
-        return request_id in self._live or (parent is not None and request_id in [r.id for r in parent.forks])
+        """Whether it names a parent request, or an answer of one that has not begun."""
+        parent = self._requests.get(request_id.rpartition("/")[0])
+        return request_id in self._requests or (parent is not None and request_id in [r.id for r in parent.forks])
 
-    def _end_prompt(self, live: _Live, request: Request) -> list[Delta]:
+    def _end_prompt(self, parent: _ParentRequest, request: Request) -> list[Delta]:
         """Ends a request that generates nothing."""
-        prompt = live.prompt or PromptResults()
+        prompt = parent.prompt or PromptResults()
         if prompt.error:
-            return self._end_all(live, FinishReason.ERROR, prompt.error)
-        first, *others = self._end_all(live, FinishReason.STOP if request.options.embed else FinishReason.LENGTH)
+            return self._end_all(parent, FinishReason.ERROR, prompt.error)
+        first, *others = self._end_all(parent, FinishReason.STOP if request.options.embed else FinishReason.LENGTH)
         return [prompt.put_into(first), *others]
 
-    def _publish(self, live: _Live, answer: Answer, delta: Delta) -> Delta:
+    def _publish(self, parent: _ParentRequest, answer: RequestState, delta: Delta) -> Delta:
         """Accounts for a delta, and frees its sequence if it is the last."""
         now, sequence = self._clock(), answer.sequence
         if delta.token_ids:
@@ -305,15 +305,15 @@ class LiveRequests:
             self._metrics.note_end(self._times.pop(sequence.id), delta.finish_reason, now)
             # Keys and values that led to a failure must not be found by the next request with the same prefix.
             self._scheduler.finish(sequence, trusted=delta.finish_reason is not FinishReason.ERROR)
-            del live.answers[sequence.id], self._by_sequence[sequence.id]
-            if not live.answers:
-                del self._live[live.id]
+            del parent.answers[sequence.id], self._by_sequence[sequence.id]
+            if not parent.answers:
+                del self._requests[parent.id]
         return delta
 
-    def _end_all(self, live: _Live, reason: FinishReason, error: str = "") -> list[Delta]:
+    def _end_all(self, parent: _ParentRequest, reason: FinishReason, error: str = "") -> list[Delta]:
         """Ends all answers of a request, also those that have not begun."""
-        deltas = [self._publish(live, answer, answer.end(reason, error)) for answer in list(live.answers.values())]
-        for index, _ in enumerate(live.forks, start=1):
+        deltas = [self._publish(parent, answer, answer.end(reason, error)) for answer in list(parent.answers.values())]
+        for index, _ in enumerate(parent.forks, start=1):
             deltas.append(replace(deltas[0], index=index))
         return deltas
 

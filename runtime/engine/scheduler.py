@@ -16,7 +16,7 @@ prompt, waiting ones, then guesses. Two orders make it fair and live:
 So the first running sequence computes at least one token in every step. Without priorities and forks all running
 sequences are before all waiting ones, and a sequence ends after at most the sum of `prompt + max_tokens` over itself
 and those before it. With them the first of all sequences may have to wait, but only for those that run already: each
-sequence ends after at most `(max_num_sequences + 1) * max_model_len` steps for itself and for each one before it.
+sequence ends after at most `(max_num_seqs + 1) * max_model_len` steps for itself and for each one before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
 from compress.common.errors import RequestError
-from runtime.core.attention_window import ALL, Reach, held_blocks
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, Sequence, Status
 from runtime.core.step import BlockCopy, BlockRestore, ScheduledSequence, StepPlan
@@ -74,7 +74,7 @@ class Scheduler:
         pool: the blocks.
         config: token budget, sequences per step, chunk size.
         max_model_len: longest prompt + output.
-        reach: what tokens look at; blocks beyond it go back while a sequence runs.
+        attention_window: what tokens look at; blocks beyond it go back while a sequence runs.
         shares_blocks: forks start on their parent's blocks.
     """
 
@@ -83,21 +83,21 @@ class Scheduler:
         pool: BlockPool,
         config: RuntimeConfig,
         max_model_len: int,
-        reach: Reach = ALL,
+        attention_window: AttentionWindow = FULL_ATTENTION,
         *,
         shares_blocks: bool = True,
     ) -> None:
         self.pool = pool
         self.config = config
         self.max_model_len = max_model_len
-        self.blocks = SequenceBlocks(pool, config, reach)
+        self.blocks = SequenceBlocks(pool, config, attention_window)
         self.shares_blocks = shares_blocks
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.stats = SchedulerStats()
         self._num_added = 0
         # Every running sequence gets a token per step, so more of them than the budget has tokens is never useful.
-        self._max_running = min(config.max_num_sequences, config.max_num_batched_tokens)
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
 
     @property
     def has_work(self) -> bool:

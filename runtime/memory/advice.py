@@ -63,16 +63,16 @@ def _whole_memory(path: Path, config: RuntimeConfig, now: Capacity, weights: Wei
     """The default on a CPU is far below what a machine may have; a GPU is used as a whole."""
     if config.kv_memory_bytes is None and weights.target.device.type == "cuda":
         return
-    sequences = max(config.max_num_sequences, min(now.concurrency(now.context), MOST_SEQUENCES))
-    wider = replace(config, max_num_sequences=sequences)
+    sequences = max(config.max_num_seqs, min(now.concurrency(now.context), MOST_SEQUENCES))
+    wider = replace(config, max_num_seqs=sequences)
     then = estimate(weights.config, wider, now.dtype, now.weight_bytes, now.memory_bytes)
-    used = min(then.num_blocks, sequences * then.reach.blocks_for(then.context, then.step, then.block_size))
+    used = min(then.num_blocks, sequences * then.attention_window.blocks_for(then.context, then.step, then.block_size))
     kv_bytes = used * then.block_size * then.token_bytes + then.exact.nbytes
     given = find_budget(config, 0, None).nbytes
     if kv_bytes <= given or not used:
         return
     options = f"--kv-memory {-(-kv_bytes // 2**20)}MiB"
-    options += f" --max-sequences {sequences}" if sequences > config.max_num_sequences else ""
+    options += f" --max-num-seqs {sequences}" if sequences > config.max_num_seqs else ""
     effect = f"{format_bytes(kv_bytes)} of KV memory instead of {format_bytes(given)}"
     tokens, concurrency = used * then.block_size, min(sequences, then.concurrency(then.context))
     yield Remedy(
@@ -82,7 +82,7 @@ def _whole_memory(path: Path, config: RuntimeConfig, now: Capacity, weights: Wei
 
 def _shorter_context(path: Path, now: Capacity) -> Iterator[Remedy]:
     length = now.context // 2
-    if length < SHORTEST_CONTEXT or now.reach.window is not None:
+    if length < SHORTEST_CONTEXT or now.attention_window.window is not None:
         return
     then = replace(now, context=length)
     if then.concurrency(length) > now.concurrency(now.context):
@@ -286,7 +286,7 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
     target = Target(device, resolve_dtype(config.dtype, model.dtype, device))
     check_tensors(checkpoint, model)
     memory = available_bytes(device) if memory_bytes is None else memory_bytes
-    weights = Weights(checkpoint, model, target, config.kernels, memory)
+    weights = Weights(checkpoint, model, target, config.linear_backend, memory)
     dtype, weight_bytes = str(target.dtype).removeprefix("torch."), weights.prepared()
     capacity = estimate(model, config, dtype, weight_bytes, memory)
     return Report(

@@ -13,7 +13,7 @@ from runtime.backends.base import Target
 from runtime.backends.linear_sizes import dense_bytes, embedding_bytes, prepared_bytes, reads_rows
 from runtime.backends.registry import choose_kernel
 from runtime.backends.torch.linear import choose_dense
-from runtime.core.attention_window import Reach, find_reach
+from runtime.core.attention_window import AttentionWindow, resolve_attention_window
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import DecoderConfig
 from runtime.memory.estimates import step_bytes
@@ -51,7 +51,7 @@ class Capacity:
     dtype: str
     context: int
     num_layers: int
-    reach: Reach
+    attention_window: AttentionWindow
     block_size: int
     step: int
     process_bytes: int = PROCESS_BYTES
@@ -81,7 +81,7 @@ class Capacity:
 
     def concurrency(self, length: int) -> int:
         """Requests of so many tokens (prompt plus output) that fit together."""
-        return self.num_blocks // self.reach.blocks_for(length, self.step, self.block_size)
+        return self.num_blocks // self.attention_window.blocks_for(length, self.step, self.block_size)
 
     def lengths(self) -> list[int]:
         """Typical lengths below the context, then the context."""
@@ -115,16 +115,18 @@ def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int)
     return step_bytes(model, config, itemsize, _seen_keys(model, config))
 
 
-def find_model_reach(model: DecoderConfig, config: RuntimeConfig) -> Reach:
+def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionWindow:
     """What tokens look at. Raises ToolkitError for a window that the model cannot have."""
-    return find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
+    return resolve_attention_window(
+        model.windows, model.context_length, config.attention_window, config.attention_sinks
+    )
 
 
 def _seen_keys(model: DecoderConfig, config: RuntimeConfig) -> int:
     """Keys that a span of a prompt looks at, at most."""
     longest, _ = longest_wanted(model, config)
-    reach, step = find_model_reach(model, config), config.max_span_tokens
-    return min(longest, reach.blocks_for(longest, step, config.block_size) * config.block_size)
+    attention_window, step = find_model_window(model, config), config.max_span_tokens
+    return min(longest, attention_window.blocks_for(longest, step, config.block_size) * config.block_size)
 
 
 def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_bytes: int, memory_bytes: int) -> Capacity:
@@ -137,8 +139,8 @@ def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_byt
     Raises:
         ToolkitError: a length or a window that the model cannot have.
     """
-    itemsize, reach = ITEM_SIZES[dtype], find_model_reach(model, config)
-    scheme = choose_kv_cache(model.kv_cache, config, reach).scheme
+    itemsize, attention_window = ITEM_SIZES[dtype], find_model_window(model, config)
+    scheme = choose_kv_cache(model.kv_cache, config, attention_window).scheme
     return Capacity(
         memory_bytes,
         weight_bytes,
@@ -147,11 +149,11 @@ def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_byt
         dtype,
         longest_wanted(model, config)[0],
         model.num_layers,
-        reach,
+        attention_window,
         config.block_size,
         config.max_span_tokens,
         kv_cache=scheme,
-        exact=exact_tokens(model, scheme, itemsize, config.max_num_sequences),
+        exact=exact_tokens(model, scheme, itemsize, config.max_num_seqs),
     )
 
 

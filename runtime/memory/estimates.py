@@ -34,14 +34,14 @@ def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_
         itemsize: bytes of one activation.
         seen_keys: that a span of a prompt looks at through a mask.
     """
-    logits = config.max_num_sequences * model.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES
+    logits = config.max_num_seqs * model.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES
     mask = config.max_span_tokens * seen_keys * itemsize
     return _rows_bytes(model, config.max_num_batched_tokens, itemsize, mask, logits)
 
 
 def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
     """What the largest step holds on a GPU, with what recorded steps keep for themselves; on the large side."""
-    rows, drawn = config.max_num_sequences, _drawn_rows(config)
+    rows, drawn = config.max_num_seqs, _drawn_rows(config)
     heads = model.num_heads * model.head_dim
     widest = max(2 * model.intermediate_size, heads + 2 * model.num_kv_heads * model.head_dim, model.vocab_size)
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
@@ -54,8 +54,14 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -
 def _drawn_rows(config: RuntimeConfig) -> int:
     """Rows of logits that one step draws from: of each sequence one, and one for each guess, all of them tokens of the
     step."""
-    guesses = MAX_TREE_TOKENS if config.speculate == TREES else config.num_draft_tokens if config.speculate else 0
-    return min(config.max_num_sequences * (1 + guesses), config.max_num_batched_tokens)
+    guesses = (
+        MAX_TREE_TOKENS
+        if config.speculative_model == TREES
+        else config.num_speculative_tokens
+        if config.speculative_model
+        else 0
+    )
+    return min(config.max_num_seqs * (1 + guesses), config.max_num_batched_tokens)
 
 
 def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, logits: int) -> int:

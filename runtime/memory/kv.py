@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheRecord, KVCacheScheme, kv_cache_warning, wished_kv_cache
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
-from runtime.core.attention_window import Reach
+from runtime.core.attention_window import AttentionWindow
 from runtime.core.config import RuntimeConfig
 from runtime.speculative.ngram import CHAINS, TREES
 
@@ -33,37 +33,43 @@ DEFAULT_CHOICE = KVCacheChoice()
 
 
 def choose_kv_cache(
-    recorded: KVCacheScheme | None, config: RuntimeConfig, reach: Reach, measured: KVCacheRecord | None = None
+    recorded: KVCacheScheme | None,
+    config: RuntimeConfig,
+    attention_window: AttentionWindow,
+    measured: KVCacheRecord | None = None,
 ) -> KVCacheChoice:
     """The form of keys and values.
 
     Args:
         recorded: the checkpoint's default.
-        reach: what tokens look at. Sinks that they lose sight of need not be exact, and neither does what lies behind
-            their window.
+        attention_window: what tokens attend to. Sinks and recent tokens outside of it need not be exact.
         measured: what forms were measured to cost this checkpoint; one above its limit is warned of.
 
     Raises:
         SchemeError: an unknown format, or options that mean nothing for it.
     """
-    scheme = wished_kv_cache(recorded, config.kv_cache, config.kv_rotate, config.kv_sinks, config.kv_recent)
+    scheme = wished_kv_cache(recorded, config.kv_cache, config.kv_rotate, config.kv_sinks, config.kv_residual_length)
     reason = "as asked for"
     if scheme == (recorded or UNCOMPRESSED):
         reason = "the default" if recorded is None else "the checkpoint's default"
-    choice = _within(scheme, reach, reason, config.prefix_caching)
+    choice = _within(scheme, attention_window, reason, config.prefix_caching)
     warning = kv_cache_warning(measured, scheme)
     return choice if warning is None else replace(choice, notes=(warning, *choice.notes))
 
 
-def _within(scheme: KVCacheScheme, reach: Reach, reason: str, prefix_caching: bool) -> KVCacheChoice:
+def _within(
+    scheme: KVCacheScheme, attention_window: AttentionWindow, reason: str, prefix_caching: bool
+) -> KVCacheChoice:
     """Leaves out exact tokens that nobody sees, and says what the others cost."""
     notes = []
-    if reach.window is not None and scheme.sinks > reach.sinks:
-        notes.append(f"{reach.sinks} instead of {scheme.sinks} exact sinks: tokens see {reach}")
-        scheme = replace(scheme, sinks=reach.sinks)
-    if reach.window is not None and scheme.recent > reach.window:
-        notes.append(f"{reach.window} instead of {scheme.recent} exact recent tokens: tokens see {reach}")
-        scheme = replace(scheme, recent=reach.window)
+    if attention_window.window is not None and scheme.sinks > attention_window.sinks:
+        notes.append(f"{attention_window.sinks} instead of {scheme.sinks} exact sinks: tokens see {attention_window}")
+        scheme = replace(scheme, sinks=attention_window.sinks)
+    if attention_window.window is not None and scheme.recent > attention_window.window:
+        notes.append(
+            f"{attention_window.window} instead of {scheme.recent} exact recent tokens: tokens see {attention_window}"
+        )
+        scheme = replace(scheme, recent=attention_window.window)
     if scheme.recent and prefix_caching:
         notes.append(
             f"prefix caching is off, and each of several answers computes its prompt: the last {scheme.recent} tokens "
@@ -120,7 +126,7 @@ def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVB
     if left <= 0:
         raise ToolkitError(
             f"{format_bytes(free)} of the GPU are free beside the weights, and steps take {format_bytes(step_bytes)}",
-            "Allow fewer --max-sequences, use a smaller checkpoint, or say --kv-memory to try how little does",
+            "Allow fewer --max-num-seqs, use a smaller checkpoint, or say --kv-memory to try how little does",
         )
     reason = f"what {format_bytes(free)} beside the weights leave"
     if drafts_with_model(config):
@@ -130,7 +136,7 @@ def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVB
 
 def drafts_with_model(config: RuntimeConfig) -> bool:
     """Whether guesses come from a model, which needs weights and a KV pool of its own."""
-    return bool(config.speculate) and config.speculate not in (CHAINS, TREES)
+    return bool(config.speculative_model) and config.speculative_model not in (CHAINS, TREES)
 
 
 SPARE_RECENT_TOKENS = 17

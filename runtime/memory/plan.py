@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
-from runtime.core.attention_window import ALL, Reach, find_reach
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, resolve_attention_window
 from runtime.core.config import RuntimeConfig
 from runtime.memory.estimates import gpu_step_bytes
 from runtime.memory.kv import (
@@ -43,7 +43,7 @@ class MemoryPlan:
         max_model_len: longest prompt + output.
         reason: what decided `num_blocks` and `max_model_len`.
         num_host_blocks: blocks of the same size in host memory.
-        reach: what tokens look at; a sequence keeps blocks for nothing else.
+        attention_window: what tokens look at; a sequence keeps blocks for nothing else.
         blocks_per_sequence: held at the same time by the longest sequence.
         kv_choice: form of keys and values.
         exact: keys and values that are kept as they are beside the blocks.
@@ -58,7 +58,7 @@ class MemoryPlan:
     max_model_len: int
     reason: str
     num_host_blocks: int = 0
-    reach: Reach = ALL
+    attention_window: AttentionWindow = FULL_ATTENTION
     blocks_per_sequence: int = 0
     kv_choice: KVCacheChoice = DEFAULT_CHOICE
     exact: ExactTokens = NO_EXACT_TOKENS
@@ -98,13 +98,15 @@ def plan_memory(
         ToolkitError: a length beyond the model's context, a pool that cannot hold one sequence of that length, an
             attention window that does not fit in the context, or a GPU that has nothing left for keys and values.
     """
-    reach = find_reach(model.windows, model.context_length, config.attention_window, config.attention_sinks)
-    choice = choose_kv_cache(model.kv_cache, config, reach, model.kv_measured)
+    attention_window = resolve_attention_window(
+        model.windows, model.context_length, config.attention_window, config.attention_sinks
+    )
+    choice = choose_kv_cache(model.kv_cache, config, attention_window, model.kv_measured)
     token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
-    exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_sequences)
+    exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_seqs)
     budget = find_budget(config, gpu_step_bytes(model, config, itemsize), free_gpu_bytes)
     _check_exact(config, exact, budget)
-    pool = _fill(config, reach, longest_wanted(model, config), token_bytes, budget.nbytes - exact.nbytes)
+    pool = _fill(config, attention_window, longest_wanted(model, config), token_bytes, budget.nbytes - exact.nbytes)
     return MemoryPlan(
         weight_bytes,
         token_bytes,
@@ -113,11 +115,11 @@ def plan_memory(
         pool.max_model_len,
         pool.reason,
         _host_blocks(config, choice, token_bytes * config.block_size),
-        reach,
+        attention_window,
         pool.blocks_per_sequence,
         choice,
         exact,
-        config.max_num_sequences,
+        config.max_num_seqs,
         budget,
     )
 
@@ -131,7 +133,9 @@ class _Pool(NamedTuple):
     reason: str
 
 
-def _fill(config: RuntimeConfig, reach: Reach, longest: tuple[int, str], token_bytes: int, kv_bytes: int) -> _Pool:
+def _fill(
+    config: RuntimeConfig, attention_window: AttentionWindow, longest: tuple[int, str], token_bytes: int, kv_bytes: int
+) -> _Pool:
     """As many blocks as so many bytes hold, or as can be used.
 
     Args:
@@ -142,14 +146,14 @@ def _fill(config: RuntimeConfig, reach: Reach, longest: tuple[int, str], token_b
     """
     length, reason = longest
     affordable = config.num_blocks or kv_bytes // (token_bytes * config.block_size)
-    needed = reach.blocks_for(length, config.max_span_tokens, config.block_size)
+    needed = attention_window.blocks_for(length, config.max_span_tokens, config.block_size)
     if affordable < 1 or (config.max_model_len is not None and affordable < needed):
         raise ToolkitError(
             f"a sequence of {length} tokens needs {needed} KV blocks "
             f"({format_bytes(needed * config.block_size * token_bytes)}), and the pool has {affordable}",
             "Allow more KV memory or a shorter --max-model-len",
         )
-    num_blocks = config.num_blocks or min(affordable, config.max_num_sequences * needed)
+    num_blocks = config.num_blocks or min(affordable, config.max_num_seqs * needed)
     if num_blocks >= needed:
         return _Pool(num_blocks, needed, length, reason)
     length = num_blocks * config.block_size
@@ -163,7 +167,7 @@ def _check_exact(config: RuntimeConfig, exact: ExactTokens, budget: KVBudget) ->
     raise ToolkitError(
         f"{exact.per_sequence} exact tokens of each of {exact.num_sequences} sequences take "
         f"{format_bytes(exact.nbytes)}, all of the {format_bytes(budget.nbytes)} of KV memory",
-        "Keep fewer of them exact (--kv-recent, --kv-sinks), allow fewer --max-sequences or more --kv-memory",
+        "Keep fewer of them exact (--kv-residual-length, --kv-sinks), allow fewer --max-num-seqs or more --kv-memory",
     )
 
 
@@ -185,14 +189,14 @@ def longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, st
 
 
 def _host_blocks(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int) -> int:
-    wanted = config.host_memory_bytes
+    wanted = config.kv_offload_bytes
     if not wanted:
         return 0
     if choice.scheme.recent:
         raise ToolkitError(
             f"{format_bytes(wanted)} of host memory for KV blocks are of no use beside {choice.scheme.recent} exact "
             "recent tokens: no sequence can begin with blocks of another",
-            "Leave out the host memory or the recent tokens (--kv-recent 0)",
+            "Leave out the host memory or the recent tokens (--kv-residual-length 0)",
         )
     if not config.prefix_caching:
         raise ToolkitError(
@@ -242,7 +246,7 @@ def _exact(plan: MemoryPlan) -> list[str]:
 
 
 def _reach(plan: MemoryPlan) -> list[str]:
-    if plan.reach.window is None:
+    if plan.attention_window.window is None:
         return []
     held = f"{plan.blocks_per_sequence} blocks per sequence at most, whatever its length"
-    return [f"reach    {plan.reach} tokens: {held}"]
+    return [f"reach    {plan.attention_window} tokens: {held}"]

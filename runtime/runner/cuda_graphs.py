@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime.backends.triton.sampling import DrawStep
-from runtime.core.attention_window import Reach
+from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import AttentionGroup, Batch, num_hidden_keys, slots_of, visible_blocks
 from runtime.core.step import ScheduledSequence
 from runtime.memory.plan import MemoryPlan
@@ -45,7 +45,7 @@ class StepBuffers:
         device = decoder.device
         self.num_rows, self.blocks_each = num_rows, memory.blocks_per_sequence
         self.block_size: int = memory.block_size
-        self.reach: Reach = memory.reach
+        self.attention_window: AttentionWindow = memory.attention_window
         size = num_rows * (NUM_COLUMNS + self.blocks_each)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._there = torch.zeros(size, dtype=torch.int64, device=device)
@@ -94,13 +94,13 @@ class StepBuffers:
     def _integers(self, entry: ScheduledSequence) -> tuple[int, ...]:
         request, start = entry.sequence.request, entry.start
         (slot,) = slots_of(entry, self.block_size)
-        hidden = num_hidden_keys(entry, self.block_size, self.reach)
+        hidden = num_hidden_keys(entry, self.block_size, self.attention_window)
         wishes = integers_of(request.sampling, request.seed, start + 1)
         return entry.sequence.token_ids[start], start, slot, start - hidden, *wishes
 
     def _fill_table(self, row: int, entry: ScheduledSequence) -> bool:
         """Whether the row's block table is another one than in the step before."""
-        blocks = visible_blocks(entry, self.block_size, self.reach)
+        blocks = visible_blocks(entry, self.block_size, self.attention_window)
         if blocks == self._filled[row]:
             return False
         self._tables[row, : len(blocks)] = blocks

@@ -23,11 +23,11 @@ from runtime.backends.torch.attention import PagedAttention, StepKeys, Streaming
 from runtime.backends.triton.attention import TritonAttention
 from runtime.backends.triton.attention import refuse as refuse_triton
 from runtime.backends.triton.sampling import gpu_draw
-from runtime.core.attention_window import Reach
+from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import Batch, build_batch, fresh_blocks, slots_of
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence, TokenLogprobs
-from runtime.core.sampling_metadata import build_draws
+from runtime.core.sampling_metadata import build_sampling_metadata
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan, follow
 from runtime.memory.plan import MemoryPlan, plan_memory
 from runtime.model.decoder import Attention, Decoder
@@ -55,7 +55,7 @@ def warm_up(runner: ModelRunner, config: RuntimeConfig) -> None:
         taken = format_bytes(runner.memory.kv_bytes)
         raise ToolkitError(
             f"the largest step does not fit in the GPU beside {taken} of keys and values",
-            "Allow less --kv-memory or fewer --max-sequences",
+            "Allow less --kv-memory or fewer --max-num-seqs",
         ) from error
     if runner.decoder.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(runner.decoder.device)
@@ -66,8 +66,8 @@ def largest_steps(config: RuntimeConfig, num_blocks: int, max_model_len: int) ->
     """The most prompt tokens in one step, then the most sequences with one token each, as far as a pool holds them."""
     budget = min(config.max_num_batched_tokens, num_blocks * config.block_size)
     each = min(config.max_span_tokens, max_model_len)
-    spans = [min(each, budget - start) for start in range(0, budget, each)][: config.max_num_sequences]
-    singles = [1] * min(config.max_num_sequences, num_blocks)
+    spans = [min(each, budget - start) for start in range(0, budget, each)][: config.max_num_seqs]
+    singles = [1] * min(config.max_num_seqs, num_blocks)
     return [_step(config.block_size, num_blocks, spans), _step(config.block_size, num_blocks, singles)]
 
 
@@ -152,13 +152,13 @@ class ModelRunner:
         self.memory = memory
         self.sample: RowSampler = sample_and_match
         self.windows = decoder.config.windows
-        if memory.reach.window is not None:
-            self.windows = (memory.reach.window,) * decoder.config.num_layers
+        if memory.attention_window.window is not None:
+            self.windows = (memory.attention_window.window,) * decoder.config.num_layers
         self.cache = KVCache(decoder, memory)
         self.triton_refusal = refuse_triton(
             decoder.device, decoder.dtype, decoder.config.head_dim, self.cache.scheme.recent
         )
-        layers = choose_layers(decoder, self.cache, self.windows, memory.reach, self.triton_refusal)
+        layers = choose_layers(decoder, self.cache, self.windows, memory.attention_window, self.triton_refusal)
         self.native_layers, self.triton_layers, self.layers_refusal = layers.native, layers.triton, layers.refusal
         self.graphs: StepGraphs | None = None
         self.graphs_refusal = self._refuse_graphs()
@@ -195,8 +195,8 @@ class ModelRunner:
         return self.memory.max_model_len
 
     @property
-    def reach(self) -> Reach:
-        return self.memory.reach
+    def attention_window(self) -> AttentionWindow:
+        return self.memory.attention_window
 
     @property
     def vocab_size(self) -> int:
@@ -224,7 +224,7 @@ class ModelRunner:
             path = self.graphs.refuse(plan.entries)
             if not path:
                 return self._run_again(self.graphs, plan.entries)
-        batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.reach)
+        batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.attention_window)
         self.pages.memory.clear(batch.fresh_blocks)
         hidden = self._forward(batch)
         tokens = self._sample(hidden, batch) if batch.sampling else {}
@@ -261,11 +261,11 @@ class ModelRunner:
         if isinstance(self.pages, NativePages):
             return NativeAttention(self.pages, batch, self.windows, self.cache.scheme.rotate)
         keys = StepKeys(self.cache, batch, self.cache.place(self.decoder, batch.entries))
-        reach = self.reach
+        attention_window = self.attention_window
         if not self.triton_refusal:
-            return TritonAttention(keys, self.windows, reach.sinks, self.decoder.rotary)
-        if reach.window is not None and reach.sinks:
-            return StreamingAttention(keys, reach.sinks, reach.window, self.decoder.rotary)
+            return TritonAttention(keys, self.windows, attention_window.sinks, self.decoder.rotary)
+        if attention_window.window is not None and attention_window.sinks:
+            return StreamingAttention(keys, attention_window.sinks, attention_window.window, self.decoder.rotary)
         return PagedAttention(keys, self.windows)
 
     def _logits(self, batch: Batch) -> Tensor:
@@ -292,7 +292,7 @@ def sample_and_match(
     entries: abc.Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
 ) -> dict[str, list[SampledToken]]:
     """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
-    draws = [draw for entry in entries for draw in build_draws(entry)]
+    draws = [draw for entry in entries for draw in build_sampling_metadata(entry)]
     return verify_by_match(entries, sample_tokens(logits, draws, drawn))
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.sampling.sampling_tensors import UNDECIDED, Wishes
 from runtime.upload import to_device, upload, upload_columns
 
@@ -20,7 +20,7 @@ MIN_REPETITION_PENALTY = 1e-10
 """Lower ones are as good as this, and what is divided by it stays finite."""
 
 
-def adjust_logits(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def adjust_logits(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     """Logits `[R, V]` as the requests want them; minus infinity where a mask forbids a token. Same dtype.
 
     `logits` stays as it is, because log-probabilities are of the unmodified distribution; it is returned itself when
@@ -41,14 +41,14 @@ def adjust_logits(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return scores
 
 
-def _add_bias(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+def _add_bias(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> None:
     pairs = [(row, *pair) for row in rows for pair in draws[row].sampling.logit_bias]
     places = [row * scores.shape[-1] + token_id for row, token_id, _ in pairs]
     index, bias = upload_columns((places,), ([bias for *_, bias in pairs],), scores.device)
     scores.view(-1).index_add_(0, index, bias.to(scores.dtype))
 
 
-def _forbid(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+def _forbid(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> None:
     vocab_size = scores.shape[-1]
     num_bytes = (vocab_size + 7) // 8
     # The model's table may be padded beyond the ids a mask knows: those cannot be said.
@@ -64,7 +64,7 @@ def _forbid(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
         scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, float("-inf")))
 
 
-def _penalize(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+def _penalize(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> None:
     """Changes the logits of tokens in the history; the rest of the vocabulary is not touched."""
     seen, counts = _count_tokens(scores, rows, draws)
     row_of = seen // scores.shape[-1]
@@ -84,7 +84,7 @@ def _penalize(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
     scores.view(-1).index_copy_(0, seen, values)
 
 
-def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+def _count_tokens(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> tuple[Tensor, Tensor]:
     """Where in the flat scores a token of the history stands, each place once, and how often it is in the output."""
     vocab_size = scores.shape[-1]
     histories = [history for row in rows for history in (draws[row].prompt_token_ids, draws[row].output_token_ids)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.core.sampling_metadata import Draw, build_draws
+from runtime.core.sampling_metadata import SamplingMetadata, build_sampling_metadata
 from runtime.core.step import SampledToken, ScheduledSequence
 from runtime.sampling.sampler import probabilities, sample_tokens, token_logprobs
 from runtime.sampling.sampling_tensors import gumbel_noise
@@ -38,7 +38,7 @@ class ProposalSampler:
     def __call__(
         self, entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
     ) -> dict[str, list[SampledToken]]:
-        draws = [build_draws(entry)[0] for entry in entries]
+        draws = [build_sampling_metadata(entry)[0] for entry in entries]
         for entry, draw, row in zip(entries, draws, probabilities(logits, draws), strict=True):
             self._proposals[entry.sequence.id, draw.position] = row
         tokens = sample_tokens(logits, draws, drawn)
@@ -59,7 +59,7 @@ class RejectionSampler:
         self, entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
     ) -> dict[str, list[SampledToken]]:
         """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
-        draws = [build_draws(entry) for entry in entries]
+        draws = [build_sampling_metadata(entry) for entry in entries]
         flat = [draw for group in draws for draw in group]
         own, first, tokens = sample_tokens(logits, flat, drawn), 0, {}
         guesses = list(_guesses(entries, draws))
@@ -71,7 +71,9 @@ class RejectionSampler:
             first = rows.stop
         return tokens
 
-    def _judge(self, guesses: list[_Guess], logits: Tensor, draws: list[Draw]) -> dict[int, tuple[bool, SampledToken]]:
+    def _judge(
+        self, guesses: list[_Guess], logits: Tensor, draws: list[SamplingMetadata]
+    ) -> dict[int, tuple[bool, SampledToken]]:
         """By row: whether its guess is accepted, and the token that stands there then."""
         rows = [guess.row for guess in guesses]
         mine = [draws[row] for row in rows]
@@ -85,7 +87,7 @@ class RejectionSampler:
         tokens = [_token(row, token_id, draw) for row, token_id, draw in zip(logits, chosen, mine, strict=True)]
         return dict(zip(rows, zip(accepted.tolist(), tokens, strict=True), strict=True))
 
-    def _proposed(self, guesses: list[_Guess], draws: list[Draw], p: Tensor) -> Tensor:
+    def _proposed(self, guesses: list[_Guess], draws: list[SamplingMetadata], p: Tensor) -> Tensor:
         """What the guesses were drawn from `[D, V]`; all on the guess itself where nobody knows."""
         q = torch.zeros_like(p)
         for row, (guess, draw) in enumerate(zip(guesses, draws, strict=True)):
@@ -106,7 +108,7 @@ class _Guess:
     token_id: int
 
 
-def _guesses(entries: Sequence[ScheduledSequence], draws: Sequence[Sequence[Draw]]) -> Iterator[_Guess]:
+def _guesses(entries: Sequence[ScheduledSequence], draws: Sequence[Sequence[SamplingMetadata]]) -> Iterator[_Guess]:
     """All draft tokens. The last row of an entry judges none: it stands behind them."""
     first = 0
     for entry, group in zip(entries, draws, strict=True):
@@ -130,12 +132,12 @@ def _until_refused(
     return [*tokens, drawn[rows[-1]]]
 
 
-def _uniform(draws: Sequence[Draw]) -> Tensor:
+def _uniform(draws: Sequence[SamplingMetadata]) -> Tensor:
     """Between 0 and 1 `[D]`, independent of the noise that tokens are drawn with."""
     return (-(-_noise([draw.seed ^ ACCEPTANCE_NOISE for draw in draws], draws, 1)[:, 0]).exp()).exp()
 
 
-def _draw_rest(p: Tensor, q: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _draw_rest(p: Tensor, q: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     """Tokens `[D]` from `(p - q)+`, normalized; from `p` where rounding refused a sure guess and leaves nothing."""
     rest = (p - q).clamp_(min=0)
     rest = torch.where(rest.any(-1, keepdim=True), rest, p)
@@ -143,11 +145,11 @@ def _draw_rest(p: Tensor, q: Tensor, draws: Sequence[Draw]) -> Tensor:
     return (rest.log() + noise.to(p.device)).argmax(-1)
 
 
-def _noise(seeds: list[int], draws: Sequence[Draw], count: int) -> Tensor:
+def _noise(seeds: list[int], draws: Sequence[SamplingMetadata], count: int) -> Tensor:
     return gumbel_noise(torch.tensor(seeds), torch.tensor([draw.position for draw in draws]), torch.arange(count))
 
 
-def _token(logits: Tensor, token_id: int, draw: Draw) -> SampledToken:
+def _token(logits: Tensor, token_id: int, draw: SamplingMetadata) -> SampledToken:
     wanted = draw.sampling.logprobs
     if wanted is None:
         return SampledToken(token_id)

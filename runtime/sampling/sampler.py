@@ -14,14 +14,14 @@ from torch import Tensor
 from runtime.backends.cpu import sampling as cpu_sampling
 from runtime.backends.triton.sampling import gpu_draw
 from runtime.core.request import TokenLogprobs
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.step import SampledToken
 from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely
 from runtime.sampling.sampling_tensors import ERRORS, FORBIDDEN, INFINITE, UNDECIDED, RowNoise, Wishes, upload_wishes
 from runtime.upload import upload
 
 
-def draw_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> Tensor:
+def draw_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata], rows: Sequence[int]) -> Tensor:
     """int64 `[R]`: the token of each row, or one of `outcomes`.
 
     Args:
@@ -66,7 +66,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]
 
 
-def sample_tokens(logits: Tensor, draws: Sequence[Draw], drawn: Tensor | None = None) -> list[SampledToken]:
+def sample_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], drawn: Tensor | None = None) -> list[SampledToken]:
     """One token per row of logits `[R, V]` (float32 or float64), a pure function of each row and its draw.
 
     Logit bias, grammar mask, penalties, temperature, top-k, top-p and min-p apply in this order, then noise decides;
@@ -89,7 +89,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[Draw], drawn: Tensor | None = 
     ]
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw], *, truncated: bool) -> Tensor:
+def draw_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], *, truncated: bool) -> Tensor:
     """Tokens `[R]` drawn from finite logits `[R, V]` at temperatures above 0, by the Gumbel-max rule.
 
     Args:
@@ -99,7 +99,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], *, truncated: bool) -> Te
     return wishes.noise.loudest(*_scores(logits, wishes, truncated=truncated))
 
 
-def probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def probabilities(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     """The distributions `[R, V]` that `sample_tokens` draws from, float64; all on one token at temperature 0."""
     adjusted = adjust_logits(logits, draws)
     found = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
@@ -114,7 +114,7 @@ def probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return found
 
 
-def _choose(logits: Tensor, scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _choose(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     """int64 `[R]`: the token of each row, or what stands in place of one.
 
     Args:
@@ -133,7 +133,7 @@ def _choose(logits: Tensor, scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     return chosen.index_copy_(0, index, torch.where(mine < 0, mine, draw_likely(_rows(scores, index), wishes)))
 
 
-def _decide(chosen: list[int], scores: Tensor, draws: Sequence[Draw]) -> None:
+def _decide(chosen: list[int], scores: Tensor, draws: Sequence[SamplingMetadata]) -> None:
     """Puts tokens where rows are undecided; few are."""
     undecided = {row for row, token_id in enumerate(chosen) if token_id == UNDECIDED}
     for truncated in (False, True) if undecided else ():
@@ -164,7 +164,7 @@ def _logprobs(logits: Tensor, token_ids: list[int], num_top: dict[int, int | Non
     return found
 
 
-def _random_rows(draws: Sequence[Draw], *, truncated: bool) -> list[int]:
+def _random_rows(draws: Sequence[SamplingMetadata], *, truncated: bool) -> list[int]:
     """Rows whose draws are random, with or without top-k, top-p or min-p."""
     params = [draw.sampling for draw in draws]
     return [row for row, each in enumerate(params) if each.temperature > 0 and each.is_truncated == truncated]

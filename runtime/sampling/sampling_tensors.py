@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.upload import upload_columns
 
 
@@ -112,7 +112,9 @@ class Wishes:
         return self.top_k, self.top_p.to(dtype), self.min_p.to(dtype)
 
 
-def upload_wishes(draws: Sequence[Draw], rows: Sequence[int], device: torch.device) -> tuple[Tensor, Wishes]:
+def upload_wishes(
+    draws: Sequence[SamplingMetadata], rows: Sequence[int], device: torch.device
+) -> tuple[Tensor, Wishes]:
     """The numbers of some rows, int64 `[R]`, and how these want to be drawn; in one transfer."""
     mine = [draws[row] for row in rows]
     integers = zip(*(integers_of(draw.sampling, draw.seed, draw.position) for draw in mine), strict=True)

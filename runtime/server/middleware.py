@@ -160,7 +160,7 @@ IDLE_SECONDS = 75
 the other side closes gets an error instead of an answer; httpx waits for 5 seconds, as uvicorn does."""
 
 
-class HurriedConnection(H11Protocol):
+class ReadTimeoutProtocol(H11Protocol):
     """uvicorn's connection, cut when the client takes too long to send the head of a request, or to read what it asked
     for: uvicorn itself limits only the pause between two requests, and a socket that is closed with unread bytes stays
     until its client leaves.

@@ -31,7 +31,7 @@ def build_speculator(
 ) -> Speculator | None:
     """What guesses for the engine of `runner`; None when nothing was asked for.
 
-    With `draft_mode="reject"` the runner is told to verify by rejection.
+    With `spec_verify="rejection"` the runner is told to verify by rejection.
 
     Args:
         path: the target's folder.
@@ -39,47 +39,49 @@ def build_speculator(
     Raises:
         ToolkitError: an unknown wish, a draft model with another vocabulary, or no memory for its blocks.
     """
-    if not config.speculate:
-        if config.draft_mode == "reject":
-            raise ToolkitError("--draft-mode reject verifies guesses, but nothing guesses", "Add --speculate ngram")
+    if not config.speculative_model:
+        if config.spec_verify == "rejection":
+            raise ToolkitError("--spec-verify rejection needs a drafter", "Add --speculative-model ngram")
         return None
     _check(config, runner)
-    proposals: Proposals | None = {} if config.draft_mode == "reject" else None
+    proposals: Proposals | None = {} if config.spec_verify == "rejection" else None
     drafter = _build_drafter(path, target, runner, config, proposals)
     if proposals is not None:
         runner.sample = RejectionSampler(proposals)
-    return Speculator(drafter, config.num_draft_tokens, Gate())
+    return Speculator(drafter, config.num_speculative_tokens, Gate())
 
 
 def _check(config: RuntimeConfig, runner: ModelRunner) -> None:
-    if not 1 <= config.num_draft_tokens <= MAX_DRAFT_TOKENS:
+    if not 1 <= config.num_speculative_tokens <= MAX_DRAFT_TOKENS:
         raise ToolkitError(
-            f"{config.num_draft_tokens} draft tokens are not between 1 and {MAX_DRAFT_TOKENS}",
-            "Use --draft-tokens 4",
+            f"{config.num_speculative_tokens} draft tokens are not between 1 and {MAX_DRAFT_TOKENS}",
+            "Use --num-speculative-tokens 4",
         )
-    if config.draft_mode not in ("match", "reject"):
-        raise ToolkitError(f"unknown draft mode {config.draft_mode!r}", "Use --draft-mode match or reject")
-    if config.speculate == TREES:
+    if config.spec_verify not in ("exact", "rejection"):
+        raise ToolkitError(f"unknown --spec-verify {config.spec_verify!r}", "Use --spec-verify exact or rejection")
+    if config.speculative_model == TREES:
         _check_trees(config, runner)
 
 
 def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
-    remedy = "Use --speculate ngram"
-    if config.draft_mode == "reject":
-        raise ToolkitError("trees of guesses are verified by match", f"Use --draft-mode match, or {remedy[4:]}")
+    remedy = "Use --speculative-model ngram"
+    if config.spec_verify == "rejection":
+        raise ToolkitError("trees of draft tokens are verified exactly", f"Use --spec-verify exact, or {remedy[4:]}")
     if runner.cache.sinks or runner.cache.recent:
-        raise ToolkitError("trees of guesses have no place among exact sinks and recent tokens", remedy)
+        raise ToolkitError("trees of draft tokens cannot be combined with exact sinks and recent tokens", remedy)
     shortest = min((window for window in runner.windows if window is not None), default=None)
-    if shortest is not None and shortest <= config.num_draft_tokens:
-        raise ToolkitError(f"trees of {config.num_draft_tokens} tokens do not fit in a window of {shortest}", remedy)
+    if shortest is not None and shortest <= config.num_speculative_tokens:
+        raise ToolkitError(
+            f"trees of {config.num_speculative_tokens} tokens do not fit in a window of {shortest}", remedy
+        )
 
 
 def _build_drafter(
     path: str | Path, target: Decoder, runner: ModelRunner, config: RuntimeConfig, proposals: Proposals | None
 ) -> Drafter:
-    if config.speculate == CHAINS:
+    if config.speculative_model == CHAINS:
         return NgramDrafter()
-    if config.speculate == TREES:
+    if config.speculative_model == TREES:
         return NgramDrafter(TREE_BRANCHES)
     decoder = _draft_decoder(path, target, config)
     draft = ModelRunner(decoder, _draft_memory(decoder, target, runner.memory))
@@ -89,14 +91,16 @@ def _build_drafter(
 
 
 def _draft_decoder(path: str | Path, target: Decoder, config: RuntimeConfig) -> Decoder:
-    if rounded := SELF_ROUNDED.fullmatch(config.speculate):
-        return round_layers(target, path, int(rounded[1]), config.kernels)
-    if skipping := SELF_SKIPPING.fullmatch(config.speculate):
+    if rounded := SELF_ROUNDED.fullmatch(config.speculative_model):
+        return round_layers(target, path, int(rounded[1]), config.linear_backend)
+    if skipping := SELF_SKIPPING.fullmatch(config.speculative_model):
         return skip_layers(target, int(skipping[1]) if skipping[1] else None)
-    folder = draft_model_path() if config.speculate == "demo" else Path(config.speculate)
+    folder = draft_model_path() if config.speculative_model == "demo" else Path(config.speculative_model)
     if not folder.is_dir():
-        raise ToolkitError(f"--speculate {config.speculate} is neither a known drafter nor a folder", f"Use {CHOICES}")
-    decoder = load_model(folder, device=str(target.device), dtype=_dtype_name(target), kernels=config.kernels)
+        raise ToolkitError(
+            f"--speculative-model {config.speculative_model} is neither a known drafter nor a folder", f"Use {CHOICES}"
+        )
+    decoder = load_model(folder, device=str(target.device), dtype=_dtype_name(target), kernels=config.linear_backend)
     _check_vocabulary(Path(path), target, folder, decoder)
     return decoder
 
@@ -107,7 +111,7 @@ def _dtype_name(target: Decoder) -> str:
 
 def _check_vocabulary(path: Path, target: Decoder, folder: Path, draft: Decoder) -> None:
     """Token ids must mean the same to both models."""
-    remedy = "Draft with a model of the same family, or with --speculate ngram or self:2bit"
+    remedy = "Draft with a model of the same family, or with --speculative-model ngram or self:2bit"
     sizes = target.config.vocab_size, draft.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ToolkitError(f"{folder} has a vocabulary of {sizes[1]} tokens, and {path} one of {sizes[0]}", remedy)

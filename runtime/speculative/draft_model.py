@@ -155,7 +155,7 @@ def skip_layers(target: Decoder, num_skipped: int | None = None) -> Decoder:
     if not 1 <= skipped <= count - 2:
         raise ToolkitError(
             f"{skipped} of {count} layers cannot be skipped: the first and the last stay",
-            f"Use --speculate self:skip=N with N from 1 to {count - 2}" if count > 2 else "Use another drafter",
+            f"Use --speculative-model self:skip=N with N from 1 to {count - 2}" if count > 2 else "Use another drafter",
         )
     # Kept layers at even distances, from the first to the last.
     kept = [round(index * (count - 1) / (count - skipped - 1)) for index in range(count - skipped)]
@@ -183,7 +183,7 @@ def _scheme(source: PackedCheckpoint, module: str, bits: int) -> Scheme:
     if stored is not None and _taken(stored, rows, columns) <= bits:
         raise ToolkitError(
             f"{module} has {_taken(stored, rows, columns):g} bits already, so {bits} bits make no faster draft",
-            "Use --speculate self:skip, ngram, or fewer bits",
+            "Use --speculative-model self:skip, ngram, or fewer bits",
         )
     return Scheme(bits, next((size for size in GROUP_SIZES if columns % size == 0), None), symmetric=False)
 

@@ -50,7 +50,7 @@ def engine(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
     from runtime.core.request import SamplingParams
     from runtime.llm import LLM
 
-    sizes = {"max_num_sequences": settings.batch, "prefix_caching": False}
+    sizes = {"max_num_seqs": settings.batch, "prefix_caching": False}
     llm = LLM(model, RuntimeConfig(device=settings.device, dtype=settings.dtype, **sizes))
 
     def answer(some: Sequence[Job]) -> list[tuple[int, ...]]:

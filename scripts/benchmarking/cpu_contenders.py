@@ -62,7 +62,7 @@ class Engine:
 
         torch.set_num_threads(threads)
         _set_native_threads(threads)
-        config = RuntimeConfig(dtype=dtype, kernels=kernels, max_num_sequences=8, prefix_caching=False)
+        config = RuntimeConfig(dtype=dtype, linear_backend=kernels, max_num_seqs=8, prefix_caching=False)
         self.llm = LLM(model, config)
 
     def prefill(self, tokens: int) -> None:

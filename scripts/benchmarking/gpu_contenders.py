@@ -38,7 +38,7 @@ class Engine:
                 device=device,
                 kv_cache=kv_cache,
                 kv_memory_bytes=kv_memory_bytes,
-                max_num_sequences=MAX_SEQUENCES,
+                max_num_seqs=MAX_SEQUENCES,
                 max_num_batched_tokens=STEP_TOKENS,
                 prefill_chunk=STEP_TOKENS,
                 prefix_caching=False,

@@ -128,7 +128,12 @@ def test_every_cell_gives_the_same_tokens(
     cache: bool,
 ) -> None:
     engine = build_engine(
-        decoder, tokenizer, speculate=speculate, num_blocks=num_blocks, prefill_chunk=chunk, prefix_caching=cache
+        decoder,
+        tokenizer,
+        speculative_model=speculate,
+        num_blocks=num_blocks,
+        prefill_chunk=chunk,
+        prefix_caching=cache,
     )
     found = asyncio.run(serve(engine, tokenizer, bodies(), together=True))
     assert found == expected

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 
 
-def exact_distribution(row: Tensor, draw: Draw) -> Tensor:
+def exact_distribution(row: Tensor, draw: SamplingMetadata) -> Tensor:
     """Probabilities float64 `[V]` of one draw from raw logits `[V]` without ties, token by token."""
     params, scores = draw.sampling, exact_scores(row, draw)
     p = (scores / params.temperature).softmax(0)
@@ -24,7 +24,7 @@ def exact_distribution(row: Tensor, draw: Draw) -> Tensor:
     return result
 
 
-def exact_scores(row: Tensor, draw: Draw) -> Tensor:
+def exact_scores(row: Tensor, draw: SamplingMetadata) -> Tensor:
     """Logits float64 `[V]` with bias, mask and penalties."""
     params, scores = draw.sampling, row.double().tolist()
     for token_id, bias in params.logit_bias:

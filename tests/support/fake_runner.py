@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence as TokenIds
 from hashlib import blake2b
 
-from runtime.core.attention_window import ALL, RELEASED, Reach
+from runtime.core.attention_window import FULL_ATTENTION, RELEASED, AttentionWindow
 from runtime.core.request import Sequence, TokenLogprobs
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan, find_child, grow_tree, paths
 
@@ -25,10 +25,10 @@ def next_token(history: list[Slot], seed: int) -> int:
     return int.from_bytes(digest, "little") % VOCAB_SIZE
 
 
-def visible_positions(length: int, reach: Reach) -> list[int]:
+def visible_positions(length: int, attention_window: AttentionWindow) -> list[int]:
     """What the last of `length` tokens looks at."""
-    first = 0 if reach.window is None else max(0, length - reach.window)
-    return [*range(min(reach.sinks, first)), *range(first, length)]
+    first = 0 if attention_window.window is None else max(0, length - attention_window.window)
+    return [*range(min(attention_window.sinks, first)), *range(first, length)]
 
 
 def expected_tokens(
@@ -36,13 +36,15 @@ def expected_tokens(
     max_tokens: int,
     seed: int = 0,
     end_token_ids: frozenset[int] = frozenset(),
-    reach: Reach = ALL,
+    attention_window: AttentionWindow = FULL_ATTENTION,
 ) -> list[int]:
     """What a request must get, computed without engine, blocks or batch."""
     history = [(token, position) for position, token in enumerate(prompt)]
     output: list[int] = []
     while len(output) < max_tokens and not (output and output[-1] in end_token_ids):
-        output.append(next_token([history[position] for position in visible_positions(len(history), reach)], seed))
+        output.append(
+            next_token([history[position] for position in visible_positions(len(history), attention_window)], seed)
+        )
         history.append((output[-1], len(history)))
     return output
 
@@ -64,7 +66,7 @@ class FakeRunner:
         max_model_len: int = 256,
         eos_token_ids: frozenset[int] = frozenset(),
         num_host_blocks: int = 0,
-        reach: Reach = ALL,
+        attention_window: AttentionWindow = FULL_ATTENTION,
         shares_blocks: bool = True,
     ) -> None:
         self.shares_blocks = shares_blocks
@@ -72,7 +74,7 @@ class FakeRunner:
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
         self.max_model_len = max_model_len
-        self.reach = reach
+        self.attention_window = attention_window
         self.vocab_size = VOCAB_SIZE
         self.eos_token_ids = eos_token_ids
         self.broken_ids: set[str] = set()
@@ -147,7 +149,7 @@ class FakeRunner:
         sequence, num_guesses = entry.sequence, len(path)
         if sequence.id in self.broken_ids:
             return SampledToken(-1, error="logits are not finite")
-        visible = visible_positions(sequence.num_tokens + num_guesses, self.reach)
+        visible = visible_positions(sequence.num_tokens + num_guesses, self.attention_window)
         places = [*range(sequence.num_tokens), *(sequence.num_tokens + number for number in path)]
         history = [self._slots[self._slot(entry, places[position])] for position in visible]
         if any(slot is None for slot in history):
@@ -162,14 +164,18 @@ class FakeRunner:
 class FakeDrafter:
     """Guesses what a `FakeRunner` will say: right with some probability, else anything; as many as it likes."""
 
-    def __init__(self, num_guesses: int, accuracy: float, seed: int = 0, reach: Reach = ALL) -> None:
-        self.num_guesses, self.accuracy, self.reach = num_guesses, accuracy, reach
+    def __init__(
+        self, num_guesses: int, accuracy: float, seed: int = 0, attention_window: AttentionWindow = FULL_ATTENTION
+    ) -> None:
+        self.num_guesses, self.accuracy, self.attention_window = num_guesses, accuracy, attention_window
         self._chance = random.Random(seed)
 
     def propose(self, wishes: TokenIds[tuple[Sequence, int]]) -> None:
         for sequence, count in wishes:
             count = self._chance.randint(0, min(count, self.num_guesses))
-            right = expected_tokens(sequence.token_ids, count, sequence.request.seed, reach=self.reach)
+            right = expected_tokens(
+                sequence.token_ids, count, sequence.request.seed, attention_window=self.attention_window
+            )
             sequence.draft_token_ids = [
                 token if self._chance.random() < self.accuracy else self._chance.randrange(VOCAB_SIZE)
                 for token in right

@@ -83,7 +83,7 @@ class NativeLayers:
         )
         if self._run(self._layers, len(self._layers), ctypes.addressof(step), self._instruction_set):
             reason = "this machine lacks the instruction set, or there is no memory"
-            raise ToolkitError(f"the compiled layers failed: {reason}", "Use --kernels reference")
+            raise ToolkitError(f"the compiled layers failed: {reason}", "Use --linear-backend reference")
         return hidden.add_(update)
 
 

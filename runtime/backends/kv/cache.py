@@ -34,7 +34,7 @@ def choose_pages(decoder: Decoder, memory: MemoryPlan) -> tuple[KVPages, str]:
 
 def refuse_native(decoder: Decoder, memory: MemoryPlan) -> str:
     """Why compiled attention cannot serve a runner; empty when it can."""
-    if memory.reach.window is not None and memory.reach.sinks:
+    if memory.attention_window.window is not None and memory.attention_window.sinks:
         return "keeps no sinks of streams"
     refusal = refuse_pages(decoder.config, memory.kv_cache, memory.block_size, decoder.dtype, decoder.device)
     if not refusal and isinstance(decoder.ops, TorchOps):
@@ -67,7 +67,7 @@ class KVCache:
         self.pages, self.reason = choose_pages(decoder, memory)
         sinks, recent, num_sequences = self.scheme.sinks, self.scheme.recent, memory.exact.num_sequences
         # Where the whole model has a window, what is kept as sinks are tokens that all tokens see.
-        windows = config.windows if memory.reach.window is None else (None,) * config.num_layers
+        windows = config.windows if memory.attention_window.window is None else (None,) * config.num_layers
         self.sinks = SinkStore(config, sinks, num_sequences, self.turn, windows, dtype, device) if sinks else None
         self.recent = RecentStore(config, recent, num_sequences, dtype, device) if recent else None
 

@@ -23,7 +23,7 @@ ROW_MULTIPLE, INPUT_MULTIPLE = 32, 64
 TOKEN_MULTIPLE = 8
 """Tokens are filled up to this with zeros."""
 KEPT, OF = 2, 4
-MULTIPLIED = f"2:4 zeros are multiplied too: few tokens are faster so (--kernels {NAME} differs)"
+MULTIPLIED = f"2:4 zeros are multiplied too: few tokens are faster so (--linear-backend {NAME} differs)"
 
 
 class SemiStructuredLinear:

@@ -11,7 +11,7 @@ from runtime.backends.kv.cache import KVCache
 from runtime.backends.triton.attention import TritonAttention
 from runtime.backends.triton.kernels.page_views import layer_pages
 from runtime.backends.triton.ops import TritonOps
-from runtime.core.attention_window import Reach
+from runtime.core.attention_window import AttentionWindow
 from runtime.model.decoder import Decoder, Layer
 
 
@@ -68,7 +68,7 @@ class TritonLayers:
         return products.down.product(self._rows.gate(gate_up, products.down.input_form(tokens), hidden.dtype))
 
 
-def refuse_triton_layers(decoder: Decoder, attention_refusal: str, reach: Reach) -> str:
+def refuse_triton_layers(decoder: Decoder, attention_refusal: str, attention_window: AttentionWindow) -> str:
     """Why a decoder's layers cannot run in fused kernels; empty when they can.
 
     Args:
@@ -78,7 +78,11 @@ def refuse_triton_layers(decoder: Decoder, attention_refusal: str, reach: Reach)
         return f"attention is plain torch: Triton {attention_refusal}"
     if not isinstance(decoder.ops, TritonOps):
         return "ops between linears are not in Triton"
-    return "queries of streams with sinks stand at two places" if reach.window is not None and reach.sinks else ""
+    return (
+        "queries of streams with sinks stand at two places"
+        if attention_window.window is not None and attention_window.sinks
+        else ""
+    )
 
 
 def _products(layer: Layer) -> _Products:

@@ -148,7 +148,7 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
         (["prune", "--group-size", "64"], "--group-size 64 means nothing without --bits"),
         (["factorize", "--group-size", "64"], "--group-size 64 means nothing without --bits"),
         (["prune", "--spread", "0.1"], "mean nothing where all blocks are pruned alike"),
-        (["eval", "--ppl", "--kernels", "w4a9"], "unknown kernel 'w4a9'"),
+        (["eval", "--ppl", "--linear-backend", "w4a9"], "unknown kernel 'w4a9'"),
         (["quantize", "--seed", "-1"], "seed=-1 is outside 0 to 2^63 - 1"),
         (["quantize", "--method", "smoothquant", "--bits", "4", "--dry-run"], "w4a8 channel sym cannot be stored"),
         (["run", "int4-awk"], "Did you mean 'int4-awq'"),

@@ -16,7 +16,7 @@ from compress.common.cli import demo_model_path
 from runtime.bench.run import own_server
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-EXACT = ["--dtype", "float64", "--kernels", "reference"]  # no token depends on who else is in the batch
+EXACT = ["--dtype", "float64", "--linear-backend", "reference"]  # no token depends on who else is in the batch
 
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path) -> Non
     lines = [line(f"r{i}", prompt=f"Number {i}", max_tokens=100, ignore_eos=True) for i in range(40)]
     write(tmp_path / "in.jsonl", lines)
     out = tmp_path / "out.jsonl"
-    options = ["batch", "in.jsonl", "out.jsonl", "--max-sequences", "2"]
+    options = ["batch", "in.jsonl", "out.jsonl", "--max-num-seqs", "2"]
     for number in (signal.SIGKILL, signal.SIGINT):
         run, size = start(*options, cwd=tmp_path), out.stat().st_size if out.exists() else 0
         end = time.monotonic() + 120
@@ -138,7 +138,7 @@ def test_wrong_files_are_refused_before_loading(tmp_path: Path) -> None:
         (["none.jsonl", "out.jsonl"], "there is no file none.jsonl"),
         (["empty.jsonl", "out.jsonl"], "empty.jsonl has no requests"),
         (["in.jsonl", "in.jsonl"], "in.jsonl:1 is not a result of a batch"),
-        (["in.jsonl", "out.jsonl", "--name", "gpt"], "model 'demo' is not the loaded one, 'gpt'"),
+        (["in.jsonl", "out.jsonl", "--served-model-name", "gpt"], "model 'demo' is not the loaded one, 'gpt'"),
         (["in.jsonl", "no/folder/out.jsonl"], "no/folder"),
         (["in.jsonl", "."], ". is a folder"),
     ],

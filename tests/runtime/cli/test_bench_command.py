@@ -21,7 +21,7 @@ SMALL = ["--input", "8:24", "--output", "4:12", "--warmup", "2"]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    options = ["--api-key", "secret", "--max-requests", "3", "--max-sequences", "2"]
+    options = ["--api-key", "secret", "--max-requests", "3", "--max-num-seqs", "2"]
     with own_server(demo_model_path(), options) as own:
         yield own
 
@@ -89,10 +89,10 @@ def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) 
         (["--prompts", "nowhere"], 1, "there is no file nowhere"),
         (["--url", "http://127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
         (["--url", "nonsense"], 1, "is no URL"),
-        (["--url", "http://127.0.0.1:1", "--serve", "--max-sequences 1"], 1, "Give one of them"),
+        (["--url", "http://127.0.0.1:1", "--serve", "--max-num-seqs 1"], 1, "Give one of them"),
         (["--json", "no/such/folder/x.json"], 1, "there is no folder no/such/folder"),
         (["--json", "."], 1, ". is a folder"),
-        (["--serve", "--name 'x"], 2, "No closing quotation"),
+        (["--serve", "--served-model-name 'x"], 2, "No closing quotation"),
         (["--serve", "--max-len 5"], 1, "the server did not start: No such option"),
         (["--serve", "--max-seqs 3"], 1, "the server did not start: No such option: --max-seqs (Possible options:"),
     ],

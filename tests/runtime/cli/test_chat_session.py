@@ -15,7 +15,7 @@ from runtime.core.request import SamplingParams
 from runtime.llm import LLM, load_engine
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
-CONFIG = RuntimeConfig(device="cpu", dtype="float64", kernels="reference", num_blocks=64)
+CONFIG = RuntimeConfig(device="cpu", dtype="float64", linear_backend="reference", num_blocks=64)
 
 
 def never() -> bool:

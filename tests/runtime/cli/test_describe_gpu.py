@@ -21,7 +21,7 @@ GIB = 2**30
 
 @pytest.fixture
 def engine(tmp_path) -> Engine:
-    config = RuntimeConfig(num_blocks=32, max_num_sequences=5)
+    config = RuntimeConfig(num_blocks=32, max_num_seqs=5)
     decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32")
     return Engine(build_runner(decoder, config), None, config)
 

@@ -16,7 +16,7 @@ from runtime.runner.runner import build_runner
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_every_linear_has_a_kernel_and_a_reason(tmp_path: Path, kernels: str) -> None:
-    config = RuntimeConfig(num_blocks=32, max_num_sequences=5)
+    config = RuntimeConfig(num_blocks=32, max_num_seqs=5)
     decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32", kernels=kernels)
     lines = describe_kernels(Engine(build_runner(decoder, config), None, config))
     for name in ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj", "head"):

@@ -114,7 +114,7 @@ def test_generate_refuses_an_empty_prompt(tmp_path: Path) -> None:
 
 
 def test_serve_announces_itself_and_its_curl_line_works(tmp_path: Path) -> None:
-    with serving("--host-kv-memory", "64MiB", cwd=tmp_path) as (_, url, printed):
+    with serving("--kv-offload", "64MiB", cwd=tmp_path) as (_, url, printed):
         for words in ("bundled demo model", "dense bfloat16", "context", "KV cache", "in host memory", "curl"):
             assert words in printed
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]

@@ -22,10 +22,10 @@ def generate(*options: str) -> dict[str, object]:
 
 def test_guessing_changes_no_text() -> None:
     plain = generate()
-    for options in (["demo"], ["self:skip=1", "--draft-tokens", "2"], [str(draft_model_path())]):
-        found = generate("--speculate", *options)
+    for options in (["demo"], ["self:skip=1", "--num-speculative-tokens", "2"], [str(draft_model_path())]):
+        found = generate("--speculative-model", *options)
         assert {**found, "tokens_per_second": 0} == {**plain, "tokens_per_second": 0}
-    assert generate("--speculate", "demo", "--draft-mode", "reject")["completion_tokens"] == 24
+    assert generate("--speculative-model", "demo", "--spec-verify", "rejection")["completion_tokens"] == 24
 
 
 def test_a_draft_model_whose_tokens_mean_something_else_is_refused(tmp_path: Path) -> None:
@@ -39,4 +39,4 @@ def test_a_draft_model_whose_tokens_mean_something_else_is_refused(tmp_path: Pat
     with pytest.raises(
         ToolkitError, match=r"disagree about 2 of 8192 token ids\. Draft with a model of the same family"
     ):
-        generate("--speculate", str(folder))
+        generate("--speculative-model", str(folder))

@@ -76,7 +76,7 @@ def test_tokens_do_not_depend_on_caching_chunks_blocks_or_budget(
 
 
 def test_requests_are_answered_in_order_of_arrival() -> None:
-    engine = make_engine(max_num_sequences=2)
+    engine = make_engine(max_num_seqs=2)
     for index in range(6):
         engine.add_request([index, 1, 2], SamplingParams(max_tokens=4), str(index))
     ends = [d.request_id for _ in range(40) for d in engine.step() if d.finish_reason]
@@ -139,7 +139,7 @@ def test_several_answers_share_a_prompt_and_nothing_else(
     prefix_caching: bool, num_blocks: int, num_sequences: int, length: int
 ) -> None:
     runner = FakeRunner(num_blocks=num_blocks)
-    engine = make_engine(runner, prefix_caching=prefix_caching, max_num_sequences=num_sequences)
+    engine = make_engine(runner, prefix_caching=prefix_caching, max_num_seqs=num_sequences)
     prompt = list(range(length))
     for n, name in ((3, "three"), (1, "one"), (4, "four")):
         engine.add_request(prompt, SamplingParams(max_tokens=20, seed=5, n=n), name)
@@ -169,12 +169,12 @@ def test_aborting_and_failing_take_all_answers(started: bool) -> None:
     assert "abort" not in deltas
     assert {d.index for d in deltas["bad"] if d.finish_reason is FinishReason.ERROR} == {0, 1, 2}
     assert {d.index for d in deltas["rest"] if d.finish_reason is FinishReason.LENGTH} == {0, 1, 2}
-    assert not engine.requests._live
-    assert not engine.requests._times
+    assert not engine.output_processor._requests
+    assert not engine.output_processor._times
 
 
 def test_urgent_requests_are_answered_first() -> None:
-    engine = make_engine(max_num_sequences=1)
+    engine = make_engine(max_num_seqs=1)
     for index, priority in enumerate((0, 2, 0, -1)):
         options = RequestOptions(priority=priority)
         engine.add_request([index], SamplingParams(max_tokens=3), str(index), options)
@@ -186,7 +186,7 @@ def test_urgent_requests_are_answered_first() -> None:
 
 def test_a_time_limit_ends_running_and_waiting_requests_with_what_they_have() -> None:
     now = 0.0
-    engine = Engine(FakeRunner(), None, RuntimeConfig(block_size=4, max_num_sequences=2), clock=lambda: now)
+    engine = Engine(FakeRunner(), None, RuntimeConfig(block_size=4, max_num_seqs=2), clock=lambda: now)
     for name, limit in (("runs", 2.5), ("endless", None), ("waits", 2.5)):
         sampling = SamplingParams(max_tokens=5, seed=0, n=2 if name == "waits" else 1)
         engine.add_request([1, 2], sampling, name, RequestOptions(time_limit=limit))
@@ -241,7 +241,7 @@ def test_text_held_for_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) 
 
 def test_text_held_back_comes_out_when_time_is_over(tokenizer: Tokenizer) -> None:
     now, script = 0.0, tokenizer.encode("one two three")
-    config = RuntimeConfig(block_size=4, max_num_sequences=1)
+    config = RuntimeConfig(block_size=4, max_num_seqs=1)
     engine = Engine(scripted(tokenizer, script), tokenizer, config, clock=lambda: now)
     sampling = SamplingParams(max_tokens=len(script), stop=("two three four",))
     engine.add_request([5], sampling, "a", RequestOptions(time_limit=1))
@@ -321,7 +321,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_poisons_nobody() -> None:
 
 
 def test_a_runner_that_raises_fails_its_step_and_the_engine_goes_on() -> None:
-    engine = make_engine(max_num_sequences=2)
+    engine = make_engine(max_num_seqs=2)
     for index in range(3):
         engine.add_request([index, 1], SamplingParams(max_tokens=4, seed=0), str(index))
     engine.step()

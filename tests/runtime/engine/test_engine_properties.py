@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 from fake_runner import FakeDrafter, FakeRunner, expected_tokens
+from fault_injection import FaultInjection
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,11 +22,10 @@ from hypothesis.stateful import (
 )
 
 from compress.common.errors import RequestError
-from runtime.core.attention_window import ALL, Reach
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine import Engine
-from runtime.engine.fault_injection import Chaos
 from runtime.engine.output_processor import derive_seed
 from runtime.engine.scheduler import PRIORITY_PLACES
 from runtime.speculative.proposer import Speculator
@@ -62,8 +62,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         plain=st.booleans(),
         num_host_blocks=st.sampled_from([0, 0, 1, 3, 20]),
-        chaos=st.sampled_from([None, None, 0, 1, 2]),
-        reach=st.just(ALL) | st.builds(Reach, st.integers(1, 12), st.integers(0, 5)),
+        before_step=st.sampled_from([None, None, 0, 1, 2]),
+        attention_window=st.just(FULL_ATTENTION) | st.builds(AttentionWindow, st.integers(1, 12), st.integers(0, 5)),
         num_guesses=st.integers(0, 4),
         accuracy=st.sampled_from([0.3, 0.9]),
     )
@@ -77,28 +77,28 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         plain: bool,
         num_host_blocks: int,
-        chaos: int | None,
-        reach: Reach,
+        faults: int | None,
+        attention_window: AttentionWindow,
         num_guesses: int,
         accuracy: float,
     ) -> None:
         config = RuntimeConfig(
             block_size=block_size,
             max_num_batched_tokens=budget,
-            max_num_sequences=num_sequences,
+            max_num_seqs=num_sequences,
             prefill_chunk=chunk,
             prefix_caching=prefix_caching,
         )
-        self.runner = FakeRunner(num_blocks, block_size, MAX_MODEL_LEN, END_TOKENS, num_host_blocks, reach)
+        self.runner = FakeRunner(num_blocks, block_size, MAX_MODEL_LEN, END_TOKENS, num_host_blocks, attention_window)
         self.span = config.max_span_tokens
         self.num_steps = 0
-        trouble = None if chaos is None else Chaos(chaos, preempt=0.2, evict=0.3, abort=0.02)
-        drafter = FakeDrafter(num_guesses, accuracy, reach=reach)
+        trouble = None if faults is None else FaultInjection(faults, preempt=0.2, evict=0.3, abort=0.02)
+        drafter = FakeDrafter(num_guesses, accuracy, attention_window=attention_window)
         speculator = Speculator(drafter, num_guesses) if num_guesses else None
         self.engine = Engine(
-            self.runner, None, config, speculator=speculator, clock=lambda: self.num_steps, chaos=trouble
+            self.runner, None, config, speculator=speculator, clock=lambda: self.num_steps, before_step=trouble
         )
-        self.chaos = trouble is not None
+        self.faults = trouble is not None
         self.plain = plain and trouble is None
         self.longest_wait = (num_sequences + 1) * MAX_MODEL_LEN
         self.num_added = 0
@@ -133,15 +133,15 @@ class EngineMachine(RuleBasedStateMachine):
             request_id = self.engine.add_request(prompt, sampling, None, options)
         except RequestError:
             length, runner = len(prompt) + max_tokens, self.runner
-            needed = runner.reach.blocks_for(length, self.span, runner.block_size)
+            needed = runner.attention_window.blocks_for(length, self.span, runner.block_size)
             assert not prompt or length > MAX_MODEL_LEN or needed > runner.num_blocks
             return
         order = (self.num_added + priority * PRIORITY_PLACES, self.num_added)
         self.num_added += 1
         deadline = None if time_limit is None else self.num_steps + time_limit
         seeds = [seed, *(derive_seed(seed, index) for index in range(1, n))]
-        reach = self.runner.reach
-        wanted = {i: expected_tokens(prompt, max_tokens, s, END_TOKENS, reach) for i, s in enumerate(seeds)}
+        attention_window = self.runner.attention_window
+        wanted = {i: expected_tokens(prompt, max_tokens, s, END_TOKENS, attention_window) for i, s in enumerate(seeds)}
         bound = self.bound(order, n, len(prompt) + max_tokens)
         self.live[request_id] = Expected(order, bound, deadline, wanted, {index: [] for index in wanted})
 
@@ -149,7 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
         """The step in which a new request must have ended; moves the bounds of those that it overtakes.
 
         Plain requests: in every step the first one computes at least one token, and nobody preempts it. With several
-        answers, priorities and chaos, the first of all sequences may wait until those that run have ended.
+        answers, priorities and faults, the first of all sequences may wait until those that run have ended.
         """
         if self.plain:
             return max([self.num_steps, *(other.bound for other in self.live.values())]) + num_tokens
@@ -200,8 +200,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.nothing_is_broken()
         pool = self.engine.scheduler.pool
         assert pool.num_free == pool.num_blocks
-        requests = self.engine.requests
-        for table in (requests._live, requests._by_sequence, requests._times):
+        requests = self.engine.output_processor
+        for table in (requests._requests, requests._by_sequence, requests._times):
             assert not table
 
     def step(self) -> None:
@@ -222,7 +222,7 @@ class EngineMachine(RuleBasedStateMachine):
         if delta.finish_reason is None:
             return
         if delta.finish_reason is FinishReason.ABORT:
-            assert self.chaos
+            assert self.faults
         elif delta.finish_reason is FinishReason.TIMEOUT:
             assert self.num_steps > expected.deadline
         elif delta.finish_reason is FinishReason.ERROR:

@@ -44,7 +44,7 @@ def runner() -> GatedRunner:
 
 @pytest.fixture
 def thread(runner: GatedRunner) -> Iterator[EngineThread]:
-    config = RuntimeConfig(block_size=4, max_num_batched_tokens=64, max_num_sequences=16)
+    config = RuntimeConfig(block_size=4, max_num_batched_tokens=64, max_num_seqs=16)
     thread = EngineThread(Engine(runner, None, config))
     thread.start()
     yield thread
@@ -111,7 +111,7 @@ def test_a_thousand_clients_that_vanish_leave_every_block_free(thread: EngineThr
     async def main() -> None:
         await asyncio.gather(*(client(index) for index in range(1000)), return_exceptions=True)
         await until_idle(thread)
-        assert not thread._inboxes
+        assert not thread._streams
 
     asyncio.run(main())
     thread.engine.scheduler.check()
@@ -135,7 +135,7 @@ def test_several_answers_come_out_of_one_generator(thread: EngineThread) -> None
             pass
         await stream.aclose()
         await until_idle(thread)
-        assert not thread._inboxes
+        assert not thread._streams
 
     asyncio.run(main())
 

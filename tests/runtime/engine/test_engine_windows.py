@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.common.errors import RequestError
-from runtime.core.attention_window import Reach, held_blocks
+from runtime.core.attention_window import AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
@@ -16,10 +16,16 @@ from runtime.engine.output_processor import derive_seed
 
 
 def make_engine(
-    reach: Reach, num_blocks: int = 64, max_model_len: int = 256, num_host_blocks: int = 0, **options: object
+    attention_window: AttentionWindow,
+    num_blocks: int = 64,
+    max_model_len: int = 256,
+    num_host_blocks: int = 0,
+    **options: object,
 ) -> Engine:
     config = RuntimeConfig(**({"block_size": 4, "prefill_chunk": 8, "max_num_batched_tokens": 24} | options))
-    runner = FakeRunner(num_blocks, config.block_size, max_model_len, num_host_blocks=num_host_blocks, reach=reach)
+    runner = FakeRunner(
+        num_blocks, config.block_size, max_model_len, num_host_blocks=num_host_blocks, attention_window=attention_window
+    )
     return Engine(runner, None, config)
 
 
@@ -39,23 +45,25 @@ def run(engine: Engine, tokens: Tokens, max_steps: int = 10**6, max_held: int = 
             assert len(held_blocks(sequence.block_ids)) <= max_held
 
 
-@pytest.mark.parametrize("reach", [Reach(10), Reach(10, 3), Reach(1), Reach(7, 4)])
+@pytest.mark.parametrize(
+    "attention_window", [AttentionWindow(10), AttentionWindow(10, 3), AttentionWindow(1), AttentionWindow(7, 4)]
+)
 @pytest.mark.parametrize("num_prompt_tokens", [3, 90])
-def test_long_sequences_hold_the_window_and_a_chunk(reach: Reach, num_prompt_tokens: int) -> None:
+def test_long_sequences_hold_the_window_and_a_chunk(attention_window: AttentionWindow, num_prompt_tokens: int) -> None:
     """12 blocks of 4 tokens, and sequences of 190."""
-    engine = make_engine(reach, num_blocks=12)
+    engine = make_engine(attention_window, num_blocks=12)
     prompt = [7 * i % 50 for i in range(num_prompt_tokens)]
     engine.add_request(prompt, SamplingParams(max_tokens=100, seed=0), "a")
     found: Tokens = {}
-    run(engine, found, max_held=reach.blocks_for(10**6, 8, 4))
-    assert found == {("a", 0): expected_tokens(prompt, 100, reach=reach)}
-    assert reach.blocks_for(10**6, 8, 4) <= 7
+    run(engine, found, max_held=attention_window.blocks_for(10**6, 8, 4))
+    assert found == {("a", 0): expected_tokens(prompt, 100, attention_window=attention_window)}
+    assert attention_window.blocks_for(10**6, 8, 4) <= 7
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
 def test_a_window_is_found_though_what_was_before_it_is_gone(num_host_blocks: int) -> None:
     """30 blocks' worth of text passed through a pool of 12; the last ones are enough to go on from."""
-    engine = make_engine(Reach(10, 3), num_blocks=12, num_host_blocks=num_host_blocks)
+    engine = make_engine(AttentionWindow(10, 3), num_blocks=12, num_host_blocks=num_host_blocks)
     prompt = [5 * i % 50 for i in range(60)]
     tokens: Tokens = {}
     engine.add_request(prompt, SamplingParams(max_tokens=60, seed=0), "a")
@@ -64,12 +72,12 @@ def test_a_window_is_found_though_what_was_before_it_is_gone(num_host_blocks: in
     engine.add_request(longer, SamplingParams(max_tokens=40, seed=1), "b")
     plans = len(engine.runner.plans)
     run(engine, tokens)
-    assert tokens["b", 0] == expected_tokens(longer, 40, 1, reach=Reach(10, 3))
+    assert tokens["b", 0] == expected_tokens(longer, 40, 1, attention_window=AttentionWindow(10, 3))
     assert engine.runner.plans[plans] == {"b": 123 - 116}
 
 
 def test_a_preempted_stream_goes_on_from_its_window() -> None:
-    engine = make_engine(Reach(10, 3), num_blocks=20)
+    engine = make_engine(AttentionWindow(10, 3), num_blocks=20)
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=10, seed=0), "first")
     engine.add_request([4, 5, 6], SamplingParams(max_tokens=150, seed=0), "stream")
     tokens: Tokens = {}
@@ -82,7 +90,7 @@ def test_a_preempted_stream_goes_on_from_its_window() -> None:
 
 
 def test_what_the_window_cannot_hold_is_refused_with_the_numbers() -> None:
-    engine = make_engine(Reach(40), num_blocks=11)
+    engine = make_engine(AttentionWindow(40), num_blocks=11)
     with pytest.raises(RequestError, match="need 13 KV blocks of 4 and the pool has 11"):
         engine.add_request([1] * 60, SamplingParams(max_tokens=20))
     engine.add_request([1] * 30, SamplingParams(max_tokens=14))
@@ -92,7 +100,7 @@ def test_what_the_window_cannot_hold_is_refused_with_the_numbers() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    reach=st.builds(Reach, st.integers(1, 14), st.integers(0, 6)),
+    attention_window=st.builds(AttentionWindow, st.integers(1, 14), st.integers(0, 6)),
     num_blocks=st.integers(6, 24),
     block_size=st.integers(1, 5),
     chunk=st.integers(1, 9),
@@ -108,7 +116,7 @@ def test_what_the_window_cannot_hold_is_refused_with_the_numbers() -> None:
     waves=st.integers(1, 3),
 )
 def test_any_mixture_gives_every_request_its_tokens(
-    reach: Reach,
+    attention_window: AttentionWindow,
     num_blocks: int,
     block_size: int,
     chunk: int,
@@ -118,7 +126,7 @@ def test_any_mixture_gives_every_request_its_tokens(
     waves: int,
 ) -> None:
     engine = make_engine(
-        reach,
+        attention_window,
         num_blocks,
         block_size=block_size,
         prefill_chunk=chunk,
@@ -133,12 +141,12 @@ def test_any_mixture_gives_every_request_its_tokens(
             try:
                 engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, seed=5, n=n), name)
             except RequestError:
-                needed = reach.blocks_for(len(prompt) + max_tokens, min(chunk, budget), block_size)
+                needed = attention_window.blocks_for(len(prompt) + max_tokens, min(chunk, budget), block_size)
                 assert not prompt or needed > num_blocks
                 continue
             for index in range(n):
                 seed = derive_seed(5, index) if index else 5
-                wanted[name, index] = expected_tokens(prompt, max_tokens, seed, reach=reach)
+                wanted[name, index] = expected_tokens(prompt, max_tokens, seed, attention_window=attention_window)
         run(engine, found, max_steps=9)
     run(engine, found)
     assert found == wanted

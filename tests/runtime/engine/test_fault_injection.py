@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from fake_runner import FakeRunner, expected_tokens
+from fault_injection import FaultInjection
 
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import FinishReason, SamplingParams
 from runtime.engine.engine import Engine
-from runtime.engine.fault_injection import Chaos
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 10])
@@ -16,7 +16,7 @@ from runtime.engine.fault_injection import Chaos
 def test_chaos_changes_no_token_of_requests_it_spares(seed: int, num_host_blocks: int) -> None:
     runner = FakeRunner(num_blocks=30, num_host_blocks=num_host_blocks)
     config = RuntimeConfig(block_size=4, max_num_batched_tokens=32, prefill_chunk=7)
-    engine = Engine(runner, None, config, chaos=Chaos(seed, preempt=0.2, evict=0.3, abort=0.01))
+    engine = Engine(runner, None, config, before_step=FaultInjection(seed, preempt=0.2, evict=0.3, abort=0.01))
     prompts = {str(i): [i % 3] * (5 + i) for i in range(20)}
     for name, prompt in prompts.items():
         engine.add_request(prompt, SamplingParams(max_tokens=20, seed=0, n=1 + int(name) % 2), name)
@@ -42,7 +42,7 @@ def test_chaos_changes_no_token_of_requests_it_spares(seed: int, num_host_blocks
 
 def test_a_seed_gives_the_same_trouble() -> None:
     def trouble(seed: int) -> tuple[int, int]:
-        engine = Engine(FakeRunner(), None, RuntimeConfig(block_size=4), chaos=Chaos(seed, preempt=0.3))
+        engine = Engine(FakeRunner(), None, RuntimeConfig(block_size=4), before_step=FaultInjection(seed, preempt=0.3))
         for index in range(5):
             engine.add_request([index], SamplingParams(max_tokens=20))
         while engine.has_work:
@@ -53,7 +53,9 @@ def test_a_seed_gives_the_same_trouble() -> None:
 
 
 def test_the_first_running_sequence_is_left_alone() -> None:
-    engine = Engine(FakeRunner(), None, RuntimeConfig(block_size=4), chaos=Chaos(0, preempt=1.0, evict=1.0))
+    engine = Engine(
+        FakeRunner(), None, RuntimeConfig(block_size=4), before_step=FaultInjection(0, preempt=1.0, evict=1.0)
+    )
     for index in range(3):
         engine.add_request([index] * 4, SamplingParams(max_tokens=6), str(index))
     ends = [delta.request_id for _ in range(18) for delta in engine.step() if delta.finish_reason]

@@ -1,4 +1,4 @@
-"""In float64: few blocks, host memory behind them and chaos give the tokens of ample blocks."""
+"""In float64: few blocks, host memory behind them and faults give the tokens of ample blocks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from covering import covering
+from fault_injection import FaultInjection
 from poisoned_memory import poison
 from tiny_models import save_tiny_model
 
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
-from runtime.engine.fault_injection import Chaos
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
 from runtime.runner.runner import build_runner
@@ -28,9 +28,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_model(path, dtype="float64")
 
 
-def make_engine(decoder: Decoder, chaos: Chaos | None = None, **options: object) -> Engine:
+def make_engine(decoder: Decoder, faults: FaultInjection | None = None, **options: object) -> Engine:
     config = RuntimeConfig(**({"device": "cpu", "dtype": "float64", "block_size": 4} | options))
-    return Engine(build_runner(decoder, config), None, config, chaos=chaos)
+    return Engine(build_runner(decoder, config), None, config, before_step=faults)
 
 
 def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
@@ -56,17 +56,17 @@ def wanted(decoder: Decoder, options: dict[str, int]) -> dict[tuple[str, int], l
     return answers(make_engine(decoder, num_blocks=400, prefix_caching=False, **options))
 
 
-@pytest.mark.parametrize(("host_blocks", "chaos_seed"), covering([0, 5, 200], [None, 0, 1], at_once=1))
+@pytest.mark.parametrize(("host_blocks", "fault_seed"), covering([0, 5, 200], [None, 0, 1], at_once=1))
 def test_tokens_of_few_blocks_are_those_of_many(
     decoder: Decoder,
     options: dict[str, int],
     wanted: dict[tuple[str, int], list[int]],
     host_blocks: int,
-    chaos_seed: int | None,
+    fault_seed: int | None,
 ) -> None:
     block_bytes = 4 * build_runner(decoder, RuntimeConfig()).memory.token_bytes
-    chaos = None if chaos_seed is None else Chaos(chaos_seed, preempt=0.05, evict=0.1)
-    engine = make_engine(decoder, chaos, host_memory_bytes=host_blocks * block_bytes, **SCARCE, **options)
+    faults = None if fault_seed is None else FaultInjection(fault_seed, preempt=0.05, evict=0.1)
+    engine = make_engine(decoder, faults, kv_offload_bytes=host_blocks * block_bytes, **SCARCE, **options)
     assert engine.runner.num_host_blocks == host_blocks
     poison(engine.runner.pages.memory)
     assert answers(engine) == wanted

@@ -6,12 +6,12 @@ import random
 
 import pytest
 from fake_runner import FakeRunner, expected_tokens
+from fault_injection import FaultInjection
 
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from runtime.core.step import StepOutput, StepPlan
 from runtime.engine.engine import Engine
-from runtime.engine.fault_injection import Chaos
 
 MAX_MODEL_LEN = 40
 
@@ -60,12 +60,12 @@ def test_every_prompt_is_covered_once(seed: int) -> None:
         block_size=chance.choice([1, 3, 4]),
         prefill_chunk=chance.choice([1, 2, 5, 64]),
         max_num_batched_tokens=chance.choice([6, 16, 64]),
-        max_num_sequences=chance.choice([2, 8]),
+        max_num_seqs=chance.choice([2, 8]),
     )
     num_blocks = -(-MAX_MODEL_LEN // config.block_size) * chance.choice([1, 2])
     runner = ScoringRunner(num_blocks, config.block_size, MAX_MODEL_LEN, num_host_blocks=chance.choice([0, 8]))
-    trouble = Chaos(seed, preempt=0.15, evict=0.2, abort=0.01) if seed % 2 else None
-    engine = Engine(runner, None, config, chaos=trouble)
+    trouble = FaultInjection(seed, preempt=0.15, evict=0.2, abort=0.01) if seed % 2 else None
+    engine = Engine(runner, None, config, before_step=trouble)
     wanted, deltas = {}, {}
     for number in range(12):
         kind = chance.choice(["embed", "score", "write"])

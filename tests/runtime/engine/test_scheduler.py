@@ -53,7 +53,7 @@ def test_decodes_come_first_then_partial_prefills_then_waiting() -> None:
 
 
 def test_one_step_never_exceeds_budget_sequences_or_chunk() -> None:
-    scheduler = make_scheduler(max_num_sequences=3, max_num_batched_tokens=10, prefill_chunk=4)
+    scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=10, prefill_chunk=4)
     for index in range(6):
         add(scheduler, str(index), 9)
     for _ in range(20):
@@ -64,7 +64,7 @@ def test_one_step_never_exceeds_budget_sequences_or_chunk() -> None:
 
 
 def test_more_sequences_than_budget_are_not_admitted() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=2, max_num_sequences=50)
+    scheduler = make_scheduler(max_num_batched_tokens=2, max_num_seqs=50)
     for index in range(5):
         add(scheduler, str(index), 1)
     step(scheduler)
@@ -183,7 +183,7 @@ def test_forks_share_the_prompt_and_copy_what_they_write(length: int, copied: in
 
 
 def test_a_fork_without_room_waits_and_computes_for_itself() -> None:
-    scheduler = make_scheduler(max_num_sequences=1, prefix_caching=False)
+    scheduler = make_scheduler(max_num_seqs=1, prefix_caching=False)
     parent = add(scheduler, "a", 6)
     later = add(scheduler, "b", 6)
     scheduler.complete(scheduler.schedule())
@@ -219,7 +219,7 @@ def test_a_full_block_that_a_fork_writes_alone_is_not_found_any_more() -> None:
 
 
 def test_priority_is_worth_places_and_not_more() -> None:
-    scheduler = make_scheduler(max_num_sequences=1)
+    scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, "running", 1)
     step(scheduler)
     patient = add(scheduler, "patient", 1, priority=1)

@@ -12,7 +12,7 @@ from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.scheme import Scheme
 from compress.common.cli import demo_model_path
-from runtime.core.attention_window import Reach
+from runtime.core.attention_window import AttentionWindow
 from runtime.core.config import RuntimeConfig
 from runtime.llm import load_engine
 from runtime.memory.advice import Report, inspect
@@ -45,7 +45,7 @@ def check_against_engine(path: Path, config: RuntimeConfig) -> Report:
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float64"])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_demo_model(dtype: str, kernels: str) -> None:
-    report = check_against_engine(demo_model_path(), replace(CONFIG, dtype=dtype, kernels=kernels))
+    report = check_against_engine(demo_model_path(), replace(CONFIG, dtype=dtype, linear_backend=kernels))
     assert report.stored_bytes == pytest.approx(13.64e6, rel=0.01)
 
 
@@ -54,7 +54,7 @@ def test_forms_of_keys_and_values(kv_cache: str) -> None:
     exact = inspect(demo_model_path(), "", CONFIG, GIB).capacity
     small = check_against_engine(demo_model_path(), replace(CONFIG, kv_cache=kv_cache)).capacity
     assert small.tokens > 1.5 * exact.tokens
-    beside = replace(CONFIG, kv_cache=kv_cache, kv_sinks=4, kv_recent=16, kv_memory_bytes=16 * 2**20)
+    beside = replace(CONFIG, kv_cache=kv_cache, kv_sinks=4, kv_residual_length=16, kv_memory_bytes=16 * 2**20)
     assert check_against_engine(demo_model_path(), beside).capacity.tokens < small.tokens
 
 
@@ -82,14 +82,14 @@ def copy_tokenizer(path: Path) -> None:
 def test_what_fits_is_what_the_runner_accepts() -> None:
     report = inspect(demo_model_path(), "", CONFIG, GIB)
     capacity = report.capacity
-    config = replace(CONFIG, kv_memory_bytes=capacity.kv_bytes, max_num_sequences=capacity.concurrency(2048))
+    config = replace(CONFIG, kv_memory_bytes=capacity.kv_bytes, max_num_seqs=capacity.concurrency(2048))
     plan = inspect(demo_model_path(), "", config, GIB).plan
     assert plan.num_blocks // (2048 // 16) == capacity.concurrency(2048)
     assert capacity.kv_bytes * (1 + 1 / 6) <= capacity.room < capacity.kv_bytes * (1 + 1 / 6) + 2**20
 
 
 def test_remedies_are_ordered_and_each_gives_more() -> None:
-    report = inspect(demo_model_path(), "", replace(CONFIG, dtype="float32", kernels="reference"), 600 * 2**20)
+    report = inspect(demo_model_path(), "", replace(CONFIG, dtype="float32", linear_backend="reference"), 600 * 2**20)
     commands = [remedy.command for remedy in report.remedies]
     marks = ["--kv-memory", "--max-model-len 1024", "--dtype bfloat16", "--method smoothquant"]
     assert [any(mark in command for command in commands) for mark in marks] == [True] * 4
@@ -121,14 +121,14 @@ def test_too_little_memory_is_said() -> None:
 
 
 def test_concurrency_counts_whole_blocks() -> None:
-    capacity = Capacity(2000, 500, 100, 10, "float32", 64, 4, Reach(), 16, 32, process_bytes=0)
+    capacity = Capacity(2000, 500, 100, 10, "float32", 64, 4, AttentionWindow(), 16, 32, process_bytes=0)
     assert capacity.num_blocks == int(1400 / (1 + 1 / 4) / 160) == 7
     assert [capacity.concurrency(length) for length in (1, 16, 17, 64)] == [7, 7, 3, 1]
 
 
 def test_activations_grow_with_the_step(tmp_path: Path) -> None:
     model = inspect(demo_model_path(), "", CONFIG, GIB).model
-    small = activation_bytes(model, replace(CONFIG, max_num_batched_tokens=64, max_num_sequences=4), 2)
+    small = activation_bytes(model, replace(CONFIG, max_num_batched_tokens=64, max_num_seqs=4), 2)
     large = activation_bytes(model, replace(CONFIG, max_num_batched_tokens=4096), 2)
     assert small < large / 10
     assert estimate(model, CONFIG, "bfloat16", 0, GIB).activation_bytes == activation_bytes(model, CONFIG, 2)

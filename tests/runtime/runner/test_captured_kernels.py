@@ -38,7 +38,7 @@ def decoder(gpu, tmp_path_factory):
 
 def make_runner(decoder, **options) -> ModelRunner:
     """With the kernels of a GPU, and NaN in all blocks that nobody wrote."""
-    config = {"num_blocks": 40, "block_size": BLOCK_SIZE, "max_num_sequences": 6, "max_model_len": 48} | options
+    config = {"num_blocks": 40, "block_size": BLOCK_SIZE, "max_num_seqs": 6, "max_model_len": 48} | options
     runner = build_runner(decoder, RuntimeConfig(**config))
     poison(runner.pages.memory)
     runner.triton_refusal = ""
@@ -114,7 +114,7 @@ def test_a_window_moves_with_the_sequence(gpu, tmp_path):
     windowed = replace(load_model(folder, device=gpu.type, dtype="bfloat16", kernels="reference"), ops=TritonOps())
     runner = make_runner(windowed, prefill_chunk=48)
     entries = begin(runner, [21, 4])
-    hidden = runner.reach.hidden_blocks(20, BLOCK_SIZE)
+    hidden = runner.attention_window.evictable_blocks(20, BLOCK_SIZE)
     assert len(hidden) > 2
     for index in hidden:
         entries[0].sequence.block_ids[index] = -1

@@ -12,7 +12,7 @@ from unrecorded_steps import capture_nothing
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.step import ScheduledSequence, StepPlan
 from runtime.engine.engine import Engine
 from runtime.model.loader import load_model
@@ -31,7 +31,7 @@ def demo():
 
 
 def make_runner(decoder, capture=None, **options) -> ModelRunner:
-    config = {"num_blocks": 2000, "max_num_sequences": 32} | options
+    config = {"num_blocks": 2000, "max_num_seqs": 32} | options
     runner = build_runner(decoder, RuntimeConfig(device="cuda", **config))
     assert not runner.graphs_refusal, runner.graphs_refusal
     if capture is not None:
@@ -87,7 +87,7 @@ def answers(runner: ModelRunner, config: RuntimeConfig) -> tuple[list[list[int]]
 
 
 def test_answers_of_an_engine_are_those_of_the_same_kernels(demo):
-    config = RuntimeConfig(device="cuda", num_blocks=2000, max_num_sequences=32)
+    config = RuntimeConfig(device="cuda", num_blocks=2000, max_num_seqs=32)
     expected, _ = answers(make_runner(demo, capture_nothing), config)
     found, engine = answers(make_runner(demo), config)
     assert found == expected
@@ -100,7 +100,7 @@ COMMON = ({"temperature": 0}, {}, {"top_k": 40}, {"top_p": 0.6, "temperature": 0
 def test_a_step_is_read_back_once():
     """All else that would wait for the GPU raises; the one read is let through."""
     logits = 8 * torch.randn(64, 128256, device="cuda")
-    draws = [Draw(SamplingParams(**COMMON[row % len(COMMON)]), row, row) for row in range(64)]
+    draws = [SamplingMetadata(SamplingParams(**COMMON[row % len(COMMON)]), row, row) for row in range(64)]
     expected = sample_tokens(logits, draws)
     reads = []
 

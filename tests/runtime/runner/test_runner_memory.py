@@ -27,8 +27,8 @@ def test_the_budget_decides_the_number_of_blocks():
 
 
 def test_no_more_blocks_than_all_sequences_can_fill():
-    assert plan(max_num_sequences=3).num_blocks == 3 * 256 // 16
-    assert plan(max_num_sequences=3, max_model_len=33).num_blocks == 3 * 3
+    assert plan(max_num_seqs=3).num_blocks == 3 * 256 // 16
+    assert plan(max_num_seqs=3, max_model_len=33).num_blocks == 3 * 3
 
 
 def test_a_wish_for_blocks_is_followed():
@@ -40,12 +40,12 @@ def test_a_wish_for_blocks_is_followed():
 def test_windows_need_no_more_blocks_for_longer_sequences():
     """Of 256 tokens a window of 64 and a chunk of 32 are held: 6 blocks of 16, and one more where they lie askew."""
     model = parse_config({"model_type": "mistral", "sliding_window": 64, **SIZES})
-    found = plan_memory(model, 1000, 2, RuntimeConfig(prefill_chunk=32, max_num_sequences=3))
+    found = plan_memory(model, 1000, 2, RuntimeConfig(prefill_chunk=32, max_num_seqs=3))
     assert (found.num_blocks, found.blocks_per_sequence, found.max_model_len) == (3 * 7, 7, 256)
     assert "reach    the last 64 tokens: 7 blocks per sequence at most, whatever its length" in explain(found)
     small = plan_memory(model, 1000, 2, RuntimeConfig(prefill_chunk=32, num_blocks=6))
     assert small.max_model_len == 6 * 16, "without room for the window all blocks of a sequence are kept"
-    assert plan(prefill_chunk=32, max_num_sequences=3).num_blocks == 3 * 16
+    assert plan(prefill_chunk=32, max_num_seqs=3).num_blocks == 3 * 16
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_windows_need_no_more_blocks_for_longer_sequences():
         ({"max_model_len": 100, "num_blocks": 6}, r"100 tokens needs 7 KV blocks \(28.0 KiB\), and the pool has 6"),
         ({"kv_memory_bytes": 100}, "the pool has 0"),
         ({"kv_memory_bytes": 0}, "the pool has 0"),
-        ({"host_memory_bytes": 100}, r"100 B of host memory hold no KV block of 4.0 KiB"),
-        ({"host_memory_bytes": 10**6, "prefix_caching": False}, "of no use without prefix caching"),
+        ({"kv_offload_bytes": 100}, r"100 B of host memory hold no KV block of 4.0 KiB"),
+        ({"kv_offload_bytes": 10**6, "prefix_caching": False}, "of no use without prefix caching"),
     ],
 )
 def test_refusals(options, message):
@@ -70,7 +70,7 @@ def test_explanation_has_the_numbers():
     assert "weights  1000 B" in text
     assert "20 blocks of 16 tokens = 320 tokens at 256 B each" in text
     assert "host KV  0 B: off" in text
-    assert "host KV  12.0 KiB: 3 blocks = 48 tokens" in explain(plan(num_blocks=20, host_memory_bytes=13000))
+    assert "host KV  12.0 KiB: 3 blocks = 48 tokens" in explain(plan(num_blocks=20, kv_offload_bytes=13000))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_pool_larger_than_memory_is_refused_before_it_is_touched(tmp_path):
     with pytest.raises(ToolkitError, match=r"KV blocks of \d+\.\d GiB do not fit in .* of free cpu memory"):
         build_runner(decoder, RuntimeConfig(num_blocks=10**12))
     with pytest.raises(ToolkitError, match=r"KV blocks of \d+\.\d GiB do not fit in .* of free cpu memory"):
-        build_runner(decoder, RuntimeConfig(host_memory_bytes=10**15))
+        build_runner(decoder, RuntimeConfig(kv_offload_bytes=10**15))
 
 
 GIB = 2**30
@@ -121,13 +121,13 @@ def test_a_gpu_gives_keys_and_values_what_weights_and_steps_leave():
 
 
 def test_a_large_gpu_allocates_no_blocks_that_nobody_could_fill():
-    found = gpu_plan(130 * GIB, max_num_sequences=4)
+    found = gpu_plan(130 * GIB, max_num_seqs=4)
     assert found.num_blocks == 4 * 8192 // 16
 
 
 def test_steps_take_more_with_more_sequences_and_longer_steps():
     sizes = [
-        gpu_plan(60 * GIB, max_num_sequences=sequences, max_num_batched_tokens=tokens).budget.step_bytes
+        gpu_plan(60 * GIB, max_num_seqs=sequences, max_num_batched_tokens=tokens).budget.step_bytes
         for sequences, tokens in ((8, 512), (64, 512), (64, 8192), (256, 8192))
     ]
     assert sizes == sorted(set(sizes))
@@ -137,19 +137,21 @@ def test_steps_take_more_with_more_sequences_and_longer_steps():
 
 def test_trees_draw_a_row_for_each_of_their_guesses_and_no_step_more_rows_than_tokens():
     def taken(speculate: str, **options: int) -> int:
-        return gpu_plan(60 * GIB, speculate=speculate, **options).budget.step_bytes
+        return gpu_plan(60 * GIB, speculative_model=speculate, **options).budget.step_bytes
 
-    few = {"max_num_sequences": 8}
-    assert taken("ngram-tree", **few) == taken("ngram", num_draft_tokens=16, **few) > taken("ngram", **few)
-    assert taken("ngram-tree") == taken("ngram", num_draft_tokens=7), "512 tokens in a step, of 64 sequences"
+    few = {"max_num_seqs": 8}
+    assert taken("ngram-tree", **few) == taken("ngram", num_speculative_tokens=16, **few) > taken("ngram", **few)
+    assert taken("ngram-tree") == taken("ngram", num_speculative_tokens=7), "512 tokens in a step, of 64 sequences"
 
 
 def test_a_draft_model_gets_the_other_half():
-    alone, beside = gpu_plan(40 * GIB, speculate="ngram"), gpu_plan(40 * GIB, speculate="self:2bit")
+    alone, beside = gpu_plan(40 * GIB, speculative_model="ngram"), gpu_plan(40 * GIB, speculative_model="self:2bit")
     assert abs(beside.budget.nbytes - alone.budget.nbytes // 2) < 2
     assert "the other half is the draft model's" in "\n".join(explain(beside))
-    assert gpu_plan(40 * GIB, speculate="ngrammatical/packed").budget.nbytes == beside.budget.nbytes, "a folder's name"
-    assert gpu_plan(40 * GIB, speculate="ngram-tree").budget.nbytes > beside.budget.nbytes
+    assert gpu_plan(40 * GIB, speculative_model="ngrammatical/packed").budget.nbytes == beside.budget.nbytes, (
+        "a folder's name"
+    )
+    assert gpu_plan(40 * GIB, speculative_model="ngram-tree").budget.nbytes > beside.budget.nbytes
 
 
 def test_a_wish_for_kv_memory_is_followed_on_a_gpu():
@@ -170,7 +172,7 @@ def test_a_cpu_takes_its_default_and_says_nothing_of_steps():
 
 
 def test_exact_tokens_are_part_of_the_memory() -> None:
-    options = {"kv_cache": "int8", "kv_recent": 16, "kv_sinks": 4, "max_num_sequences": 8}
+    options = {"kv_cache": "int8", "kv_residual_length": 16, "kv_sinks": 4, "max_num_seqs": 8}
     found = plan(kv_memory_bytes=2**20, **options)
     assert found.exact.nbytes == 8 * (16 + 17 + 4) * TOKEN_BYTES
     assert found.kv_bytes <= 2**20

@@ -13,7 +13,7 @@ from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
 
 from compress.common.errors import ToolkitError
-from runtime.core.attention_window import Reach, held_blocks
+from runtime.core.attention_window import AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.core.rope import Rotary
@@ -228,9 +228,9 @@ def test_angles_stay_exact_far_out(tiny):
 
 
 def test_lengths_and_memory(tiny):
-    runner = make_engine(tiny[0], num_blocks=None, max_num_sequences=3, prefill_chunk=8).runner
-    assert runner.reach == Reach(WINDOW, SINKS)
-    assert runner.num_blocks == 3 * Reach(WINDOW, SINKS).blocks_for(10**6, 8, BLOCK) == 3 * 9
+    runner = make_engine(tiny[0], num_blocks=None, max_num_seqs=3, prefill_chunk=8).runner
+    assert runner.attention_window == AttentionWindow(WINDOW, SINKS)
+    assert runner.num_blocks == 3 * AttentionWindow(WINDOW, SINKS).blocks_for(10**6, 8, BLOCK) == 3 * 9
     lines = explain(runner.memory)
     assert "reach    the first 3 and the last 20 tokens: 9 blocks per sequence at most, whatever its length" in lines
     assert f"longest  {2**20} tokens (the length of streams)" in lines

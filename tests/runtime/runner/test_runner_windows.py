@@ -11,7 +11,7 @@ from poisoned_memory import poison
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.common.errors import ToolkitError
-from runtime.core.attention_window import ALL, Reach, held_blocks
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
@@ -69,7 +69,7 @@ def test_greedy_tokens_equal_transformers(model, chunk, num_blocks, prefix_cachi
     for prompt, tokens in zip(prompts(), found, strict=True):
         logits = reference_logits(reference, torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1 :]
         assert tokens == logits.argmax(-1).tolist()
-    assert engine.scheduler.blocks.reach == (ALL if name == "mixed" else Reach(WINDOW))
+    assert engine.scheduler.blocks.attention_window == (FULL_ATTENTION if name == "mixed" else AttentionWindow(WINDOW))
     if name != "mixed":
         assert most <= (WINDOW + chunk) // BLOCK + 2
     if num_blocks == 40 and name == "mixed":

@@ -19,7 +19,7 @@ from runtime.runner.cuda_graphs import batch_sizes
 from runtime.runner.runner import ModelRunner, build_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
-SIZES = {"num_blocks": 64, "block_size": 4, "max_num_sequences": 6, "prefill_chunk": 8}
+SIZES = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 6, "prefill_chunk": 8}
 
 
 class SkippingPages:

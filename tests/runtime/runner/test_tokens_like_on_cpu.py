@@ -53,7 +53,7 @@ def answers(folder: Path, kv_cache: str = "16bit", **options: str) -> list[Compl
 @pytest.mark.parametrize("kv_cache", ["16bit", "int8"])
 @pytest.mark.parametrize("form", ["dense", "int8", "int4"])
 def test_answers_part_only_where_tokens_are_nearly_equally_likely(packed, form: str, kv_cache: str) -> None:
-    expected = answers(packed[form], kv_cache, device="cpu", dtype="float32", kernels="reference")
+    expected = answers(packed[form], kv_cache, device="cpu", dtype="float32", linear_backend="reference")
     found = answers(packed[form], kv_cache, device="cuda", dtype="bfloat16")
     for mine, theirs in zip(found, expected, strict=True):
         check(mine, theirs)

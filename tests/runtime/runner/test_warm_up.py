@@ -10,7 +10,7 @@ from runtime.model.loader import load_model
 from runtime.runner.runner import build_runner, largest_steps, warm_up
 
 CONFIG = RuntimeConfig(
-    num_blocks=32, block_size=4, max_num_sequences=5, max_num_batched_tokens=50, prefill_chunk=20, max_model_len=64
+    num_blocks=32, block_size=4, max_num_seqs=5, max_num_batched_tokens=50, prefill_chunk=20, max_model_len=64
 )
 
 
@@ -31,10 +31,12 @@ def test_every_token_has_a_block_of_its_own_sequence():
         assert all(len(entry.sequence.block_ids) * 4 >= entry.num_tokens for entry in plan.entries)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache": "int8", "kv_sinks": 2, "kv_recent": 8}, {"attention_window": 8}])
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_cache": "int8", "kv_sinks": 2, "kv_residual_length": 8}, {"attention_window": 8}]
+)
 def test_they_run(options, tmp_path):
     decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32")
-    config = RuntimeConfig(**{"num_blocks": 32, "block_size": 4, "max_num_sequences": 5, "prefill_chunk": 20} | options)
+    config = RuntimeConfig(**{"num_blocks": 32, "block_size": 4, "max_num_seqs": 5, "prefill_chunk": 20} | options)
     runner, steps = build_runner(decoder, config), []
     execute = runner.execute
     runner.execute = lambda plan: steps.append(execute(plan))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.sampling.logits_processors import adjust_logits, candidates
 from runtime.sampling.sampler import sample_tokens
 
@@ -27,8 +27,8 @@ def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return 2 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def draw(position: int = 0, mask: bytes | None = None, seed: int = 3, **options) -> Draw:
-    return Draw(SamplingParams(**options), seed, position, PROMPT, OUTPUT, mask)
+def draw(position: int = 0, mask: bytes | None = None, seed: int = 3, **options) -> SamplingMetadata:
+    return SamplingMetadata(SamplingParams(**options), seed, position, PROMPT, OUTPUT, mask)
 
 
 CASES = {
@@ -104,7 +104,7 @@ params = st.builds(
 token_ids = st.lists(st.integers(0, VOCAB - 1), max_size=8)
 masks = st.none() | st.lists(st.integers(0, VOCAB - 1)).map(lambda ids: pack_mask(ids, VOCAB))
 any_draw = st.builds(
-    lambda options, *rest: Draw(SamplingParams(**options), *rest),
+    lambda options, *rest: SamplingMetadata(SamplingParams(**options), *rest),
     params,
     st.integers(0, 2**63 - 1),
     st.integers(0, 100),

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.sampling.sampler import sample_tokens
 
 READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "unique"}
@@ -33,8 +33,8 @@ def logits(rows: int, spread: float = 4.0) -> torch.Tensor:
     return spread * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0)).double()
 
 
-def draws(*options: dict) -> list[Draw]:
-    return [Draw(SamplingParams(**each), seed, 10 + seed) for seed, each in enumerate(options)]
+def draws(*options: dict) -> list[SamplingMetadata]:
+    return [SamplingMetadata(SamplingParams(**each), seed, 10 + seed) for seed, each in enumerate(options)]
 
 
 COMMON = {
@@ -66,11 +66,11 @@ def test_rows_beyond_the_likely_tokens_are_drawn_again_and_no_others():
 
 def test_errors_come_with_the_tokens():
     chosen = [
-        Draw(SamplingParams(), 0, 1),
-        Draw(SamplingParams(top_k=200), 1, 1),
-        Draw(SamplingParams(temperature=0), 2, 1),
-        Draw(SamplingParams(), 3, 1, mask=b"\0" * (VOCAB // 8)),
-        Draw(SamplingParams(top_p=0.5), 4, 1, mask=b"\0" * (VOCAB // 8)),
+        SamplingMetadata(SamplingParams(), 0, 1),
+        SamplingMetadata(SamplingParams(top_k=200), 1, 1),
+        SamplingMetadata(SamplingParams(temperature=0), 2, 1),
+        SamplingMetadata(SamplingParams(), 3, 1, mask=b"\0" * (VOCAB // 8)),
+        SamplingMetadata(SamplingParams(top_p=0.5), 4, 1, mask=b"\0" * (VOCAB // 8)),
     ]
     rows = logits(5)
     rows[0, 7], rows[1, 7], rows[2, 7] = float("nan"), float("inf"), float("-inf")

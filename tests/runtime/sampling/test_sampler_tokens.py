@@ -5,7 +5,7 @@ import torch
 from exact_sampling import chi_square, exact_distribution
 
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.sampling.sampler import draw_tokens, probabilities, sample_tokens
 
 VOCAB = 20
@@ -15,8 +15,8 @@ def logits(rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return 2 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def draw(seed: int = 0, position: int = 0, **options) -> Draw:
-    return Draw(SamplingParams(**options), seed, position)
+def draw(seed: int = 0, position: int = 0, **options) -> SamplingMetadata:
+    return SamplingMetadata(SamplingParams(**options), seed, position)
 
 
 CASES = {
@@ -37,7 +37,9 @@ def test_tokens_follow_the_distribution(name, varying):
     row = logits()
     tokens: list[int] = []
     for start in range(0, 20_000, 4_000):
-        draws = [Draw(params, *((n, 3) if varying == "seed" else (3, n))) for n in range(start, start + 4_000)]
+        draws = [
+            SamplingMetadata(params, *((n, 3) if varying == "seed" else (3, n))) for n in range(start, start + 4_000)
+        ]
         tokens += draw_tokens(row.expand(4_000, -1), draws, truncated=True).tolist()
     assert abs(chi_square(tokens, exact_distribution(row[0], draws[0]))) < 5
 

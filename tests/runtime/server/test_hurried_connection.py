@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from runtime.server.middleware import HurriedConnection
+from runtime.server.middleware import ReadTimeoutProtocol
 
 SECONDS = 1.0
 MARGIN = 15.0  # of a busy machine
@@ -32,7 +32,7 @@ async def long_answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[uvicorn.Server]:
-    http = partial(HurriedConnection, client_seconds=SECONDS)
+    http = partial(ReadTimeoutProtocol, client_seconds=SECONDS)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(long_answer, http=http, lifespan="off", log_level="critical"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -50,7 +50,7 @@ def write_tasks(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served(run_server: Any) -> Iterator[tuple[str, Engine, Any]]:
-    config = RuntimeConfig(device="cpu", dtype="float32", kernels="reference", num_blocks=256)
+    config = RuntimeConfig(device="cpu", dtype="float32", linear_backend="reference", num_blocks=256)
     engine, tokenizer = load_engine(demo_model_path(), config)
     limits = Limits(engine.runner.max_model_len)
     app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)

@@ -68,7 +68,7 @@ def text_of(response: httpx.Response) -> str:
 @pytest.fixture(scope="module")
 def crowded(run_server: Any) -> Iterator[Crowded]:
     # float64, so that the shape of a batch cannot change a token
-    config = RuntimeConfig(device="cpu", dtype="float64", kernels="reference", num_blocks=14, max_model_len=200)
+    config = RuntimeConfig(device="cpu", dtype="float64", linear_backend="reference", num_blocks=14, max_model_len=200)
     engine, tokenizer = load_engine(demo_model_path(), config)
     limits = Limits(engine.runner.max_model_len, max_requests=PLACES)
     app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)

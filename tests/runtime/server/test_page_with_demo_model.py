@@ -74,7 +74,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def served(chromium: Any, run_server: Any) -> Iterator[tuple[str, Engine]]:
-    config = RuntimeConfig(device="cpu", dtype="float32", kernels="reference", num_blocks=256)
+    config = RuntimeConfig(device="cpu", dtype="float32", linear_backend="reference", num_blocks=256)
     engine, tokenizer = load_engine(demo_model_path(), config)
     limits = Limits(engine.runner.max_model_len, max_requests=8)
     app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)

@@ -70,7 +70,7 @@ class Served:
 @pytest.fixture(scope="module")
 def demo(run_server: Any) -> Iterator[Served]:
     # float64, so that the shape of a batch cannot change a token
-    config = RuntimeConfig(device="cpu", dtype="float64", kernels="reference", num_blocks=256, prefill_chunk=32)
+    config = RuntimeConfig(device="cpu", dtype="float64", linear_backend="reference", num_blocks=256, prefill_chunk=32)
     engine, tokenizer = load_engine(demo_model_path(), config)
     limits = Limits(engine.runner.max_model_len, max_requests=32)
     app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)

@@ -45,7 +45,7 @@ class HangingRunner(FakeRunner):
 def served(run_server: Any) -> Iterator[tuple[str, HangingRunner, Engine]]:
     runner = HangingRunner()
     tokenizer = Tokenizer.open(demo_model_path())
-    engine = Engine(runner, tokenizer, RuntimeConfig(block_size=4, max_num_batched_tokens=64, max_num_sequences=16))
+    engine = Engine(runner, tokenizer, RuntimeConfig(block_size=4, max_num_batched_tokens=64, max_num_seqs=16))
     thread = EngineThread(engine, stall_seconds=STALL_SECONDS)
     app = create_app(thread, tokenizer, "fake", Limits(1000), render_metrics=engine.metrics.render)
     with run_server(app) as url:

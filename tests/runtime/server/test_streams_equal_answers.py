@@ -25,7 +25,7 @@ Choice = dict[str, Any]
 @pytest.fixture(scope="module")
 def api(run_server: Any) -> Iterator[httpx.Client]:
     # float64, so that the shape of a batch cannot change a token
-    config = RuntimeConfig(device="cpu", dtype="float64", kernels="reference", num_blocks=256, prefill_chunk=8)
+    config = RuntimeConfig(device="cpu", dtype="float64", linear_backend="reference", num_blocks=256, prefill_chunk=8)
     engine, tokenizer = load_engine(demo_model_path(), config)
     limits = Limits(engine.runner.max_model_len)
     app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)

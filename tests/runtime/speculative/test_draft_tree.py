@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.sampling_metadata import build_draws
+from runtime.core.sampling_metadata import build_sampling_metadata
 from runtime.core.step import (
     SampledToken,
     ScheduledSequence,
@@ -75,7 +75,7 @@ def test_what_is_kept_is_what_drawing_token_by_token_says(branches: list[list[in
 
 
 def test_rows_are_drawn_at_the_positions_of_their_branches() -> None:
-    draws = build_draws(entry_of([1, 2, 3, 4], [-1, 0, 0, -1], presence_penalty=1.0))
+    draws = build_sampling_metadata(entry_of([1, 2, 3, 4], [-1, 0, 0, -1], presence_penalty=1.0))
     assert [draw.position for draw in draws] == [4, 5, 6, 6, 5]
     assert [draw.output_token_ids for draw in draws] == [[8], [8, 1], [8, 1, 2], [8, 1, 3], [8, 4]]
 

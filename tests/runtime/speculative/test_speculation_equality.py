@@ -55,12 +55,14 @@ def stranger(tmp_path_factory):
 def serve(target, speculate, folder=None, stranger=None, **options) -> tuple[Tokens, Engine]:
     """`speculate` is what users write, or `stranger`, or `itself`: the target as its own draft model."""
     named = "" if speculate in ("stranger", "itself") else speculate
-    config = RuntimeConfig(**({"block_size": 4, "num_blocks": 400, "prefill_chunk": 6, "speculate": named} | options))
+    config = RuntimeConfig(
+        **({"block_size": 4, "num_blocks": 400, "prefill_chunk": 6, "speculative_model": named} | options)
+    )
     runner = build_runner(target, config)
     speculator = build_speculator(folder, target, runner, config)
     if speculate and not named:
         draft = build_runner(target if speculate == "itself" else stranger, replace(config, num_blocks=400))
-        speculator = Speculator(ModelDrafter(draft, config), config.num_draft_tokens)
+        speculator = Speculator(ModelDrafter(draft, config), config.num_speculative_tokens)
     if speculator is not None:
         speculator.gate = None
     poison(runner.pages.memory)
@@ -116,7 +118,7 @@ def test_branches_behind_the_first_are_kept_where_the_next_step_looks(folder, ta
         move(pages, sources, targets)
 
     monkeypatch.setattr(ExactPages, "move", note_and_move)
-    tokens, _ = serve(target, "ngram-tree", folder, num_draft_tokens=8)
+    tokens, _ = serve(target, "ngram-tree", folder, num_speculative_tokens=8)
     assert tokens == expected
     assert sum(moves) > len(moves) > 0, "several tokens at once, too"
 
@@ -137,7 +139,7 @@ def test_windows_and_other_families(family, tmp_path) -> None:
 def test_rejection_leaves_greedy_tokens_alone(folder, target, stranger, expected) -> None:
     greedy = [number for number, (_, sampling) in enumerate(REQUESTS) if sampling.temperature == 0]
     for speculate in ("ngram", "self:2bit"):
-        tokens, engine = serve(target, speculate, folder, stranger, draft_mode="reject")
+        tokens, engine = serve(target, speculate, folder, stranger, spec_verify="rejection")
         assert engine.metrics.spec_decode_num_accepted_tokens_total > 0
         for (name, index), answer in tokens.items():
             assert int(name) not in greedy or answer == expected[name, index]
@@ -151,7 +153,7 @@ TEXTS = (
 
 
 def load(speculate: str, **options: object) -> LLM:
-    defaults = {"dtype": "float64", "num_blocks": 128, "max_model_len": 256, "speculate": speculate}
+    defaults = {"dtype": "float64", "num_blocks": 128, "max_model_len": 256, "speculative_model": speculate}
     return LLM(demo_model_path(), RuntimeConfig(**(defaults | options)))
 
 
@@ -184,7 +186,7 @@ def plain_answers() -> list[Completion]:
     [("ngram", 34), ("ngram-tree", 34), ("demo", 128), ("demo", 34), ("self:2bit", 34), ("self:skip=1", 128)],
 )
 def test_texts_ends_and_grammars_of_the_demo_model(speculate, num_blocks, plain_answers) -> None:
-    llm = load(speculate, num_blocks=num_blocks, num_draft_tokens=5)
+    llm = load(speculate, num_blocks=num_blocks, num_speculative_tokens=5)
     for found, wanted in zip(answers(llm), plain_answers, strict=True):
         assert (found.token_ids, found.text, found.finish_reason) == (
             wanted.token_ids,
@@ -209,15 +211,24 @@ def test_text_that_repeats_itself_is_guessed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculate": "magic"}, "--speculate magic is neither a known drafter nor a folder. Use ngram"),
-        ({"speculate": "self:skip=5"}, "5 of 6 layers cannot be skipped.*N from 1 to 4"),
-        ({"speculate": "self:skip=0"}, "0 of 6 layers cannot be skipped"),
-        ({"speculate": "ngram", "num_draft_tokens": 17}, "17 draft tokens are not between 1 and 16"),
-        ({"speculate": "ngram", "draft_mode": "guess"}, "unknown draft mode 'guess'"),
-        ({"speculate": "", "draft_mode": "reject"}, "verifies guesses, but nothing guesses. Add --speculate ngram"),
-        ({"speculate": "ngram-tree", "draft_mode": "reject"}, "trees of guesses are verified by match"),
-        ({"speculate": "ngram-tree", "kv_cache": "int8", "kv_recent": 8}, "no place among exact sinks and recent"),
-        ({"speculate": "ngram-tree", "attention_window": 4}, "trees of 4 tokens do not fit in a window of 4"),
+        (
+            {"speculative_model": "magic"},
+            "--speculative-model magic is neither a known drafter nor a folder. Use ngram",
+        ),
+        ({"speculative_model": "self:skip=5"}, "5 of 6 layers cannot be skipped.*N from 1 to 4"),
+        ({"speculative_model": "self:skip=0"}, "0 of 6 layers cannot be skipped"),
+        ({"speculative_model": "ngram", "num_speculative_tokens": 17}, "17 draft tokens are not between 1 and 16"),
+        ({"speculative_model": "ngram", "spec_verify": "guess"}, "unknown --spec-verify 'guess'"),
+        (
+            {"speculative_model": "", "spec_verify": "rejection"},
+            "needs a drafter. Add --speculative-model ngram",
+        ),
+        ({"speculative_model": "ngram-tree", "spec_verify": "rejection"}, "trees of draft tokens are verified exactly"),
+        (
+            {"speculative_model": "ngram-tree", "kv_cache": "int8", "kv_residual_length": 8},
+            "exact sinks and recent",
+        ),
+        ({"speculative_model": "ngram-tree", "attention_window": 4}, "trees of 4 tokens do not fit in a window of 4"),
     ],
 )
 def test_wishes_that_cannot_be_granted_are_refused(options, message) -> None:

@@ -9,7 +9,7 @@ from fake_runner import VOCAB_SIZE, FakeDrafter, FakeRunner, FakeTreeDrafter, ex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.attention_window import ALL, Reach
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import FinishReason, SamplingParams, Sequence
 from runtime.engine.engine import Engine
@@ -30,13 +30,17 @@ def make_engine(
     num_blocks: int,
     num_guesses: int,
     accuracy: float,
-    reach: Reach = ALL,
+    attention_window: AttentionWindow = FULL_ATTENTION,
     drafter: type[FakeDrafter] = FakeDrafter,
     **options: object,
 ) -> tuple[Engine, FakeRunner]:
     config = RuntimeConfig(**options)
-    runner = FakeRunner(num_blocks, config.block_size, MAX_MODEL_LEN, END_TOKENS, reach=reach)
-    speculator = Speculator(drafter(num_guesses, accuracy, reach=reach), num_guesses) if num_guesses else None
+    runner = FakeRunner(num_blocks, config.block_size, MAX_MODEL_LEN, END_TOKENS, attention_window=attention_window)
+    speculator = (
+        Speculator(drafter(num_guesses, accuracy, attention_window=attention_window), num_guesses)
+        if num_guesses
+        else None
+    )
     return Engine(runner, None, config, speculator=speculator, clock=lambda: 0.0), runner
 
 
@@ -65,12 +69,12 @@ class WrongDrafter(FakeDrafter):
 def test_tokens_do_not_depend_on_drafts(
     requests, num_blocks, num_guesses, accuracy, block_size, budget, chunk, prefix_caching, window, drafter
 ) -> None:
-    reach = ALL if window is None else Reach(window=window)
+    attention_window = FULL_ATTENTION if window is None else AttentionWindow(window=window)
     engine, runner = make_engine(
         num_blocks * 5 // block_size,
         num_guesses,
         accuracy,
-        reach,
+        attention_window,
         drafter,
         block_size=block_size,
         max_num_batched_tokens=budget,
@@ -82,7 +86,7 @@ def test_tokens_do_not_depend_on_drafts(
         prompt = [i % 3 for i in range(prefix)] + suffix
         name = engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, seed=number, n=n))
         for index, seed in enumerate([number, *(derive_seed(number, index) for index in range(1, n))]):
-            wanted[name, index] = expected_tokens(prompt, max_tokens, seed, END_TOKENS, reach)
+            wanted[name, index] = expected_tokens(prompt, max_tokens, seed, END_TOKENS, attention_window)
             received[name, index] = []
     while engine.has_work:
         for delta in engine.step():
@@ -159,7 +163,7 @@ def test_drafts_preempt_nobody(num_blocks: int) -> None:
 @pytest.mark.parametrize("window", [None, 3, 12])
 def test_wrong_guesses_delay_nobody(window: int | None) -> None:
     """Not one step more, and not one preemption: prompts get their tokens and blocks before guesses do."""
-    reach = ALL if window is None else Reach(window=window)
+    attention_window = FULL_ATTENTION if window is None else AttentionWindow(window=window)
     chance = random.Random(window)
     for _ in range(40):
         options = {
@@ -171,9 +175,13 @@ def test_wrong_guesses_delay_nobody(window: int | None) -> None:
         requests = [([5] * chance.randint(1, 20), chance.randint(4, 20)) for _ in range(6)]
         cost = {}
         for num_guesses in (0, 6):
-            engine, runner = make_engine(num_blocks, num_guesses, 1.0, reach, prefix_caching=False, **options)
+            engine, runner = make_engine(
+                num_blocks, num_guesses, 1.0, attention_window, prefix_caching=False, **options
+            )
             if num_guesses:
-                engine.speculator = Speculator(WrongDrafter(num_guesses, 1.0, reach=reach), num_guesses)
+                engine.speculator = Speculator(
+                    WrongDrafter(num_guesses, 1.0, attention_window=attention_window), num_guesses
+                )
             for seed, (prompt, max_tokens) in enumerate(requests):
                 engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True))
                 engine.step()

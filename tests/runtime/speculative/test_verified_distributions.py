@@ -9,7 +9,7 @@ import torch
 from covering import covering
 
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.step import SampledToken, ScheduledSequence
 from runtime.runner.runner import sample_and_match
 from runtime.sampling.rejection import Proposals, ProposalSampler, RejectionSampler
@@ -94,7 +94,7 @@ def chi_square(counts: torch.Tensor, shares: torch.Tensor) -> float:
 def test_every_position_has_the_targets_distribution(mode: str, drafter: str, form: str) -> None:
     sampling = SAMPLINGS[form]
     answers = generate(mode, drafter, sampling, range(NUM_SEEDS))
-    exact = probabilities(TARGET, [Draw(sampling, 0, 0)] * len(TARGET))
+    exact = probabilities(TARGET, [SamplingMetadata(sampling, 0, 0)] * len(TARGET))
     for position in range(NUM_GUESSES + 1):
         reached = [tokens[position] for tokens in answers if len(tokens) > position]
         if len(reached) > 200:
@@ -108,7 +108,7 @@ def test_what_was_accepted_before_changes_nothing() -> None:
     answers = [
         tokens for tokens in generate("reject", "close", SAMPLINGS["plain"], range(NUM_SEEDS)) if len(tokens) > 1
     ]
-    exact = probabilities(TARGET, [Draw(SAMPLINGS["plain"], 0, 0)] * len(TARGET))
+    exact = probabilities(TARGET, [SamplingMetadata(SAMPLINGS["plain"], 0, 0)] * len(TARGET))
     firsts = torch.tensor([tokens[0] for tokens in answers])
     seconds = torch.tensor([tokens[1] for tokens in answers])
     for first in range(VOCAB):

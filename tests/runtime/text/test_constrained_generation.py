@@ -186,8 +186,8 @@ def expected() -> list[list[int]]:
         {"max_num_batched_tokens": 17},
         {"num_blocks": 13},
         {"prefix_caching": False, "num_blocks": 14},
-        {"speculate": "ngram"},
-        {"speculate": str(draft_model_path()), "num_blocks": 20},
+        {"speculative_model": "ngram"},
+        {"speculative_model": str(draft_model_path()), "num_blocks": 20},
     ],
     ids=["together", "small chunks", "scarce blocks", "no prefix cache", "n-gram drafts", "a draft model"],
 )

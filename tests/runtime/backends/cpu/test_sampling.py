@@ -12,7 +12,7 @@ from compress.cpu.binding import best_instruction_set, library, set_threads
 from runtime.backends.cpu import sampling as cpu_sampling
 from runtime.backends.cpu.sampling import find_peaks, find_winners, is_native
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.sampling.sampler import sample_tokens
 from runtime.sampling.sampling_tensors import gumbel_noise
 
@@ -84,7 +84,7 @@ def test_tokens_are_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch
         replace(usual, top_k=20, logit_bias=((17, 9.0),)),
     )
     draws = [
-        Draw(kinds[row % len(kinds)], seed=row, position=row * 3, mask=mask if row % 5 == 0 else None)
+        SamplingMetadata(kinds[row % len(kinds)], seed=row, position=row * 3, mask=mask if row % 5 == 0 else None)
         for row in range(ROWS)
     ]
     draws[7] = replace(draws[7], mask=bytes(len(mask)))

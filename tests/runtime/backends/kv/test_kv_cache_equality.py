@@ -40,10 +40,10 @@ CELLS: dict[str, dict[str, Any]] = {
     "cache": {"num_blocks": 300},
     "no cache, small chunks": {"num_blocks": 300, "prefill_chunk": 5, "prefix_caching": False},
     "few blocks": {"num_blocks": 17, "prefill_chunk": 5},
-    "few blocks and host memory": {"num_blocks": 17, "host_memory_bytes": 2**22},
-    "n-gram": {"num_blocks": 300, "prefill_chunk": 64, "speculate": "ngram"},
-    "n-gram trees": {"num_blocks": 300, "speculate": "ngram-tree", "num_draft_tokens": 8},
-    "draft model": {"num_blocks": 60, "speculate": "self:skip", "max_num_sequences": 5},
+    "few blocks and host memory": {"num_blocks": 17, "kv_offload_bytes": 2**22},
+    "n-gram": {"num_blocks": 300, "prefill_chunk": 64, "speculative_model": "ngram"},
+    "n-gram trees": {"num_blocks": 300, "speculative_model": "ngram-tree", "num_speculative_tokens": 8},
+    "draft model": {"num_blocks": 60, "speculative_model": "self:skip", "max_num_seqs": 5},
 }
 
 Answers = dict[tuple[str, int], list[int]]
@@ -62,7 +62,7 @@ def build_engine(decoder: Decoder, scheme: KVCacheScheme, **options: Any) -> Eng
         "kv_cache": scheme.format,
         "kv_rotate": scheme.rotate,
         "kv_sinks": scheme.sinks,
-        "kv_recent": scheme.recent,
+        "kv_residual_length": scheme.recent,
     }
     config = RuntimeConfig(**({"dtype": "float64", "block_size": 4, "max_model_len": 64} | wishes | options))
     runner = build_runner(decoder, config)
@@ -98,7 +98,7 @@ def requests() -> list[tuple[str, list[int], SamplingParams]]:
 def served(request: pytest.FixtureRequest, decoder: Decoder) -> tuple[KVCacheScheme, Answers]:
     """A scheme, and the answers of an engine that serves one request at a time, every prompt in one piece."""
     scheme = SCHEMES[request.param]
-    engine = build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_sequences=3)
+    engine = build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_seqs=3)
     return scheme, answer(engine, requests(), together=False)
 
 
@@ -111,7 +111,7 @@ def test_every_way_of_serving_gives_the_same_tokens(
     if cell == "n-gram trees" and (scheme.sinks or scheme.recent):
         pytest.skip("trees have no place among exact tokens")
     if scheme.recent:
-        options.pop("host_memory_bytes", None)
+        options.pop("kv_offload_bytes", None)
     engine = build_engine(decoder, scheme, **options)
     assert answer(engine, requests(), together=True) == expected
     if cell == "cache":
@@ -120,18 +120,18 @@ def test_every_way_of_serving_gives_the_same_tokens(
     engine.scheduler.check()
     stats = engine.scheduler.stats
     assert (stats.num_preemptions > 0) == (options["num_blocks"] == 17)
-    assert (engine.scheduler.pool.tier.num_restores > 0) == ("host_memory_bytes" in options)
-    assert (engine.metrics.spec_decode_num_draft_tokens_total > 0) == ("speculate" in options)
+    assert (engine.scheduler.pool.tier.num_restores > 0) == ("kv_offload_bytes" in options)
+    assert (engine.metrics.spec_decode_num_draft_tokens_total > 0) == ("speculative_model" in options)
 
 
 @pytest.mark.parametrize("sinks", [0, 6])
 def test_windows_and_endless_streams(decoder: Decoder, served: tuple[KVCacheScheme, Answers], sinks: int) -> None:
     scheme, whole = served
     window = {"attention_window": 12, "attention_sinks": sinks}
-    alone = build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_sequences=3, **window)
+    alone = build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_seqs=3, **window)
     expected = answer(alone, requests(), together=False)
     assert expected != whole
-    trees = {} if scheme.sinks or scheme.recent else {"speculate": "ngram-tree"}
+    trees = {} if scheme.sinks or scheme.recent else {"speculative_model": "ngram-tree"}
     for options in ({"num_blocks": 20, "prefill_chunk": 5}, {"num_blocks": 300} | trees):
         engine = build_engine(decoder, scheme, **options, **window)
         assert answer(engine, requests(), together=True) == expected

@@ -64,11 +64,11 @@ def test_a_sequence_that_is_not_finite_fails_alone(scheme: KVCacheScheme, tmp_pa
     config = RuntimeConfig(
         num_blocks=12,
         block_size=4,
-        max_num_sequences=2,
+        max_num_seqs=2,
         kv_cache=scheme.format,
         kv_rotate=scheme.rotate,
         kv_sinks=scheme.sinks,
-        kv_recent=scheme.recent,
+        kv_residual_length=scheme.recent,
     )
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     good, bad = list(range(10, 21)), [5, 99, 7, 8, 9, 10]
@@ -100,7 +100,7 @@ def test_a_sequence_that_is_not_finite_fails_alone(scheme: KVCacheScheme, tmp_pa
 
 def test_host_memory_is_refused_beside_a_recent_window(tmp_path: Path) -> None:
     decoder = load_model(save_tiny_model(tmp_path / "tiny"), device="cpu")
-    config = RuntimeConfig(kv_cache="int4", kv_recent=8, host_memory_bytes=2**20)
+    config = RuntimeConfig(kv_cache="int4", kv_residual_length=8, kv_offload_bytes=2**20)
     with pytest.raises(ToolkitError, match="8 exact recent tokens"):
         build_runner(decoder, config)
 

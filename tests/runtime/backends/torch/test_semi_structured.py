@@ -71,7 +71,7 @@ def test_it_is_chosen_by_name_and_else_says_why_not() -> None:
     assert choose_semi_structured(weight, GPU, NAME) == SemiStructuredChoice(True, "asked for")
     unasked = choose_semi_structured(weight, GPU, "auto")
     assert not unasked.serves
-    assert "--kernels semi_structured" in unasked.reason
+    assert "--linear-backend semi_structured" in unasked.reason
     misshapen = choose_semi_structured(weight[:20], GPU, NAME)
     assert not misshapen.serves
     assert misshapen.reason.startswith("semi_structured takes 32 rows")

@@ -29,7 +29,7 @@ from runtime.backends.triton.attention import TritonAttention
 from runtime.backends.triton.layers import TritonLayers, refuse_triton_layers
 from runtime.backends.triton.linear import BYTES, LEVELS, NATIVE, PLANES
 from runtime.backends.triton.ops import TritonOps
-from runtime.core.attention_window import ALL, Reach
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
@@ -283,8 +283,8 @@ def test_launches_of_a_layer(gpu, monkeypatch, kind, launches: int) -> None:
 
 def test_what_is_not_in_triton_refuses(gpu) -> None:
     decoder = World("dense", gpu).decoder(fused=True)
-    assert refuse_triton_layers(decoder, "", ALL) == ""
-    assert refuse_triton_layers(decoder, "", Reach(64)) == ""
-    assert "needs Triton" in refuse_triton_layers(decoder, "needs Triton", ALL)
-    assert "ops between linears" in refuse_triton_layers(replace(decoder, ops=TorchOps()), "", ALL)
-    assert "sinks" in refuse_triton_layers(decoder, "", Reach(64, 4))
+    assert refuse_triton_layers(decoder, "", FULL_ATTENTION) == ""
+    assert refuse_triton_layers(decoder, "", AttentionWindow(64)) == ""
+    assert "needs Triton" in refuse_triton_layers(decoder, "needs Triton", FULL_ATTENTION)
+    assert "ops between linears" in refuse_triton_layers(replace(decoder, ops=TorchOps()), "", FULL_ATTENTION)
+    assert "sinks" in refuse_triton_layers(decoder, "", AttentionWindow(64, 4))

@@ -16,7 +16,7 @@ from runtime.backends.cpu import sampling as cpu_sampling
 from runtime.backends.triton.kernels.sampling import ABSOLUTE, draw_rows, gumbel
 from runtime.backends.triton.sampling import draw_step
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import Draw
+from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.sampling import sampler
 from runtime.sampling.sampler import sample_tokens
 from runtime.sampling.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoise, gumbel_noise
@@ -152,7 +152,7 @@ def test_the_sampler_gives_the_same_tokens_with_it(gpu, monkeypatch: pytest.Monk
         replace(usual, temperature=0, top_k=5),
     )
     draws = [
-        Draw(kinds[row % len(kinds)], seed=row, position=row * 3, mask=mask if row % 5 == 0 else None)
+        SamplingMetadata(kinds[row % len(kinds)], seed=row, position=row * 3, mask=mask if row % 5 == 0 else None)
         for row in range(len(logits))
     ]
     draws[9] = replace(draws[9], mask=bytes(len(mask)))
