@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarking.entry import leave_with
-from benchmarking.memory import in_own_process, peak_device_bytes, peak_host_bytes
+from benchmarking.machine import in_own_process, leave_with, peak_device_bytes, peak_host_bytes
 from benchmarking.tables import Row, describe, print_table, write_json
 from rich.console import Console
 
@@ -59,7 +58,7 @@ class Measured:
 
 def measure_method(setup: Setup, method: str) -> Measured:
     """The whole pipeline, once."""
-    from benchmarking.compression import compress
+    from benchmarking.models import compress
 
     out = setup.model.parent / f"packed-{method}"
     stage = QuantizeStage(method, setup.scheme)
@@ -72,7 +71,7 @@ def measure_method(setup: Setup, method: str) -> Measured:
 def measure_dense_pass(setup: Setup) -> Measured:
     """The blocks over all calibration tokens, in the micro-batches that the pipeline begins with."""
     import torch
-    from benchmarking.compression import Stopwatch
+    from benchmarking.machine import Stopwatch
     from transformers import AutoModelForCausalLM
 
     from calibration.sequences import load_tokenizer, pack_sequences
@@ -143,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write_inputs(work: Path, shape: str, layers: int | None, samples: int, length: int) -> tuple[int, dict[str, Any]]:
     """Writes model and calibration text into `work`; returns the number of weights, and versions and hardware."""
     from benchmarking.machine import environment
-    from benchmarking.random_model import SHAPES, write_calibration, write_model
+    from benchmarking.models import SHAPES, write_calibration, write_model
 
     write_calibration(work / "calibration.jsonl", samples * length)
     chosen = SHAPES[shape] if layers is None else replace(SHAPES[shape], layers=layers)

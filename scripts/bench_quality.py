@@ -20,13 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarking.compression import Compressed, compress
-from benchmarking.entries import NO_CALIBRATION, SETTINGS, methods_of, stages_of
-from benchmarking.entry import leave_with
-from benchmarking.machine import environment, weights_sha256
-from benchmarking.memory import in_own_process
+from benchmarking.machine import environment, in_own_process, leave_with, weights_sha256
+from benchmarking.models import Compressed, compress
+from benchmarking.quality import NO_CALIBRATION, SETTINGS, Trial, Verdict, judge, methods_of, stages_of, table_rows
 from benchmarking.tables import Row, describe, markdown_table, print_table, write_json
-from benchmarking.verdicts import Trial, Verdict, judge, table_rows
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -64,9 +64,9 @@ else
     skipped memcheck "compute-sanitizer is not there"
     skipped racecheck "compute-sanitizer is not there"
 fi
-part bench-kernels 100 "$python" scripts/bench_kernels.py --shapes 8192x8192 28672x4096 --tokens 1 16 256 2048 \
+part bench-kernels 100 "$python" scripts/bench_kernels.py gpu --shapes 8192x8192 28672x4096 --tokens 1 16 256 2048 \
     --contexts 4096 32768 --json gpu_check/kernels.json
-part bench-gpu 160 "$python" scripts/bench_gpu.py --shape 1.1b --batches 1 8 --requests 32 --rounds 1 \
+part bench-gpu 160 "$python" scripts/bench_kernels.py gpu-models --shape 1.1b --batches 1 8 --requests 32 --rounds 1 \
     --json gpu_check/models.json --markdown gpu_check/models.md
 
 [ -n "$dry_run" ] || exec "$python" scripts/benchmarking/check_summary.py "$results" gpu_check/summary.json

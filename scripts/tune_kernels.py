@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarking.entry import leave_with
 from benchmarking.linear_candidates import candidates
+from benchmarking.machine import leave_with
 from rich.console import Console
 
 from runtime.backends.triton.kernels.configs import BUCKETS, KernelConfig, to_json
@@ -41,8 +41,7 @@ def tune(buckets: Sequence[int], timer: Timer) -> tuple[dict[int, KernelConfig],
 def timer_of(rows: int, columns: int) -> Timer:
     """On this GPU, for int4 weights in groups of 128."""
     import torch
-    from bench_kernels import random_codes
-    from benchmarking.gpu_timing import num_copies, require_gpu, seconds_per_call
+    from benchmarking.gpu_kernels import num_copies, random_codes, require_gpu, seconds_per_call
 
     from compress.checkpoint.scheme import Scheme
     from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=BUCKETS, choices=BUCKETS)
     parser.add_argument("--out", type=Path, help="default: the package's own table for this GPU")
     options, console = parser.parse_args(arguments), Console(width=160, highlight=False)
-    from benchmarking.gpu_timing import require_gpu
+    from benchmarking.gpu_kernels import require_gpu
 
     require_gpu()
     import torch

@@ -1,1 +1,1 @@
-"""The pieces of `scripts/bench_quality.py` and `scripts/bench_compress.py`."""
+"""Helpers of the benchmark scripts and of `compile_kernels.py`, one noun each."""

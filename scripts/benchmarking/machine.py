@@ -1,14 +1,21 @@
-"""What somebody else must know to compare figures: versions, hardware, weights."""
+"""Versions and hardware of the machine, memory and time of this process, and work in a process of its own."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
+
+from compress.common.errors import ToolkitError
 
 
 def environment() -> dict[str, Any]:
@@ -52,3 +59,48 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+Result = TypeVar("Result")
+
+
+def in_own_process(work: Callable[..., Result], *arguments: object) -> Result:
+    """Runs `work(*arguments)` in a fresh interpreter and returns its result; both must be picklable."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def peak_host_bytes() -> int:
+    """The most memory this process ever had resident, mapped files among it."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Unlike getrusage, VmHWM does not carry over the parent's peak.
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) << 10
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def peak_device_bytes() -> int | None:
+    """The most GPU memory torch ever held in this process; None without a GPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def leave_with(main: Callable[[], int]) -> NoReturn:
+    """Runs a script and leaves the process: with its status, or 1 and one line for a ToolkitError."""
+    try:
+        sys.exit(main())
+    except ToolkitError as error:
+        sys.exit(f"error: {error}")
+
+
+class Stopwatch:
+    """Wall and processor time since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._processor = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        return time.perf_counter() - self._wall, time.process_time() - self._processor

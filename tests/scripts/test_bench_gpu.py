@@ -1,4 +1,4 @@
-"""`scripts/bench_gpu.py` without a GPU: what it counts, how it goes on after a failure, and that all of it runs."""
+"""`bench_kernels.py gpu-models` without a GPU: its counts, its table, and a failing contender."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 
 def test_a_step_reads_every_weight_but_the_embedding_and_all_keys_and_values(tmp_path: Path) -> None:
-    from benchmarking.gpu_measure import step_bytes
-    from benchmarking.random_model import SHAPES, write_model
+    from benchmarking.gpu_models import step_bytes
+    from benchmarking.models import SHAPES, write_model
 
     shape = SHAPES["tiny"]
     parameters = write_model(tmp_path / "model", shape)
@@ -22,7 +22,7 @@ def test_a_step_reads_every_weight_but_the_embedding_and_all_keys_and_values(tmp
 
 
 def test_a_step_is_what_more_tokens_take_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarking import gpu_measure
+    from benchmarking import gpu_models
 
     class Clocked:
         now = 0.0
@@ -31,17 +31,17 @@ def test_a_step_is_what_more_tokens_take_longer_than_one(monkeypatch: pytest.Mon
             self.now += 10.0 + 0.5 * jobs[0].num_output_tokens
 
     model = Clocked()
-    monkeypatch.setattr(gpu_measure.time, "perf_counter", lambda: model.now)
-    work = gpu_measure.Work((2,), 16, 8, 64, (), rounds=3)
-    assert gpu_measure.step_seconds(model, 2, work) == pytest.approx(0.5)
+    monkeypatch.setattr(gpu_models.time, "perf_counter", lambda: model.now)
+    work = gpu_models.Work((2,), 16, 8, 64, (), rounds=3)
+    assert gpu_models.step_seconds(model, 2, work) == pytest.approx(0.5)
 
 
 def test_the_table_says_rates_shares_and_why_something_is_missing() -> None:
-    import bench_gpu
-    from benchmarking.gpu_measure import Figures
+    from benchmarking import gpu_models
+    from benchmarking.gpu_models import Figures
 
     done = Figures("engine int4", 2.5, {1: 0.002, 8: 0.004}, {1: 4_000_000, 8: 4_000_000}, 1000.0, 500.0, 3 * 10**9)
-    rows = bench_gpu.table([done, Figures("other", error="out of memory")], (1, 8), stream=4e9)
+    rows = gpu_models.table([done, Figures("other", error="out of memory")], (1, 8), stream=4e9)
     assert rows[0]["decode 1"] == "500"
     assert rows[0]["decode 8"] == "2000"
     assert (rows[0]["stream 1"], rows[0]["stream 8"]) == ("50%", "25%")
@@ -51,21 +51,21 @@ def test_the_table_says_rates_shares_and_why_something_is_missing() -> None:
 
 
 def test_a_contender_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
-    import bench_gpu
-    from benchmarking.gpu_measure import Work
+    from benchmarking import gpu_models
+    from benchmarking.gpu_models import Work
 
     work = Work((1,), 4, 2, 8, (), 1)
-    figures = bench_gpu.measured("engine bf16", {"dense": tmp_path}, work, "cpu")
+    figures = gpu_models.measured("engine bf16", {"dense": tmp_path}, work, "cpu")
     assert "config.json" in figures.error
     assert figures.first_token is None
 
 
 @pytest.mark.slow
 def test_all_of_it_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import bench_gpu
+    import bench_kernels
 
     files = ["--json", str(tmp_path / "gpu.json"), "--markdown", str(tmp_path / "gpu.md")]
-    assert bench_gpu.main(["--shape", "tiny", "--device", "cpu", "--short", *files]) == 0
+    assert bench_kernels.main(["gpu-models", "--shape", "tiny", "--device", "cpu", "--short", *files]) == 0
     figures = json.loads((tmp_path / "gpu.json").read_text())["figures"]
     assert not any(each["error"] for each in figures)
     single = [each for each in figures if "continuous" not in each["name"]]

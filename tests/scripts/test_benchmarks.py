@@ -21,13 +21,13 @@ def quality() -> ModuleType:
 
 @pytest.fixture
 def verdicts() -> ModuleType:
-    from benchmarking import verdicts
+    from benchmarking import quality
 
-    return verdicts
+    return quality
 
 
 def test_quality_writes_trials_table_and_verdicts(quality, tmp_path: Path, capsys):
-    from benchmarking.random_model import SHAPES, write_model
+    from benchmarking.models import SHAPES, write_model
 
     model, table, figures = tmp_path / "model", tmp_path / "table.md", tmp_path / "figures.json"
     write_model(model, SHAPES["tiny"])
@@ -54,12 +54,12 @@ def test_quality_writes_trials_table_and_verdicts(quality, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("setting", ["w3g64", "w8a8", "2:4", "50%", "2:4+w4g64", "rank0.8", "recipes"])
 def test_every_setting_has_methods_stages_and_orders_among_them(setting: str):
-    from benchmarking import entries
+    from benchmarking import quality
 
-    methods = entries.methods_of(setting)
+    methods = quality.methods_of(setting)
     assert methods
-    assert all(entries.stages_of(setting, method) for method in methods)
-    assert all({order.better, order.worse} <= set(methods) for order in entries.orders_of(setting))
+    assert all(quality.stages_of(setting, method) for method in methods)
+    assert all({order.better, order.worse} <= set(methods) for order in quality.orders_of(setting))
 
 
 def make_trial(verdicts: ModuleType, method: str, kl: float, losses: list[float], seed: int = 0):
@@ -124,7 +124,7 @@ def test_compression_is_measured_beside_a_dense_pass(tmp_path: Path, capsys):
 
 
 def test_random_model_loads_in_transformers(tmp_path: Path):
-    from benchmarking.random_model import SHAPES, write_model
+    from benchmarking.models import SHAPES, write_model
     from transformers import AutoModelForCausalLM
 
     parameters = write_model(tmp_path / "model", SHAPES["tiny"])
@@ -135,7 +135,7 @@ def test_random_model_loads_in_transformers(tmp_path: Path):
 
 
 def test_peak_memory_is_of_this_process():
-    from benchmarking.memory import in_own_process, peak_host_bytes
+    from benchmarking.machine import in_own_process, peak_host_bytes
 
     ballast = torch.ones(64 << 20)
     assert peak_host_bytes() > ballast.nbytes

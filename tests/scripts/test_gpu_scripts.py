@@ -20,7 +20,7 @@ def scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [[sys.executable, "bench_kernels.py"], [sys.executable, "tune_kernels.py"]])
+@pytest.mark.parametrize("command", [[sys.executable, "bench_kernels.py", "gpu"], [sys.executable, "tune_kernels.py"]])
 def test_without_a_gpu_they_say_so_in_one_line(command: list[str]) -> None:
     environment = {"PYTHONPATH": str(SCRIPTS.parent), "PATH": ""}
     result = subprocess.run(command, cwd=SCRIPTS, capture_output=True, text=True, env=environment)
@@ -46,17 +46,17 @@ def test_the_fastest_configuration_wins_and_refusals_are_counted() -> None:
 
 
 def test_bytes_and_copies() -> None:
-    import bench_kernels
-    from benchmarking.gpu_timing import CACHE_BYTES, num_copies
+    from benchmarking import gpu_kernels
+    from benchmarking.gpu_kernels import CACHE_BYTES, num_copies
 
-    assert bench_kernels.weight_bytes("int4 g128", 8192, 8192) == 8192 * 8192 // 2 + 8192 * 64 * 2
-    assert bench_kernels.weight_bytes("cuBLAS bf16", 8192, 8192) == 2 * 8192 * 8192
+    assert gpu_kernels.weight_bytes("int4 g128", 8192, 8192) == 8192 * 8192 // 2 + 8192 * 64 * 2
+    assert gpu_kernels.weight_bytes("cuBLAS bf16", 8192, 8192) == 2 * 8192 * 8192
     assert num_copies(CACHE_BYTES) == 2
     assert num_copies(2**20) == 64
-    rows = bench_kernels.table(
+    rows = gpu_kernels.table(
         [
-            bench_kernels.Measured("8x8", 1, "cuBLAS bf16", 4e-6, 1000),
-            bench_kernels.Measured("8x8", 1, "int4 g128", 1e-6, 500),
+            gpu_kernels.Measured("8x8", 1, "cuBLAS bf16", 4e-6, 1000),
+            gpu_kernels.Measured("8x8", 1, "int4 g128", 1e-6, 500),
         ],
         1e9,
     )
@@ -66,10 +66,10 @@ def test_bytes_and_copies() -> None:
 
 @pytest.mark.parametrize("name", ["int4 g128", "int2 g64", "int8", "w8a8", "fp8", "fp8 w8a8"])
 def test_every_linear_that_is_timed_multiplies(gpu: torch.device, name: str) -> None:
-    import bench_kernels
+    from benchmarking import gpu_kernels
 
-    assert name in bench_kernels.KERNELS
-    first, other = bench_kernels.linears(name, 128, 256, gpu)[:2]
+    assert name in gpu_kernels.KERNELS
+    first, other = gpu_kernels.linears(name, 128, 256, gpu)[:2]
     x = torch.randn(2, 256, device=gpu, dtype=torch.bfloat16)
     assert first(x).shape == (2, 128)
     assert bool(torch.isfinite(first(x)).all())
@@ -77,26 +77,26 @@ def test_every_linear_that_is_timed_multiplies(gpu: torch.device, name: str) -> 
 
 
 def test_a_peer_that_cannot_is_left_out_and_named_but_our_kernels_must() -> None:
-    import bench_kernels
-    from benchmarking.kernel_peers import GEMLITE, SPARSE, TINYGEMM, peers
+    from benchmarking import gpu_kernels
+    from benchmarking.gpu_kernels import GEMLITE, SPARSE, TINYGEMM, peers
 
     said: list[str] = []
     device = torch.device("cpu")
-    assert bench_kernels.measure_or_say("64x64", 1, TINYGEMM, device, said.append) is None
+    assert gpu_kernels.measure_or_say("64x64", 1, TINYGEMM, device, said.append) is None
     assert said[0].startswith("torch int4 cannot do 64x64 for 1 tokens: ")
     assert (GEMLITE in peers()) == bool(find_spec("gemlite"))
-    assert bench_kernels.weight_bytes(SPARSE, 64, 64) == 64 * 64 * 9 // 8
+    assert gpu_kernels.weight_bytes(SPARSE, 64, 64) == 64 * 64 * 9 // 8
 
 
 @pytest.mark.parametrize("form", ["16bit", "fp8", "int8", "int4"])
 def test_attention_is_timed_over_copies_that_are_all_read(gpu: torch.device, form: str) -> None:
-    from benchmarking import gpu_attention
-    from benchmarking.cpu_attention import Case
+    from benchmarking import gpu_kernels
+    from benchmarking.cpu_kernels import Case
 
     case = Case(2, 64, heads=4, kv_heads=2, head_dim=32)
-    found = gpu_attention.paged_calls(case, form, 1, gpu)
+    found = gpu_kernels.paged_calls(case, form, 1, gpu)
     elements = 2 * case.batch * case.context * case.kv_heads * case.head_dim
-    assert len(found.calls) == gpu_attention.copies_of(case) == 64
+    assert len(found.calls) == gpu_kernels.copies_of(case) == 64
     assert elements / 2 <= found.nbytes <= 2 * elements
     first, other = (call() for call in found.calls[:2])
     assert first.shape == (2, 4, 32)

@@ -1,9 +1,9 @@
-"""What a step costs beside the model: scheduler, blocks, answers, text and figures, without any model.
+"""Cost of an engine step beside the model: scheduler, blocks, outputs, text and metrics, with an instant runner.
 
 Times are processor time of the one thread, so other work on the machine hardly counts.
 
-python scripts/bench_scheduler.py                       # 64 sequences that decode
-python scripts/bench_scheduler.py --sequences 256 --host-blocks 1000
+    python scripts/bench_serve.py scheduler                       # 64 sequences that decode
+    python scripts/bench_serve.py scheduler --sequences 256 --host-blocks 1000
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import argparse
 import time
 from statistics import median, quantiles
 
-from benchmarking.tables import Row, print_table
 from rich.console import Console
 
+from benchmarking.tables import Row, print_table
 from compress.common.cli import demo_model_path
 from runtime.core.attention_window import FULL_ATTENTION
 from runtime.core.config import RuntimeConfig
@@ -34,6 +34,7 @@ class InstantRunner:
     vocab_size = 8192
     eos_token_ids: frozenset[int] = frozenset()
     attention_window = FULL_ATTENTION
+    shares_blocks = True
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
@@ -80,15 +81,13 @@ def measure(tokenizer: Tokenizer | None, sequences: int, host_blocks: int) -> Ro
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=64, help="sequences that decode together")
     parser.add_argument("--host-blocks", type=int, default=0, help="slots of host memory for KV blocks")
-    arguments = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer.open(demo_model_path())
-    rows = [measure(each, arguments.sequences, arguments.host_blocks) for each in (None, tokenizer)]
+    rows = [measure(each, options.sequences, options.host_blocks) for each in (None, tokenizer)]
     print_table("Milliseconds per step beside the model", rows, Console())
-
-
-if __name__ == "__main__":
-    main()
+    return 0

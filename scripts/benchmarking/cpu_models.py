@@ -1,17 +1,31 @@
-"""Whole models on a CPU: each contender lives in a process of its own with its model loaded, and is asked in turns."""
+"""Whole models on this CPU beside llama.cpp and transformers: prefill, decode of one sequence, decode of eight.
+
+All have random weights of the same shape (llama.cpp needs `llama-cpp-python` and `gguf` installed). Each contender
+lives in a process of its own with its model loaded; they take turns, with equal numbers of threads. With `--busy` a
+process that only computes runs beside them. Figures are medians of the rounds, ratios to the first contender's.
+
+    python scripts/bench_kernels.py cpu-models --shape 1.1b --threads 2
+    python scripts/bench_kernels.py cpu-models --shape 125m --threads 1 --busy 1
+"""
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from benchmarking.compression import Stopwatch
+from rich.console import Console
+
+from benchmarking.machine import Stopwatch, environment, in_own_process
+from benchmarking.tables import Row, describe, print_with_markdown, write_json
 
 PROMPT = 16
 """Tokens before a decode; what is timed are the steps after it."""
@@ -220,3 +234,107 @@ def _set_native_threads(threads: int) -> None:
 
     if library() is not None:
         set_threads(threads)
+
+
+NAMES = ("llama.cpp Q4_0", "int4", "int4 w4a8", "transformers bf16")
+
+
+def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
+    """The models: dense, packed with a 4-bit body and an 8-bit head, and as GGUF."""
+    from benchmarking.models import SHAPES, compress, write_gguf, write_model
+    from compress.checkpoint.scheme import Scheme
+    from compress.recipe import HEAD_TARGET, CalibrationOptions, QuantizeStage
+
+    dense = work / "dense"
+    write_model(dense, SHAPES[shape])
+    stages = [QuantizeStage("rtn", Scheme(4, 128)), QuantizeStage("rtn", Scheme(8, 128), targets=(HEAD_TARGET,))]
+    compress(dense, work / "packed", stages, CalibrationOptions())
+    if NAMES[0] in names:
+        write_gguf(work / "model.gguf", SHAPES[shape])
+    return {"dense": dense, "packed": work / "packed", "gguf": work / "model.gguf"}
+
+
+def contender(name: str, models: dict[str, Path], threads: int) -> Contender:
+    if name == "llama.cpp Q4_0":
+        return Contender(name, LlamaCpp, models["gguf"], threads)
+    if name == "transformers bf16":
+        return Contender(name, Transformers, models["dense"], threads)
+    return Contender(name, Engine, models["packed"], threads, "w4a8" if "w4a8" in name else "auto", "bfloat16")
+
+
+def tasks(options: argparse.Namespace) -> list[Task]:
+    return [
+        Task(f"prefill {options.prompt}", 0, options.prompt),
+        Task("decode 1", 1, options.steps),
+        Task("decode 8", 8, options.steps // 2),
+    ]
+
+
+def table(timings: dict[tuple[str, str], list[Timing]], work: Sequence[Task], names: Sequence[str]) -> list[Row]:
+    rows = []
+    for task in work:
+        first = timings[names[0], task.name]
+        for name in names:
+            mine = timings[name, task.name]
+            wall, cpu = (statistics.median(getattr(t, k) for t in mine) for k in ("seconds", "cpu_seconds"))
+            base_wall, base_cpu = (statistics.median(getattr(t, k) for t in first) for k in ("seconds", "cpu_seconds"))
+            rows.append(
+                {
+                    "work": task.name,
+                    "contender": name,
+                    "tokens/s": f"{task.num_tokens / wall:.1f}",
+                    "tokens/CPU s": f"{task.num_tokens / cpu:.1f}",
+                    "x": f"{base_wall / wall:.2f}",
+                    "x in CPU time": f"{base_cpu / cpu:.2f}",
+                    "slowest, fastest": f"{task.num_tokens / max(t.seconds for t in mine):.1f}, "
+                    f"{task.num_tokens / min(t.seconds for t in mine):.1f}",
+                }
+            )
+    return rows
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", default="1.1b", choices=("tiny", "125m", "1.1b", "8b"))
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--contenders", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prefill, at most 512")
+    parser.add_argument("--steps", type=int, default=32, help="of a decode alone; eight sequences take half of them")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside the contenders")
+    parser.add_argument("--json", type=Path, help="write every timing here")
+
+
+def compute_forever() -> None:
+    value = 1
+    while True:
+        value = value * 3 % 1000003
+
+
+def run(options: argparse.Namespace) -> int:
+    console = Console(width=160, highlight=False)
+    facts = in_own_process(environment) | {"threads": options.threads, "competing": options.busy}
+    timings: dict[tuple[str, str], list[Timing]] = {}
+    with tempfile.TemporaryDirectory() as work:
+        models = in_own_process(prepare, Path(work), options.shape, options.contenders)
+        facts["load at the start"] = f"{os.getloadavg()[0]:.1f}"
+        console.print(describe(facts))
+        running = [contender(name, models, options.threads) for name in options.contenders]
+        console.print(", ".join(f"{each.name} ready after {each.load_seconds:.1f} s" for each in running))
+        context = multiprocessing.get_context("spawn")
+        busy = [context.Process(target=compute_forever, daemon=True) for _ in range(options.busy)]
+        for process in busy:
+            process.start()
+        for _ in range(options.rounds):
+            for task in tasks(options):
+                for each in running:
+                    timings.setdefault((each.name, task.name), []).append(each.run(task))
+        for process in busy:
+            process.kill()
+        for each in running:
+            each.close()
+    title = f"{options.shape}, {options.threads} threads, medians of {options.rounds} rounds"
+    print_with_markdown(title, table(timings, tasks(options), options.contenders), console)
+    if options.json:
+        rows = [{"contender": c, "work": w, "seconds": [t.seconds for t in ts]} for (c, w), ts in timings.items()]
+        write_json(options.json, {"facts": facts, "timings": rows})
+    return 0

@@ -1,10 +1,10 @@
-"""What waits: the first token with and without the prefix cache, and the next token while a long prompt arrives.
+"""Latency: the first token with and without the prefix cache, and the next token while a long prompt arrives.
 
-Both run the engine in this process, step by step, and interleave the two sides so that other work on the machine hits
-both alike. Examples:
+Both run the engine in this process, step by step, and interleave the two sides, so that other work on the machine
+affects both alike.
 
-    python scripts/bench_latency.py
-    python scripts/bench_latency.py --model packed/ --prefix 1024 --long 1536
+    python scripts/bench_serve.py latency
+    python scripts/bench_serve.py latency --model packed/ --prefix 1024 --long 1536
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarking.entry import leave_with
-from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, print_with_markdown
-from benchmarking.workload import Job, mixed_jobs
 from rich.console import Console
 
+from benchmarking.contenders import Job, mixed_jobs
+from benchmarking.machine import environment
+from benchmarking.tables import Row, describe, print_with_markdown
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
@@ -118,18 +117,16 @@ def _percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100)[percent - 1]
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=demo_model_path())
     parser.add_argument("--prefix", type=int, default=1024, help="tokens of the shared system prompt")
     parser.add_argument("--long", type=int, default=1536, help="tokens of the long prompt that arrives")
     parser.add_argument("--questions", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options, console = parse_options(arguments), Console(width=160, highlight=False)
+def run(options: argparse.Namespace) -> int:
+    console = Console(width=160, highlight=False)
     console.print(describe(environment() | {"load at the start": f"{os.getloadavg()[0]:.1f}"}))
     system = mixed_jobs(options.model, 1, options.prefix, options.prefix)[0].prompt
     questions = sorted(mixed_jobs(options.model, options.questions, 16, 64, seed=1), key=lambda job: len(job.prompt))
@@ -141,7 +138,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for title, table in tables.items():
         print_with_markdown(title, table, console)
     return 0
-
-
-if __name__ == "__main__":
-    leave_with(main)

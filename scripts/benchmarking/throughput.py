@@ -1,10 +1,10 @@
 """Throughput of the engine beside transformers: the same prompts, the same numbers of tokens, greedy.
 
-Every contender runs in a process of its own, one after the other, and the round is repeated; the ratio of one round is
-what counts where other work shares the processor. The packed model is made from the dense one on the way, by rounding.
+Every contender runs in a process of its own, one after the other, and the round is repeated; where other work shares
+the processor, compare the ratios of one round. The packed model is rounded from the dense one on the way.
 
-    python scripts/bench_serving.py                                   # the demo model, 256 requests
-    python scripts/bench_serving.py --shape 1.1b --requests 24 --rounds 1
+    python scripts/bench_serve.py throughput                              # the demo model, 256 requests
+    python scripts/bench_serve.py throughput --shape 1.1b --requests 24 --rounds 1
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarking.contenders import CONTENDERS, Settings, Timed
-from benchmarking.entry import leave_with
-from benchmarking.memory import in_own_process
-from benchmarking.tables import Row, describe, print_with_markdown, write_json
-from benchmarking.workload import Job, mixed_jobs
 from rich.console import Console
+
+from benchmarking.contenders import CONTENDERS, Job, Settings, Timed, mixed_jobs
+from benchmarking.machine import environment, in_own_process
+from benchmarking.tables import Row, describe, print_with_markdown, write_json
 
 
 def prepare(work: Path, shape: str) -> tuple[Path, Path]:
     """A dense model and its int4 packing."""
-    from benchmarking.compression import compress
-    from benchmarking.random_model import SHAPES, write_model
-
+    from benchmarking.models import SHAPES, compress, write_model
     from compress.checkpoint.scheme import Scheme
     from compress.common.cli import demo_model_path
     from compress.recipe import CalibrationOptions, QuantizeStage
@@ -80,8 +77,7 @@ def run_round(models: tuple[Path, Path], jobs: list[Job], options: argparse.Name
     return timed
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="demo", choices=("demo", "tiny", "125m", "1.1b", "8b"))
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--one-by-one", type=int, default=32, help="requests of the one-by-one contender")
@@ -95,13 +91,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here")
-    return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options, console = parse_options(arguments), Console(width=160, highlight=False)
-    from benchmarking.machine import environment
-
+def run(options: argparse.Namespace) -> int:
+    console = Console(width=160, highlight=False)
     facts = in_own_process(environment) | {"dtype": options.dtype, "load at the start": f"{os.getloadavg()[0]:.1f}"}
     console.print(describe(facts))
     rounds = []
@@ -117,7 +110,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         write_json(options.json, {"facts": facts, "rounds": [[asdict(run) for run in timed] for timed in rounds]})
     return 0
-
-
-if __name__ == "__main__":
-    leave_with(main)

@@ -1,11 +1,11 @@
-"""What guessing is worth: acceptance and tokens per second of every drafter, beside the same engine without guesses.
+"""Speculative decoding: acceptance and tokens per second of every drafter, beside the same engine without drafts.
 
-Every drafter is measured twice: always guessing, and as it ships, with the gate that switches guessing off where it
-does not pay. Prompts are cut from the Python manual. All contenders answer the same prompts in turn, several rounds of
-them, so that other work on the machine hits all alike; ratios are medians over the rounds. Examples:
+Every drafter is measured twice: always drafting, and as it ships, with the gate that switches drafting off when it does
+not raise throughput. Prompts are cut from the Python manual. All contenders answer the same prompts in turn, for
+several rounds, so that other work on the machine affects all alike; ratios are medians over the rounds.
 
-    python scripts/bench_speculation.py
-    python scripts/bench_speculation.py --dtype float32 --batch 1 --drafters demo ngram
+    python scripts/bench_serve.py speculation
+    python scripts/bench_serve.py speculation --dtype float32 --batch 1 --drafters demo ngram
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarking.entry import leave_with
-from benchmarking.machine import environment
-from benchmarking.tables import Row, describe, print_with_markdown
-from benchmarking.workload import mixed_jobs
 from rich.console import Console
 
+from benchmarking.contenders import mixed_jobs
+from benchmarking.machine import environment
+from benchmarking.tables import Row, describe, print_with_markdown
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
@@ -109,8 +108,7 @@ def measure(
     ]
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=demo_model_path())
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS)
     parser.add_argument("--batch", type=int, nargs="+", default=(1, 8))
@@ -119,11 +117,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=48, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=192, help="tokens that each prompt is answered with")
     parser.add_argument("--rounds", type=int, default=5)
-    return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options, console = parse_options(arguments), Console(width=160, highlight=False)
+def run(options: argparse.Namespace) -> int:
+    console = Console(width=160, highlight=False)
     console.print(describe(environment() | {"load at the start": f"{os.getloadavg()[0]:.1f}"}))
     config = RuntimeConfig(dtype=options.dtype, num_speculative_tokens=options.draft_tokens, prefix_caching=False)
     for batch in options.batch:
@@ -135,7 +132,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             title = f"Batch {batch}, {'greedy' if not temperature else f'T = {temperature}'}"
             print_with_markdown(title, rows, console)
     return 0
-
-
-if __name__ == "__main__":
-    leave_with(main)

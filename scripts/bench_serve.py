@@ -1,0 +1,30 @@
+"""Serving: throughput, latency, speculative decoding, and the cost of a scheduler step.
+
+python scripts/bench_serve.py throughput                       # the demo model, 256 requests, beside transformers
+python scripts/bench_serve.py throughput --shape 1.1b --requests 24 --rounds 1
+python scripts/bench_serve.py latency --prefix 1024 --long 1536
+python scripts/bench_serve.py speculation --dtype float32 --batch 1 --drafters demo ngram
+python scripts/bench_serve.py scheduler --sequences 256 --host-blocks 1000
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarking.commands import run_command
+from benchmarking.machine import leave_with
+
+COMMANDS = {
+    "throughput": ("throughput", "requests of mixed lengths, beside three ways of transformers"),
+    "latency": ("latency", "first token with and without prefix cache, next token while long prompts arrive"),
+    "speculation": ("speculation", "acceptance and tokens per second of every drafter"),
+    "scheduler": ("step_cost", "processor time of a step beside the model"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(__doc__, COMMANDS, arguments)
+
+
+if __name__ == "__main__":
+    leave_with(main)

@@ -1,0 +1,281 @@
+"""Kernels in C on one core beside those of PyTorch: linears and paged attention, interleaved.
+
+Times are processor time of the calling thread, so other work on the machine shifts them little; torch and the C pool
+get one thread each. Every product takes another copy of its weight, and every step of attention another layer's pages,
+together larger than the caches.
+
+    python scripts/bench_kernels.py cpu
+    python scripts/bench_kernels.py cpu --shapes 4096x14336 --rows 1 8 --seconds 5
+    python scripts/bench_kernels.py cpu --attention
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarking.machine import environment
+from benchmarking.tables import Row, describe, print_with_markdown
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
+from compress.common.errors import ToolkitError
+from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
+from compress.cpu.linear import Activations, NativeLinear
+from runtime.backends.base import Linear, Target
+from runtime.backends.torch import int4pack
+from runtime.backends.torch.linear import PrepackedLinear
+
+if TYPE_CHECKING:
+    from runtime.core.batch import Batch
+    from runtime.core.model_config import DecoderConfig
+    from runtime.model.decoder import Attention
+
+CACHES = 128 * 2**20
+"""Bytes of copies of one weight."""
+TARGET = Target(torch.device("cpu"), torch.bfloat16)
+BASELINE = "torch int4pack"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Copies of one weight, taken in turns."""
+
+    name: str
+    copies: Sequence[Linear]
+
+    def __call__(self, x: Tensor, turn: int) -> Tensor:
+        return self.copies[turn % len(self.copies)](x)
+
+
+def contenders(in_features: int, out_features: int, group_size: int = 128) -> list[Contender]:
+    """All ways to multiply by a random weight of a shape."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(out_features, in_features, generator=generator).to(torch.bfloat16)
+
+    def codes(bits: int, activation_bits: int | None = None) -> IntegerWeight:
+        scheme = Scheme(bits, None if activation_bits else group_size, activation_bits=activation_bits)
+        shape = out_features, scheme.num_groups(in_features)
+        values = torch.randint(0, 1 << bits, numbers.shape, generator=generator).to(torch.uint8)
+        scale = (torch.rand(shape, generator=generator) * 0.01 + 0.01).to(torch.bfloat16)
+        return IntegerWeight(values, scale, torch.full(shape, scheme.midpoint, dtype=torch.uint8), scheme)
+
+    w4, w2, w8, w8a8 = codes(4), codes(2), codes(8), codes(8, 8)
+    makers: Mapping[str, Callable[[], Linear]] = {
+        "torch bf16": lambda: PrepackedLinear(numbers, None),
+        "torch int4pack": lambda: int4pack.KERNEL.prepare(w4, None, TARGET),
+        "w4a16": lambda: NativeLinear(w4),
+        "w4a8": lambda: NativeLinear(w4, activations=Activations.INT8_GROUP),
+        "w2a16": lambda: NativeLinear(w2),
+        "w8a16": lambda: NativeLinear(w8),
+        "w8a8": lambda: NativeLinear(w8a8, activations=Activations.INT8_ROW),
+        "bf16": lambda: NativeLinear(numbers),
+    }
+    return [_copied(name, make) for name, make in makers.items()]
+
+
+def _copied(name: str, make: Callable[[], Linear]) -> Contender:
+    first = make()
+    return Contender(name, [first, *(make() for _ in range(CACHES // first.nbytes))])
+
+
+def milliseconds(
+    sides: Sequence[Contender], in_features: int, rows: int, seconds: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Processor time per product, and how many times as fast as the baseline each is: medians over turns.
+
+    Args:
+        seconds: how long all of it may take; at least three turns are made.
+
+    Returns:
+        Milliseconds, and times as fast, by contender.
+    """
+    x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
+    taken: dict[str, list[float]] = {side.name: [] for side in sides}
+    deadline = time.monotonic() + seconds
+    for turn in itertools.count():
+        for side in sides:
+            begin = time.thread_time()
+            side(x, turn)
+            taken[side.name].append(time.thread_time() - begin)
+        if turn >= 3 and time.monotonic() > deadline:
+            break
+    measured = {name: times[1:] for name, times in taken.items()}
+    speed = {
+        name: statistics.median(slow / quick for slow, quick in zip(measured[BASELINE], times, strict=True))
+        for name, times in measured.items()
+    }
+    return {name: 1e3 * statistics.median(times) for name, times in measured.items()}, speed
+
+
+def linear_rows(in_features: int, out_features: int, numbers_of_rows: list[int], seconds: float) -> list[Row]:
+    """One line per kernel: milliseconds for each number of rows, and times as fast as the baseline."""
+    sides = contenders(in_features, out_features)
+    measured = [milliseconds(sides, in_features, rows, seconds) for rows in numbers_of_rows]
+    return [
+        {"kernel": side.name}
+        | {
+            f"M={rows}": f"{times[side.name]:.3f} ({speed[side.name]:.2f}x)"
+            for rows, (times, speed) in zip(numbers_of_rows, measured, strict=True)
+        }
+        for side in sides
+    ]
+
+
+FORMATS = ("16bit", "int8", "k8v4", "int4")
+ATTENTION_ROUNDS = 9
+COLD_BYTES = 160e6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step: a token of each of `batch` sequences over `context` keys."""
+
+    batch: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of 16-bit keys and values of one layer."""
+        return 4 * self.batch * self.context * self.kv_heads * self.head_dim
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        return f"{self.batch} x {self.context} keys, {heads}, blocks of {self.block_size}"
+
+
+ATTENTION_CASES = (Case(8, 1024), Case(1, 8192), Case(8, 8192), Case(8, 1024, kv_heads=4, head_dim=64))
+
+
+def attention_rows(cases: tuple[Case, ...] = ATTENTION_CASES) -> list[Row]:
+    """Milliseconds of one layer on one thread: torch, then compiled code by the form of the cache."""
+    return [attention_row(case) for case in cases]
+
+
+def attention_row(case: Case) -> Row:
+    steps = {"torch 16bit": torch_step(case)} | {format: compiled_step(case, format) for format in FORMATS}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ATTENTION_ROUNDS + 1):  # interleaved; the first round warms up
+        for name, step in steps.items():
+            started = time.thread_time()
+            step()
+            times[name].append(time.thread_time() - started)
+    found = {name: statistics.median(seconds[1:]) * 1e3 for name, seconds in times.items()}
+    speedup = {"x torch": f"{found['torch 16bit'] / found['16bit']:.1f}"}
+    gain = {"int4 x 16bit": f"{found['16bit'] / found['int4']:.2f}"}
+    return {"step": str(case)} | {name: f"{each:.2f} ms" for name, each in found.items()} | speedup | gain
+
+
+def compiled_step(case: Case, format: str) -> Callable[[], object]:
+    """Runs one layer, another one each time."""
+    import torch
+
+    from compress.checkpoint.kv_cache import KVCacheScheme
+    from runtime.backends.cpu.attention import NativeAttention
+    from runtime.backends.cpu.kv_pages import NativePages
+
+    layers, device = _layers(case), torch.device("cpu")
+    blocks = case.batch * case.context // case.block_size
+    scheme = KVCacheScheme(format)
+    pages = NativePages(decoder_config(case, layers), scheme, blocks, case.block_size, torch.bfloat16, device)
+    for name, tensor in pages.memory.tensors.items():
+        if name.endswith("scales"):
+            tensor.uniform_(0.01, 0.02)
+        elif format == "16bit":
+            tensor.view(torch.bfloat16).normal_()
+        else:
+            tensor.random_(0, 256)
+    return _layer_by_layer(case, NativeAttention(pages, _batch(case, blocks), (None,) * layers), layers)
+
+
+def torch_step(case: Case) -> Callable[[], object]:
+    """As `compiled_step`, by what serves without compiled code: pages gathered, then torch's attention."""
+    import torch
+
+    from runtime.backends.kv.pages import ExactPages
+    from runtime.backends.torch.span_attention import attend_tokens
+
+    layers, device = _layers(case), torch.device("cpu")
+    blocks = case.batch * case.context // case.block_size
+    pages = ExactPages(decoder_config(case, layers), blocks, case.block_size, torch.bfloat16, device)
+    for tensor in pages.memory.tensors.values():
+        tensor.normal_()
+    table = _batch(case, blocks).groups[0].blocks
+
+    def attention(layer: int, query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor) -> torch.Tensor:
+        key, value = (each.view(case.batch, case.context, *each.shape[1:]) for each in pages.gather(layer, table))
+        return attend_tokens(query, key, value, None)
+
+    return _layer_by_layer(case, attention, layers)
+
+
+def _layer_by_layer(case: Case, attention: Attention, layers: int) -> Callable[[], object]:
+    import torch
+
+    query = torch.randn(case.batch, case.heads, case.head_dim).bfloat16()
+    nothing = query.new_empty(0, case.kv_heads, case.head_dim)
+    turn = iter(range(1 << 30))
+    return lambda: attention(next(turn) % layers, query, nothing, nothing)
+
+
+def _layers(case: Case) -> int:
+    return max(1, round(COLD_BYTES / case.kv_bytes))
+
+
+def decoder_config(case: Case, layers: int) -> DecoderConfig:
+    from benchmarking.models import SHAPES, config_of
+    from runtime.core.model_config import parse_config
+
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
+    return parse_config(config_of(SHAPES["tiny"]) | sizes | {"head_dim": case.head_dim})
+
+
+def _batch(case: Case, blocks: int) -> Batch:
+    import torch
+
+    from runtime.core.batch import AttentionGroup, Batch
+
+    random = torch.Generator().manual_seed(0)
+    positions, nothing = torch.full((case.batch,), case.context - 1), torch.empty(0, dtype=torch.int64)
+    table = torch.randperm(blocks, generator=random)
+    group = AttentionGroup(slice(0, case.batch), table, positions, case.batch, case.context, False)
+    return Batch((), nothing, nothing, nothing, (group,), (), nothing, (), ())
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", nargs="+", default=["2048x5632"], help="inputs x outputs of weights")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 512], help="tokens per product")
+    parser.add_argument("--seconds", type=float, default=4.0, help="per shape and number of rows")
+    parser.add_argument("--attention", action="store_true", help="paged attention of a decode step instead of linears")
+
+
+def run(options: argparse.Namespace) -> int:
+    if library() is None:
+        raise ToolkitError("there is nothing to compare", absence())
+    console = Console(width=180, highlight=False)
+    facts = environment() | {"instructions": INSTRUCTION_SETS[best_instruction_set()]}
+    console.print(describe(facts), f"load {os.getloadavg()[0]:.1f}", markup=False)
+    torch.set_num_threads(1)
+    set_threads(1)
+    if options.attention:
+        print_with_markdown("Attention of one layer in a decode step, one thread", attention_rows(), console)
+        return 0
+    for shape in options.shapes:
+        in_features, out_features = (int(number) for number in shape.split("x"))
+        rows = linear_rows(in_features, out_features, options.rows, options.seconds)
+        title = f"{shape}: ms of one core per product (times as fast as {BASELINE}), load {os.getloadavg()[0]:.1f}"
+        print_with_markdown(title, rows, console)
+    return 0

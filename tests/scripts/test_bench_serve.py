@@ -1,0 +1,59 @@
+"""`scripts/bench_serve.py` at the smallest sizes that still run every part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def table(printed: str) -> list[list[str]]:
+    """Cells of the Markdown lines that were printed, without the rules below the heads."""
+    lines = [line for line in printed.splitlines() if line.startswith("| ") and "---" not in line]
+    return [line.strip("| ").split(" | ") for line in lines]
+
+
+def test_every_drafter_gets_a_row_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_serve
+
+    sizes = ["--batch", "2", "--rounds", "1", "--tokens", "12", "--prompt", "16", "--dtype", "float32"]
+    assert bench_serve.main(["speculation", *sizes, "--drafters", "ngram", "self:skip"]) == 0
+    rows = table(capsys.readouterr().out)
+    for head, *drafters in (rows[:4], rows[4:]):
+        assert head == ["drafter", "accepted", "per draft", "tokens/s", "ratio", "ratio with gate"]
+        assert [row[0] for row in drafters] == ["none", "ngram", "self:skip"]
+        assert drafters[0][4] == "1.00"
+
+
+def test_the_scheduler_is_timed_with_and_without_text(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_serve
+    from benchmarking import step_cost
+
+    assert bench_serve.main(["scheduler", "--sequences", "2"]) == 0
+    assert f" {step_cost.NEW_TOKENS - 1} " in capsys.readouterr().out
+
+
+def test_latency_has_a_row_for_every_way_to_prefill(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_serve
+
+    sizes = ["--prefix", "64", "--long", "96", "--questions", "2", "--rounds", "1"]
+    assert bench_serve.main(["latency", *sizes]) == 0
+    rows = table(capsys.readouterr().out)
+    assert [row[0] for row in rows if row[0].startswith(("chunks", "whole"))] == [
+        "chunks of 256 (default)",
+        "chunks of 64",
+        "whole prompts",
+    ]
+
+
+def test_throughput_compares_the_dense_and_the_packed_model(tmp_path: Path) -> None:
+    import bench_serve
+
+    figures = tmp_path / "figures.json"
+    sizes = ["--requests", "2", "--shortest", "4", "--longest", "8", "--batch", "2", "--rounds", "1"]
+    few = ["--contenders", "engine", "--json", str(figures)]
+    assert bench_serve.main(["throughput", "--shape", "tiny", *sizes, *few]) == 0
+    (timed,) = json.loads(figures.read_text())["rounds"]
+    assert [run["name"] for run in timed] == ["engine, dense", "engine, int4"]
+    assert all(len(run["outputs"]) == 2 and run["seconds"] > 0 for run in timed)
