@@ -113,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS)
     parser.add_argument("--batch", type=int, nargs="+", default=(1, 8))
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--draft-tokens", type=int, default=4)
+    parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=48, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=192, help="tokens that each prompt is answered with")
     parser.add_argument("--rounds", type=int, default=5)
@@ -122,7 +122,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
     console.print(describe(environment() | {"load at the start": f"{os.getloadavg()[0]:.1f}"}))
-    config = RuntimeConfig(dtype=options.dtype, num_speculative_tokens=options.draft_tokens, prefix_caching=False)
+    config = RuntimeConfig(dtype=options.dtype, num_speculative_tokens=options.num_speculative_tokens, prefix_caching=False)
     for batch in options.batch:
         jobs = mixed_jobs(options.model, batch, options.prompt, options.prompt)
         for temperature in TEMPERATURES:
