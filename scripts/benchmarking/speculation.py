@@ -122,7 +122,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
     console.print(describe(environment() | {"load at the start": f"{os.getloadavg()[0]:.1f}"}))
-    config = RuntimeConfig(dtype=options.dtype, num_speculative_tokens=options.num_speculative_tokens, prefix_caching=False)
+    count = options.num_speculative_tokens
+    config = RuntimeConfig(dtype=options.dtype, num_speculative_tokens=count, prefix_caching=False)
     for batch in options.batch:
         jobs = mixed_jobs(options.model, batch, options.prompt, options.prompt)
         for temperature in TEMPERATURES:
