@@ -22,11 +22,11 @@ def usable_edges(
     for index in range(skeleton.num_blocks):
         fitting = tuple(
             edge
-            for edge in skeleton.architecture.edges
+            for edge in skeleton.architecture.mappings
             if _edge_fits(skeleton, skeleton.block_name(index), edge, assignments)
         )
         used.append(fitting)
-        for edge in skeleton.architecture.edges:
+        for edge in skeleton.architecture.mappings:
             if edge not in fitting:
                 unused[edge] = unused.get(edge, 0) + 1
     notes = [
@@ -35,9 +35,9 @@ def usable_edges(
         for edge, count in unused.items()
         if smoothing
     ]
-    if smoothing and not skeleton.architecture.edges:
+    if smoothing and not skeleton.architecture.mappings:
         notes.append(
-            f"model type {skeleton.model.config.model_type!r} is not in the architecture table: "
+            f"model type {skeleton.model.config.model_type!r} has no known smoothing mappings: "
             f"{' and '.join(smoothing)} smooth nothing"
         )
     return tuple(used), notes

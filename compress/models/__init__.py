@@ -1,1 +1,1 @@
-"""Declarative facts per model family: blocks, linears, sibling groups, smoothing edges."""
+"""Model families: one file each, read by the compressor and by the runtime. Free of torch."""

@@ -1,62 +1,51 @@
-"""From a model to its architecture: the table first, else the outermost and longest module list."""
+"""The registry of model families. A family is one file of this package that registers itself."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 
-from compress.common.errors import CheckpointError
-from compress.models.llama import ARCHITECTURES
-from compress.models.spec import Architecture
+import compress.models
+from compress.models.config import Config
+from compress.models.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
+Describe = Callable[[Config], ModelSpec]
+"""Describes the model of a config.json; raises CheckpointError for one that defines no such model."""
 
-
-def known_architecture(model_type: str) -> Architecture | None:
-    """The table's entry for a `model_type`, if there is one."""
-    return next((entry for entry in ARCHITECTURES if model_type in entry.model_types), None)
+_FAMILIES: dict[str, Describe] = {}
 
 
-def find_architecture(model: PreTrainedModel) -> Architecture:
-    """The architecture of a model (which may be on the meta device).
-
-    Families outside the table get no siblings and no smoothing edges: their blocks are found by structure alone.
+def register(*model_types: str) -> Callable[[Describe], Describe]:
+    """Registers a family under the `model_type` values of its config.json.
 
     Raises:
-        CheckpointError: no module list that could be the transformer blocks.
+        ValueError: another family has one of them.
     """
-    return known_architecture(model.config.model_type) or _by_structure(model)
+
+    def add(describe: Describe) -> Describe:
+        if taken := [model_type for model_type in model_types if model_type in _FAMILIES]:
+            raise ValueError(f"model_type {', '.join(taken)} is registered already")
+        _FAMILIES.update(dict.fromkeys(model_types, describe))
+        return describe
+
+    return add
 
 
-def _by_structure(model: PreTrainedModel) -> Architecture:
-    lists = _outermost_lists(model)
-    if not lists:
-        raise CheckpointError(
-            f"model type {model.config.model_type!r} has no module list of transformer blocks with linear layers",
-            "Only decoder-only models built that way can be compressed",
-        )
-    return Architecture(
-        model_types=(model.config.model_type,),
-        blocks=max(lists, key=lambda name: len(lists[name])),
-        embedding=_name_of(model, model.get_input_embeddings()),
-        final_norm="",
-        head=_name_of(model, model.get_output_embeddings()),
-    )
+def find_family(model_type: object) -> Describe | None:
+    """The family of a `model_type`, if there is one."""
+    _import_families()
+    return _FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
 
-def _outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Module lists that hold linears and do not stand inside another list (a list of experts does)."""
-    from torch import nn
-
-    found: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        holds_linear = any(isinstance(child, nn.Linear) for child in module.modules())
-        if isinstance(module, nn.ModuleList) and holds_linear and not inside:
-            found[name] = module
-    return found
+def known_families() -> tuple[str, ...]:
+    """Every registered `model_type`, sorted."""
+    _import_families()
+    return tuple(sorted(_FAMILIES))
 
 
-def _name_of(model: nn.Module, wanted: nn.Module | None) -> str:
-    return next((name for name, module in model.named_modules() if module is wanted), "") if wanted is not None else ""
+@cache
+def _import_families() -> None:
+    for module in iter_modules(compress.models.__path__):
+        import_module(f"{compress.models.__name__}.{module.name}")

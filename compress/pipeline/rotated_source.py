@@ -134,8 +134,8 @@ def rotate_files(files: TensorFiles, skeleton: Skeleton, stage: RotateStage, see
     stream = skeleton.architecture.stream
     if stream is None:
         raise RecipeError(
-            f"model type {skeleton.model.config.model_type!r} cannot be rotated: what lies around its residual stream "
-            "is not in the table",
+            f"model type {skeleton.model.config.model_type!r} cannot be rotated: the layers around its residual "
+            "stream are not known",
             "Leave the rotate stage out",
         )
     return _Builder(files, skeleton, stream, stage, seed).build()

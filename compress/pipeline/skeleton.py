@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from compress.common.errors import CheckpointError
-from compress.models.registry import find_architecture
-from compress.models.spec import Architecture
+from compress.models.generic import architecture_by_structure
+from compress.models.registry import find_family
+from compress.models.spec import Architecture, architecture_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -143,6 +144,28 @@ def _build(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> Pre
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"the model of {path} cannot be built: {reason}", "Correct config.json") from error
+
+
+def find_architecture(model: PreTrainedModel) -> Architecture:
+    """The architecture of a model (which may be on the meta device), by its family or else by structure.
+
+    Raises:
+        CheckpointError: sizes that define no model of its family, or no module list that could be the blocks.
+    """
+    from torch import nn
+
+    describe = find_family(model.config.model_type)
+    if describe is not None:
+        return architecture_of(describe(model.config.to_dict()))
+    modules = dict(model.named_modules())
+    names = {module: name for name, module in modules.items()}
+    return architecture_by_structure(
+        model.config.model_type,
+        {name: len(module) for name, module in modules.items() if isinstance(module, nn.ModuleList)},
+        {name for name, module in modules.items() if isinstance(module, nn.Linear)},
+        embedding=names.get(model.get_input_embeddings(), ""),
+        head=names.get(model.get_output_embeddings(), ""),
+    )
 
 
 def _refuse_fused_experts(model: PreTrainedModel) -> None:

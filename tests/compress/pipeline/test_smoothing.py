@@ -30,7 +30,7 @@ class OpenBlock:
         self.job = BlockJob(
             1,
             {name: LayerPlan("awq", Scheme(3, 32)) for name in names},
-            self.skeleton.architecture.edges,
+            self.skeleton.architecture.mappings,
             torch.bfloat16,
             self.skeleton.head_dim,
         )

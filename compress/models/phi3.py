@@ -1,0 +1,14 @@
+"""Phi-3 and Phi-4 (arXiv:2404.14219, arXiv:2412.08905): q, k and v are one matrix, gate and up another."""
+
+from __future__ import annotations
+
+from compress.models.config import Config, attention, decoder, gated_mlp, windows
+from compress.models.registry import register
+from compress.models.spec import ModelSpec
+
+
+@register("phi3")
+def phi3(config: Config) -> ModelSpec:
+    """Describes a Phi-3."""
+    mixers = [attention(config, fused=True, window=window) for window in windows(config)]
+    return decoder(config, mixers, gated_mlp(config, fused=True))

@@ -1,0 +1,18 @@
+"""Qwen3 (arXiv:2505.09388): Llama with a norm over each query and key head."""
+
+from __future__ import annotations
+
+from compress.models.config import Config, attention, decoder, flag, gated_mlp, switched_windows
+from compress.models.registry import register
+from compress.models.spec import ModelSpec
+
+
+@register("qwen3")
+def qwen3(config: Config) -> ModelSpec:
+    """Describes a dense Qwen3."""
+    bias = flag(config, "attention_bias")
+    mixers = [
+        attention(config, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
+        for window in switched_windows(config)
+    ]
+    return decoder(config, mixers, gated_mlp(config))
