@@ -14,7 +14,7 @@ export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
 dry_run=""
 [ "${1:-}" = --dry-run ] && dry_run=yes
 results=gpu_check/parts.tsv
-tests=("$python" -m pytest -p no:cacheprovider -m "slow or not slow")
+tests=("$python" -m pytest -p no:cacheprovider -m "")
 small=(tests/runtime/backends/triton/test_linear.py tests/runtime/backends/triton/test_attention.py)
 few=(-k "whole_numbers or neighbours or touched" -x)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up everything and runs all checks: lint, format, types, import arrows, tests.
-#   scripts/test.sh              what continuous integration runs
-#   scripts/test.sh --all        the slow tests too
+# Sets up everything and runs the quick tier: lint, format, types, import contracts, tests. See docs/testing.md.
+#   scripts/test.sh              what everybody runs before a commit
+#   scripts/test.sh --all        the full tier too, without a limit of time
 #   scripts/test.sh ARGUMENTS    are given to pytest, for example: scripts/test.sh tests/runtime -x
 set -euo pipefail
 
@@ -10,11 +10,20 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 pytest_arguments=()
 for argument in "$@"; do
     if [ "$argument" = --all ]; then
-        pytest_arguments+=(-m "slow or not slow")
+        pytest_arguments+=(-m "" --hypothesis-profile full --timeout 3600)
     else
         pytest_arguments+=("$argument")
     fi
 done
+
+lint() {
+    local status=0
+    say "ruff" && ruff check . || status=1
+    ruff format --check . || status=1
+    say "mypy" && mypy || status=1
+    say "import-linter" && lint-imports || status=1
+    return "$status"
+}
 
 set_up test
 set_up_browser
@@ -28,12 +37,16 @@ if command -v nvidia-smi >/dev/null; then
     workers=0
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-say "ruff"
-ruff check .
-ruff format --check .
-say "mypy"
-mypy
-say "import-linter"
-lint-imports
+# The linters run beside the tests; what they say follows.
+lint_output="$(mktemp)"
+trap 'rm -f "$lint_output"' EXIT
+lint >"$lint_output" 2>&1 &
+linters=$!
 say "pytest"
-pytest --numprocesses "$workers" --maxprocesses 4 --dist worksteal ${pytest_arguments[@]+"${pytest_arguments[@]}"}
+tests_status=0
+pytest --numprocesses "$workers" --maxprocesses 4 --dist worksteal ${pytest_arguments[@]+"${pytest_arguments[@]}"} || tests_status=$?
+lint_status=0
+wait "$linters" || lint_status=$?
+cat "$lint_output"
+[ "$tests_status" = 0 ] || exit "$tests_status"
+exit "$lint_status"

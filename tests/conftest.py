@@ -1,4 +1,4 @@
-"""Where kernels run: Triton's on a GPU or else in its interpreter, those in C on two threads."""
+"""Tiers of tests, and where kernels run: Triton's on a GPU or else in its interpreter, those in C on two threads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ import os
 
 import pytest
 import torch
+from covering import mark_products
+from tiers import TimeBox, register_profiles
 
 from compress.cpu.binding import library, set_threads
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, when it is imported
+register_profiles()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--until", type=float, help="seconds since the epoch; cases that would begin later are skipped")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--until") is not None:
+        config.pluginmanager.register(TimeBox(config.getoption("--until")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_products(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from compress.checkpoint.packing import deinterleave_awq, interleave_awq, num_words, pack_bits, unpack_bits
 from compress.common.errors import SchemeError
@@ -57,7 +58,7 @@ def test_golden_awq():
     assert torch.equal(deinterleave_awq(interleave_awq(outputs)), outputs)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(bits=st.integers(1, 8), rows=st.integers(1, 5), columns=st.integers(1, 70), seed=st.integers(0, 2**31))
 def test_roundtrip_and_definition(bits, rows, columns, seed):
     codes = torch.randint(0, 2**bits, (rows, columns), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)

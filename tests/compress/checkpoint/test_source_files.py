@@ -9,9 +9,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tiers import examples
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import INDEX_FILE, TensorFiles
@@ -181,7 +182,7 @@ def test_lying_headers(tmp_path, raw_safetensors, header, complaint):
         TensorFiles.open(tmp_path)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4), cut=st.integers(0, 9)
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from torch import Tensor
 
 from compress.checkpoint.formats import compress_runtime, compressed_tensors
@@ -44,7 +45,7 @@ def make_integers(scheme: Scheme, rows: int, columns: int, seed: int) -> Integer
     return IntegerWeight(codes, torch.rand(rows, groups, generator=generator).bfloat16() + 0.1, zero, scheme)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     bits=st.integers(2, 8),
     symmetric=st.booleans(),

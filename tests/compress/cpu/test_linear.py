@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from tiny_models import random_weight
 
 from compress.checkpoint.scheme import Scheme
@@ -41,7 +42,7 @@ def assert_close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bia
     assert ((found.double() - expected).abs() <= 4e-6 * magnitude + rounding).all()
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     bits=st.integers(2, 8),
     symmetric=st.booleans(),

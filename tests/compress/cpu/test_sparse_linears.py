@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from tiny_models import random_weight
 
 from compress.checkpoint.scheme import Scheme, Sparsity
@@ -38,7 +39,7 @@ def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: i
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     bits=st.integers(3, 4),
     group=st.sampled_from([32, 64, 96, 128, 160, None]),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from torch import Tensor
 
 from compress.checkpoint.scheme import Scheme, Sparsity
@@ -125,7 +126,7 @@ def test_sparsegpt_beats_wanda_beats_magnitude(pattern) -> None:
     assert float((found == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     bits=st.sampled_from([2, 3, 4, 8]),
     symmetric=st.booleans(),

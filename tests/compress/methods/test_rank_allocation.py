@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from compress.checkpoint.scheme import Scheme
 from compress.methods.low_rank import RankedLinear, largest_rank, rank_step, share_out, uniform_rank
@@ -59,7 +60,7 @@ def random_linear(draw) -> RankedLinear:
     return RankedLinear(rows, columns, 8, sorted(values, reverse=True))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), keep=st.floats(0.5, 0.95))
 def test_shared_ranks_stay_within_the_budget(data, keep) -> None:
     linears = {name: random_linear(data.draw) for name in "abc"}

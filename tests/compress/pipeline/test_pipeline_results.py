@@ -29,7 +29,7 @@ def compress(path: Path, out: Path, *stages: QuantizeStage, **options):
 FAMILIES = ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3"]
 
 
-@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, ["awq", "gptq", "rtn"], at_once=1))
+@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, ["awq", "gptq", "rtn"]))
 def test_every_family_and_method_verifies_and_loads_in_transformers(tiny_model, tmp_path, family, method) -> None:
     from transformers import AutoModelForCausalLM
 

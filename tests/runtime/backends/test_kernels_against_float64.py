@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from tiny_models import random_weight
 
 from compress.checkpoint.scheme import Scheme
@@ -57,7 +58,7 @@ def test_reference_dequantizes_a_panel_at_a_time(monkeypatch):
 
 
 @needs_int4pack
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     bits=st.sampled_from([2, 3, 4]),
     symmetric=st.booleans(),
@@ -129,7 +130,7 @@ def test_int4pack_every_code_value():
 
 
 @needs_int8
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     bits=st.sampled_from([4, 8]),
     out_features=st.integers(1, 100),

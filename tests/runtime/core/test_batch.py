@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from runtime.core.batch import build_batch, group_entries
 from runtime.core.request import Request, SamplingParams, Sequence
@@ -56,7 +57,7 @@ def test_long_and_short_tables_are_padded_apart():
     assert groups == [["A", "C"], ["B"]]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9)), min_size=1, max_size=8))
 def test_every_token_once_and_padding_at_most_doubles(spans):
     entries = [entry(chr(65 + n), start, count, list(range(100))) for n, (start, count) in enumerate(spans)]

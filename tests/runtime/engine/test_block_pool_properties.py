@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tiers import examples
 
 from runtime.engine.block_pool import BlockPool, extend_hashes, root_hash
 
@@ -84,7 +85,5 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(self.findable()) == self.pool.num_cached, "a block is kept that nobody can find"
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+PoolMachine.TestCase.settings = examples(100, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 test_nothing_unreachable_is_kept = PoolMachine.TestCase

@@ -235,25 +235,21 @@ class EngineMachine(RuleBasedStateMachine):
             del self.live[delta.request_id]
 
 
-def run_machine(examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        EngineMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+BOUNDED = settings(stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def test_everything_ends_and_nothing_leaks() -> None:
-    run_machine(examples=80, steps=40)
+    run_state_machine_as_test(EngineMachine, settings=settings(BOUNDED, max_examples=10))
+
+
+@pytest.mark.full
+def test_everything_ends_and_nothing_leaks_in_eighty_runs() -> None:
+    run_state_machine_as_test(EngineMachine, settings=settings(BOUNDED, max_examples=80))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_everything_ends_and_nothing_leaks_in_a_hundred_thousand_steps() -> None:
     EngineMachine.total_steps = 0
-    run_machine(examples=500, steps=200)
+    run_state_machine_as_test(EngineMachine, settings=settings(BOUNDED, max_examples=500, stateful_step_count=200))
     assert EngineMachine.total_steps > 100_000

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from fake_runner import FakeRunner, expected_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from compress.common.errors import RequestError
 from runtime.core.attention_window import AttentionWindow, held_blocks
@@ -98,7 +99,7 @@ def test_what_the_window_cannot_hold_is_refused_with_the_numbers() -> None:
     assert engine.scheduler.pool.num_free == 11
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     attention_window=st.builds(AttentionWindow, st.integers(1, 14), st.integers(0, 6)),
     num_blocks=st.integers(6, 24),

@@ -56,7 +56,7 @@ def wanted(decoder: Decoder, options: dict[str, int]) -> dict[tuple[str, int], l
     return answers(make_engine(decoder, num_blocks=400, prefix_caching=False, **options))
 
 
-@pytest.mark.parametrize(("host_blocks", "fault_seed"), covering([0, 5, 200], [None, 0, 1], at_once=1))
+@pytest.mark.parametrize(("host_blocks", "fault_seed"), covering([0, 5, 200], [None, 0, 1]))
 def test_tokens_of_few_blocks_are_those_of_many(
     decoder: Decoder,
     options: dict[str, int],

@@ -79,7 +79,7 @@ def make_engine(decoder, **options) -> Engine:
     return Engine(runner, None, config)
 
 
-@pytest.mark.parametrize(("name", "chunk"), covering(list(MODELS), [1, 7, 64], at_once=1))
+@pytest.mark.parametrize(("name", "chunk"), covering(list(MODELS), [1, 7, 64]))
 def test_logits_of_a_stream(name, chunk, tmp_path):
     folder = save_model(tmp_path / "model", name)
     expected = naive_logits(load_reference(folder), STREAM, SINKS, WINDOW)

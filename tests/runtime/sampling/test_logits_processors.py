@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from exact_sampling import chi_square, exact_distribution, exact_scores, pack_mask
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from runtime.core.request import SamplingParams
@@ -115,7 +116,7 @@ any_draw = st.builds(
 
 
 @given(draws=st.lists(any_draw, min_size=1, max_size=6), seed=st.integers(0, 1000), data=st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_same_token_whatever_the_batch(draws, seed, data):
     rows = logits(len(draws), seed)
     together = sample_tokens(rows, draws)
@@ -125,7 +126,7 @@ def test_same_token_whatever_the_batch(draws, seed, data):
 
 
 @given(drawn=any_draw, seed=st.integers(0, 1000))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_scores_equal_the_definition_and_only_possible_tokens_come(drawn, seed):
     row = logits(1, seed).double()
     expected = exact_scores(row[0], drawn)

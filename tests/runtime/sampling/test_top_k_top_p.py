@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from runtime.sampling import logits_processors
 from runtime.sampling.logits_processors import candidates
@@ -67,7 +68,7 @@ def by_the_book(scores: list[float], top_k: int, top_p: float, min_p: float) -> 
 
 
 @pytest.mark.parametrize("num_likely", [1, 3, 256])
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     scores=st.lists(st.integers(-8, 8), min_size=1, max_size=12),
     top_k=st.integers(0, 13),

@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from runtime.server.protocol import ChatRequest, CompletionRequest
 
@@ -79,21 +80,21 @@ def check(client: httpx.Client, path: str, content: bytes | str) -> None:
 
 
 @given(body=COMPLETIONS)
-@settings(max_examples=EXAMPLES, deadline=None)
+@examples(EXAMPLES)
 def test_completions(fuzzed: httpx.Client, shared_engine: Any, body: dict[str, Any]) -> None:
     check(fuzzed, "/v1/completions", json.dumps(body))
     assert not shared_engine.active
 
 
 @given(body=CHATS)
-@settings(max_examples=EXAMPLES, deadline=None)
+@examples(EXAMPLES)
 def test_chats(fuzzed: httpx.Client, shared_engine: Any, body: dict[str, Any]) -> None:
     check(fuzzed, "/v1/chat/completions", json.dumps(body))
     assert not shared_engine.active
 
 
 @given(body=st.binary(max_size=60) | JSON_VALUES.map(lambda value: json.dumps(value).encode()))
-@settings(max_examples=EXAMPLES, deadline=None)
+@examples(EXAMPLES)
 def test_anything(fuzzed: httpx.Client, body: bytes) -> None:
     check(fuzzed, "/v1/completions", body)
     check(fuzzed, "/v1/chat/completions", body)

@@ -99,7 +99,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "form"), covering(["completions", "chat/completions"], FORMS, at_once=1))
+@pytest.mark.parametrize(("path", "form"), covering(["completions", "chat/completions"], FORMS))
 def test_every_name_of_a_form(api: httpx.Client, path: str, form: tuple[dict[str, Any], str]) -> None:
     fields, pattern = form
     body = COMPLETION if path == "completions" else CHAT

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from fake_runner import FakeRunner, expected_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
@@ -23,7 +24,7 @@ def make_drafter(num_blocks: int = 100, **options: int) -> tuple[ModelDrafter, F
     return ModelDrafter(runner, RuntimeConfig(block_size=BLOCK, **options)), runner
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_guesses_are_what_the_draft_model_says_next(data: st.DataObject) -> None:
     """Whatever was accepted, skipped or added in the meantime, of sequences that come and go."""

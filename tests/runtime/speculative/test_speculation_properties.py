@@ -6,8 +6,9 @@ import random
 
 import pytest
 from fake_runner import VOCAB_SIZE, FakeDrafter, FakeRunner, FakeTreeDrafter, expected_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.config import RuntimeConfig
@@ -53,7 +54,7 @@ class WrongDrafter(FakeDrafter):
             sequence.draft_token_ids = [(token + 1) % VOCAB_SIZE for token in sequence.draft_token_ids]
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=6),
     num_blocks=st.integers(12, 60),

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from tokenizers import decoders, models
 
 from compress.common.cli import demo_model_path
@@ -65,7 +66,7 @@ def test_a_prompt_may_end_at_every_byte(tokenizer: Tokenizer, byte_ids: dict[int
         assert stream(tokenizer.detokenizer(ids[:cut]), ids[cut:]) == MIXED[len(before) :]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.binary(max_size=24))
 def test_bytes_that_are_no_text_come_out_as_in_the_whole(
     tokenizer: Tokenizer, byte_ids: dict[int, int], data: bytes

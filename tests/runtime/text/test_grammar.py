@@ -9,8 +9,9 @@ import time
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 from tokenizers import decoders, models
 
 from compress.common.cli import demo_model_path
@@ -58,7 +59,7 @@ def walk(constraint: TokenConstraint, choose: random.Random, max_tokens: int = 3
 
 @pytest.mark.parametrize("pattern", [r"(cat|dog){1,3}", r"[0-9]{4}-[0-9][0-9]", r"[é☃x]{2,8}y?", r"a*b", r"x{0,3}"])
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_whatever_is_allowed_matches_in_the_end(pattern: str, seed: int) -> None:
     tokens = walk(COMPILER.constraint(regex(pattern), {END}), random.Random(seed))
     if tokens[-1:] == [END] or len(tokens) < 300:
@@ -66,7 +67,7 @@ def test_whatever_is_allowed_matches_in_the_end(pattern: str, seed: int) -> None
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_a_mask_is_exactly_what_is_accepted(seed: int) -> None:
     choose = random.Random(seed)
     constraint = COMPILER.constraint(schema(CITY), {END, 2})
@@ -81,7 +82,7 @@ def test_a_mask_is_exactly_what_is_accepted(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6), back=st.integers(0, 40))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_rollback_undoes_tokens_also_end_tokens(seed: int, back: int) -> None:
     choose = random.Random(seed)
     constraint = COMPILER.constraint(JSON, {END})
@@ -210,7 +211,7 @@ SENTENCEPIECE_COMPILER = GrammarCompiler(SENTENCEPIECE, SENTENCEPIECE.vocab_size
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_vocabularies_of_sentencepiece(seed: int) -> None:
     pattern = r"(a|ab|é)( (a|ab|é|☃)){1,4}"
     constraint = SENTENCEPIECE_COMPILER.constraint(regex(pattern), {END})

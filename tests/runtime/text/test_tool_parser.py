@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from runtime.text.tool_parser import JsonEnd, Piece, ToolCall, ToolCallParser
 from runtime.text.tools import HERMES, LLAMA, MISTRAL, ToolFormat
@@ -52,7 +53,7 @@ def call(name: str, arguments: dict) -> ToolCall:
     before=st.sampled_from(["", "  ", "Let me see.", "Let me see. \n"]),
     cuts=st.lists(st.integers(0, 300), max_size=12),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_calls_come_out_as_they_were_meant(
     tool_format: ToolFormat, calls: list[tuple[str, dict]], before: str, cuts: list[int]
 ) -> None:
@@ -68,7 +69,7 @@ FRAGMENTS += [*'{}[]"\\', *(write(f, [("f", TRICKY)]).removeprefix(f.opening) fo
 
 
 @given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), tool_format=FORMATS, several=st.booleans())
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_any_text_gives_the_same_at_every_split(text: str, tool_format: ToolFormat, several: bool) -> None:
     whole = parse(tool_format, [text], several=several)
     assert parse(tool_format, list(text), several=several) == whole
@@ -122,7 +123,7 @@ def test_one_call_is_enough_when_asked_for_one() -> None:
 
 
 @given(value=st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)), rest=st.text())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_json_ends_where_it_ends(value: object, rest: str) -> None:
     text = json.dumps([value])
     end = JsonEnd()

@@ -69,7 +69,7 @@ CASES = [
 FORMS = [("16bit",) * 2, ("fp8",) * 2, ("int8",) * 2, ("int8", "int4"), ("int4",) * 2]
 
 
-@pytest.mark.parametrize(("case", "forms"), covering(CASES, FORMS, at_once=1), ids=str)
+@pytest.mark.parametrize(("case", "forms"), covering(CASES, FORMS), ids=str)
 def test_against_float64(gpu, case, forms) -> None:
     from runtime.backends.triton.kernels.paged_attention import attend
 
