@@ -17,7 +17,7 @@ from compress.common.errors import DataError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.types import ASGIApp, Message
+    from httpx import Response
 
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -96,62 +96,6 @@ def _problem(entry: dict[str, Any], model_name: str) -> str:
     return ""
 
 
-HOST = b"127.0.0.1"
-
-
-@dataclass
-class Answer:
-    """What came back."""
-
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    content: bytearray = field(default_factory=bytearray)
-
-    def json(self) -> Any:
-        return json.loads(self.content)
-
-
-async def post(app: ASGIApp, path: str, body: dict[str, Any]) -> Answer:
-    """Posts JSON and waits for the whole answer. A client that never leaves: cancelling the task is how to stop it."""
-    content = json.dumps(body).encode()
-    answer = Answer()
-    requests = iter([{"type": "http.request", "body": content, "more_body": False}])
-
-    async def receive() -> Message:
-        for message in requests:
-            return message
-        return await asyncio.Future()  # nothing more comes
-
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            answer.status = message["status"]
-            answer.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
-        else:
-            answer.content += message.get("body", b"")
-
-    await app(_scope(path, len(content)), receive, send)
-    return answer
-
-
-def _scope(path: str, length: int) -> dict[str, Any]:
-    headers = {b"host": HOST, b"content-type": b"application/json", b"content-length": str(length).encode()}
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": list(headers.items()),
-        "client": (HOST.decode(), 0),
-        "server": (HOST.decode(), 80),
-        "state": {},
-    }
-
-
 BEGINNING = b'{"id":"batch_req_'
 """Of every line written here; what does not begin so is not ours to cut off."""
 
@@ -171,12 +115,12 @@ class ResultFile:
         self._stream: BinaryIO = path.open("ab")
         self._stream.truncate(num_bytes)
 
-    def write(self, custom_id: str, answer: Answer) -> None:
+    def write(self, custom_id: str, answer: Response) -> None:
         """Adds one answer. The line is whole or, after a crash, recognizably broken."""
         line = json.dumps(result_json(custom_id, answer), separators=(",", ":"))
         self._stream.write(line.encode() + b"\n")
         self._stream.flush()
-        self.statuses[custom_id] = answer.status
+        self.statuses[custom_id] = answer.status_code
 
     def close(self) -> None:
         """Makes what was written survive a power cut."""
@@ -185,10 +129,10 @@ class ResultFile:
         self._stream.close()
 
 
-def result_json(custom_id: str, answer: Answer) -> dict[str, Any]:
+def result_json(custom_id: str, answer: Response) -> dict[str, Any]:
     """OpenAI's shape of one result. `error` is for requests that were not run, which are not written at all."""
     response = {
-        "status_code": answer.status,
+        "status_code": answer.status_code,
         "request_id": answer.headers.get("x-request-id", ""),
         "body": answer.json(),
     }
@@ -217,6 +161,8 @@ def _is_beginning(line: bytes) -> bool:
     return line.startswith(BEGINNING) or BEGINNING.startswith(line)
 
 
+BASE_URL = "http://127.0.0.1"
+HEADERS = {"content-type": "application/json"}
 SECONDS_BETWEEN_LINES = 10.0
 OK = 200
 
@@ -280,16 +226,24 @@ class Batch:
 
 
 async def answer_all(app: FastAPI, batch: Batch, progress: Progress) -> None:
-    """Sends every pending request to the application and writes answers as they come. Cancelling it loses only what is
-    under way."""
+    """Sends every pending request to the application and writes answers as they come. Cancelling it loses only the
+    requests in flight."""
+    from httpx import ASGITransport, AsyncClient
+
     pending = batch.pending()
 
     async def work() -> None:
         for line in pending:
-            answer = await post(app, line.url, line.body)
-            (batch.results if answer.status == OK else batch.failures).write(line.custom_id, answer)
-            progress.note(answer.status)
+            # In ASCII: half a surrogate pair, which JSON may hold, has no UTF-8.
+            answer = await client.post(line.url, content=json.dumps(line.body).encode("ascii"), headers=HEADERS)
+            (batch.results if answer.status_code == OK else batch.failures).write(line.custom_id, answer)
+            progress.note(answer.status_code)
 
-    async with app.router.lifespan_context(app), asyncio.TaskGroup() as group:
+    transport = ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        AsyncClient(transport=transport, base_url=BASE_URL, timeout=None) as client,
+        asyncio.TaskGroup() as group,
+    ):
         for _ in range(batch.num_at_once):
             group.create_task(work())

@@ -1,11 +1,16 @@
-"""Figures of a running engine, and their text for Prometheus. Written by the engine's thread, read by any. No torch."""
+"""Metrics of a running engine. Plain numbers, written by the engine's thread; `prometheus_client` renders them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from runtime.core.request import FinishReason
 from runtime.engine.scheduler import Scheduler
@@ -15,7 +20,7 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5.
 
 
 class Histogram:
-    """Counts of observations up to each bound, as Prometheus wants them."""
+    """Counts of observations per bucket. Without locks: one is observed per token in the engine's thread."""
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
         self.bounds = bounds
@@ -24,19 +29,17 @@ class Histogram:
 
     @property
     def count(self) -> int:
+        """Number of observations."""
         return sum(self.counts)
 
     def observe(self, value: float) -> None:
+        """Adds one observation."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def lines(self, name: str) -> Iterator[str]:
-        total = 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self.sum}"
-        yield f"{name}_count {total}"
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Upper bound and observations up to it, for each bucket."""
+        return list(zip((*map(str, self.bounds), "+Inf"), map(float, accumulate(self.counts)), strict=True))
 
 
 def _gauge(text: str) -> float:
@@ -49,16 +52,16 @@ def _counter(text: str) -> int:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When what happened to one request, in the engine clock's seconds."""
+    """Times of one request in seconds of the engine's clock."""
 
     arrival: float
     first_scheduled: float | None = None
     last_token: float | None = None
 
 
-@dataclass(slots=True)
-class Metrics:
-    """Everything counted. Field names are the metric names, `PREFIX` before them; they are stable."""
+@dataclass(eq=False, slots=True)
+class Metrics(Collector):
+    """Counters, gauges and histograms. `PREFIX` and the name of a field make the name of a metric; names are stable."""
 
     num_requests_running: float = _gauge("Sequences being computed.")
     num_requests_waiting: float = _gauge("Sequences waiting for room.")
@@ -78,35 +81,33 @@ class Metrics:
     host_cache_usage_perc: float = _gauge("Share of the host memory for KV blocks in use, 0 to 1.")
     broken_invariants_total: int = _counter("Times that broken bookkeeping was found and rebuilt.")
     request_success_total: Counter[str] = field(
-        default_factory=Counter,
-        metadata={"kind": "labels", "help": "Requests ended, by reason.", "label": "finished_reason"},
+        default_factory=Counter, metadata={"help": "Requests ended, by reason.", "label": "finished_reason"}
     )
     steps_by_path_total: Counter[str] = field(
-        default_factory=Counter,
-        metadata={"kind": "labels", "help": "Steps on a GPU: recorded, or why not.", "label": "path"},
+        default_factory=Counter, metadata={"help": "Steps on a GPU: recorded, or why not.", "label": "path"}
     )
     request_queue_time_seconds: Histogram = field(
-        default_factory=Histogram, metadata={"kind": "histogram", "help": "From arrival to the first step."}
+        default_factory=Histogram, metadata={"help": "From arrival to the first step."}
     )
     time_to_first_token_seconds: Histogram = field(
-        default_factory=Histogram, metadata={"kind": "histogram", "help": "From arrival to the first token."}
+        default_factory=Histogram, metadata={"help": "From arrival to the first token."}
     )
     inter_token_latency_seconds: Histogram = field(
-        default_factory=Histogram, metadata={"kind": "histogram", "help": "Between two tokens of a request."}
+        default_factory=Histogram, metadata={"help": "Between two tokens of a request."}
     )
     e2e_request_latency_seconds: Histogram = field(
-        default_factory=Histogram, metadata={"kind": "histogram", "help": "From arrival to the end."}
+        default_factory=Histogram, metadata={"help": "From arrival to the end."}
     )
 
     def note_scheduled(self, times: RequestTimes, num_prompt_tokens: int, now: float) -> None:
-        """A step with this request begins; only its first one counts."""
+        """Counts the first step of a request; later ones change nothing."""
         if times.first_scheduled is None:
             times.first_scheduled = now
             self.prompt_tokens_total += num_prompt_tokens
             self.request_queue_time_seconds.observe(now - times.arrival)
 
     def note_tokens(self, times: RequestTimes, count: int, now: float) -> None:
-        """A step gave a request new tokens."""
+        """Counts the tokens that a step added to a request."""
         self.generation_tokens_total += count
         if times.last_token is None:
             self.time_to_first_token_seconds.observe(now - times.arrival)
@@ -115,12 +116,12 @@ class Metrics:
         times.last_token = now
 
     def note_end(self, times: RequestTimes, reason: FinishReason, now: float) -> None:
-        """A request ended."""
+        """Counts the end of a request."""
         self.request_success_total[reason.value] += 1
         self.e2e_request_latency_seconds.observe(now - times.arrival)
 
     def read_scheduler(self, scheduler: Scheduler) -> None:
-        """Takes over what the scheduler knows; it only reads numbers, so any thread may do it."""
+        """Copies the scheduler's numbers; it only reads, so any thread may call it."""
         pool, stats = scheduler.pool, scheduler.stats
         self.num_requests_running = len(scheduler.running)
         self.num_requests_waiting = len(scheduler.waiting)
@@ -133,18 +134,25 @@ class Metrics:
         self.preemptions_total = stats.num_preemptions
         self.preempted_tokens_total = stats.num_preempted_tokens
 
-    def render(self) -> str:
-        """All figures in Prometheus' text format."""
-        return "\n".join(line for item in fields(self) for line in self._lines(item.name, **item.metadata)) + "\n"
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics in the order of the fields."""
+        return (_family(item, getattr(self, item.name)) for item in fields(self))
 
-    def _lines(self, field_name: str, kind: str, help: str, label: str = "") -> Iterator[str]:
-        name, value = PREFIX + field_name, getattr(self, field_name)
-        yield f"# HELP {name} {help}"
-        yield f"# TYPE {name} {'counter' if kind == 'labels' else kind}"
-        match kind:
-            case "histogram":
-                yield from value.lines(name)
-            case "labels":
-                yield from (f'{name}{{{label}="{each}"}} {count}' for each, count in sorted(value.items()))
-            case _:
-                yield f"{name} {value}"
+    def render(self) -> str:
+        """Renders Prometheus' text format 0.0.4, from a registry of its own."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry).decode()
+
+
+def _family(item: Field, value: float | Counter[str] | Histogram) -> Metric:
+    name, text = PREFIX + item.name, item.metadata["help"]
+    if isinstance(value, Histogram):
+        return HistogramMetricFamily(name, text, buckets=value.cumulative(), sum_value=value.sum)
+    if isinstance(value, Counter):
+        family = CounterMetricFamily(name, text, labels=[item.metadata["label"]])
+        for label, count in sorted(value.items()):
+            family.add_metric([label], count)
+        return family
+    kind = GaugeMetricFamily if item.metadata["kind"] == "gauge" else CounterMetricFamily
+    return kind(name, text, value=value)

@@ -6,14 +6,15 @@ import json
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 
 from compress.common.errors import DataError
-from runtime.cli.batch_file import Answer, ResultFile
+from runtime.cli.batch_file import ResultFile
 
 
-def answer(status: int = 200, text: str = "hi") -> Answer:
-    return Answer(status, {"x-request-id": "r1"}, bytearray(json.dumps({"text": text}).encode()))
+def answer(status: int = 200, text: str = "hi") -> httpx.Response:
+    return httpx.Response(status, headers={"x-request-id": "r1"}, content=json.dumps({"text": text}).encode())
 
 
 def written(path: Path) -> bytes:

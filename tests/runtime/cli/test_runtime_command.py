@@ -124,7 +124,7 @@ def test_serve_announces_itself_and_its_curl_line_works(tmp_path: Path) -> None:
         assert f"page      {url}/" in printed
         assert "<title>" in httpx.get(f"{url}/").text
         figures = httpx.get(f"{url}/metrics").text
-        assert int(re.search(r"^runtime_prefix_cache_queries_total (\d+)$", figures, re.MULTILINE)[1]) > 0
+        assert float(re.search(r"^runtime_prefix_cache_queries_total (\S+)$", figures, re.MULTILINE)[1]) > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -384,13 +384,14 @@ def test_metrics_count_what_happened() -> None:
     run(engine)
     engine.add_request(list(range(9)), SamplingParams(max_tokens=3))
     run(engine)
-    figures = dict(line.rsplit(" ", 1) for line in engine.render_metrics().splitlines() if line[0] != "#")
-    assert figures["runtime_prompt_tokens_total"] == "18"
-    assert figures["runtime_generation_tokens_total"] == "6"
-    assert figures["runtime_prefix_cache_hits_total"] == "8"
-    assert figures['runtime_request_success_total{finished_reason="length"}'] == "2"
-    assert figures["runtime_time_to_first_token_seconds_count"] == "2"
-    assert figures["runtime_inter_token_latency_seconds_count"] == "4"
-    assert figures['runtime_e2e_request_latency_seconds_bucket{le="+Inf"}'] == "2"
-    assert figures["runtime_num_requests_running"] == "0"
-    assert float(figures["runtime_kv_cache_usage_perc"]) == 0
+    lines = [line.rsplit(" ", 1) for line in engine.render_metrics().splitlines() if line[0] != "#"]
+    figures = {name: float(value) for name, value in lines}
+    assert figures["runtime_prompt_tokens_total"] == 18
+    assert figures["runtime_generation_tokens_total"] == 6
+    assert figures["runtime_prefix_cache_hits_total"] == 8
+    assert figures['runtime_request_success_total{finished_reason="length"}'] == 2
+    assert figures["runtime_time_to_first_token_seconds_count"] == 2
+    assert figures["runtime_inter_token_latency_seconds_count"] == 4
+    assert figures['runtime_e2e_request_latency_seconds_bucket{le="+Inf"}'] == 2
+    assert figures["runtime_num_requests_running"] == 0
+    assert figures["runtime_kv_cache_usage_perc"] == 0

@@ -172,6 +172,6 @@ def test_the_figures_tell_of_it() -> None:
     push_out(engine)
     run(engine, prompt(1, 18))
     text = engine.render_metrics()
-    assert "runtime_host_blocks_restored_total 4\n" in text
-    assert f"runtime_host_blocks_offloaded_total {engine.scheduler.pool.tier.num_offloads}\n" in text
+    assert "runtime_host_blocks_restored_total 4.0\n" in text
+    assert f"runtime_host_blocks_offloaded_total {float(engine.scheduler.pool.tier.num_offloads)}\n" in text
     assert f"runtime_host_cache_usage_perc {engine.scheduler.pool.tier.num_used / 20}\n" in text
