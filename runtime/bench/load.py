@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
+from yarl import URL
+
 from compress.common.errors import DataError, ToolkitError
 
-READ_BYTES = 2**16
-LONGEST_LINE = 2**20
+FAILURES = (aiohttp.ClientError, OSError, ValueError)
+"""Raised when there is no connection, an answer breaks off, or it is not HTTP or not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,102 +43,49 @@ class Address:
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, parts.port or (443 if is_https else 80), is_https, prefix, api_key)
 
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """Status and headers (names in lower case) of an answer whose body may still be under way."""
-
-    status: int
-    headers: Mapping[str, str]
-    reader: asyncio.StreamReader
-
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The body as it arrives. Raises asyncio.IncompleteReadError when the server breaks off."""
-        reader = self.reader
-        if "chunked" in self.headers.get("transfer-encoding", ""):
-            while size := int((await reader.readline()).partition(b";")[0] or b"x", 16):
-                yield await reader.readexactly(size)
-                await reader.readline()
-        elif "content-length" in self.headers:
-            yield await reader.readexactly(int(self.headers["content-length"]))
-        else:
-            while piece := await reader.read(READ_BYTES):
-                yield piece
-
-    async def body(self) -> bytes:
-        """The whole body."""
-        return b"".join([piece async for piece in self.pieces()])
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Data of server-sent events, as soon as each is complete."""
-        rest = b""
-        async with aclosing(self.pieces()) as pieces:
-            async for piece in pieces:
-                *events, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-                for event in events:
-                    if event.startswith(b"data:"):
-                        yield event.removeprefix(b"data:").strip()
+    def url(self, path: str) -> URL:
+        """The URL of a path of the API."""
+        return URL.build(
+            scheme="https" if self.is_https else "http", host=self.host, port=self.port, path=self.prefix + path
+        )
 
 
-@asynccontextmanager
-async def request(address: Address, method: str, path: str, payload: Any = None) -> AsyncIterator[Response]:
-    """Sends a request and gives the answer's beginning; the connection ends with the block.
+async def events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """Data of server-sent events, each as soon as it is complete."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *complete, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in complete:
+            if event.startswith(b"data:"):
+                yield event.removeprefix(b"data:").strip()
 
-    Raises:
-        OSError: no connection. ValueError, asyncio.IncompleteReadError: what came back is no HTTP.
-    """
-    context = ssl.create_default_context() if address.is_https else None
-    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context, limit=LONGEST_LINE)
-    try:
-        writer.write(_head_and_body(address, method, path, payload))
-        await writer.drain()
-        status = await _read_status(reader)
-        yield Response(status, await _read_headers(reader), reader)
-    finally:
-        writer.close()
+
+def open_session(address: Address) -> aiohttp.ClientSession:
+    """A session with one connection per request and as many at once as there are requests."""
+    headers = {} if address.api_key is None else {"Authorization": f"Bearer {address.api_key}"}
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers=headers,
+    )
 
 
 async def fetch_json(address: Address, method: str, path: str, payload: Any = None) -> Any:
-    """The JSON of a whole answer. Raises ToolkitError when there is no server, or it refuses."""
-    where = f"{address.host}:{address.port}"
+    """Fetches the JSON of a whole answer. Raises ToolkitError without a server, or for another status than 200."""
     try:
-        async with request(address, method, path, payload) as response:
-            body = await response.body()
-    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-        raise ToolkitError(f"no answer from {where}: {error}", "Start the server, or mend --url") from error
-    if response.status != 200:
+        async with (
+            open_session(address) as session,
+            session.request(method, address.url(path), json=payload, allow_redirects=False) as response,
+        ):
+            status, body = response.status, await response.read()
+    except FAILURES as error:
+        problem = f"no answer from {address.host}:{address.port}: {error}"
+        raise ToolkitError(problem, "Start the server, or correct --url") from error
+    if status != 200:
         detail = body[:200].decode(errors="replace")
-        raise ToolkitError(f"{method} {path} on {where} gave status {response.status}: {detail}", "Check --api-key")
+        where = f"{address.host}:{address.port}"
+        raise ToolkitError(f"{method} {path} on {where} gave status {status}: {detail}", "Check --api-key")
     return json.loads(body)
-
-
-def _head_and_body(address: Address, method: str, path: str, payload: Any) -> bytes:
-    body = b"" if payload is None else json.dumps(payload).encode()
-    lines = [
-        f"{method} {address.prefix}{path} HTTP/1.1",
-        f"Host: {address.host}:{address.port}",
-        "Connection: close",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-    ]
-    if address.api_key is not None:
-        lines.append(f"Authorization: Bearer {address.api_key}")
-    return "\r\n".join([*lines, "\r\n"]).encode("latin-1") + body
-
-
-async def _read_status(reader: asyncio.StreamReader) -> int:
-    line = await reader.readline()
-    if not line.startswith(b"HTTP/1."):
-        raise ValueError(f"the server's answer begins with {line[:40]!r}" if line else "the server gave no answer")
-    return int(line.split()[1])
-
-
-async def _read_headers(reader: asyncio.StreamReader) -> dict[str, str]:
-    headers = {}
-    while line := (await reader.readline()).decode("latin-1").strip():
-        name, _, value = line.partition(":")
-        headers[name.strip().lower()] = value.strip()
-    return headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +277,15 @@ class Record:
 
 @dataclass(slots=True)
 class Client:
-    """Sends jobs to one server and notes times on one clock.
+    """Sends jobs to one server and records times on one clock.
 
     Attributes:
-        model: what the server calls it.
+        session: its connections.
+        model: name of the model on the server.
         timeout: seconds for a whole request.
     """
 
+    session: aiohttp.ClientSession
     address: Address
     model: str
     timeout: float = 600.0
@@ -356,7 +307,7 @@ class Client:
                 await self._stream(job, record)
         except TimeoutError:
             record.error = f"no complete answer within {self.timeout:g} s"
-        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        except FAILURES as error:
             record.error = f"{type(error).__name__}: {error}"
         finally:
             self.num_active -= 1
@@ -364,19 +315,19 @@ class Client:
         return record
 
     async def _stream(self, job: Job, record: Record) -> None:
-        shared = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        async with request(self.address, "POST", job.path, {**job.body, **shared}) as response:
+        body = {**job.body, "model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        async with self.session.post(self.address.url(job.path), json=body, allow_redirects=False) as response:
             record.status = response.status
             if response.status != 200:
-                record.error = _error_message(await response.body())
+                record.error = _error_message(await response.read())
                 return
             await self._read(response, record)
         if not record.chunk_times:  # tokens without a text, such as end tokens: they came by the end
             record.chunk_times.append(self.now)
 
-    async def _read(self, response: Response, record: Record) -> None:
-        async with aclosing(response.events()) as events:
-            async for data in events:
+    async def _read(self, response: aiohttp.ClientResponse, record: Record) -> None:
+        async with aclosing(events(response)) as received:
+            async for data in received:
                 now = self.now
                 if data == b"[DONE]":
                     return

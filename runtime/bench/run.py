@@ -17,7 +17,18 @@ from typing import IO, Any
 
 from compress.common.errors import ToolkitError
 from runtime.bench.figures import Objective, Run, summarize
-from runtime.bench.load import Address, Client, Job, Record, Workload, closed_loop, fetch_json, open_loop, python_manual
+from runtime.bench.load import (
+    Address,
+    Client,
+    Job,
+    Record,
+    Workload,
+    closed_loop,
+    fetch_json,
+    open_loop,
+    open_session,
+    python_manual,
+)
 from runtime.text.tokenizer import Tokenizer
 
 WARM_UP_SEED = 1
@@ -66,9 +77,10 @@ async def measure(plan: Plan, url: str, api_key: str | None = None) -> Run:
     address = Address.parse(url, api_key)
     model = await find_model(address)
     warm_up, jobs = await make_jobs(plan, address, model)
-    await _warm_up(Client(address, model, plan.timeout), warm_up, plan.load.concurrency)
-    client = Client(address, model, plan.timeout)
-    records = await _load(client, plan, jobs)
+    async with open_session(address) as session:
+        await _warm_up(Client(session, address, model, plan.timeout), warm_up, plan.load.concurrency)
+        client = Client(session, address, model, plan.timeout)
+        records = await _load(client, plan, jobs)
     figures = summarize(records, client.peak_active, plan.objectives)
     return Run(plan.command, url, model, str(plan.load), plan.workload, plan.objectives, records, figures)
 
