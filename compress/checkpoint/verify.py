@@ -22,6 +22,7 @@ from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight
 from compress.checkpoint.weights.sparse_nm import PrunedWeight
 from compress.common.errors import CheckpointError, SchemeError
+from compress.models.registry import find_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,66 +82,24 @@ class StructureReport:
         return {"ok": self.ok, **asdict(self), **figures}
 
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-BLOCK_LINEARS = {
-    "phi3": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
-}
-DEFAULT_LINEARS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm")
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of every parameter by tensor name."""
 
 
-def is_tabled(config: Mapping[str, Any]) -> bool:
-    """Whether this model family's names and shapes are known here and its config states every size."""
-    return config.get("model_type") in FAMILIES and all(isinstance(config.get(size), int) for size in SIZES)
+def implied_shapes(config: Mapping[str, Any]) -> tuple[Shapes, str]:
+    """Derives the parameters that config.json implies; none, and the reason, for what no family describes."""
+    describe = find_family(config.get("model_type"))
+    if describe is None:
+        return {}, "unknown model type"
+    try:
+        return describe(config).parameters(), ""
+    except CheckpointError as error:
+        return {}, error.problem
 
 
-def expected_shape(module: str, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """`(O, I)` of a matrix as the config implies it; None when it implies nothing."""
-    if not is_tabled(config):
-        return None
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    shapes = {
-        "q_proj": (heads * head_dim, hidden),
-        "k_proj": (kv_heads * head_dim, hidden),
-        "v_proj": (kv_heads * head_dim, hidden),
-        "qkv_proj": ((heads + 2 * kv_heads) * head_dim, hidden),
-        "o_proj": (hidden, heads * head_dim),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "gate_up_proj": (2 * inner, hidden),
-        "down_proj": (hidden, inner),
-        "embed_tokens": (config["vocab_size"], hidden),
-        "lm_head": (config["vocab_size"], hidden),
-    }
-    return shapes.get(module.rpartition(".")[2])
-
-
-def missing_parameters(config: Mapping[str, Any], stored: Set[str]) -> list[str]:
-    """Weights the config implies that are not among the stored ones (`<module>.weight`, packed or dense)."""
-    if not is_tabled(config):
-        return []
-    linears = BLOCK_LINEARS.get(config["model_type"], DEFAULT_LINEARS)
-    blocks = range(config["num_hidden_layers"])
-    names = [f"model.layers.{block}.{part}.weight" for block in blocks for part in (*linears, *BLOCK_NORMS)]
-    names += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    return [name for name in names if name not in stored]
-
-
-def weight_problems(packed: PackedCheckpoint, module: str, weight: PackedWeight) -> Iterator[str]:
-    """What is wrong with the shape, size or numbers of one packed weight, a line each."""
-    expected = expected_shape(module, packed.config)
+def weight_problems(packed: PackedCheckpoint, module: str, weight: PackedWeight, implied: Shapes) -> Iterator[str]:
+    """Yields a line for everything wrong with the shape, size or numbers of one packed weight."""
+    expected = implied.get(f"{module}.weight")
     if expected and expected != weight.shape:
         yield f"{module} is {weight.shape}, but config.json says {expected}"
     if isinstance(weight, LowRankWeight):
@@ -215,10 +174,11 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
         CheckpointError: the folder cannot be opened at all (missing, truncated, unknown format).
     """
     packed = PackedCheckpoint.open(path)
-    problems = [*_config_problems(packed), *_name_problems(packed, source)]
-    shapes = _read_weights(packed, problems)
+    implied, unknown = implied_shapes(packed.config)
+    problems = [*_config_problems(packed), *_name_problems(packed, source, implied)]
+    shapes = _read_weights(packed, problems, implied)
     for name in packed.dense_names():
-        problems += _dense_problems(packed, name)
+        problems += _dense_problems(packed, name, implied)
         packed.files.release()
     linears = set(packed.dense_linears())
     dense = tuple(_describe_dense(packed, name, linears) for name in packed.dense_names())
@@ -233,11 +193,11 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
         num_quantized=num_quantized,
         quantized_bytes=sum(packed.weight_bytes(module) for module in shapes),
         total_bytes=packed.files.file_bytes,
-        notes=() if is_tabled(packed.config) else ("shapes were not compared with the config: unknown model type",),
+        notes=(f"shapes were not compared with the config: {unknown}",) if unknown else (),
     )
 
 
-def _read_weights(packed: PackedCheckpoint, problems: list[str]) -> dict[str, tuple[int, int]]:
+def _read_weights(packed: PackedCheckpoint, problems: list[str], implied: Shapes) -> dict[str, tuple[int, int]]:
     """Shapes of the packed modules that can be read; what is wrong with any is added to `problems`."""
     shapes: dict[str, tuple[int, int]] = {}
     for module in packed.modules:
@@ -247,7 +207,7 @@ def _read_weights(packed: PackedCheckpoint, problems: list[str]) -> dict[str, tu
             problems.append(str(error))
             continue
         shapes[module] = weight.shape
-        problems += weight_problems(packed, module, weight)
+        problems += weight_problems(packed, module, weight, implied)
         packed.files.release()
     return shapes
 
@@ -281,7 +241,7 @@ def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
         yield f"keys and values default to {scheme}, which was not measured within a mean KL of {record.max_kl:g}"
 
 
-def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None) -> Iterator[str]:
+def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied: Shapes) -> Iterator[str]:
     """Every stored tensor must have a role, and every parameter of the model must be stored in one way."""
     for name in packed.dense_names():
         suffix = next((suffix for suffix in packed.codec.SUFFIXES if name.endswith(suffix)), None)
@@ -298,20 +258,19 @@ def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None) -> Iter
     stored = {*packed.dense_names(), *(f"{module}.weight" for module in packed.modules)}
     if packed.tied:
         stored.add("lm_head.weight")
-    for name in missing_parameters(packed.config, stored):
-        yield f"{name} is missing"
+    yield from (f"{name} is missing" for name in implied if name not in stored)
     if source is not None:
         yield from (f"{name} of the source is missing" for name in source.names() if name not in stored)
         extra = stored - set(source.names()) - {"lm_head.weight"}
         yield from (f"{name} is not in the source" for name in sorted(extra))
 
 
-def _dense_problems(packed: PackedCheckpoint, name: str) -> Iterator[str]:
+def _dense_problems(packed: PackedCheckpoint, name: str, implied: Shapes) -> Iterator[str]:
     tensor = packed.tensor(name)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor.to(torch.float32)).all()):
         yield f"{name} holds NaN or infinity"
-    expected = expected_shape(name.removesuffix(".weight"), packed.config) if name.endswith(".weight") else None
-    if expected and expected != tuple(tensor.shape):
+    expected = implied.get(name, tuple(tensor.shape))
+    if expected != tuple(tensor.shape):
         yield f"{name} is {tuple(tensor.shape)}, but config.json says {expected}"
 
 
