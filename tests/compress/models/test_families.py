@@ -1,0 +1,94 @@
+"""What a family describes is what transformers builds from the same config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import SIZES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from compress.common.errors import CheckpointError
+from compress.models.registry import find_family, known_families, register
+from compress.models.spec import ModelSpec, architecture_of
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+
+def describe(model_type: str, **options: object) -> ModelSpec:
+    family = find_family(model_type)
+    assert family is not None
+    return family({"model_type": model_type, **SIZES, **options})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+        ("mistral", {"attention_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 32}),
+        ("qwen3", {"attention_bias": True, "head_dim": 32}),
+        ("phi3", {"pad_token_id": 0}),
+    ],
+)
+def test_parameters_are_those_of_transformers(model_type: str, options: dict[str, object], tied: bool) -> None:
+    config = AutoConfig.for_model(model_type, **SIZES, **options, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    spec = describe(model_type, **options, tie_word_embeddings=tied)
+    assert spec.parameters() == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert spec.weight_bytes(4) == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert len(spec.blocks) == len(model.get_submodule(spec.names.blocks))
+    completed = describe(**config.to_dict())
+    assert completed.parameters() == spec.parameters(), "transformers fills in what config.json leaves out"
+
+
+def test_names_for_compression() -> None:
+    llama = architecture_of(describe("llama"))
+    assert (llama.blocks, llama.embedding, llama.final_norm, llama.head) == (
+        "model.layers",
+        "model.embed_tokens",
+        "model.norm",
+        "lm_head",
+    )
+    assert llama.siblings == (QKV, GATE_UP)
+    assert [(each.smooth_layer, each.balance_layers, each.parent) for each in llama.mappings] == [
+        ("input_layernorm", QKV, "self_attn"),
+        ("self_attn.v_proj", ("self_attn.o_proj",), "self_attn.o_proj"),
+        ("post_attention_layernorm", GATE_UP, "mlp"),
+        ("mlp.up_proj", ("mlp.down_proj",), "mlp.down_proj"),
+    ]
+    assert llama.stream is not None
+    assert llama.stream.writers == ("self_attn.o_proj", "mlp.down_proj")
+    assert llama == architecture_of(describe("qwen3"))
+
+
+def test_fused_projections_are_neither_smoothed_nor_rotated() -> None:
+    phi3 = architecture_of(describe("phi3"))
+    assert (phi3.siblings, phi3.mappings, phi3.stream) == ((), (), None)
+
+
+def test_outputs_are_split_by_columns_and_inputs_by_rows() -> None:
+    split = {linear.name.rpartition(".")[2]: linear.split for linear in describe("llama").linears()}
+    assert {name for name, kind in split.items() if kind == "rows"} == {"o_proj", "down_proj"}
+
+
+def test_a_token_takes_keys_and_values_of_every_layer() -> None:
+    assert describe("llama").kv_values() == 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 16
+
+
+def test_a_name_belongs_to_one_family() -> None:
+    assert {"llama", "mistral", "qwen2", "qwen3", "phi3"} <= set(known_families())
+    assert find_family("gpt2") is None
+    with pytest.raises(ValueError, match="llama"):
+        register("llama")(describe)
+
+
+def test_sizes_that_define_no_model() -> None:
+    with pytest.raises(CheckpointError, match="3 key-value heads"):
+        describe("llama", num_key_value_heads=3)
+    with pytest.raises(CheckpointError, match="hidden_size"):
+        describe("llama", hidden_size="64")
