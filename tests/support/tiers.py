@@ -19,10 +19,10 @@ def register_profiles() -> None:
 
 
 def examples(number: int, **options: Any) -> settings:
-    """Settings of a property test that takes `number` examples in the full tier and an eighth in the quick one."""
+    """Settings of a property test that takes `number` examples in the full tier and a quarter in the quick one."""
     full = settings.get_current_profile_name() == "full"
     options.setdefault("suppress_health_check", [HealthCheck.too_slow])
-    return settings(max_examples=number if full else max(5, number // 8), deadline=None, **options)
+    return settings(max_examples=number if full else max(5, number // 4), deadline=None, **options)
 
 
 class TimeBox:

@@ -163,6 +163,7 @@ def test_refusals_are_one_line_with_a_remedy(compress, tmp_path, arguments, prob
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_ctrl_c_says_how_to_resume_and_the_next_run_does(compress, tiny_model, tmp_path) -> None:
     arguments = ["quantize", str(tiny_model(num_hidden_layers=8)), *QUICK]
     command = [sys.executable, "-m", "compress.cli", *arguments]

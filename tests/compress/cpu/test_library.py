@@ -66,7 +66,7 @@ def test_nothing_is_logged_where_it_is(fresh: pytest.MonkeyPatch, caplog: pytest
     "command",
     [
         ("runtime", "generate", "--prompt", "The castle", "--max-tokens", "2", "--temperature", "0"),
-        ("compress", "eval", "--ppl", "--tokens", "128"),
+        pytest.param(("compress", "eval", "--ppl", "--tokens", "128"), marks=pytest.mark.full),
     ],
     ids=lambda command: " ".join(command[:2]),
 )

@@ -34,6 +34,7 @@ def pages(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "report.html", folder / "compare.html"]
 
 
+@pytest.mark.full
 def test_pages_fit_follow_the_theme_and_ask_nobody(pages: list[Path]) -> None:
     asked: list[str] = []
     grounds: dict[str, set[str]] = {"light": set(), "dark": set()}

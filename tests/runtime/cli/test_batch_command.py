@@ -78,6 +78,7 @@ def rounded(value: Any) -> Any:
             return value
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path) -> None:
     lines = [line(f"r{i}", prompt=f"Number {i}", max_tokens=100, ignore_eos=True) for i in range(40)]
     write(tmp_path / "in.jsonl", lines)

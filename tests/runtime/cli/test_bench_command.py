@@ -121,7 +121,7 @@ def test_prompts_that_never_fit_are_refused_in_the_warm_up(url: str, tmp_path: P
     assert "2 failed" in result.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 def test_no_server_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     bench = start("bench", "-n", "1000", "--output", "500", cwd=tmp_path)
     child = wait_for_child(bench.pid)

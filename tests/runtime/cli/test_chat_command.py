@@ -60,6 +60,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     assert output.endswith("\n")
 
 
+@pytest.mark.full
 def test_terminal_has_a_prompt_and_ctrl_c_drops_a_line(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     chat = subprocess.Popen(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runtime_command import runtime, runtime_here
+from runtime_command import runtime_here
 
 
 def test_text_says_what_fits_and_how_to_fit_more(tmp_path: Path) -> None:
-    result = runtime("memory", "--memory", "1GiB", cwd=tmp_path)
+    result = runtime_here("memory", "--memory", "1GiB", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for words in (
         "demo_model: dense bfloat16, 6 layers, context 2048",

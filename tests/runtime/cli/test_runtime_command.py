@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from help_pages import help_pages, seconds_of_help
-from runtime_command import ENVIRONMENT, runtime, runtime_here, serving
+from runtime_command import ENVIRONMENT, runtime_here, serving
 
 from compress.common.cli import demo_model_path, tool_version
 
@@ -81,7 +81,7 @@ def test_folder_without_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_generate_uses_the_demo_model_and_says_so(tmp_path: Path) -> None:
-    result = runtime("generate", "--prompt", "The castle", "--max-tokens", "8", "--temperature", "0", cwd=tmp_path)
+    result = runtime_here("generate", "--prompt", "The castle", "--max-tokens", "8", "--temperature", "0", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "bundled demo model" in result.stderr
     assert result.stdout.strip()
@@ -127,7 +127,7 @@ def test_serve_announces_itself_and_its_curl_line_works(tmp_path: Path) -> None:
         assert float(re.search(r"^runtime_prefix_cache_queries_total (\S+)$", figures, re.MULTILINE)[1]) > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_signal_lets_running_requests_end(tmp_path: Path, number: signal.Signals) -> None:
     with serving(cwd=tmp_path) as (process, url, _):
         body = {"model": "demo", "prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True, "user": "Ann"}
@@ -144,6 +144,7 @@ def test_signal_lets_running_requests_end(tmp_path: Path, number: signal.Signals
             httpx.get(f"{url}/health")
 
 
+@pytest.mark.full
 def test_drain_has_a_time_limit(tmp_path: Path) -> None:
     with serving("--drain-seconds", "1", cwd=tmp_path) as (process, url, _):
         body = {"model": "demo", "prompt": "The", "max_tokens": 2000, "stream": True, "ignore_eos": True}

@@ -13,7 +13,7 @@ import pytest
 from runtime_command import serving
 
 MARGIN = 15.0  # of a busy machine
-ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 300, "stream": True, "ignore_eos": True}
 
 
 def living_members(group: int) -> list[str]:
@@ -29,6 +29,7 @@ def living_members(group: int) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_sigkill_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
     with serving("--drain-seconds", "60", cwd=tmp_path) as (process, url, _):
         assert [line for line in living_members(process.pid) if "serve" in line]

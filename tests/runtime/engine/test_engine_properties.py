@@ -239,7 +239,7 @@ BOUNDED = settings(stateful_step_count=40, deadline=None, suppress_health_check=
 
 
 def test_everything_ends_and_nothing_leaks() -> None:
-    run_state_machine_as_test(EngineMachine, settings=settings(BOUNDED, max_examples=10))
+    run_state_machine_as_test(EngineMachine, settings=settings(BOUNDED, max_examples=30))
 
 
 @pytest.mark.full
