@@ -17,10 +17,13 @@ from runtime.server.completions import completions_router
 from runtime.server.embeddings import embeddings_router
 from runtime.server.errors import JsonResponse, add_error_handlers
 from runtime.server.middleware import ApiKeyGuard, BodyLimit, RequestId, SiteGuard, origins_of
-from runtime.server.openapi import DescribedApi
+from runtime.server.openapi import PARAMETER_ERRORS, DescribedApi, Responses
 from runtime.server.page import page_router
+from runtime.server.response_models import HealthResponse, Model, ModelList
 from runtime.server.serving import Engine, Limits, Service, Tokenizer
 from runtime.server.tokenize import tokenization_router
+
+UNHEALTHY: Responses = {503: {"model": HealthResponse, "description": "Unhealthy"}}
 
 
 def health_router(service: Service) -> APIRouter:
@@ -28,11 +31,11 @@ def health_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.head("/health", include_in_schema=False)
-    @router.get("/health", responses={503: {"description": "Unhealthy", "content": {"application/json": {}}}})
+    @router.get("/health", response_model=HealthResponse, responses=UNHEALTHY)
     async def health() -> Response:
         """Status 200 while answers can be expected, else 503 with the reason."""
         state = service.generations.engine.check()
-        body = {
+        body: HealthResponse = {
             "status": "ok" if state.healthy else "unhealthy",
             "reason": state.reason,
             "running": state.num_running,
@@ -51,7 +54,7 @@ def health_router(service: Service) -> APIRouter:
 def models_router(service: Service) -> APIRouter:
     """Routes that say what is served."""
     router = APIRouter()
-    model = {
+    model: Model = {
         "id": service.model_name,
         "object": "model",
         "created": int(time.time()),
@@ -59,12 +62,13 @@ def models_router(service: Service) -> APIRouter:
         "max_model_len": service.limits.max_model_len,
     }
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", response_model=ModelList)
     async def list_models() -> Response:
         """The one model that is served."""
-        return JsonResponse({"object": "list", "data": [model]})
+        models: ModelList = {"object": "list", "data": [model]}
+        return JsonResponse(models)
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", response_model=Model, responses=PARAMETER_ERRORS)
     async def get_model(name: str) -> Response:
         service.check_model(name)
         return JsonResponse(model)
@@ -101,6 +105,7 @@ def create_app(
     app = DescribedApi(
         model_name=model_name,
         needs_key=bool(api_key),
+        open_paths=("/health",),
         title=f"runtime: {model_name}",
         lifespan=partial(running, engine),
         docs_url=None,

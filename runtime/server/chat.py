@@ -13,6 +13,7 @@ from starlette.responses import Response
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
 from runtime.server.protocol import ChatRequest
 from runtime.server.protocol_tools import Function
+from runtime.server.response_models import ChatCompletionResponse, ChatLogprobs
 from runtime.server.responses import MAY_STREAM, Output, chat_logprobs
 from runtime.server.serving import Service, Tokenizer
 from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
@@ -49,14 +50,14 @@ class ChatShape:
             "finish_reason": output.finish_reason,
         }
 
-    def write_logprobs(self, token_ids: list[int], found: list[TokenLogprobs]) -> dict[str, Any] | None:
+    def write_logprobs(self, token_ids: list[int], found: list[TokenLogprobs]) -> ChatLogprobs | None:
         return chat_logprobs(self.tokenizer, zip(token_ids, found, strict=True)) if self.with_logprobs else None
 
     def chunk(
         self,
         index: int,
         delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
+        logprobs: ChatLogprobs | None = None,
         reason: str | None = None,
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -175,7 +176,7 @@ def chat_router(service: Service) -> APIRouter:
     router = APIRouter()
     tokenizer = service.tokenizer
 
-    @router.post("/v1/chat/completions", responses=MAY_STREAM)
+    @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=MAY_STREAM)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
         service.check_model(body.model)

@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, TokenLogprobs
 from runtime.server.protocol import CompletionRequest, separate_prompts
-from runtime.server.responses import MAY_STREAM, CompletionLogprobs, Output
+from runtime.server.response_models import CompletionLogprobs, CompletionResponse
+from runtime.server.responses import MAY_STREAM, CompletionLogprobsWriter, Output, join_logprobs
 from runtime.server.serving import Service, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -38,7 +39,7 @@ class CompletionShape:
     tokenizer: Tokenizer
     echoed: list[EchoedPrompt]
     with_logprobs: bool
-    writers: dict[int, CompletionLogprobs] = field(default_factory=dict)
+    writers: dict[int, CompletionLogprobsWriter] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     id_prefix: str = "cmpl"
     whole_object: str = "text_completion"
@@ -62,10 +63,10 @@ class CompletionShape:
     def whole(self, index: int, output: Output) -> dict[str, Any]:
         text = self.echoed[index].text if self.echoed else ""
         prompt, answer = self.prompt_logprobs(index, output), self.logprobs(index, output)
-        joined = {name: prompt[name] + answer[name] for name in answer} if prompt and answer else answer
+        joined = join_logprobs(prompt, answer) if prompt and answer else answer
         return self.choice(index, text + output.text, joined, output.finish_reason)
 
-    def prompt_logprobs(self, index: int, found: Delta | Output) -> dict[str, Any] | None:
+    def prompt_logprobs(self, index: int, found: Delta | Output) -> CompletionLogprobs | None:
         """Those of an echoed prompt; the engine says them with the first answer only, and all answers repeat them."""
         if not self.with_logprobs or not self.echoed:
             return None
@@ -73,16 +74,16 @@ class CompletionShape:
         prompt.logprobs = prompt.logprobs or found.prompt_logprobs
         return self.writer(index).write_prompt(prompt.text, prompt.token_ids, prompt.logprobs)
 
-    def logprobs(self, index: int, found: Delta | Output) -> dict[str, Any] | None:
+    def logprobs(self, index: int, found: Delta | Output) -> CompletionLogprobs | None:
         if not self.with_logprobs:
             return None
         return self.writer(index).write(zip(found.token_ids, found.logprobs, strict=True))
 
-    def writer(self, index: int) -> CompletionLogprobs:
-        return self.writers.setdefault(index, CompletionLogprobs(self.tokenizer))
+    def writer(self, index: int) -> CompletionLogprobsWriter:
+        return self.writers.setdefault(index, CompletionLogprobsWriter(self.tokenizer))
 
     def choice(
-        self, index: int, text: str, logprobs: dict[str, Any] | None = None, reason: FinishReason | None = None
+        self, index: int, text: str, logprobs: CompletionLogprobs | None = None, reason: FinishReason | None = None
     ) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
@@ -92,7 +93,7 @@ def completions_router(service: Service) -> APIRouter:
     router = APIRouter()
     tokenizer = service.tokenizer
 
-    @router.post("/v1/completions", responses=MAY_STREAM)
+    @router.post("/v1/completions", response_model=CompletionResponse, responses=MAY_STREAM)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one or several prompts."""
         service.check_model(body.model)

@@ -7,15 +7,17 @@ import logging
 import struct
 from base64 import b64encode
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from runtime.core.request import Delta, RequestOptions, SamplingParams
+from runtime.server.openapi import BODY_ERRORS
 from runtime.server.protocol import Prompt, check_prompt, separate_prompts
 from runtime.server.protocol_base import Strict
+from runtime.server.response_models import EmbeddingResponse
 from runtime.server.responses import respond_at_once
 from runtime.server.serving import Job, Service
 
@@ -43,7 +45,7 @@ def embeddings_router(service: Service) -> APIRouter:
     """The route: prompts in, mean hidden states out."""
     router = APIRouter()
 
-    @router.post("/v1/embeddings")
+    @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=BODY_ERRORS)
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
         """Mean-pooled hidden states: of each input the mean over all its tokens of the model's hidden states after the
         final norm, not normalized to length 1. A model that was trained to continue text was not trained for this:
@@ -58,7 +60,7 @@ def embeddings_router(service: Service) -> APIRouter:
     return router
 
 
-async def embed(service: Service, jobs: list[Job], encoding: str | None) -> dict[str, Any]:
+async def embed(service: Service, jobs: list[Job], encoding: str | None) -> EmbeddingResponse:
     """OpenAI's answer to inputs in this order, a few of which are computed at once. Raises ApiError."""
     found: list[Delta] = []
     at_once = min(INPUTS_AT_ONCE, service.limits.max_requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from math import isfinite
@@ -18,6 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 from runtime.core.request import Delta, FinishReason, TokenLogprobs
 from runtime.server.errors import ApiError, JsonResponse, error_body
 from runtime.server.limits import Limits
+from runtime.server.openapi import BODY_ERRORS, Responses
+from runtime.server.response_models import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, Usage
 
 logger = logging.getLogger("runtime.server")
 
@@ -25,7 +27,7 @@ T = TypeVar("T")
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 CLIENT_CLOSED_REQUEST = 499
-MAY_STREAM: dict[int | str, dict[str, Any]] = {
+MAY_STREAM: Responses = BODY_ERRORS | {
     200: {
         "description": "The answer; or, when asked for, a stream of events: chunks in JSON, then [DONE]",
         "content": {"text/event-stream": {}},
@@ -46,7 +48,7 @@ class Output:
 
 
 @dataclass
-class Usage:
+class UsageCounter:
     """Token counts of a request. A prompt counts once, however many answers it has."""
 
     prompt: int = 0
@@ -59,7 +61,7 @@ class Usage:
             self.prompt += last.num_prompt_tokens
             self.cached += last.num_cached_tokens
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Usage:
         """The `usage` object of OpenAI's API."""
         return {
             "prompt_tokens": self.prompt,
@@ -108,7 +110,7 @@ class Answer:
         """Collects everything and writes one JSON object."""
         outputs = [Output() for _ in range(self.num_choices)]
         texts: list[list[str]] = [[] for _ in outputs]
-        usage = Usage()
+        usage = UsageCounter()
         async with aclosing(deltas):
             async for index, delta in deltas:
                 texts[index].append(delta.text)
@@ -128,7 +130,7 @@ class Answer:
 
         An error after the first token cannot change the status any more; it is sent as an event and ends the stream.
         """
-        usage = Usage()
+        usage = UsageCounter()
         for choice in self.shape.opening():
             yield self.chunk([choice])
         try:
@@ -146,7 +148,7 @@ class Answer:
                 yield self.chunk([], usage)
         yield DONE
 
-    def chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+    def chunk(self, choices: list[dict[str, Any]], usage: UsageCounter | None = None) -> bytes:
         payload = {**self.envelope, "object": self.shape.chunk_object, "choices": choices}
         if self.include_usage:
             payload["usage"] = usage.as_json() if usage else None
@@ -193,7 +195,7 @@ async def respond(request: Request, deltas: Deltas, answer: Answer, stream: bool
     return EventStream(answer.events(first, deltas), deltas, limits.client_seconds)
 
 
-async def respond_at_once(request: Request, body: Awaitable[dict[str, Any]]) -> Response:
+async def respond_at_once(request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
     """An answer in one piece, whose making is cancelled when the client leaves."""
     try:
         return JsonResponse(await unless_disconnected(request, body))
@@ -255,28 +257,28 @@ def token_text(raw: bytes) -> str:
     return raw.decode("utf-8", errors="replace")
 
 
-def chat_logprobs(tokenizer: TokenBytes, pairs: Iterable[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: TokenBytes, pairs: Iterable[tuple[int, TokenLogprobs]]) -> ChatLogprobs:
     """`logprobs` of a chat choice, for tokens and their log-probabilities."""
 
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> TopLogprob:
         raw = tokenizer.token_bytes(token_id)
         return {"token": token_text(raw), "logprob": json_number(logprob), "bytes": list(raw)}
 
-    content = [
+    content: list[TokenLogprob] = [
         {**entry(token_id, found.logprob), "top_logprobs": [entry(*alternative) for alternative in found.top]}
         for token_id, found in pairs
     ]
     return {"content": content, "refusal": None}
 
 
-class CompletionLogprobs:
+class CompletionLogprobsWriter:
     """Writes `logprobs` of one completion choice, piece by piece; offsets count characters from its text's start."""
 
     def __init__(self, tokenizer: TokenBytes) -> None:
         self.tokenizer = tokenizer
         self.offset = 0
 
-    def write(self, pairs: Iterable[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
+    def write(self, pairs: Iterable[tuple[int, TokenLogprobs]]) -> CompletionLogprobs:
         """For new tokens of the answer."""
         written = empty_logprobs()
         for token_id, found in pairs:
@@ -284,7 +286,7 @@ class CompletionLogprobs:
             self.offset += count_characters(self.tokenizer.token_bytes(token_id))
         return written
 
-    def write_prompt(self, text: str, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def write_prompt(self, text: str, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         """For the tokens of a prompt that stands as `text` before the answer. The first has nothing before it, so no
         log-probability.
 
@@ -301,7 +303,7 @@ class CompletionLogprobs:
         self.offset = len(text)
         return written
 
-    def add(self, written: dict[str, Any], token_id: int, found: TokenLogprobs | None) -> None:
+    def add(self, written: CompletionLogprobs, token_id: int, found: TokenLogprobs | None) -> None:
         written["tokens"].append(token_text(self.tokenizer.token_bytes(token_id)))
         written["token_logprobs"].append(json_number(found.logprob) if found else None)
         written["top_logprobs"].append(self.top(token_id, found) if found else None)
@@ -315,8 +317,17 @@ class CompletionLogprobs:
         return entries
 
 
-def empty_logprobs() -> dict[str, Any]:
+def empty_logprobs() -> CompletionLogprobs:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
 
 
 def end_of(token: bytes, text: bytes, place: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import Field, model_validator
@@ -11,8 +11,10 @@ from starlette.responses import Response
 
 from runtime.server.chat import render_conversation
 from runtime.server.errors import ApiError, JsonResponse
+from runtime.server.openapi import BODY_ERRORS
 from runtime.server.protocol import ChatRequest, Message, TokenId
 from runtime.server.protocol_base import Strict
+from runtime.server.response_models import DetokenizeResponse, TokenizeResponse
 from runtime.server.responses import token_text
 from runtime.server.serving import Service
 
@@ -50,12 +52,12 @@ def tokenization_router(service: Service) -> APIRouter:
     router = APIRouter()
     tokenizer = service.tokenizer
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", response_model=TokenizeResponse, responses=BODY_ERRORS)
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text, or of a conversation up to where the answer begins."""
         service.check_model(service.model_name if body.model is None else body.model)
         tokens = await asyncio.to_thread(encode, service, body)
-        answer: dict[str, Any] = {
+        answer: TokenizeResponse = {
             "tokens": tokens,
             "count": len(tokens),
             "max_model_len": service.limits.max_model_len,
@@ -70,7 +72,7 @@ def tokenization_router(service: Service) -> APIRouter:
         known = {"chat_template": tokenizer.chat_template, "vocab_size": tokenizer.vocab_size}
         return JsonResponse({**tokenizer.special_tokens, **known})
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", response_model=DetokenizeResponse, responses=BODY_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Text of token ids."""
         service.check_model(service.model_name if body.model is None else body.model)

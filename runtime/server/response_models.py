@@ -1,0 +1,232 @@
+"""The objects that answers are made of, as OpenAI's API defines them.
+
+The published description is generated from these types. Answers are plain dictionaries of them, so nothing is validated
+when one is written: a stream pays only for its JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+closed = with_config(ConfigDict(extra="forbid"))
+"""Objects with exactly the keys of their type."""
+
+FinishReason = Literal["stop", "length"]
+
+
+@closed
+class CachedTokens(TypedDict):
+    """Prompt tokens whose keys and values were found in the prefix cache."""
+
+    cached_tokens: int
+
+
+@closed
+class Usage(TypedDict):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+@closed
+class CompletionLogprobs(TypedDict):
+    """Log-probabilities of a completion's tokens; offsets count characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+@closed
+class CompletionChoice(TypedDict):
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+@closed
+class CompletionResponse(TypedDict):
+    """Answer of `/v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+@closed
+class TopLogprob(TypedDict):
+    """An alternative to a token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+@closed
+class TokenLogprob(TypedDict):
+    """A token, and the alternatives to it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+@closed
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of a message's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+@closed
+class CalledFunction(TypedDict):
+    """Name and arguments (JSON as text) of a call."""
+
+    name: str
+    arguments: str
+
+
+@closed
+class ToolCall(TypedDict):
+    """One call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+@closed
+class AssistantMessage(TypedDict):
+    """A message of the model."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+@closed
+class ChatChoice(TypedDict):
+    """One answer to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+@closed
+class ChatCompletionResponse(TypedDict):
+    """Answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+@closed
+class Embedding(TypedDict):
+    """The vector of one input: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+@closed
+class EmbeddingUsage(TypedDict):
+    """Token counts of inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+@closed
+class EmbeddingResponse(TypedDict):
+    """Answer of `/v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+@closed
+class Model(TypedDict):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+@closed
+class ModelList(TypedDict):
+    """Answer of `/v1/models`."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+@closed
+class HealthResponse(TypedDict):
+    """Answer of `/health`: numbers of sequences, and the reason when the engine is unhealthy."""
+
+    status: Literal["ok", "unhealthy"]
+    reason: str
+    running: int
+    waiting: int
+
+
+@closed
+class TokenizeResponse(TypedDict):
+    """Answer of `/tokenize`."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: NotRequired[list[str]]
+
+
+@closed
+class DetokenizeResponse(TypedDict):
+    """Answer of `/detokenize`."""
+
+    prompt: str
+
+
+@closed
+class ErrorObject(TypedDict):
+    """A refusal or failure; `param` names the request field it is about."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+@closed
+class ErrorResponse(TypedDict):
+    """Answer of any route when it refuses or fails."""
+
+    error: ErrorObject
