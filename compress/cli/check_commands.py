@@ -166,13 +166,11 @@ def report(
 
     It needs no script and loads nothing from elsewhere.
     """
-    from compress.reporting.headers import read_headers
-    from compress.reporting.html import write_page
-    from compress.reporting.report_data import read_report
+    from compress.reporting.report_data import read_headers, read_report
     from compress.reporting.report_page import report_page
 
     found = read_report(path.expanduser())
-    write_page(report_page(found, read_headers(found)), out.expanduser())
+    report_page(found, read_headers(found)).write(out.expanduser())
     typer.echo(f"Wrote {out}")
 
 
@@ -189,12 +187,11 @@ def compare(
     """
     from compress.reporting.comparison import compare as compare_reports
     from compress.reporting.comparison import compare_page
-    from compress.reporting.html import write_page
     from compress.reporting.report_data import read_report
 
     comparison = compare_reports([read_report(path.expanduser()) for path in paths], by, measure)
     if out is not None:
-        write_page(compare_page(comparison), out.expanduser())
+        compare_page(comparison).write(out.expanduser())
     if as_json:
         typer.echo(json.dumps(comparison.to_dict(), indent=2))
     else:

@@ -1,4 +1,4 @@
-"""Several checkpoints of one source, side by side: which of them nothing else beats in both size and quality."""
+"""Checkpoints of one source side by side, and the Pareto frontier of size and quality."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from compress.checkpoint.kv_cache import EXACT
 from compress.common.errors import ToolkitError
-from compress.reporting.charts import Mark, figure, scatter
-from compress.reporting.html import page, paragraph, section, table, tag, text
+from compress.reporting.figures import Mark, Scatter
 from compress.reporting.numbers import change, maybe, size, times
+from compress.reporting.page import Page, Paragraph, Section, Table, figures
 from compress.reporting.report_data import Quality, RunReport
 
 BASELINE_TOLERANCE = 0.005
@@ -92,7 +92,7 @@ def compare(reports: Sequence[RunReport], cost: str = "size", loss: str = "kl") 
         source=reports[0].source,
         protocol=measured[0].protocol,
         baseline_perplexity=measured[0].baseline_perplexity,
-        dense_bytes=reports[0].bytes_before,
+        dense_bytes=reports[0].plan.bytes_before,
         cost_name=cost,
         loss_name=loss,
         candidates=tuple(candidates),
@@ -135,7 +135,7 @@ def _require_equal(reports: Sequence[RunReport], measured: Sequence[Quality]) ->
     for report, quality in zip(reports[1:], measured[1:], strict=True):
         pairs = [
             ("sources", first.source, report.source),
-            ("sizes of the source", first.bytes_before, report.bytes_before),
+            ("sizes of the source", first.plan.bytes_before, report.plan.bytes_before),
         ]
         pairs += [
             (name, getattr(reference, field), getattr(quality, field))
@@ -174,7 +174,7 @@ def _labels(reports: Sequence[RunReport]) -> list[str]:
 
 
 def _candidate(label: str, report: RunReport, quality: Quality) -> Candidate:
-    found = report.verification
+    found = report.structure
     return Candidate(
         label=label,
         path=str(report.folder),
@@ -200,18 +200,16 @@ HEAD = ("checkpoint", "size", "bits per weight", "whole model", "perplexity", "c
 NUMERIC = (1, 2, 3, 4, 5, 6)
 
 
-def compare_page(comparison: Comparison) -> str:
-    """One self-contained HTML page: the plot, the table, and how the figures were measured."""
+def compare_page(comparison: Comparison) -> Page:
+    """Puts checkpoints on one page: the plots, the table, and how they were measured."""
     best = sum(not each.dominated_by for each in comparison.candidates)
     title = f"{len(comparison.candidates)} checkpoints of {comparison.source}"
-    return page(
-        f"{title}: comparison",
-        tag("h1", text(title)),
-        paragraph(f"{best} of them nothing else here beats in both size and quality", class_="lead"),
-        section("Frontier", tag("div", *_plots(comparison), class_="charts")),
-        section("Figures", table(HEAD, table_rows(comparison), NUMERIC)),
-        section("How this was measured", paragraph(comparison.protocol), paragraph(_baseline(comparison))),
-    )
+    sections = [
+        Section.of("Frontier", figures(*_plots(comparison))),
+        Section.of("Figures", Table(HEAD, table_rows(comparison), NUMERIC)),
+        Section.of("How this was measured", Paragraph(comparison.protocol), Paragraph(_baseline(comparison))),
+    ]
+    return Page(f"{title}: comparison", title, f"{best} of them on the frontier of size and quality", sections)
 
 
 def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -234,19 +232,17 @@ def _row(comparison: Comparison, each: Candidate) -> tuple[str, ...]:
     )
 
 
-def _plots(comparison: Comparison) -> list[str]:
+def _plots(comparison: Comparison) -> list[Scatter]:
     """A plot for the measure asked for, then one for each other measure that every candidate has."""
     others = [name for name in LOSSES if name != comparison.loss_name]
     judged = [comparison, *(judged_by(comparison, name) for name in others)]
     return [_plot(each) for each in judged if all(isfinite(each.figures(one)[1]) for one in each.candidates)]
 
 
-def _plot(comparison: Comparison) -> str:
+def _plot(comparison: Comparison) -> Scatter:
     marks = [(_mark(comparison, each), each.label, bool(each.dominated_by)) for each in comparison.candidates]
-    frontier = [mark for mark, _, dominated in marks if not dominated]
-    loss = LOSS_LABELS[comparison.loss_name]
-    drawing = scatter(f"Cost and {loss}", marks, COST_LABELS[comparison.cost_name], frontier)
-    return figure(loss, "lower left is better; gray marks are dominated by another", drawing)
+    subtitle = "lower left is better; gray marks are dominated by another"
+    return Scatter(LOSS_LABELS[comparison.loss_name], subtitle, marks, COST_LABELS[comparison.cost_name])
 
 
 def _mark(comparison: Comparison, each: Candidate) -> Mark:

@@ -1,4 +1,4 @@
-"""From `compression_report.json` to `RunReport`: every field is checked on the way."""
+"""Models of `compression_report.json` and of what a checkpoint's own files add to it."""
 
 from __future__ import annotations
 
@@ -6,125 +6,37 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
-from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, MeasuredKVCache
-from compress.checkpoint.scheme import Sparsity
-from compress.common.errors import CheckpointError, SchemeError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from compress.checkpoint.config import dtype_name, read_config
+from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme
+from compress.checkpoint.safetensors import TensorFiles
+from compress.common.errors import CheckpointError, SchemeError, ToolkitError
 from compress.common.files import REPORT_FILE
-from compress.methods.owl import BlockShare
 from compress.targets import without_indices
 
-# No figure of a run is larger; what is smaller than its inverse counts as 0. Ratios of both stay finite.
+FORMAT_VERSION = 1
+# Numbers are at most 1e30, and those below 1e-30 count as 0: ratios of both stay finite.
 _LARGEST = 1e30
-_WHOLE = "whole numbers of at least 0"
+
+Number = Annotated[
+    float,
+    Field(strict=True, ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False),
+    AfterValidator(lambda value: value if abs(value) >= 1 / _LARGEST else 0.0),
+]
+Count = Annotated[int, Field(strict=True, ge=0)]
+Text = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
+"""Reports write null for text that is not there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """One JSON object of a file.
-
-    Attributes:
-        path: the file.
-        where: the object's place in it: `blocks[2].linears[0]`; empty for the whole.
-        values: the object.
-    """
-
-    path: Path
-    where: str
-    values: Mapping[str, Any]
-
-    @classmethod
-    def load(cls, path: Path) -> Fields:
-        """Reads a file. Raises CheckpointError when it is missing, not text, not JSON, or no object."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{path} does not exist", "Name a checkpoint folder that this toolkit wrote, with its report"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}", "Copy this file again") from error
-        return cls(path, "", values) if isinstance(values, dict) else _refuse(path, "", "is not an object")
-
-    def __contains__(self, key: str) -> bool:
-        return self.values.get(key) is not None
-
-    def text(self, key: str, default: str | None = None) -> str:
-        """A string; a missing one is an error unless there is a default."""
-        value = self._take(key, default)
-        return value if isinstance(value, str) else self.refuse(key, "is not text")
-
-    def number(self, key: str) -> float:
-        """A finite number, of at most 1e30."""
-        value = self._take(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
-            self.refuse(key, "is not a finite number")
-        return float(value) if abs(value) >= 1 / _LARGEST else 0.0
-
-    def optional_number(self, key: str) -> float | None:
-        return self.number(key) if key in self else None
-
-    def count(self, key: str) -> int:
-        """A whole number of at least 0."""
-        value = self.number(key)
-        return int(value) if value >= 0 and math.floor(value) == value else self.refuse(key, f"is none of {_WHOLE}")
-
-    def child(self, key: str) -> Fields:
-        value = self._take(key)
-        return Fields(self.path, self._place(key), value) if isinstance(value, dict) else self._no_object(key)
-
-    def children(self, key: str) -> list[Fields]:
-        """A list of objects; a missing one is an error."""
-        found = self._list(key)
-        places = [f"{self._place(key)}[{index}]" for index in range(len(found))]
-        return [
-            Fields(self.path, place, value) if isinstance(value, dict) else _refuse(self.path, place, "is no object")
-            for place, value in zip(places, found, strict=True)
-        ]
-
-    def texts(self, key: str) -> list[str]:
-        """A list of strings; a missing one is empty."""
-        found = self._list(key) if key in self else []
-        return found if all(isinstance(each, str) for each in found) else self.refuse(key, "is no list of text")
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """A list of sizes."""
-        found = self._list(key)
-        if not all(type(size) is int and size >= 0 for size in found):
-            self.refuse(key, f"is no list of {_WHOLE}")
-        return tuple(found)
-
-    def refuse(self, key: str, problem: str) -> NoReturn:
-        """Raises CheckpointError that names the place."""
-        _refuse(self.path, self._place(key), problem)
-
-    def _take(self, key: str, default: str | None = None) -> Any:
-        value = self.values.get(key)
-        if value is not None:
-            return value
-        return default if default is not None else self.refuse(key, "is missing")
-
-    def _list(self, key: str) -> list[Any]:
-        value = self._take(key)
-        return value if isinstance(value, list) else self.refuse(key, "is not a list")
-
-    def _no_object(self, key: str) -> NoReturn:
-        self.refuse(key, "is not an object")
-
-    def _place(self, key: str) -> str:
-        return f"{self.where}.{key}" if self.where else key
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
-def _refuse(path: Path, where: str, problem: str) -> NoReturn:
-    what = f"{where} {problem}" if where else f"it {problem}"
-    raise CheckpointError(f"{path} is not a report that can be read: {what}", "Copy this file again, or repeat the run")
-
-
-@dataclass(frozen=True, slots=True)
-class SearchedUnit:
+class SearchedUnit(_Record):
     """Layers that share one choice.
 
     Attributes:
@@ -132,219 +44,225 @@ class SearchedUnit:
         sensitivity: KL of the whole model, in nats, when only these layers are changed, by what they become.
     """
 
-    modules: tuple[str, ...]
+    modules: Annotated[tuple[str, ...], Field(min_length=1)]
     chosen: str
-    sensitivity: dict[str, float]
+    sensitivity: Annotated[dict[str, Number], Field(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class SearchTry:
+class SearchTry(_Record):
     """A checkpoint that was made on the way to a target of quality."""
 
-    predicted: float
-    measured: float
-    bytes: int
+    predicted: Number
+    measured: Number
+    bytes: Count
 
 
-@dataclass(frozen=True, slots=True)
-class SearchRecord:
+class SearchRecord(_Record):
     """A search.
 
     Attributes:
-        target: what it aimed at, in words.
-        measured_tokens: how much text sensitivities were measured on.
+        target: the goal as text: `KL at most 0.05`.
+        measured_tokens: length of the text that sensitivities were measured on.
         predicted: sum of the sensitivities of what was chosen.
     """
 
     target: str
-    measured_tokens: int
-    predicted: float
-    units: tuple[SearchedUnit, ...]
+    measured_tokens: Count
+    predicted: Number
+    units: Annotated[tuple[SearchedUnit, ...], Field(min_length=1)]
     tries: tuple[SearchTry, ...]
 
     @property
     def typical(self) -> str:
-        """The scheme that most units could get and most did."""
+        """The scheme that most units were offered and most chose."""
         offered = Counter(scheme for unit in self.units for scheme in unit.sensitivity)
         chosen = Counter(unit.chosen for unit in self.units)
         return max(offered, key=lambda scheme: (offered[scheme], chosen[scheme], scheme))
 
     @property
     def uniform(self) -> dict[str, float]:
-        """Sum of sensitivities by scheme, for the schemes that every unit could get, in the order of their loss."""
+        """Sum of sensitivities by scheme, for schemes that every unit was offered, largest first."""
         shared = [scheme for scheme in self.units[0].sensitivity if all(scheme in u.sensitivity for u in self.units)]
         sums = {scheme: sum(unit.sensitivity[scheme] for unit in self.units) for scheme in shared}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def read_search(fields: Fields) -> SearchRecord:
-    """Reads the section. Raises CheckpointError where it is damaged."""
-    units = tuple(map(_unit, fields.children("units")))
-    if not units:
-        fields.refuse("units", "is empty")
-    return SearchRecord(
-        target=fields.text("target"),
-        measured_tokens=fields.count("measured_tokens"),
-        predicted=fields.number("predicted"),
-        units=units,
-        tries=tuple(
-            SearchTry(each.number("predicted"), each.number("measured"), each.count("bytes"))
-            for each in fields.children("tries")
-        ),
-    )
-
-
-def _unit(fields: Fields) -> SearchedUnit:
-    modules, measured = tuple(fields.texts("modules")), fields.child("sensitivity")
-    sensitivity = {scheme: measured.number(scheme) for scheme in measured.values}
-    if not modules or not sensitivity:
-        fields.refuse("modules" if not modules else "sensitivity", "is empty")
-    return SearchedUnit(modules, fields.text("chosen"), sensitivity)
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """What happened to one linear.
+class Linear(_Record):
+    """One linear.
 
     Attributes:
-        kind: its name inside its block, indices (experts) as `*`.
         relative_error: squared error of the weight over its square, each column weighted by its input.
         zeros: share of its weights that are zero by pruning.
-        recovery: what was done instead where the method could not be applied; empty otherwise.
+        recovery: fallback where the method could not be applied; empty otherwise.
         input_outlier: as in `compress.pipeline.block.LinearRecord`; None where it was not recorded.
     """
 
     module: str
-    kind: str
     method: str
-    pruning: str
-    relative_error: float
-    zeros: float
-    recovery: str
-    input_outlier: float | None
+    pruning: Text = ""
+    relative_error: Number
+    zeros: Number | None = None
+    recovery: Text = ""
+    input_outlier: Number | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Smoothed:
-    """One smoothing edge: what it read (inside its block), its exponent, and the loss without and with it."""
+class Smoothed(_Record):
+    """One smoothed layer: its exponent (`ratio`), and the loss without and with smoothing."""
 
-    kind: str
-    exponent: float
-    loss_before: float
-    loss_after: float
+    source: str
+    ratio: Number
+    loss_before: Number
+    loss_after: Number
 
     @property
     def gain(self) -> float:
-        """Share of the loss that smoothing took away."""
+        """Share of the loss that smoothing removed."""
         return 1 - self.loss_after / self.loss_before if self.loss_before > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One transformer block; `output_error` is None where its outputs were not computed."""
+class Block(_Record):
+    """One transformer block; `relative_error` is None where its outputs were not computed."""
 
-    name: str
-    output_error: float | None
+    block: str
+    relative_error: Number | None = None
     linears: tuple[Linear, ...]
-    smoothed: tuple[Smoothed, ...]
+    smoothing: tuple[Smoothed, ...]
+
+    def kind(self, module: str) -> str:
+        """Name of a module inside this block, indices (experts) as `*`."""
+        return without_indices(f".{module.removeprefix(f'{self.block}.')}").removeprefix(".")
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedKind:
+class BlockShare(_Record):
+    """Share of a block's weights that a first pass chose to prune; `pattern` is `n:m` or None."""
+
+    block: str
+    outlier_ratio: Number
+    share: Number
+    pattern: str | None = None
+
+
+class PlannedKind(_Record):
     """Stored tensors that differ in nothing but their indices, and what became of them."""
 
     tensor: str
-    shape: tuple[int, ...]
-    count: int
-    becomes: str
-    reason: str
-    bytes_before: int
-    bytes_after: int
+    shape: tuple[Count, ...]
+    count: Count
+    method: Text = ""
+    pruning: Text = ""
+    factoring: Text = ""
+    scheme: Text = ""
+    reason: Text = ""
+    bytes_before: Count
+    bytes_after: Count
+
+    @property
+    def name(self) -> str:
+        return self.tensor.removesuffix(".weight")
+
+    @property
+    def becomes(self) -> str:
+        work = [each for each in (self.pruning, self.factoring) if each]
+        return " + ".join([*work, f"{self.method} {self.scheme}"] if self.method else work or [self.scheme])
 
 
-@dataclass(frozen=True, slots=True)
-class Quality:
+class Planned(_Record):
+    """The plan: kinds of tensors, bytes of the source, and notes."""
+
+    layers: tuple[PlannedKind, ...]
+    bytes_before: Count
+    notes: tuple[str, ...] = ()
+
+
+class Quality(_Record):
     """Perplexity and divergence from the dense model; fields as in `compress.evaluate.perplexity.Evaluation`."""
 
-    perplexity: float
-    baseline_perplexity: float | None
-    tokens: int
-    kl_mean: float | None
-    kl_p999: float | None
-    kl_standard_error: float | None
-    top1_agreement: float | None
+    perplexity: Number
+    baseline_perplexity: Number | None = None
+    tokens: Count
+    kl_mean: Number | None = None
+    kl_p999: Number | None = None
+    kl_standard_error: Number | None = None
+    top1_agreement: Number | None = None
     protocol: str
     data: str
     data_sha256: str
     backend: str
     dtype: str
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What was re-read from the disk when the checkpoint was finished."""
+class Structure(_Record):
+    """Findings of re-reading the finished checkpoint; `quantized` gives each packed layer its scheme."""
 
-    ok: bool
+    ok: Annotated[bool, Field(strict=True)] = False
     format: str
-    schemes: dict[str, str]
-    bits_per_weight: float
-    bits_per_parameter: float
-    num_parameters: int
-    num_packed: int
-    total_bytes: int
-    bit_compared: int
-    notes: tuple[str, ...]
-    problems: tuple[str, ...]
+    quantized: dict[str, str]
+    bits_per_weight: Number
+    bits_per_parameter: Number
+    num_parameters: Count
+    num_quantized: Count
+    total_bytes: Count
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class KVCacheFacts:
-    """What the stage kv_cache chose; `record` is None where nothing was measured, `warning` is mostly empty."""
+class KVCacheFacts(_Record):
+    """Choice of the stage kv_cache; `measured` is None where nothing was measured, `warning` is mostly empty."""
 
     default: KVCacheScheme
-    warning: str
-    record: KVCacheRecord | None
+    warning: Text = ""
+    measured: KVCacheRecord | None = None
 
     @property
     def token_bytes(self) -> int | None:
         """Keys and values of one token in the chosen form; None where that was not measured."""
-        found = self.record.find(self.default) if self.record else None
+        found = self.measured.find(self.default) if self.measured else None
         return found.token_bytes if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
+class RunReport(_Record):
     """A whole report.
 
     Attributes:
-        folder: the checkpoint it lies in.
-        name: the recipe's; its folder's where it has none.
-        recipe, calibration, environment: as they stand in the file; calibration is empty for data-free methods.
-        shares: how much of each block was pruned, where a first pass decided it; in the order of the blocks.
+        path: the file it was read from.
+        calibration: empty for data-free methods.
+        layerwise: pruned share of each block where a first pass chose it; in the order of the blocks.
         quality: None when it was not measured; `not_measured` says why.
         search: how its schemes were found; None where a recipe gave them.
     """
 
     path: Path
-    name: str
     source: str
     tool: str
-    seed: int
-    seconds: float
+    seed: Count
+    seconds: Number
     recipe: dict[str, Any]
-    calibration: dict[str, Any]
+    calibration: dict[str, Any] | None = None
     environment: dict[str, Any]
-    kinds: tuple[PlannedKind, ...]
-    bytes_before: int
-    notes: tuple[str, ...]
+    plan: Planned
     blocks: tuple[Block, ...]
-    shares: tuple[BlockShare, ...]
-    verification: Verification
+    layerwise: tuple[BlockShare, ...] | None = None
+    structure: Structure
+    bit_compared: Count
     quality: Quality | None
-    not_measured: str
+    not_measured: str = ""
     kv_cache: KVCacheFacts | None = None
     search: SearchRecord | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_reason(cls, values: Any) -> Any:
+        """Moves the reason that stands in place of quality to a field of its own."""
+        quality = values.get("quality") if isinstance(values, dict) else None
+        if isinstance(quality, dict) and quality.get("not_measured") is not None:
+            return values | {"quality": None, "not_measured": quality["not_measured"]}
+        return values
+
+    @property
+    def name(self) -> str:
+        """Name of the recipe, or of the folder where it has none."""
+        return str(self.recipe.get("name") or self.path.resolve().parent.name)
 
     @property
     def folder(self) -> Path:
@@ -355,165 +273,135 @@ class RunReport:
         return [linear for block in self.blocks for linear in block.linears]
 
 
-def kv_cache_facts(fields: Fields) -> KVCacheFacts:
-    """Raises CheckpointError that names the place."""
-    record = _record(fields.child("measured")) if "measured" in fields else None
-    return KVCacheFacts(_scheme(fields, "default"), fields.text("warning", ""), record)
-
-
-def _record(fields: Fields) -> KVCacheRecord:
-    return KVCacheRecord(
-        max_kl=fields.number("max_kl"),
-        tokens=fields.count("tokens"),
-        length=fields.count("length"),
-        data=fields.text("data"),
-        data_sha256=fields.text("data_sha256"),
-        protocol=fields.text("protocol"),
-        perplexity=fields.number("perplexity"),
-        token_bytes=fields.count("token_bytes"),
-        candidates=tuple(map(_candidate, fields.children("candidates"))),
-    )
-
-
-def _candidate(fields: Fields) -> MeasuredKVCache:
-    return MeasuredKVCache(
-        scheme=_scheme(fields, "scheme"),
-        token_bytes=fields.count("token_bytes"),
-        kl_mean=fields.number("kl_mean"),
-        kl_p999=fields.number("kl_p999"),
-        perplexity=fields.number("perplexity"),
-        top1_agreement=fields.number("top1_agreement"),
-        kl_standard_error=fields.optional_number("kl_standard_error"),
-    )
-
-
-def _scheme(fields: Fields, key: str) -> KVCacheScheme:
-    try:
-        return KVCacheScheme.from_dict(fields.child(key).values)
-    except (SchemeError, TypeError) as error:
-        fields.refuse(key, f"cannot be read ({error})")
-
-
-FORMAT_VERSION = 1
-
-
 def read_report(path: Path) -> RunReport:
-    """The report of a checkpoint folder, or a report file by its own name.
+    """Reads the report of a checkpoint folder, or a report file by its own name.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or another version of this toolkit wrote it.
+        CheckpointError: there is none, it is damaged (the field is named), or another version wrote it.
     """
     file = path / REPORT_FILE if path.is_dir() else path
-    fields = Fields.load(file)
-    version = fields.values.get("format_version")
-    if version != FORMAT_VERSION:
+    values = _load(file)
+    if values.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{file} has format_version {version!r}; this version reads {FORMAT_VERSION}",
+            f"{file} has format_version {values.get('format_version')!r}; this version reads {FORMAT_VERSION}",
             "Use the release of this toolkit that wrote it",
         )
-    plan, recipe, quality = fields.child("plan"), fields.child("recipe"), fields.child("quality")
-    return RunReport(
-        path=file,
-        name=recipe.text("name", "") or file.resolve().parent.name,
-        source=fields.text("source"),
-        tool=fields.text("tool"),
-        seed=fields.count("seed"),
-        seconds=fields.number("seconds"),
-        recipe=dict(recipe.values),
-        calibration=dict(fields.child("calibration").values) if "calibration" in fields else {},
-        environment=dict(fields.child("environment").values),
-        kinds=tuple(map(_kind, plan.children("layers"))),
-        bytes_before=plan.count("bytes_before"),
-        notes=tuple(plan.texts("notes")),
-        blocks=tuple(map(_block, fields.children("blocks"))),
-        shares=tuple(map(_share, fields.children("layerwise"))) if "layerwise" in fields else (),
-        verification=_verification(fields),
-        quality=None if "not_measured" in quality else _quality(quality),
-        not_measured=quality.text("not_measured", ""),
-        kv_cache=kv_cache_facts(fields.child("kv_cache")) if "kv_cache" in fields else None,
-        search=read_search(fields.child("search")) if "search" in fields else None,
+    try:
+        return RunReport.model_validate(values | {"path": file})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _damaged(file, f"{_place(first['loc'])}: {first['msg']}") from error
+    except SchemeError as error:
+        raise _damaged(file, f"kv_cache: {error.problem}") from error
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file} does not exist", "Name a checkpoint folder that this toolkit wrote, with its report"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}", "Copy this file again") from error
+    return values if isinstance(values, dict) else _refuse(file)
+
+
+def _refuse(file: Path) -> Any:
+    raise _damaged(file, "it is not an object")
+
+
+def _damaged(file: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{file} is not a readable report: {problem}", "Copy this file again, or repeat the run")
+
+
+def _place(parts: tuple[int | str, ...]) -> str:
+    """`blocks[2].linears[0].relative_error`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+
+
+# Some configs say "no limit" by a number past every real size.
+_UNLIMITED = 2**31
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+# Biases, and the shapes that are written beside packed weights for loaders.
+_NO_WEIGHT = ("bias", "weight_shape")
+
+
+class KeyValues(_Record):
+    """Keys and values of one token in all layers, in the model's dtype.
+
+    Attributes:
+        max_tokens: longest sequence the model was made for; 2,048 where the config names none.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    max_tokens: int
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[self.dtype]
+
+
+class Headers(_Record):
+    """Facts from config.json and the weight files' headers.
+
+    Attributes:
+        key_values: None when the config does not say enough; `no_memory` says why.
+        layer_bits: stored bits per weight by module; empty without weight files; `no_bits` says why.
+    """
+
+    key_values: KeyValues | None = None
+    no_memory: str = ""
+    layer_bits: dict[str, float] = {}
+    no_bits: str = ""
+
+
+def read_headers(report: RunReport) -> Headers:
+    """Reads config.json and the headers of weight files; a report without its checkpoint is still worth a page."""
+    found: dict[str, Any] = {}
+    try:
+        found["key_values"] = _key_values(read_config(report.folder))
+        if found["key_values"] is None:
+            found["no_memory"] = "memory per token is not known: config.json lacks layers, heads or sizes"
+    except ToolkitError as error:
+        found["no_memory"] = f"memory per token is not known: {error}"
+    try:
+        found["layer_bits"] = _layer_bits(report)
+    except ToolkitError as error:
+        found["no_bits"] = f"bits of each layer are not known: {error}"
+    return Headers(**found)
+
+
+def _key_values(config: Mapping[str, Any]) -> KeyValues | None:
+    layers, heads = _size(config, "num_hidden_layers"), _size(config, "num_attention_heads")
+    hidden = _size(config, "hidden_size")
+    if not (layers and heads and hidden):
+        return None
+    return KeyValues(
+        layers=layers,
+        kv_heads=_size(config, "num_key_value_heads") or heads,
+        head_dim=_size(config, "head_dim") or hidden // heads,
+        dtype=dtype_name(config),
+        max_tokens=_size(config, "max_position_embeddings") or 2048,
     )
 
 
-def _kind(fields: Fields) -> PlannedKind:
-    method, pruning, factoring, scheme = (fields.text(key, "") for key in ("method", "pruning", "factoring", "scheme"))
-    work = [each for each in (pruning, factoring) if each]
-    return PlannedKind(
-        tensor=fields.text("tensor").removesuffix(".weight"),
-        shape=fields.shape("shape"),
-        count=fields.count("count"),
-        becomes=" + ".join([*work, f"{method} {scheme}"] if method else work or [scheme]),
-        reason=fields.text("reason", ""),
-        bytes_before=fields.count("bytes_before"),
-        bytes_after=fields.count("bytes_after"),
-    )
+def _size(config: Mapping[str, Any], key: str) -> int:
+    """A positive whole number of the config; 0 when it is missing or something else."""
+    value = config.get(key)
+    return value if type(value) is int and 0 < value < _UNLIMITED else 0
 
 
-def _block(fields: Fields) -> Block:
-    name = fields.text("block")
-    linears = tuple(_linear(each, name) for each in fields.children("linears"))
-    smoothed = tuple(_smoothed(each, name) for each in fields.children("smoothing"))
-    return Block(name, fields.optional_number("relative_error"), linears, smoothed)
-
-
-def _linear(fields: Fields, block: str) -> Linear:
-    return Linear(
-        module=fields.text("module"),
-        kind=_inside(fields.text("module"), block),
-        method=fields.text("method"),
-        pruning=fields.text("pruning", ""),
-        relative_error=fields.number("relative_error"),
-        zeros=fields.optional_number("zeros") or 0.0,
-        recovery=fields.text("recovery", ""),
-        input_outlier=fields.optional_number("input_outlier"),
-    )
-
-
-def _share(fields: Fields) -> BlockShare:
-    pattern = Sparsity.parse(fields.text("pattern")) if "pattern" in fields else None
-    return BlockShare(fields.text("block"), fields.number("outlier_ratio"), fields.number("share"), pattern)
-
-
-def _smoothed(fields: Fields, block: str) -> Smoothed:
-    kind = _inside(fields.text("source"), block)
-    return Smoothed(kind, fields.number("ratio"), fields.number("loss_before"), fields.number("loss_after"))
-
-
-def _inside(module: str, block: str) -> str:
-    return without_indices(f".{module.removeprefix(f'{block}.')}").removeprefix(".")
-
-
-def _quality(fields: Fields) -> Quality:
-    return Quality(
-        perplexity=fields.number("perplexity"),
-        baseline_perplexity=fields.optional_number("baseline_perplexity"),
-        tokens=fields.count("tokens"),
-        kl_mean=fields.optional_number("kl_mean"),
-        kl_p999=fields.optional_number("kl_p999"),
-        kl_standard_error=fields.optional_number("kl_standard_error"),
-        top1_agreement=fields.optional_number("top1_agreement"),
-        protocol=fields.text("protocol"),
-        data=fields.text("data"),
-        data_sha256=fields.text("data_sha256"),
-        backend=fields.text("backend"),
-        dtype=fields.text("dtype"),
-        warnings=tuple(fields.texts("warnings")),
-    )
-
-
-def _verification(fields: Fields) -> Verification:
-    found = fields.child("structure")
-    schemes = found.child("quantized")
-    return Verification(
-        ok=found.values.get("ok") is True,
-        format=found.text("format"),
-        schemes={module: schemes.text(module) for module in schemes.values},
-        bits_per_weight=found.number("bits_per_weight"),
-        bits_per_parameter=found.number("bits_per_parameter"),
-        num_parameters=found.count("num_parameters"),
-        num_packed=found.count("num_quantized"),
-        total_bytes=found.count("total_bytes"),
-        bit_compared=fields.count("bit_compared"),
-        notes=tuple(found.texts("notes")),
-        problems=tuple(found.texts("problems")),
-    )
+def _layer_bits(report: RunReport) -> dict[str, float]:
+    files = TensorFiles.open(report.folder)
+    stored: Counter[str] = Counter()
+    for name in files.names():
+        module, _, part = name.rpartition(".")
+        if part not in _NO_WEIGHT:
+            stored[module] += files.tensor_nbytes(name)
+    sizes = {kind.name: math.prod(kind.shape) for kind in report.plan.layers if len(kind.shape) > 1}
+    counts = {linear.module: sizes.get(without_indices(linear.module), 0) for linear in report.linears}
+    return {module: 8 * stored[module] / count for module, count in counts.items() if count and module in stored}

@@ -45,6 +45,7 @@ def bench(
     """
     from runtime.bench.figures import parse_objectives
     from runtime.bench.load import read_prompts
+    from runtime.bench.plot import check_plots
     from runtime.bench.run import Plan, run
 
     load = arrivals.load()
@@ -62,6 +63,8 @@ def bench(
         timeout=timeout,
     )
     check_targets(json_file, plot)
+    if plot:
+        check_plots()
     with server(target, path) as address:
         result = run(plan, address, target.api_key)
     write(result, json_file, plot)

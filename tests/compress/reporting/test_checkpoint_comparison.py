@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -37,11 +36,15 @@ def reports(folders: list[Path]) -> list[RunReport]:
     return [read_report(folder) for folder in folders]
 
 
+def changed(record, **values):
+    return record.model_copy(update=values)
+
+
 def made_of(report: RunReport, name: str, size: int, kl: float | None, perplexity: float = 9.0) -> RunReport:
     """The same run under another name with other figures."""
-    verification = replace(report.verification, total_bytes=size)
-    quality = replace(report.quality, kl_mean=kl, perplexity=perplexity)
-    return replace(report, path=Path(name) / "report.json", verification=verification, quality=quality)
+    structure = changed(report.structure, total_bytes=size)
+    quality = changed(report.quality, kl_mean=kl, perplexity=perplexity)
+    return changed(report, path=Path(name) / "report.json", structure=structure, quality=quality)
 
 
 def test_real_runs_stand_in_order_of_size_and_both_on_the_frontier(reports) -> None:
@@ -76,19 +79,19 @@ def test_what_cannot_be_compared_is_refused(reports) -> None:
     one, other = reports
 
     def measured(**changes) -> RunReport:
-        return replace(other, quality=replace(other.quality, **changes))
+        return changed(other, quality=changed(other.quality, **changes))
 
     refused = {
         "nothing to compare": [one],
         "named twice": [one, one],
-        "different sources": [one, replace(other, source="elsewhere")],
-        "different sizes of the source": [one, replace(other, bytes_before=7)],
+        "different sources": [one, changed(other, source="elsewhere")],
+        "different sizes of the source": [one, changed(other, plan=changed(other.plan, bytes_before=7))],
         "different evaluation texts": [one, measured(data_sha256="0" * 64)],
         "different evaluation protocols": [one, measured(protocol="windows of 7")],
         "different numbers of evaluated tokens": [one, measured(tokens=7)],
         "different evaluation backends": [one, measured(backend="transformers")],
         "different perplexities of the dense model": [one, measured(baseline_perplexity=3.0)],
-        "no perplexity and no KL": [one, replace(other, quality=None, not_measured="no room")],
+        "no perplexity and no KL": [one, changed(other, quality=None, not_measured="no room")],
         "has no KL": [one, measured(kl_mean=None)],
     }
     for said, pair in refused.items():
@@ -108,12 +111,12 @@ def test_the_page_names_every_checkpoint_and_escapes_it(reports) -> None:
             self.found += (tag,)
 
     made = [made_of(reports[0], name, size, kl) for name, size, kl in (("<b>x", 1, 0.3), ("plain", 2, 0.2))]
-    html = compare_page(compare(made))
+    html = compare_page(compare(made)).html()
     tags = Tags()
     tags.feed(html)
     assert "<b>x" not in html
     assert html.count("&lt;b&gt;x") >= 3
-    assert tags.found.count("circle") == 4
+    assert tags.found.count("title") == 1 + 4
     assert tags.found.count("svg") == 2
     assert "://" not in html
 

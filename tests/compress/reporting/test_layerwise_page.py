@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from compress.methods.owl import BlockShare
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, PruneStage, Recipe
-from compress.reporting.headers import read_headers
-from compress.reporting.report_data import read_report
+from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
 
 
@@ -16,8 +14,8 @@ def test_shares_of_blocks_are_read_and_drawn(tiny_model, tmp_path) -> None:
     recipe = Recipe((stage,), CalibrationOptions(samples=4, length=32))
     result = run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, tmp_path / "out", measure=False)), True)
     report = read_report(tmp_path / "out")
-    assert report.shares == tuple(BlockShare(**each) for each in result.report["layerwise"])
-    page = report_page(report, read_headers(report))
+    assert [share.model_dump() for share in report.layerwise] == result.report["layerwise"]
+    page = report_page(report, read_headers(report)).html()
     assert "Pruned share of blocks" in page
-    for each in report.shares:
+    for each in report.layerwise:
         assert f"{each.block}: {100 * each.share:.1f} % pruned" in page

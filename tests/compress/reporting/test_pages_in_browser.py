@@ -12,8 +12,7 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 from compress.reporting.comparison import compare, compare_page
-from compress.reporting.headers import read_headers
-from compress.reporting.report_data import read_report
+from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
 
 WIDTHS = (360, 1280)
@@ -29,8 +28,8 @@ def pages(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         name = f"{method}-{'a-long-name-' * 6}"
         run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, folder / name)), quiet=True)
         reports.append(read_report(folder / name))
-    (folder / "report.html").write_text(report_page(reports[1], read_headers(reports[1])))
-    (folder / "compare.html").write_text(compare_page(compare(reports)))
+    (folder / "report.html").write_text(report_page(reports[1], read_headers(reports[1])).html())
+    (folder / "compare.html").write_text(compare_page(compare(reports)).html())
     return [folder / "report.html", folder / "compare.html"]
 
 

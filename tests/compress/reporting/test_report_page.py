@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from html.parser import HTMLParser
@@ -16,16 +17,15 @@ from compress.common.errors import ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
-from compress.reporting.headers import read_headers
-from compress.reporting.html import write_page
-from compress.reporting.report_data import read_report
+from compress.reporting.page import Page
+from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
 
 HOSTILE = "<script>alert('x')</script>\"&\u202e"
 REPORT = "compression_report.json"
 
 
-class Page(HTMLParser):
+class ParsedPage(HTMLParser):
     """What a browser would make of a page: text, tags, attributes; unclosed tags are an error."""
 
     VOID = ("meta", "line", "br")
@@ -61,9 +61,9 @@ class Page(HTMLParser):
             self.words.append(data)
 
 
-def page_of(folder: Path) -> Page:
+def page_of(folder: Path) -> ParsedPage:
     report = read_report(folder)
-    return Page(report_page(report, read_headers(report)))
+    return ParsedPage(report_page(report, read_headers(report)).html())
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +112,16 @@ def test_the_figures_are_those_of_the_report(runs) -> None:
 def test_every_linear_and_block_has_its_mark(runs) -> None:
     report = read_report(runs["awq"])
     page = page_of(runs["awq"])
-    edges = sum(len(block.smoothed) for block in report.blocks)
+    edges = sum(len(block.smoothing) for block in report.blocks)
     outliers = sum(linear.input_outlier is not None for linear in report.linears)
-    assert page.tags.count("circle") == len(report.linears) + len(report.blocks) + 2 * edges + outliers
+    marks = 2 * len(report.linears) + len(report.blocks) + 2 * edges + outliers
+    bars = 2 + 4 + 2 + 2
+    assert page.tags.count("title") == 1 + bars + marks
     assert edges
     first = report.blocks[0].linears[0]
-    assert f"{first.kind}, block 0: {first.relative_error:.3g}" in page.text
-    assert f"{first.kind}, block 0: {4 + 16 / 64:.3f} bits" in page.text
+    kind = report.blocks[0].kind(first.module)
+    assert f"{kind}, block 0: {first.relative_error:.3g}" in page.text
+    assert f"{kind}, block 0: {4 + 16 / 64:.3f} bits" in page.text
 
 
 def test_memory_of_keys_and_values_is_computed_from_the_config(runs) -> None:
@@ -179,28 +182,50 @@ def test_hostile_names_are_text(damaged) -> None:
 def test_a_page_loads_nothing(runs) -> None:
     for folder in runs.values():
         report = read_report(folder)
-        html = report_page(report, read_headers(report))
-        page = Page(html)
-        assert not {"script", "link", "img", "iframe", "object", "image", "use"} & set(page.tags)
-        assert not {"src", "href", "xlink:href", "srcset", "action"} & {name for name, _ in page.attributes}
-        assert "url(" not in html
+        html = report_page(report, read_headers(report)).html()
+        page = ParsedPage(html)
+        assert not {"script", "link", "img", "iframe", "object", "image"} & set(page.tags)
+        assert not {"src", "xlink:href", "srcset", "action"} & {name for name, _ in page.attributes}
+        inside = [value for name, value in page.attributes if name == "href"] + re.findall(r"url\(([^)]*)\)", html)
+        assert inside
+        assert all(re.fullmatch(r"#[a-z0-9]+", value) for value in inside)
         assert "@import" not in html
         assert "://" not in html
+
+
+def test_equal_reports_give_equal_pages(runs) -> None:
+    report = read_report(runs["awq"])
+    first, second = (report_page(report, read_headers(report)).html() for _ in range(2))
+    assert first == second
+
+
+def test_without_matplotlib_the_page_shows_tables(runs, monkeypatch) -> None:
+    monkeypatch.setattr("compress.reporting.page.has_matplotlib", lambda: False)
+    report, page = read_report(runs["awq"]), page_of(runs["awq"])
+    assert "pip install" in page.text
+    assert "svg" not in page.tags
+    assert page.tags.count("table") > page.tags.count("figure") > 8
+    assert f"{report.quality.perplexity:.3f}" in page.text
+    for linear in report.linears:
+        assert f"{linear.relative_error:.3g}" in page.text
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda report: report.update(format_version=2), "format_version 2; this version reads 1"),
-        (lambda report: report.pop("plan"), "plan is missing"),
-        (lambda report: report.update(blocks="none"), "blocks is not a list"),
-        (lambda report: report["blocks"].append(3), r"blocks\[3\] is no object"),
-        (lambda report: report["blocks"][1]["linears"][0].update(relative_error="x"), r"blocks\[1\]\.linears\[0\]"),
-        (lambda report: report["blocks"][1]["linears"][0].update(relative_error=float("nan")), "finite number"),
-        (lambda report: report["blocks"][1]["linears"][0].update(relative_error=1e300), "finite number"),
+        (lambda report: report.pop("plan"), "plan: "),
+        (lambda report: report.update(blocks="none"), "blocks: "),
+        (lambda report: report["blocks"].append(3), r"blocks\[3\]: "),
+        (
+            lambda report: report["blocks"][1]["linears"][0].update(relative_error="x"),
+            r"blocks\[1\]\.linears\[0\]\.rel",
+        ),
+        (lambda report: report["blocks"][1]["linears"][0].update(relative_error=float("nan")), "relative_error: "),
+        (lambda report: report["blocks"][1]["linears"][0].update(relative_error=1e300), "relative_error: "),
         (lambda report: report["structure"].update(total_bytes=-1), "structure.total_bytes"),
-        (lambda report: report["structure"].update(quantized=[1]), "structure.quantized is not an object"),
-        (lambda report: report["plan"]["layers"][0].update(shape=["a"]), "shape"),
+        (lambda report: report["structure"].update(quantized=[1]), "structure.quantized: "),
+        (lambda report: report["plan"]["layers"][0].update(shape=["a"]), r"layers\[0\].shape\[0\]"),
         (lambda report: report["quality"].update(tokens=True), "quality.tokens"),
     ],
 )
@@ -246,6 +271,6 @@ def test_the_command_writes_the_page_and_spares_other_files(runs, tmp_path: Path
     assert "is no page of this command" in said
     assert (tmp_path / "letter.txt").read_text() == "mine"
     with pytest.raises(ToolkitError, match="is a folder"):
-        write_page("", tmp_path)
+        Page("", "", "", []).write(tmp_path)
     with pytest.raises(ToolkitError, match="does not exist"):
-        write_page("", tmp_path / "nowhere" / "page.html")
+        Page("", "", "", []).write(tmp_path / "nowhere" / "page.html")

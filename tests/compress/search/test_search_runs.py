@@ -15,8 +15,7 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions
 from compress.recipe_file import load_recipe
-from compress.reporting.headers import read_headers
-from compress.reporting.report_data import read_report
+from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
 from compress.search.measure import ResidentModel
 from compress.search.run import Files, carry_out, find, write_choice
@@ -251,7 +250,7 @@ def test_the_report_draws_what_was_found(tiny_model, tmp_path: Path) -> None:
     found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0), method="rtn"), measure=False)
     result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True)
     report = read_report(out)
-    page = report_page(report, read_headers(report))
+    page = report_page(report, read_headers(report)).html()
     assert "Sensitivity of layers" in page
     assert "q_proj, k_proj, v_proj, block 2: KL " in page
     assert f"{result.report['search']['predicted']:.4f}" in page

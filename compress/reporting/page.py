@@ -1,0 +1,149 @@
+"""Pages as data, and their one template. A page is one HTML file that runs no script and loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from compress.common.errors import ToolkitError
+from compress.common.plots import COLORS, INSTALL_PLOTS, has_matplotlib
+from compress.reporting.figures import Figure
+from compress.reporting.numbers import printable
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+GENERATOR = "compress report"
+_HEAD = 400
+"""Bytes at the start of a page that hold the name of its generator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """Text; `style` is a CSS class: `soft`, `good`, `bad`."""
+
+    kind: ClassVar[str] = "paragraph"
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table that scrolls by itself; `numeric` columns are aligned right, a `summary` folds it."""
+
+    kind: ClassVar[str] = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    numeric: Sequence[int] = ()
+    summary: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values, one below the other."""
+
+    kind: ClassVar[str] = "facts"
+    rows: Sequence[tuple[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bullets:
+    """A list of lines."""
+
+    kind: ClassVar[str] = "bullets"
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Diagrams side by side; tables of their values where matplotlib is not installed."""
+
+    kind: ClassVar[str] = "figures"
+    figures: Sequence[Figure]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Text with its line breaks, folded under a summary."""
+
+    kind: ClassVar[str] = "listing"
+    summary: str
+    text: str
+
+
+Part = Paragraph | Table | Facts | Bullets | Figures | Listing
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled part of a page."""
+
+    title: str
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, title: str, *parts: Part | None) -> Section:
+        return cls(title, tuple(part for part in parts if part is not None))
+
+
+def bullets(lines: Iterable[str]) -> Bullets | None:
+    """A list, or None without a line."""
+    found = tuple(lines)
+    return Bullets(found) if found else None
+
+
+def figures(*drawn: Figure | None) -> Figures | None:
+    """Those that are there, or None without any."""
+    found = tuple(each for each in drawn if each is not None)
+    return Figures(found) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A whole page; `tiles` are figures with their meaning."""
+
+    title: str
+    heading: str
+    lead: str
+    sections: Sequence[Section]
+    tiles: Sequence[tuple[str, str]] = ()
+    footer: str = ""
+
+    def html(self) -> str:
+        no_plots = "" if has_matplotlib() else f"Diagrams are shown as tables: matplotlib is missing. {INSTALL_PLOTS}"
+        return _template().render(page=self, generator=GENERATOR, colors=COLORS, no_plots=no_plots).lstrip()
+
+    def write(self, out: Path) -> None:
+        """Writes the page, replacing an older one.
+
+        Raises:
+            ToolkitError: `out` is a folder or a file that is no such page, or its folder does not exist.
+        """
+        if out.is_dir():
+            raise ToolkitError(f"{out} is a folder", f"Name a file: --out {out / 'report.html'}")
+        if out.exists() and GENERATOR.encode() not in out.read_bytes()[:_HEAD]:
+            raise ToolkitError(f"{out} exists and is no page of this command", "Name another file with --out")
+        if not out.parent.is_dir():
+            raise ToolkitError(f"the folder {out.parent} does not exist", "Make it, or name another file with --out")
+        partial = out.with_name(f"{out.name}.partial")
+        partial.write_text(self.html(), encoding="utf-8")
+        partial.replace(out)
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, finalize=_printable, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(files("compress.reporting").joinpath("page.html").read_text(encoding="utf-8"))
+
+
+def _printable(value: Any) -> Any:
+    """Leaves ready markup; everything else becomes printable text, which the environment escapes."""
+    return value if hasattr(value, "__html__") else printable(value)
