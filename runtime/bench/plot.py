@@ -35,7 +35,7 @@ def draw(run: Run) -> str:
 
 def _paint(canvas: Canvas, run: Run) -> None:
     canvas.figure.set_layout_engine("constrained", w_pad=0.2, h_pad=0.1)
-    titles, upper, lower = canvas.figure.subfigures(3, 1, height_ratios=(80, 300, 300))
+    (titles,), (upper,), (lower,) = canvas.figure.subfigures(3, 1, squeeze=False, height_ratios=(80, 300, 300))
     told = [_workload(run), "; ".join(fact.partition(" ")[2].strip() for fact in facts(run)[:2])]
     titles.text(0.01, 0.95, f"{run.model}: {run.load}", fontsize=18, weight="bold", va="top")
     titles.text(0.01, 0.5, "\n".join(told), color=COLORS["soft"], va="top", linespacing=1.5)
