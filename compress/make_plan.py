@@ -11,6 +11,7 @@ from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
+from compress.methods import base
 from compress.methods.low_rank import rank_step, uniform_rank
 from compress.methods.owl import OutlierShares
 from compress.pipeline.rotated_source import RotatedFiles
@@ -18,7 +19,6 @@ from compress.pipeline.skeleton import Skeleton
 from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, kv_notes, shape_bytes, with_keep
 from compress.plan_notes import cost_notes, scheme_notes, sibling_notes, usable_edges
 from compress.recipe import (
-    FACTOR_METHODS,
     STAGE_NAMES,
     FactorizeStage,
     PruneStage,
@@ -28,9 +28,6 @@ from compress.recipe import (
     TensorStage,
 )
 from compress.targets import matches, select, without_indices
-
-EMBEDDING_METHODS = ("rtn",)
-HEAD_METHODS = ("rtn", "gptq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +63,17 @@ class End:
             raise RecipeError(f"{name}, the {self.what}, takes no 8-bit activations", "Leave activation_bits out of it")
 
 
+def _methods_for(matrix: str) -> tuple[str, ...]:
+    return tuple(name for name in base.names("quantize") if matrix in base.quantization(name).matrices)
+
+
 def find_ends(skeleton: Skeleton, files: TensorFiles) -> dict[str, End]:
     """Both ends of a model by name; what has no name that readers know for an embedding cannot be changed."""
     architecture = skeleton.architecture
     ends: dict[str, End] = {}
     for name, what, methods in (
-        (architecture.embedding, "token embedding", EMBEDDING_METHODS),
-        (architecture.head, "output head", HEAD_METHODS),
+        (architecture.embedding, "token embedding", _methods_for(base.EMBEDDING)),
+        (architecture.head, "output head", _methods_for(base.HEAD)),
     ):
         if not name:
             continue
@@ -133,16 +134,16 @@ UNCHANGED = LayerPlan(None, None)
 def _apply(stage: TensorStage, before: LayerPlan, ignored: bool, in_features: int) -> LayerPlan:
     """What a linear gets after one more stage; a stage that ignores it takes its own part back."""
     pruning, factoring = before.pruning, before.factoring
-    method, scheme, alpha, tuning = before.method, before.quantized, before.alpha, before.tuning
+    method, scheme, options = before.method, before.quantized, before.options
     if isinstance(stage, FactorizeStage):
         factoring = None if ignored else Factoring(stage.method, stage.keep, stage.allocation)
     elif isinstance(stage, PruneStage):
         pruning = None if ignored else _pruning(stage)
     elif ignored:
-        method, scheme, alpha, tuning = None, None, None, None
+        method, scheme, options = None, None, None
     else:
-        method, scheme, alpha, tuning = stage.method, stage.scheme_for(in_features), stage.alpha, stage.tuning
-    return LayerPlan(method, _stored(scheme, pruning), alpha, pruning, factoring, tuning)
+        method, scheme, options = stage.method, stage.scheme_for(in_features), stage.options
+    return LayerPlan(method, _stored(scheme, pruning), options, pruning, factoring)
 
 
 def _pruning(stage: PruneStage) -> Pruning:
@@ -158,13 +159,16 @@ def _check_outliers(assignments: Mapping[str, LayerPlan]) -> None:
 
 
 def _check_tuning(assignments: Mapping[str, LayerPlan]) -> None:
-    """Raises RecipeError when rounding is to be learned for pruned weights, or in several ways."""
-    tuned = {name: each for name, each in assignments.items() if each.tuning}
-    if pruned := next((name for name, each in tuned.items() if each.pruning), None):
-        raise RecipeError(f"signround does not keep zeros, and {pruned} is pruned", "Quantize pruned layers by gptq")
-    if len({each.tuning for each in tuned.values()}) > 1:
-        problem = "stages of signround differ in steps, lr or batch, and the layers of a block are learned together"
-        raise RecipeError(problem, "Give them the same")
+    """Raise RecipeError when pruned weights would lose their zeros, or rounding is learned in several ways."""
+    for name, each in assignments.items():
+        if each.pruning and each.method and not base.quantization(each.method).keeps_zeros:
+            able = " or ".join(n for n in base.names("quantize") if base.quantization(n).joins_pruning)
+            raise RecipeError(f"{each.method} does not keep zeros, and {name} is pruned", f"Quantize it by {able}")
+    tuned = {(each.method, each.options) for each in assignments.values() if each.is_tuned}
+    if len(tuned) > 1:
+        listed = ", ".join(sorted({method for method, _ in tuned if method}))
+        problem = f"stages of {listed} differ in their options, and the layers of a block are learned together"
+        raise RecipeError(problem, "Give them the same options")
 
 
 def _with_ranks(assignments: Mapping[str, LayerPlan], linears: Shapes, reasons: dict[str, str]) -> dict[str, LayerPlan]:
@@ -191,10 +195,11 @@ def _with_rank(name: str, assignment: LayerPlan, shape: tuple[int, int]) -> Laye
         return assignment
     if assignment.pruning:
         raise RecipeError(f"{name} is pruned and factorized", "Give the stages other targets: factors are not sparse")
-    if assignment.method is not None and assignment.method not in FACTOR_METHODS:
+    if assignment.method is not None and not base.quantization(assignment.method).rounds_factors:
         problem = f"{assignment.method} is not for factors, and {name} is factorized"
-        raise RecipeError(problem, "Quantize factors by rtn or gptq")
-    rank, free = (uniform_rank(*shape, factoring.keep, step) for step in (rank_step(scheme), rank_step(None)))
+        able = " or ".join(n for n in base.names("quantize") if base.quantization(n).rounds_factors)
+        raise RecipeError(problem, f"Quantize factors by {able}")
+    rank, free = (uniform_rank(*shape, factoring.keep_ratio, step) for step in (rank_step(scheme), rank_step(None)))
     if free and not 0 < rank <= free:
         raise SchemeError(
             f"ranks of {name} are multiples of {rank_step(scheme)} as {scheme}, more than the {free} that are kept",
@@ -328,7 +333,7 @@ def packed_bytes(assignment: LayerPlan, shape: tuple[int, ...], scale_dtype: str
     scale_bits = {"float64": 64, "float32": 32}.get(scale_dtype, 16)
     bits: float = scheme.stored_bits(shape[0], shape[1], scale_bits)
     if factoring and factoring.is_shared and scheme.rank:
-        bits *= factoring.keep * math.prod(shape) / (scheme.rank * sum(shape))
+        bits *= factoring.keep_ratio * math.prod(shape) / (scheme.rank * sum(shape))
     return math.ceil(bits / 8) + shape_bytes(scheme)
 
 

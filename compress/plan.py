@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,26 +12,28 @@ from typing import Any
 from compress.checkpoint.kv_cache import AUTO, UNCOMPRESSED, KVCacheRecord, KVCacheScheme, MeasuredKVCache
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.common.errors import RecipeError
+from compress.methods import base
+from compress.methods.base import Needs
 from compress.methods.owl import OutlierShares
 from compress.models.spec import SmoothingMapping
-from compress.recipe import FactorizeStage, KVCacheStage, Recipe, Tuning
+from compress.recipe import FactorizeStage, KVCacheStage, Recipe
 from compress.targets import without_indices
 
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """Which weights of a linear become zero: N:M by `pattern`, or a `share` of all.
+    """Which weights of a linear become zero: N:M by `pattern`, or a share `sparsity` of all.
 
     With `layerwise` both are means, from which a first pass over the model sets those of each block.
     """
 
     method: str
     pattern: Sparsity | None
-    share: float
+    sparsity: float
     layerwise: OutlierShares | None = None
 
     def __str__(self) -> str:
-        amount = str(self.pattern) if self.pattern else f"{round(100 * self.share, 1):g}%"
+        amount = str(self.pattern) if self.pattern else f"{round(100 * self.sparsity, 1):g}%"
         return f"{self.method} {amount}{f' ({self.layerwise})' if self.layerwise else ''}"
 
 
@@ -43,7 +47,7 @@ class Factoring:
     """
 
     method: str
-    keep: float
+    keep_ratio: float
     allocation: str = "uniform"
 
     @property
@@ -51,37 +55,43 @@ class Factoring:
         return self.allocation != "uniform"
 
     def __str__(self) -> str:
-        return f"{self.method} {self.keep:.0%}"
+        return f"{self.method} {self.keep_ratio:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What one linear gets.
+    """The work on one linear.
 
     Attributes:
         method: of quantization; None keeps 16-bit values.
-        scheme: how the weight is stored; None is dense, zeros and all.
-        alpha: SmoothQuant's exponent or GPTAQ's share where the user fixed it.
-        pruning: what is pruned before.
+        scheme: stored form of the weight; None is dense, zeros and all.
+        options: the method's `Options`.
+        pruning: applied before quantization.
         factoring: how the factors are made whose rank `scheme` has.
-        tuning: how its rounding is learned, when it is.
     """
 
     method: str | None
     scheme: Scheme | None
-    alpha: float | None = None
+    options: Any = None
     pruning: Pruning | None = None
     factoring: Factoring | None = None
-    tuning: Tuning | None = None
 
     @property
-    def needs_hessian(self) -> bool:
-        work = {self.method, self.pruning and self.pruning.method, self.factoring and self.factoring.method}
-        return bool(work & {"gptq", "gptaq", "signround", "sparsegpt", "svd-llm"})
+    def needs(self) -> Needs:
+        """The data that its methods read besides the weight."""
+        found = base.quantization(self.method).needs(self.options) if self.method else Needs()
+        if self.pruning:
+            found |= base.pruning(self.pruning.method).needs(None)
+        return found | base.factorization(self.factoring.method).needs(None) if self.factoring else found
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether its rounding is learned."""
+        return self.method is not None and base.quantization(self.method).tunes
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the whole model has to be looked at before it is known what this linear gets."""
+        """Whether the whole model has to be observed before this plan is final."""
         return bool(self.pruning and self.pruning.layerwise) or self.shares_ranks
 
     @property
@@ -172,18 +182,9 @@ class Plan:
         return {row.tensor.removesuffix(".weight"): row.assignment for row in self.rows if row.assignment is not None}
 
     @property
-    def tuning(self) -> Tuning | None:
-        """How rounding is learned; one way for all linears that do."""
-        return next((each.tuning for each in self.assignments.values() if each.tuning is not None), None)
-
-    @property
-    def uses_gptaq(self) -> bool:
-        return any(each.method == "gptaq" for each in self.assignments.values())
-
-    @property
-    def follows_dense(self) -> bool:
-        """Whether the calibration also passes through the dense model, beside the one that changes."""
-        return self.tuning is not None or self.uses_gptaq
+    def needs(self) -> Needs:
+        """The data that all methods together read besides the weights."""
+        return functools.reduce(operator.or_, (each.needs for each in self.assignments.values()), Needs())
 
     def in_block(self, block: str) -> dict[str, LayerPlan]:
         """Assignments by name inside a block."""

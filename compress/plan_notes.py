@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.scheme import Scheme
+from compress.methods import base
 from compress.models.spec import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan, PlanRow
-from compress.recipe import SMOOTHING_METHODS, Recipe
+from compress.recipe import Recipe
 
 
 def usable_edges(
@@ -18,7 +19,7 @@ def usable_edges(
     """Edges in use per block, and a note on every kind of edge that is not."""
     used: list[tuple[SmoothingMapping, ...]] = []
     unused: dict[SmoothingMapping, int] = {}
-    smoothing = sorted({each.method for each in assignments.values() if each.method} & SMOOTHING_METHODS)
+    smoothing = sorted({each.method for each in assignments.values() if each.method and _smooths(each)})
     for index in range(skeleton.num_blocks):
         fitting = tuple(
             edge
@@ -47,8 +48,12 @@ def _edge_fits(skeleton: Skeleton, block: str, edge: SmoothingMapping, assignmen
     targets = [assignments.get(f"{block}.{name}") for name in edge.balance_layers]
     source = f"{block}.{edge.smooth_layer}"
     is_linear = edge.smooth_layer in skeleton.linears(skeleton.blocks[0])
-    same = targets[0] is not None and targets[0].method in SMOOTHING_METHODS and len(set(targets)) == 1
+    same = targets[0] is not None and _smooths(targets[0]) and len(set(targets)) == 1
     return same and (not is_linear or source in assignments)
+
+
+def _smooths(plan: LayerPlan) -> bool:
+    return plan.method is not None and base.quantization(plan.method).smooths
 
 
 def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, LayerPlan]) -> list[str]:

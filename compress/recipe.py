@@ -10,6 +10,8 @@ from compress.checkpoint.kv_cache import AUTO, KV_FORMATS, KVCacheScheme
 from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS, Scheme, Sparsity
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
+from compress.methods import base as methods
+from compress.methods.outlier_columns import check_amount, number_of_columns
 
 SMALLEST_FIRST = ("int4", "k8v4", "fp8", "int8")
 LONGEST_WINDOW = 8192
@@ -85,7 +87,6 @@ class RotateStage:
         return False
 
 
-FACTORIZING_METHODS = ("svd-llm", "asvd", "svd")
 ALLOCATIONS = ("block", "model", "uniform")
 
 
@@ -111,9 +112,7 @@ class FactorizeStage:
     target_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in FACTORIZING_METHODS:
-            remedy = nearest(self.method, FACTORIZING_METHODS, "Methods")
-            raise RecipeError(f"factorizing method {self.method!r} does not exist", remedy)
+        methods.factorization(self.method)
         if self.allocation not in ALLOCATIONS:
             remedy = nearest(self.allocation, ALLOCATIONS, "Allocations")
             raise RecipeError(f"allocation {self.allocation!r} does not exist", remedy)
@@ -125,10 +124,9 @@ class FactorizeStage:
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method != "svd"
+        return methods.factorization(self.method).needs(None).inputs
 
 
-PRUNING_METHODS = ("sparsegpt", "wanda", "ria", "magnitude")
 LAYERWISE = ("uniform", "owl")
 DEFAULT_OUTLIER_FACTOR = 5.0
 DEFAULT_SPREAD = 0.08
@@ -160,10 +158,7 @@ class PruneStage:
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.method not in PRUNING_METHODS:
-            raise RecipeError(
-                f"pruning method {self.method!r} does not exist", nearest(self.method, PRUNING_METHODS, "Methods")
-            )
+        methods.pruning(self.method)
         if not 0 < self.sparsity < 1:
             raise RecipeError(f"sparsity={self.sparsity} is not between 0 and 1", "Use --sparsity 0.5")
         if self.pattern and self.sparsity != 0.5 and self.sparsity != 1 - self.pattern.kept / self.pattern.of:
@@ -198,43 +193,9 @@ class PruneStage:
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method != "magnitude" or self.layerwise != "uniform"
+        return methods.pruning(self.method).needs(None).inputs or self.layerwise != "uniform"
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Learned rounding of one block.
-
-    Attributes:
-        steps: of gradient descent, for each block.
-        lr: how far an offset moves in the first step, in steps of the weight's grid; None means 1 / steps, with which
-            an offset can just reach its limit. It falls linearly to zero.
-        batch: calibration sequences in a step.
-    """
-
-    steps: int = 200
-    lr: float | None = None
-    batch: int = 4
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise RecipeError(f"steps={self.steps} learns nothing", "Use --steps 200, or method gptq, where it starts")
-        if self.lr is not None and not 0 < self.lr <= 0.5:
-            raise RecipeError(f"lr={self.lr} is outside 0 to 0.5", "Leave it out: 1 / steps")
-        if self.batch < 1:
-            raise RecipeError(f"batch={self.batch} has no sequences", "Use batch: 4")
-
-    @property
-    def first_rate(self) -> float:
-        return 1 / self.steps if self.lr is None else self.lr
-
-
-METHODS = ("rtn", "hqq", "awq", "gptq", "gptaq", "signround", "smoothquant")
-DATA_FREE_METHODS = frozenset(("rtn", "hqq"))
-FACTOR_METHODS = frozenset(("rtn", "gptq"))
-SMOOTHING_METHODS = frozenset(("awq", "smoothquant"))
-ALPHA_METHODS = ("smoothquant", "gptaq")
-FP8_METHODS = ("rtn", "smoothquant")
 DEFAULT_METHOD, DEFAULT_FP8_METHOD = "awq", "rtn"
 PER_CHANNEL = -1
 HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
@@ -245,13 +206,11 @@ class QuantizeStage:
     """Quantization of the linears in the transformer blocks.
 
     Attributes:
-        method: rtn or hqq (no calibration), awq, gptq, gptaq, signround or smoothquant.
-        scheme: bits, group size and symmetry, or 8-bit floats, which every weight is rounded to the nearest of.
+        method: name of a registered quantization method.
+        scheme: stored form of the weights.
         targets: patterns of the linears this stage takes; empty means all in the blocks. A later stage wins.
         ignore: patterns of modules that stay dense.
-        alpha: SmoothQuant's exponent, 0 to 1, for every layer; None searches one for each. GPTAQ's share of the drift
-            of inputs that is made up for, 0 to 1; None is all of it.
-        tuning: how signround learns; None for every other method.
+        options: the method's `Options`; None takes its defaults.
         outlier_columns: share of the input columns (below 1), or how many, that stay in 16 bits.
     """
 
@@ -259,65 +218,48 @@ class QuantizeStage:
     scheme: Scheme = field(default_factory=Scheme)
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
-    alpha: float | None = None
-    tuning: Tuning | None = None
+    options: Any = None
     outlier_columns: float | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise RecipeError(f"method {self.method!r} does not exist", nearest(self.method, METHODS, "Methods"))
-        if self.scheme.fp8 and self.method not in FP8_METHODS:
-            problem = f"{self.method} chooses integers, and {self.scheme} has none"
-            raise RecipeError(problem, f"Use method {' or '.join(FP8_METHODS)} for 8-bit floats")
-        if self.method == "smoothquant" and self.scheme.activation_bits is None:
-            problem = f"smoothquant makes room for 8-bit activations, and {self.scheme} has none"
-            raise RecipeError(problem, "Set activation_bits: 8, or use awq for 16-bit activations")
-        if self.alpha is not None and (self.method not in ALPHA_METHODS or not 0 <= self.alpha <= 1):
-            remedy = f"Give {' or '.join(ALPHA_METHODS)} one of 0 to 1"
-            raise RecipeError(f"alpha={self.alpha} with {self.method} means nothing", remedy)
+        method = methods.quantization(self.method)
+        if self.options is None:
+            object.__setattr__(self, "options", method.Options())
+        if not isinstance(self.options, method.Options):
+            problem = f"{type(self.options).__name__} are no options of {self.method}"
+            raise RecipeError(problem, "Leave them out, or use the method that they belong to")
+        methods.require_supported(method, self.scheme)
         if self.outlier_columns is not None:
-            self._check_outliers(self.outlier_columns)
-        if self.method == "signround":
-            self._check_signround()
-        elif self.tuning is not None:
-            raise RecipeError(f"{self.method} learns nothing in steps", "Leave steps out, or use method signround")
-
-    def _check_signround(self) -> None:
-        if self.scheme.activation_bits is not None:
-            problem = f"signround learns with 16-bit activations, and {self.scheme} rounds them"
-            raise RecipeError(problem, "Leave activation_bits out, or use gptq or smoothquant")
-        if self.tuning is None:
-            object.__setattr__(self, "tuning", Tuning())
-
-    def _check_outliers(self, wanted: float) -> None:
-        if not (0 < wanted < 1 or (float(wanted).is_integer() and wanted > 0)):
-            problem = f"outlier_columns={wanted:g} is neither a share below 1 nor a number of columns"
-            raise RecipeError(problem, "Use 0.01 to keep 1 % of the columns in 16 bits")
-        if self.method == "signround":
-            raise RecipeError("signround learns no outlier columns", "Use gptq, or leave outlier_columns out")
-        if self.method == "gptaq":
-            raise RecipeError("gptaq keeps no outlier columns", "Use gptq, or leave outlier_columns out")
+            check_amount(self.outlier_columns)
+            methods.require_supported(method, replace(self.scheme, outliers=1))
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method not in DATA_FREE_METHODS or self.outlier_columns is not None
+        return methods.quantization(self.method).needs(self.options).inputs or self.outlier_columns is not None
 
     def scheme_for(self, in_features: int) -> Scheme:
-        """The scheme of a layer with so many inputs."""
-        wanted = self.outlier_columns
-        if wanted is None:
+        """Return the scheme of a layer with `in_features` inputs."""
+        if self.outlier_columns is None:
             return self.scheme
-        return replace(self.scheme, outliers=int(wanted) if wanted >= 1 else max(1, round(wanted * in_features)))
+        return replace(self.scheme, outliers=number_of_columns(self.outlier_columns, in_features))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values. Learned methods' options stand under `tuning`, others beside it, as older readers
+        expect them."""
+        values = asdict(self)
+        options = values.pop("options")
+        learned = methods.quantization(self.method).tunes
+        return values | {"alpha": None, "tuning": options if learned else None} | ({} if learned else options)
 
 
 def default_method(fp8: bool) -> str:
-    """The method of a user who names none."""
+    """Return the method of a user who names none."""
     return DEFAULT_FP8_METHOD if fp8 else DEFAULT_METHOD
 
 
 def default_scheme(method: str, fp8: bool = False) -> Scheme:
-    """What a method or 8-bit floats are for, where the user does not say."""
-    return Scheme(8, None, activation_bits=8, fp8=fp8) if fp8 or method == "smoothquant" else Scheme()
+    """Return the scheme of a user who names none."""
+    return Scheme(8, None, activation_bits=8, fp8=True) if fp8 else methods.quantization(method).default_scheme()
 
 
 def activation_bits_from(value: int) -> int | None:
@@ -434,5 +376,9 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for comparing two runs."""
-        stages = [{"stage": STAGE_NAMES[type(stage)], **asdict(stage)} for stage in self.stages]
+        stages = [{"stage": STAGE_NAMES[type(stage)], **_plain(stage)} for stage in self.stages]
         return asdict(self) | {"stages": stages}
+
+
+def _plain(stage: Stage) -> dict[str, Any]:
+    return stage.to_dict() if isinstance(stage, QuantizeStage) else asdict(stage)

@@ -13,6 +13,7 @@ from calibration.parts import Part
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.common.cli import nearest
 from compress.common.errors import DataError, RecipeError, SchemeError
+from compress.methods.base import make_options, quantization
 from compress.recipe import (
     CalibrationOptions,
     FactorizeStage,
@@ -22,7 +23,6 @@ from compress.recipe import (
     Recipe,
     RotateStage,
     Stage,
-    Tuning,
     activation_bits_from,
     default_method,
     default_scheme,
@@ -270,9 +270,9 @@ class _RecipeReader(NodeReader):
         values = self.mapping(body, ("method", *scheme_keys, "alpha", *_TUNING, "targets", "ignore"), "quantize")
         fp8 = "fp8" in values and self.scalar(values["fp8"], bool, "fp8")
         options = {"method": default_method(fp8)}
-        options |= self.options(values, {"method": str, "alpha": float, "outlier_columns": float})
-        if tuning := self.scalars(values, _TUNING):
-            options["tuning"] = self.build(body, Tuning, **tuning)
+        options |= self.options(values, {"method": str, "outlier_columns": float})
+        given = self.scalars(values, {"alpha": float, **_TUNING})
+        options["options"] = self.meant(body, lambda: make_options(quantization(options["method"]), given))
         scheme = self._scheme(body, values, default_scheme(options["method"], fp8))
         return self.build(body, QuantizeStage, scheme=scheme, **options)
 

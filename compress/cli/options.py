@@ -11,6 +11,7 @@ import typer
 from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, wished_kv_cache
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.common.errors import RecipeError
+from compress.methods.base import make_options, quantization
 from compress.recipe import (
     DEFAULT_LENGTH,
     DEFAULT_OUTLIER_FACTOR,
@@ -21,7 +22,6 @@ from compress.recipe import (
     QuantizeStage,
     Recipe,
     Stage,
-    Tuning,
     activation_bits_from,
     default_method,
     default_scheme,
@@ -204,8 +204,7 @@ class RoundingOptions:
             self._method,
             self.scheme,
             ignore=ignore,
-            alpha=self.alpha,
-            tuning=None if self.steps is None else Tuning(self.steps),
+            options=make_options(quantization(self._method), self._options),
             outlier_columns=self.outlier_columns,
         )
 
@@ -220,6 +219,10 @@ class RoundingOptions:
             default.activation_bits if self.activation_bits is None else activation_bits_from(self.activation_bits),
             fp8=self.fp8,
         )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {name: value for name, value in (("alpha", self.alpha), ("steps", self.steps)) if value is not None}
 
     @property
     def _method(self) -> str:

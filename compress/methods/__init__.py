@@ -1,1 +1,8 @@
-"""One pure file per compression method: tensors in, integer codes out."""
+"""Compression methods, one per file. Every module of this package is imported, so a new file registers itself."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    if not _module.ispkg:
+        import_module(f"{__name__}.{_module.name}")

@@ -7,14 +7,52 @@ Lin et al. 2023, https://arxiv.org/abs/2306.00978: section 3.2 (the scale search
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import GroupScales, IntegerWeight, encode, search_scales
-from compress.common.device import require_finite
-from compress.methods.shared.smoothing import Candidate, Loss, SmoothingResult, best_scale, share_across_heads
+from compress.methods.base import Layer, Needs, QuantizationMethod, ScaleSearch, register
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from compress.checkpoint.weights.integer import GroupScales, IntegerWeight
+    from compress.methods.shared.smoothing import Candidate, Loss, SmoothingResult
+
+NUM_RATIOS = 10
+CLIP_ROWS = 512
+# Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
+_UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
+
+
+@register
+class AWQ(QuantizationMethod):
+    """Activation-aware weight quantization."""
+
+    name: ClassVar[str] = "awq"
+    help: ClassVar[str] = "activation-aware scales and clipping"
+    smooths: ClassVar[bool] = True
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True, sample_rows=CLIP_ROWS)
+
+    def smoothing_scale(self, search: ScaleSearch, options: Any) -> SmoothingResult:
+        return search_smoothing(
+            search.weights,
+            search.statistics.abs_mean,
+            search.quantize,
+            search.loss,
+            NUM_RATIOS,
+            group_size=search.group_size,
+            heads_per_group=search.heads_per_group,
+            head_dim=search.head_dim,
+        )
+
+    def compress(self, layer: Layer) -> IntegerWeight:
+        rows = None if any(part in layer.name for part in _UNCLIPPED) else layer.inputs.sample(CLIP_ROWS)
+        clip = None if rows is None else search_clip(layer.weight, rows, layer.scheme, layer.dtype)
+        layer.details["clipped"] = clip is not None
+        return quantize_awq(layer.weight, layer.scheme, layer.importance, clip, layer.dtype)
 
 
 def search_smoothing(
@@ -45,6 +83,9 @@ def search_smoothing(
     Raises:
         NumericsError: NaN or infinity in a weight, the magnitudes or the unsmoothed loss.
     """
+    from compress.common.device import require_finite
+    from compress.methods.shared.smoothing import Candidate, best_scale, share_across_heads
+
     require_finite(abs_mean, "the mean input magnitude")
     x = abs_mean.float().clamp(min=float(abs_mean.max()) * 1e-5 + 1e-12)
     w = _relative_magnitude(weights, group_size)
@@ -68,7 +109,7 @@ def search_clip(
     weight: Tensor,
     inputs: Tensor,
     scheme: Scheme,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    scale_dtype: torch.dtype | None = None,
 ) -> GroupScales:
     """Each group's range, clipped where that lowers the error of the group's share of the output on real inputs.
 
@@ -79,13 +120,17 @@ def search_clip(
         weight: `[O, I]`, after smoothing.
         inputs: `[T, I]` sample rows, after smoothing; 512 are plenty.
         scheme: how the weight will be quantized.
-        scale_dtype: dtype in which scales are stored.
+        scale_dtype: dtype of stored scales; None is bfloat16.
 
     Raises:
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in weight or inputs.
     """
-    return search_scales(weight, scheme, None, scale_dtype, inputs=inputs)
+    import torch
+
+    from compress.checkpoint.weights.integer import search_scales
+
+    return search_scales(weight, scheme, None, scale_dtype or torch.bfloat16, inputs=inputs)
 
 
 def quantize_awq(
@@ -93,7 +138,7 @@ def quantize_awq(
     scheme: Scheme,
     importance: Tensor | None = None,
     clip: GroupScales | None = None,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    scale_dtype: torch.dtype | None = None,
 ) -> IntegerWeight:
     """Quantizes an already smoothed `weight [O, I]`: in the ranges of `search_clip` where given, else under the scale
     search weighted by `importance [I]`, the mean square of the smoothed inputs.
@@ -102,15 +147,23 @@ def quantize_awq(
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in weight or importance.
     """
-    return encode(weight, clip or search_scales(weight, scheme, importance, scale_dtype), scheme)
+    import torch
+
+    from compress.checkpoint.weights.integer import encode, search_scales
+
+    return encode(weight, clip or search_scales(weight, scheme, importance, scale_dtype or torch.bfloat16), scheme)
 
 
 def _balanced(raw: Tensor) -> Tensor:
+    import torch
+
     scale = raw / raw.max().sqrt() / raw.min().sqrt()
     return torch.where(torch.isfinite(scale) & (scale > 0), scale, torch.ones_like(scale))
 
 
 def _relative_magnitude(weights: list[Tensor], group_size: int | None) -> Tensor:
+    import torch
+
     total = torch.zeros(weights[0].shape[1], device=weights[0].device)
     for weight in weights:
         grouped = weight.float().abs().unflatten(1, (-1, group_size or weight.shape[1]))

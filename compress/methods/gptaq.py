@@ -17,16 +17,60 @@ column moves its error too) and solved for w it has that form again, with anothe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.methods.gptq import quantize_gptq
-from compress.methods.shared.hessian import HessianFactor
+from compress.common.errors import RecipeError
+from compress.methods.base import Layer, Needs, QuantizationMethod, register
+from compress.methods.gptq import compress_gptq, quantize_gptq
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.methods.shared.hessian import HessianFactor
 
 DEFAULT_ALPHA = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GPTAQOptions:
+    """Options of GPTAQ."""
+
+    alpha: Annotated[
+        float | None, "Share of the inputs' drift from the dense model to correct, 0 to 1. Default: 1."
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise RecipeError(f"alpha={self.alpha} with gptaq is outside 0 to 1", "Use alpha 1, or leave it out")
+
+
+@register
+class GPTAQ(QuantizationMethod):
+    """GPTAQ."""
+
+    name: ClassVar[str] = "gptaq"
+    help: ClassVar[str] = "gptq that also corrects the drift of the layers before"
+    Options: ClassVar[type] = GPTAQOptions
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True, hessian=True, dense_inputs=True)
+
+    def unsupported(self, scheme: Scheme) -> str:
+        return "it keeps no outlier columns" if scheme.outliers else QuantizationMethod.unsupported(self, scheme)
+
+    def compress(self, layer: Layer) -> IntegerWeight:
+        difference = layer.inputs.difference
+        if difference is None:
+            layer.details["recovery"] = "gptq: its inputs in the dense model are of other tokens"
+            return compress_gptq(layer)
+        alpha = DEFAULT_ALPHA if layer.options.alpha is None else layer.options.alpha
+        factor = layer.inputs.factor()
+        layer.details |= factor.facts()
+        drifted = layer.inputs.shared(("gptaq", alpha), lambda: DriftedFactor.of(factor, difference, alpha))
+        return quantize_gptaq(layer.weight, drifted, layer.scheme, layer.dtype, layer.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +94,8 @@ class DriftedFactor:
             difference: `[I, I]` float32, `2 D X^T / tokens`: the unit of the Hessian; rows are of D.
             alpha: share of the drift that is made up for, 0 (GPTQ) to 1.
         """
+        import torch
+
         if factor.feedback is None or factor.spread is None:
             return cls(factor, None)
         feedback = factor.feedback.double()
@@ -67,6 +113,8 @@ class DriftedFactor:
         """`[O, I]` in the original order."""
         if self.transfer is None:
             return weight
+        import torch
+
         targets = torch.empty_like(weight)
         targets[:, self.factor.order] = weight[:, self.factor.order] @ self.transfer
         return targets
@@ -76,7 +124,7 @@ def quantize_gptaq(
     weight: Tensor,
     drifted: DriftedFactor,
     scheme: Scheme,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    scale_dtype: torch.dtype | None = None,
     kept: Tensor | None = None,
 ) -> IntegerWeight:
     """Quantizes `weight [O, I]`; see `quantize_gptq`, which also names what is raised."""
@@ -85,10 +133,14 @@ def quantize_gptaq(
 
 def _projections(root: Tensor, difference: Tensor) -> Tensor:
     """`triu(D X^T U^T, 1) U` with `U = root^-1`, by triangular solves."""
+    import torch
+
     seen = torch.linalg.solve_triangular(root, difference.T, upper=True).T
     return _divided(seen.triu(1), root)
 
 
 def _divided(left: Tensor, right: Tensor) -> Tensor:
     """`left right^-1`, `right` upper triangular."""
+    import torch
+
     return torch.linalg.solve_triangular(right, left, upper=True, left=False)

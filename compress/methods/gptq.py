@@ -1,44 +1,104 @@
-"""GPTQ: rounds one column at a time and lets the columns still to come make up for the error.
+"""GPTQ: rounds one column at a time and compensates its error in the columns that follow.
 
 Frantar et al. 2023, https://arxiv.org/abs/2210.17323, sections 3.2 and 3.3, with the choices that give the best
-quality at no cost to the runtime: scales from the original weight before any column is touched (static groups),
-columns taken by falling diag(H) (activation order), scales searched under diag(H), at 2 bits under each group's block
-of H.
+quality at no cost to the runtime: scales from the original weight before any column is changed (static groups),
+columns in order of falling diag(H) (activation order), scales searched under diag(H), at 2 bits under each group's
+block of H.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
-from compress.methods.shared.column_solver import GPTQSolver, Grid
-from compress.methods.shared.hessian import HessianFactor
+from compress.methods.base import HEAD, Layer, Needs, QuantizationMethod, register
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.checkpoint.weights.low_rank import LowRankWeight
+    from compress.checkpoint.weights.outlier_columns import OutlierWeight
+    from compress.methods.shared.hessian import HessianFactor
+
+
+@register
+class GPTQ(QuantizationMethod):
+    """GPTQ."""
+
+    name: ClassVar[str] = "gptq"
+    help: ClassVar[str] = "column by column, errors compensated by second-order statistics"
+    rounds_factors: ClassVar[bool] = True
+    joins_pruning: ClassVar[bool] = True
+    matrices: ClassVar[frozenset[str]] = frozenset((HEAD,))
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True, hessian=True)
+
+    def compress(self, layer: Layer) -> IntegerWeight:
+        return compress_gptq(layer)
+
+    def compress_beside(self, layer: Layer, columns: Tensor) -> OutlierWeight:
+        from compress.methods.outlier_columns import quantize_gptq_beside
+        from compress.methods.shared.hessian import HessianOptions
+
+        factor = layer.inputs.factor(HessianOptions(last=tuple(columns.tolist())))
+        layer.details |= factor.facts()
+        return quantize_gptq_beside(layer.weight, factor, layer.scheme, columns, layer.dtype)
+
+    def round_factors(self, left: Tensor, right: Tensor, layer: Layer) -> LowRankWeight:
+        """Round `right [r, I]` by the layer's inputs, then `left [O, r]` by the outputs of the rounded right factor."""
+        import torch
+
+        from compress.checkpoint.weights.low_rank import LowRankWeight, values
+        from compress.methods.shared.hessian import factorize
+
+        factor = layer.inputs.factor()
+        layer.details["recovery"] = "; ".join(filter(None, (layer.details.get("recovery", ""), factor.recovery)))
+        first = quantize_gptq(right, factor, layer.scheme, layer.dtype)
+        passed = values(first, torch.float32)
+        between = factorize(passed @ layer.inputs.hessian @ passed.T)
+        last = quantize_gptq(left, between, layer.scheme, layer.dtype)
+        return LowRankWeight(last, first, replace(layer.scheme, rank=len(right)))
+
+
+def compress_gptq(layer: Layer) -> IntegerWeight:
+    """Quantize a layer against the Hessian of its inputs. Raises as `quantize_gptq`."""
+    factor = layer.inputs.factor()
+    layer.details |= factor.facts()
+    return quantize_gptq(layer.weight, factor, layer.scheme, layer.dtype, layer.kept)
 
 
 def quantize_gptq(
     weight: Tensor,
     factor: HessianFactor,
     scheme: Scheme,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    scale_dtype: torch.dtype | None = None,
     kept: Tensor | None = None,
 ) -> IntegerWeight:
-    """Quantizes `weight [O, I]` against a factorized Hessian; codes come back in the original column order.
+    """Quantize `weight [O, I]` against a factorized Hessian; codes come back in the original column order.
 
     Args:
-        kept: bool `[O, I]`; where it is False the result is exactly zero, and other columns make up for that too.
+        scale_dtype: dtype of stored scales; None is bfloat16.
+        kept: bool `[O, I]`; where it is False the result is exactly zero, which other columns compensate too.
 
     Raises:
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in the weight.
     """
+    import torch
+
+    from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+    from compress.methods.shared.column_solver import GPTQSolver, Grid
+
     # At 2 bits most of the error is clipping, which adds up over correlated inputs; diag(H) cannot see that.
     inputs = factor.equivalent_inputs() if scheme.bits == 2 and scheme.group_size else None
     remaining = weight if kept is None else weight * kept
-    scales = search_scales(remaining, scheme, factor.importance, scale_dtype, inputs=inputs)
+    scales = search_scales(remaining, scheme, factor.importance, scale_dtype or torch.bfloat16, inputs=inputs)
     if factor.feedback is None:
         return encode(remaining, scales, scheme)
-    columns = GPTQSolver(weight, factor.order, factor.feedback, Grid(scales, scheme), kept)
-    columns.run()
-    return IntegerWeight(columns.in_original_order(columns.codes), scales.scale, scales.zero, scheme)
+    solver = GPTQSolver(weight, factor.order, factor.feedback, Grid(scales, scheme), kept)
+    solver.run()
+    return IntegerWeight(solver.in_original_order(solver.codes), scales.scale, scales.zero, scheme)

@@ -10,28 +10,38 @@ there is). And errors are measured in steps of the grid, so that `beta` means th
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import (
-    GroupScales,
-    IntegerWeight,
-    encode,
-    round_to_grid,
-    search_scales,
-    storable,
-)
+from compress.methods.base import Layer, QuantizationMethod, register
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from compress.checkpoint.weights.integer import IntegerWeight
+
+
+@register
+class HQQ(QuantizationMethod):
+    """Half-quadratic quantization."""
+
+    name: ClassVar[str] = "hqq"
+    help: ClassVar[str] = "half-quadratic quantization, without calibration"
+
+    def compress(self, layer: Layer) -> IntegerWeight:
+        return quantize_hqq(layer.weight, layer.scheme, layer.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class HqqOptions:
-    """Attributes:
-    exponent: p of the norm, 0 < p <= 1.
-    beta: weight of the quadratic part at first: errors above `beta ** (-1 / (2 - p))` steps count as outliers.
-    growth: of beta, in each iteration.
-    iterations: at most so many.
+class Splitting:
+    """Constants of the half-quadratic splitting.
+
+    Attributes:
+        exponent: p of the norm, 0 < p <= 1.
+        beta: initial weight of the quadratic part: errors above `beta ** (-1 / (2 - p))` steps count as outliers.
+        growth: factor on beta in each iteration.
+        iterations: number of iterations.
     """
 
     exponent: float = 0.7
@@ -41,25 +51,30 @@ class HqqOptions:
 
 
 def quantize_hqq(
-    weight: Tensor,
-    scheme: Scheme,
-    scale_dtype: torch.dtype = torch.bfloat16,
-    options: HqqOptions = HqqOptions(),
+    weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype | None = None, options: Splitting = Splitting()
 ) -> IntegerWeight:
-    """Quantizes `weight [O, I]` without calibration.
+    """Quantize `weight [O, I]` without calibration.
 
-    Iterations begin at round to nearest's scales, and each group keeps the best it has seen: in `norm_error` the result
-    is never worse than round to nearest's.
+    Iterations begin at round to nearest's scales, and each group keeps its best state: in `norm_error` the result is
+    never worse than round to nearest's.
+
+    Args:
+        scale_dtype: dtype of stored scales; None is bfloat16.
 
     Raises:
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in the weight.
     """
-    start = search_scales(weight, scheme, None, scale_dtype)
+    import torch
+
+    from compress.checkpoint.weights.integer import GroupScales, encode, search_scales
+
+    dtype = scale_dtype or torch.bfloat16
+    start = search_scales(weight, scheme, None, dtype)
     rows = weight.float().unflatten(1, (start.scale.shape[1], -1))
-    best = _Groups(rows, scheme, scale_dtype, options)
+    best = _Groups(rows, scheme, dtype, options)
     best.improve(start.scale.float().unsqueeze(-1), start.zero.float().unsqueeze(-1))
-    scales = GroupScales(best.scale.squeeze(-1).to(scale_dtype), best.zero.squeeze(-1).to(torch.uint8))
+    scales = GroupScales(best.scale.squeeze(-1).to(dtype), best.zero.squeeze(-1).to(torch.uint8))
     return encode(weight, scales, scheme)
 
 
@@ -71,10 +86,10 @@ def norm_error(change: Tensor, exponent: float) -> Tensor:
 class _Groups:
     """Groups `[O, G, g]` with the best scale and zero point `[O, G, 1]` of each."""
 
-    def __init__(self, rows: Tensor, scheme: Scheme, scale_dtype: torch.dtype, options: HqqOptions) -> None:
+    def __init__(self, rows: Tensor, scheme: Scheme, scale_dtype: torch.dtype, options: Splitting) -> None:
         self._rows, self._scheme, self._dtype, self._options = rows, scheme, scale_dtype, options
         self.scale = self.zero = rows.new_zeros(*rows.shape[:2], 1)
-        self._error = torch.full_like(self.scale, torch.inf)
+        self._error = self.scale.new_full(self.scale.shape, float("inf"))
 
     def improve(self, scale: Tensor, zero: Tensor) -> None:
         beta = self._options.beta
@@ -85,6 +100,10 @@ class _Groups:
 
     def _consider(self, scale: Tensor, zero: Tensor) -> Tensor:
         """The rounded groups, which are remembered where they are the best so far."""
+        import torch
+
+        from compress.checkpoint.weights.integer import round_to_grid
+
         rounded = round_to_grid(self._rows, scale, zero, self._scheme, torch.empty_like(self._rows))
         error = norm_error(rounded - self._rows, self._options.exponent)
         better = error < self._error
@@ -95,6 +114,10 @@ class _Groups:
 
     def _next(self, scale: Tensor, zero: Tensor, rounded: Tensor, beta: float) -> tuple[Tensor, Tensor]:
         """The best zero point, then the best scale, for these codes once outliers are set aside."""
+        import torch
+
+        from compress.checkpoint.weights.integer import storable
+
         outliers = _shrink((self._rows - rounded) / scale, self._options.exponent, beta) * scale
         wanted = self._rows - outliers
         codes = rounded / scale + zero
@@ -108,6 +131,8 @@ class _Groups:
 
 def _shrink(errors: Tensor, exponent: float, beta: float) -> Tensor:
     """Generalized soft thresholding: the e that is least in `|e|^p + beta/2 (errors - e)^2`, to first order."""
+    import torch
+
     magnitude = errors.abs()
     excess = magnitude - magnitude.clamp(min=torch.finfo(magnitude.dtype).tiny).pow(exponent - 1) / beta
     return errors.sign() * excess.clamp_(min=0)

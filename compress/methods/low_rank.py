@@ -1,6 +1,7 @@
-"""How many ranks each linear keeps. Free of torch: planning and the blocks' work both ask here.
+"""Low rank: plain SVD, ASVD and SVD-LLM, and the allocation of ranks to layers.
 
-Two factors `[O, r]` and `[r, I]` hold `r * (O + I)` weights instead of `O * I`.
+Two factors `[O, r]` and `[r, I]` hold `r * (O + I)` weights instead of `O * I`. The methods differ in the matrix that
+whitens the weight before it is decomposed; `shared.decomposition` has the algorithms and their sources.
 """
 
 from __future__ import annotations
@@ -8,8 +9,63 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.checkpoint.scheme import Scheme
+from compress.methods.base import FactorizationMethod, Needs, register
+
+if TYPE_CHECKING:
+    from calibration.statistics import InputStatistics
+    from compress.methods.shared.decomposition import Whitening
+
+
+@register
+class SVD(FactorizationMethod):
+    """Truncated singular value decomposition of the weight itself."""
+
+    name: ClassVar[str] = "svd"
+    help: ClassVar[str] = "truncated SVD, without calibration"
+    is_fallback: ClassVar[bool] = True
+
+    def whitening(self, statistics: InputStatistics) -> Whitening:
+        from compress.methods.shared.decomposition import Whitening
+
+        return Whitening()
+
+
+@register
+class ASVD(FactorizationMethod):
+    """SVD of the weight with its inputs scaled by their mean magnitudes."""
+
+    name: ClassVar[str] = "asvd"
+    help: ClassVar[str] = "inputs scaled by their magnitudes"
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True)
+
+    def whitening(self, statistics: InputStatistics) -> Whitening:
+        from compress.methods.shared.decomposition import scale_inputs
+
+        return scale_inputs(statistics.abs_mean)
+
+
+@register
+class SVDLLM(FactorizationMethod):
+    """SVD of the weight whitened by the second moments of its inputs."""
+
+    name: ClassVar[str] = "svd-llm"
+    help: ClassVar[str] = "whitened by the inputs: the least error of the output"
+    energies_are_errors: ClassVar[bool] = True
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True, hessian=True)
+
+    def whitening(self, statistics: InputStatistics) -> Whitening:
+        from compress.methods.shared.decomposition import whiten
+
+        # The Hessian is twice the second moment.
+        return whiten(statistics.hessian / 2)
+
 
 ALIGNMENT = 8
 """Ranks are multiples of it: rows of factors then fill whole words and the tiles of matrix units."""

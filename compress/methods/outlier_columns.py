@@ -9,15 +9,39 @@ activations coarse for all others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import IntegerWeight, encode, round_in_range, search_scales
-from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
-from compress.methods.shared.column_solver import GPTQSolver, Grid
-from compress.methods.shared.hessian import HessianFactor
+from compress.common.errors import RecipeError
+from compress.methods.base import Layer, QuantizationMethod
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.checkpoint.weights.outlier_columns import OutlierWeight
+    from compress.methods.shared.hessian import HessianFactor
+
+
+def check_amount(wanted: float) -> None:
+    """Raise RecipeError unless `wanted` is a share below 1 or a number of columns."""
+    if not (0 < wanted < 1 or (float(wanted).is_integer() and wanted > 0)):
+        problem = f"outlier_columns={wanted:g} is neither a share below 1 nor a number of columns"
+        raise RecipeError(problem, "Use 0.01 to keep 1 % of the columns in 16 bits")
+
+
+def number_of_columns(wanted: float, in_features: int) -> int:
+    """Return the outlier columns of a layer, for a share of them or a number."""
+    return int(wanted) if wanted >= 1 else max(1, round(wanted * in_features))
+
+
+def compress_rest(method: QuantizationMethod, layer: Layer, columns: Tensor) -> OutlierWeight:
+    """Quantize a layer by any method, with `columns [k]` in 16 bits. Raises as the method."""
+    rest = replace(layer, weight=layer.weight.index_fill(1, columns, 0.0), scheme=layer.scheme.base)
+    codes = cast("IntegerWeight", method.compress(rest))
+    return beside_outliers(layer.weight, codes, columns, layer.scheme)
 
 
 def sensitivity(weights: Sequence[Tensor], scheme: Scheme, importance: Tensor | None) -> Tensor:
@@ -27,6 +51,10 @@ def sensitivity(weights: Sequence[Tensor], scheme: Scheme, importance: Tensor | 
         scheme: of the codes.
         importance: `[I]`, mean square of each input; None counts all alike.
     """
+    import torch
+
+    from compress.checkpoint.weights.integer import round_in_range
+
     errors = [(round_in_range(weight, scheme) - weight.float()).square().sum(0) for weight in weights]
     total = torch.stack(errors).sum(0)
     return total if importance is None else total * importance.to(total.device)
@@ -39,6 +67,8 @@ def highest(score: Tensor, count: int) -> Tensor:
 
 def beside_outliers(weight: Tensor, codes: IntegerWeight, columns: Tensor, scheme: Scheme) -> OutlierWeight:
     """Codes of any method, with `columns [k]` of `weight [O, I]` as they are."""
+    from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
+
     values = weight[:, columns].to(codes.scale.dtype)
     return OutlierWeight(without_columns(codes, columns), columns.int(), values, scheme)
 
@@ -48,7 +78,7 @@ def quantize_gptq_beside(
     factor: HessianFactor,
     scheme: Scheme,
     columns: Tensor,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    scale_dtype: torch.dtype | None = None,
 ) -> OutlierWeight:
     """GPTQ on all but `columns [k]`, which come last and in 16 bits make up for the error of all others.
 
@@ -60,10 +90,15 @@ def quantize_gptq_beside(
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in the weight.
     """
+    import torch
+
+    from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+    from compress.methods.shared.column_solver import GPTQSolver, Grid
+
     base = scheme.base
     rest = weight.index_fill(1, columns, 0.0)
     inputs = factor.equivalent_inputs() if base.bits == 2 and base.group_size else None
-    scales = search_scales(rest, base, factor.importance, scale_dtype, inputs=inputs)
+    scales = search_scales(rest, base, factor.importance, scale_dtype or torch.bfloat16, inputs=inputs)
     if factor.feedback is None:
         return beside_outliers(weight, encode(rest, scales, base), columns, scheme)
     rounded = weight.shape[1] - len(columns)

@@ -7,13 +7,15 @@ OWL (Yin et al. 2023, https://arxiv.org/abs/2310.05175, section 3): a block with
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.scheme import Sparsity
+from compress.methods.pruning import scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,14 @@ class OutlierShares:
 
     factor: float
     spread: float
+
+    def block_ratio(self, layers: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Return the share of outliers among Wanda's scores of a block's layers.
+
+        Args:
+            layers: weight `[O, I]` and mean square `[I]` of the inputs of each.
+        """
+        return outlier_ratio([scores("wanda", weight, squares) for weight, squares in layers], self.factor)
 
     def __str__(self) -> str:
         return f"owl M={self.factor:g} ±{self.spread:.1%}"

@@ -10,14 +10,60 @@ SparseGPT chooses while it makes up for what is gone: see `gptq`.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.scheme import Sparsity
-from compress.common.device import require_finite
+from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
 
-PER_OUTPUT = frozenset({"wanda"})
-"""Methods that compare weights within an output; the others compare those of the whole layer."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MaskingMethod(PruningMethod):
+    """A method that removes the weights with the lowest scores and changes no other.
+
+    Attributes:
+        per_output: compares weights within an output instead of those of the whole layer.
+    """
+
+    per_output: ClassVar[bool] = False
+
+    def prune(self, layer: Layer, pattern: Sparsity | None, sparsity: float, joint: Scheme | None) -> Pruned:
+        score = scores(self.name, layer.weight, layer.importance)
+        kept = keep_pattern(score, pattern) if pattern else keep_share(score, sparsity, per_output=self.per_output)
+        return Pruned(layer.weight.masked_fill(~kept, 0.0), kept)
+
+
+@register
+class Magnitude(MaskingMethod):
+    """Pruning by magnitude."""
+
+    name: ClassVar[str] = "magnitude"
+    help: ClassVar[str] = "smallest weights, without calibration"
+    is_fallback: ClassVar[bool] = True
+
+
+@register
+class Wanda(MaskingMethod):
+    """Wanda."""
+
+    name: ClassVar[str] = "wanda"
+    help: ClassVar[str] = "smallest weights times input norms, within each output"
+    per_output: ClassVar[bool] = True
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True)
+
+
+@register
+class RIA(MaskingMethod):
+    """RIA."""
+
+    name: ClassVar[str] = "ria"
+    help: ClassVar[str] = "weights relative to their row and column, times input norms"
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True)
 
 
 def scores(method: str, weight: Tensor, mean_square: Tensor | None) -> Tensor:
@@ -32,6 +78,10 @@ def scores(method: str, weight: Tensor, mean_square: Tensor | None) -> Tensor:
         NumericsError: NaN or infinity in weight or inputs.
         ValueError: a method that needs inputs got none.
     """
+    import torch
+
+    from compress.common.device import require_finite
+
     require_finite(weight, "the weight")
     size = weight.float().abs()
     if method == "magnitude":
@@ -49,6 +99,8 @@ def scores(method: str, weight: Tensor, mean_square: Tensor | None) -> Tensor:
 
 def keep_pattern(score: Tensor, sparsity: Sparsity) -> Tensor:
     """Bool `[O, I]`: the `kept` highest scores of every `of` neighbours in a row; of equal ones the first."""
+    import torch
+
     grouped = score.unflatten(1, (-1, sparsity.of))
     order = grouped.argsort(dim=-1, descending=True, stable=True)
     kept = torch.zeros_like(grouped, dtype=torch.bool)
@@ -61,6 +113,8 @@ def keep_share(score: Tensor, share: float, *, per_output: bool) -> Tensor:
     Args:
         per_output: within each row rather than over the whole matrix.
     """
+    import torch
+
     rows = score if per_output else score.reshape(1, -1)
     num_gone = round(rows.shape[1] * share)
     order = rows.argsort(dim=1, stable=True)

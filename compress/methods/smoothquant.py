@@ -7,16 +7,70 @@ channel. The paper has one alpha for a model; here each edge has its own, chosen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
-from torch import Tensor
+from compress.checkpoint.scheme import Scheme
+from compress.common.errors import RecipeError
+from compress.methods.base import Layer, Needs, QuantizationMethod, ScaleSearch, register
+from compress.methods.rtn import round_to_nearest
 
-from compress.common.device import require_finite
-from compress.methods.shared.smoothing import Candidate, Loss, SmoothingResult, best_scale, share_across_heads
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from compress.checkpoint.weights import CodedWeight
+    from compress.methods.shared.smoothing import Candidate, Loss, SmoothingResult
 
 ALPHAS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 # Channels that calibration never excited would get a scale of zero.
 _SMALLEST = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class SmoothQuantOptions:
+    """Options of SmoothQuant."""
+
+    alpha: Annotated[float | None, "Exponent for all layers, 0 to 1. Default: searched for each layer."] = None
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise RecipeError(
+                f"alpha={self.alpha} with smoothquant is outside 0 to 1", "Use alpha 0.5, or leave it out"
+            )
+
+
+@register
+class SmoothQuant(QuantizationMethod):
+    """SmoothQuant, followed by round to nearest."""
+
+    name: ClassVar[str] = "smoothquant"
+    help: ClassVar[str] = "moves activation outliers into the weights, for 8-bit activations (W8A8)"
+    Options: ClassVar[type] = SmoothQuantOptions
+    smooths: ClassVar[bool] = True
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True)
+
+    def unsupported(self, scheme: Scheme) -> str:
+        return "" if scheme.activation_bits else "it makes room for 8-bit activations, so set activation_bits: 8"
+
+    def default_scheme(self) -> Scheme:
+        return Scheme(8, None, activation_bits=8)
+
+    def smoothing_scale(self, search: ScaleSearch, options: Any) -> SmoothingResult:
+        return search_alpha(
+            search.weights,
+            search.statistics.abs_max,
+            search.quantize,
+            search.loss,
+            ALPHAS if options.alpha is None else (options.alpha,),
+            insist=options.alpha is not None,
+            heads_per_group=search.heads_per_group,
+            head_dim=search.head_dim,
+        )
+
+    def compress(self, layer: Layer) -> CodedWeight:
+        return round_to_nearest(layer)
 
 
 def search_alpha(
@@ -44,6 +98,11 @@ def search_alpha(
     Raises:
         NumericsError: NaN or infinity in a weight, the magnitudes or the unsmoothed loss.
     """
+    import torch
+
+    from compress.common.device import require_finite
+    from compress.methods.shared.smoothing import Candidate, best_scale, share_across_heads
+
     require_finite(abs_max, "the largest input magnitude")
     weight_max = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
 

@@ -7,17 +7,41 @@ serves both. Columns are taken as they stand: patterns lie in the original order
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
 from compress.methods.pruning import keep_pattern, keep_share, scores
-from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
-from compress.methods.shared.hessian import HessianFactor, HessianOptions
 
-OPTIONS = HessianOptions(activation_order=False)
-"""How the Hessian must be factorized."""
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from compress.checkpoint.weights.integer import IntegerWeight
+    from compress.methods.shared.hessian import HessianFactor
+
+
+@register
+class SparseGPT(PruningMethod):
+    """SparseGPT."""
+
+    name: ClassVar[str] = "sparsegpt"
+    help: ClassVar[str] = "column by column, errors compensated by second-order statistics"
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True, hessian=True)
+
+    def prune(
+        self, layer: Layer, pattern: Sparsity | None, sparsity: float, joint: Scheme | None
+    ) -> Pruned | IntegerWeight:
+        from torch import Tensor
+
+        from compress.methods.shared.hessian import HessianOptions
+
+        factor = layer.inputs.factor(HessianOptions(activation_order=False))
+        layer.details |= factor.facts()
+        found = prune_sparsegpt(layer.weight, factor, pattern, sparsity, joint, layer.dtype)
+        return Pruned(found, found != 0) if isinstance(found, Tensor) else found
 
 
 def prune_sparsegpt(
@@ -26,12 +50,12 @@ def prune_sparsegpt(
     pattern: Sparsity | None,
     share: float,
     scheme: Scheme | None = None,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    scale_dtype: torch.dtype | None = None,
 ) -> IntegerWeight | Tensor:
     """Prunes `weight [O, I]`, and quantizes what is kept when there is a scheme; zeros are exact either way.
 
     Args:
-        factor: of the inputs' Hessian, under `OPTIONS`.
+        factor: of the inputs' Hessian, without activation order.
         pattern: N:M; None prunes a `share` of the weights wherever they stand.
 
     Returns:
@@ -41,12 +65,17 @@ def prune_sparsegpt(
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in the weight.
     """
-    guess = _keep(scores("wanda", weight, factor.importance), pattern, share)
-    likely = weight.float().masked_fill(~guess, 0.0)
+    import torch
+
+    from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+    from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
+
+    likely_kept = _keep(scores("wanda", weight, factor.importance), pattern, share)
+    likely = weight.float().masked_fill(~likely_kept, 0.0)
     grid = None
     if scheme is not None:
         # Weights that will be gone must not widen the range of those that stay.
-        grid = Grid(search_scales(likely, scheme, factor.importance, scale_dtype), scheme)
+        grid = Grid(search_scales(likely, scheme, factor.importance, scale_dtype or torch.bfloat16), scheme)
     if factor.feedback is None or factor.spread is None:
         return likely if grid is None else encode(likely, grid.scales, grid.scheme)
     columns = GPTQSolver(weight, factor.order, factor.feedback, grid, choice=Choice(factor.spread, pattern, share))

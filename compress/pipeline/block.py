@@ -13,10 +13,10 @@ from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights import PackedWeight
 from compress.common.errors import CheckpointError, NumericsError
+from compress.methods.base import TuningRecord
 from compress.models.spec import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan
-from compress.recipe import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +54,6 @@ class EdgeRecord:
     ratio: float
     loss_before: float
     loss_after: float
-
-
-@dataclass(frozen=True, slots=True)
-class TuningRecord:
-    """What learning the rounding of a block gave.
-
-    Attributes:
-        steps: that were taken.
-        best_step: after which the error was least; 0 when never below the start's, which was kept.
-        loss_before, loss_after: squared error of the block's output on the search sequences, relative to the output.
-        changed: share of the codes that differ from the start's.
-    """
-
-    steps: int
-    best_step: int
-    loss_before: float
-    loss_after: float
-    changed: float
 
 
 @dataclass
@@ -137,9 +119,9 @@ class BlockJob:
     seed: int = 0
 
     @property
-    def tuning(self) -> Tuning | None:
-        """How rounding is learned, where it is."""
-        return next((each.tuning for each in self.assignments.values() if each.tuning is not None), None)
+    def tuned(self) -> LayerPlan | None:
+        """The plan of a linear with learned rounding, which is the same for all of them; None when there is none."""
+        return next((each for each in self.assignments.values() if each.is_tuned), None)
 
     @property
     def with_quantized_inputs(self) -> dict[str, Scheme]:

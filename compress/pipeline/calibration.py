@@ -98,11 +98,11 @@ class CalibratedRunner(Generic[Outcome]):
         inputs = self._capture_tokens(self._tokens, micro_batch, self._embedding())
         search = self._capture_tokens(self._tokens[self._rows], micro_batch, self._embedding())
         calibration = Calibration(inputs, search, self._rows)
-        if tuning := self._prepared.plan.tuning:
-            calibration.tuning = self._capture_tokens(self._tokens, min(micro_batch, tuning.batch), None)
+        if batch := self._prepared.plan.needs.learning_batch:
+            calibration.tuning = self._capture_tokens(self._tokens, min(micro_batch, batch), None)
             calibration.reference = calibration.tuning.hidden
             calibration.tuning.hidden = inputs.hidden
-        elif self._prepared.plan.follows_dense:
+        elif self._prepared.plan.needs.dense_model:
             calibration.reference = self._capture_tokens(self._tokens, micro_batch, None).hidden
         if self._hidden is not None:
             calibration.advance(self._hidden, self._reference)

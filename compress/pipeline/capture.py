@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from calibration.statistics import InputDifference, InputStatistics
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import NumericsError
+from compress.methods.base import Needs
 from compress.pipeline.block import LoadedBlock, fill, release
 from compress.pipeline.skeleton import Skeleton
 
@@ -239,17 +240,6 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a method wants to know of a linear's inputs."""
-
-    hessian: bool = False
-    sample_rows: int = 0
-
-    def __or__(self, other: Need) -> Need:
-        return Need(self.hessian or other.hessian, max(self.sample_rows, other.sample_rows))
-
-
-@dataclass(frozen=True, slots=True)
 class Observed:
     """Statistics by linear; `groups` lists linears that share their input, hence one statistics object."""
 
@@ -261,7 +251,7 @@ def observe(
     block: LoadedBlock,
     inputs: BlockInputs,
     index: int,
-    needs: dict[str, Need],
+    needs: dict[str, Needs],
     device: torch.device,
     tick: Callable[[float], None] = lambda _: None,
 ) -> Observed:
@@ -316,9 +306,9 @@ def _same_tensor(inputs: dict[str, Tensor]) -> tuple[tuple[str, ...], ...]:
 
 
 def _statistics(
-    block: LoadedBlock, group: tuple[str, ...], needs: dict[str, Need], device: torch.device
+    block: LoadedBlock, group: tuple[str, ...], needs: dict[str, Needs], device: torch.device
 ) -> InputStatistics:
-    need = Need()
+    need = Needs()
     for name in group:
         need |= needs[name]
     return InputStatistics(

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from calibration.statistics import InputDifference
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.methods.shared.learned_rounding import LearnedRounding
+from compress.methods import base
+from compress.methods.base import Needs
+from compress.methods.shared.hessian import HessianCache
 from compress.methods.shared.smoothing import SmoothingResult
 from compress.models.spec import SmoothingMapping
 from compress.pipeline.block import BlockJob, BlockOutcome, EdgeRecord, LoadedBlock
-from compress.pipeline.capture import BlockInputs, Calibration, Need, Observed, follow_dense, observe, run_all
+from compress.pipeline.capture import BlockInputs, Calibration, Observed, follow_dense, observe, run_all
 from compress.pipeline.compress_layer import (
-    CLIP_ROWS,
-    HessianCache,
     LayerCompressor,
     choose_columns,
     outlier_columns,
@@ -33,7 +33,8 @@ from compress.pipeline.smoothing import (
     search_edge,
     trace_modules,
 )
-from compress.pipeline.tuning import KEPT_START, BlockTuning
+from compress.pipeline.tuning import BlockError
+from compress.plan import LayerPlan
 
 Step = Callable[[str, float], None]
 # Where each part of the work on a block begins and ends; what they really take differs by method and device.
@@ -56,8 +57,7 @@ _PARTS_WHEN_TUNED = {
 
 @torch.no_grad()
 def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
-    """Rounds a block's linears to nearest, prunes them by magnitude or factorizes them by plain SVD, from tensor to
-    tensor: no forward pass.
+    """Compress a block's linears by methods that need no calibration: no forward pass.
 
     Raises:
         SchemeError, NumericsError: from the method, naming the linear.
@@ -66,8 +66,8 @@ def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
     ranked = decompose_block(block.weights, job.assignments, {})
     for name, assignment in job.assignments.items():
         weight, decomposed = block.weights.pop(name), ranked.pop(name, None)
-        work = LayerCompressor(f"{block.name}.{name}", weight, assignment, job.scale_dtype, ranked=decomposed)
-        outcome.keep(*work.apply(HessianCache(None)))
+        module, inputs = f"{block.name}.{name}", HessianCache(None)
+        outcome.keep(*LayerCompressor(module, weight, assignment, job.scale_dtype, inputs, decomposed).apply())
     return outcome
 
 
@@ -87,7 +87,7 @@ def quantize_block(
     Raises:
         NumericsError: NaN or infinity in inputs or outputs.
     """
-    part = partial(_part, step, _PARTS_WHEN_TUNED if job.tuning else _PARTS)
+    part = partial(_part, step, _PARTS_WHEN_TUNED if job.tuned else _PARTS)
     observed = observe(block, calibration.inputs, job.index, _needs(job), device, part("statistics"))
     parents = sorted({edge.parent for edge in job.edges})
     traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
@@ -97,11 +97,9 @@ def quantize_block(
     traces.clear()
     part("rounding")(0)
     begun = _round(block, job, observed, differences, folded, outcome)
-    if begun and job.tuning and outcome.reference is not None:
-        weights = {name: LearnedRounding(work.weight, start) for name, (work, start) in begun.items()}
-        tuning = BlockTuning(block, job.index, calibration, outcome.reference, weights, device, job.seed)
-        outcome.tuning = tuning.run(job.tuning, part("tuning"))
-        _keep_tuned(block, begun, weights, outcome)
+    if begun and job.tuned and outcome.reference is not None:
+        error = BlockError(block, job.index, calibration, outcome.reference, device, job.seed)
+        _tune(job.tuned, error, begun, outcome, part("tuning"))
     kept = outlier_columns(outcome.weights, block.name)
     with activations_quantized(block, job.with_quantized_inputs, outliers=kept):
         outcome.relative_error = _output_error(block, job, calibration.search, expected, device)
@@ -117,11 +115,8 @@ def _part(step: Step, parts: Mapping[str, tuple[float, float]], what: str) -> Ca
     return lambda share: step(what, begin + share * (end - begin))
 
 
-def _needs(job: BlockJob) -> dict[str, Need]:
-    return {
-        name: Need(assignment.needs_hessian, CLIP_ROWS if assignment.method == "awq" else 0)
-        for name, assignment in job.assignments.items()
-    }
+def _needs(job: BlockJob) -> dict[str, Needs]:
+    return {name: plan.needs for name, plan in job.assignments.items()}
 
 
 def _follow_dense(
@@ -136,7 +131,7 @@ def _follow_dense(
     `[N, L, H]`, what the dense block makes of the dense model's inputs, None when nothing asks for it."""
     if calibration.reference is None:
         return {}, None
-    asking = {name for name, each in job.assignments.items() if each.method == "gptaq"}
+    asking = {name for name, each in job.assignments.items() if each.needs.dense_inputs}
     leaders = [group[0] for group in observed.groups if asking.intersection(group)]
     if leaders:
         return follow_dense(block, calibration.inputs, calibration.reference, job.index, leaders, device, tick)
@@ -188,7 +183,7 @@ def _round(
     for group in observed.groups + unreached:
         statistics = observed.statistics.get(group[0])
         scale = folded.get(group[0])  # smoothing divides an input once, for all that read it
-        factors = HessianCache(statistics, scale, differences.get(group[0]))
+        inputs = HessianCache(statistics, scale, differences.get(group[0]))
         outliers = choose_columns({name: block.weights[name] for name in group}, job.assignments, statistics, scale)
         for name in group:
             work = LayerCompressor(
@@ -196,12 +191,11 @@ def _round(
                 block.weights.pop(name),
                 job.assignments[name],
                 job.scale_dtype,
-                statistics,
-                folded.get(name),
+                inputs,
                 ranked.pop(name, None),
                 outliers.get(name),
             )
-            stored, record = work.apply(factors)
+            stored, record = work.apply()
             block.set_weight(name, values_of(stored))
             if work.is_learned and isinstance(stored, IntegerWeight):
                 begun[name] = work, stored
@@ -210,18 +204,23 @@ def _round(
     return begun
 
 
-def _keep_tuned(
-    block: LoadedBlock,
+def _tune(
+    tuned: LayerPlan,
+    error: BlockError,
     begun: Mapping[str, tuple[LayerCompressor, IntegerWeight]],
-    weights: Mapping[str, LearnedRounding],
     outcome: BlockOutcome,
+    tick: Callable[[float], None],
 ) -> None:
-    """Puts what was learned into the block."""
+    """Learn the rounding of the layers that begin with these weights, and put the result into the block."""
+    method = base.quantization(tuned.method or "")
+    starts = {name: (work.weight, start) for name, (work, start) in begun.items()}
+    learned = error.tune(method, starts, tuned.options, tick)
+    outcome.tuning = learned.record
     for name, (work, _) in begun.items():
-        if outcome.tuning and not outcome.tuning.best_step:
-            work.note_recovery(KEPT_START)
-        stored, record = work.finish(weights[name].codes())
-        block.set_weight(name, values_of(stored))
+        if learned.recovery:
+            work.note_recovery(learned.recovery)
+        stored, record = work.finish(learned.weights[name])
+        error.block.set_weight(name, values_of(stored))
         outcome.keep(stored, record)
 
 

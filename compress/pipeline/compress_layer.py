@@ -1,4 +1,4 @@
-"""One linear on its way to its stored form: pruned or factorized, quantized, by what is known of its inputs."""
+"""One linear on its way to its stored form: pruned or factorized, then quantized, by the methods of its plan."""
 
 from __future__ import annotations
 
@@ -9,280 +9,139 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibration.statistics import InputDifference, InputStatistics
-from compress.checkpoint.scheme import Scheme
+from calibration.statistics import InputStatistics
+from compress.checkpoint.scheme import FLOAT_BITS, Scheme
 from compress.checkpoint.weights import PackedWeight
-from compress.checkpoint.weights.fp8 import Fp8Weight
-from compress.checkpoint.weights.integer import GroupScales, IntegerWeight
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight
 from compress.checkpoint.weights.sparse_nm import PrunedWeight
-from compress.methods.awq import quantize_awq, search_clip
-from compress.methods.gptaq import DEFAULT_ALPHA, DriftedFactor, quantize_gptaq
-from compress.methods.gptq import quantize_gptq
-from compress.methods.hqq import quantize_hqq
-from compress.methods.outlier_columns import beside_outliers, highest, quantize_gptq_beside, sensitivity
-from compress.methods.pruning import PER_OUTPUT, keep_pattern, keep_share, scores
-from compress.methods.rtn import quantize_fp8, quantize_rtn
-from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
-from compress.methods.sparsegpt import OPTIONS as SPARSEGPT_OPTIONS
-from compress.methods.sparsegpt import prune_sparsegpt
+from compress.methods import base
+from compress.methods.base import Layer, Pruned, QuantizationMethod
+from compress.methods.outlier_columns import highest, sensitivity
+from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import LinearRecord
-from compress.pipeline.low_rank import UNREACHED, WHOLE, FactorRounding, Ranked
+from compress.pipeline.low_rank import UNREACHED, WHOLE, Ranked
 from compress.plan import LayerPlan, Pruning
-from compress.recipe import DATA_FREE_METHODS
-
-
-@dataclass
-class HessianCache:
-    """Factorized Hessians of one input, each made when first asked for.
-
-    Attributes:
-        statistics: of the input before smoothing; None when nothing is known.
-        scale: `[I]`, what smoothing divided the input by; None when nothing was folded.
-        difference: of the input to the dense model's; None when it is not known.
-    """
-
-    statistics: InputStatistics | None
-    scale: Tensor | None = None
-    difference: InputDifference | None = None
-    factors: dict[HessianOptions, HessianFactor] = field(default_factory=dict)
-    with_drift: dict[float, DriftedFactor] = field(default_factory=dict)
-
-    def get(self, options: HessianOptions) -> HessianFactor:
-        if self.statistics is None:
-            raise ValueError("a Hessian was asked for, and nothing was observed")
-        if options not in self.factors:
-            self.factors[options] = factorize(self._smoothed(self.statistics.hessian), options)
-        return self.factors[options]
-
-    def drifted(self, alpha: float) -> DriftedFactor | None:
-        """The Hessian's factor for GPTAQ; None when the difference is not known."""
-        if self.difference is None:
-            return None
-        if alpha not in self.with_drift:
-            moment = self._smoothed(self.difference.moment)
-            self.with_drift[alpha] = DriftedFactor.of(self.get(HessianOptions()), moment, alpha)
-        return self.with_drift[alpha]
-
-    def _smoothed(self, moment: Tensor) -> Tensor:
-        return moment if self.scale is None else moment / self.scale / self.scale.unsqueeze(-1)
-
-
-CLIP_ROWS = 512
-# Errors of queries and keys pass through a softmax, where the least error of the projection is not the best choice.
-_UNCLIPPED = ("q_proj", "k_proj", "query", "key", "qkv")
-
-
-@dataclass
-class LayerRounding:
-    """How one linear is rounded.
-
-    Attributes:
-        module: full name.
-        model_dtype: dtype in which scales are stored.
-        factors: of its inputs, with what is known of them.
-        importance: `[I]`, mean square of each (smoothed) input; None when nothing is known.
-        details: for the record: what the method met, and what it fell back to.
-    """
-
-    module: str
-    assignment: LayerPlan
-    model_dtype: torch.dtype
-    factors: HessianCache
-    importance: Tensor | None
-    details: dict[str, Any] = field(default_factory=dict)
-
-    def floats(self, weight: Tensor, scheme: Scheme) -> Fp8Weight:
-        """The nearest 8-bit floats of a float32 weight `[O, I]`. Raises NumericsError for NaN or infinity."""
-        return quantize_fp8(weight, scheme, self.importance, self.model_dtype)
-
-    def codes(self, weight: Tensor, scheme: Scheme, kept: Tensor | None = None) -> IntegerWeight:
-        """Integers of a float32 weight `[O, I]`; GPTQ changes only what is `kept` (bool `[O, I]`; None is all).
-
-        Raises:
-            SchemeError, NumericsError: from the methods.
-        """
-        method = self.assignment.method
-        if method not in DATA_FREE_METHODS and self._statistics is None:
-            self.details["recovery"] = f"rtn: {UNREACHED}"
-            method = "rtn"
-        match method:
-            case "gptq" | "signround":
-                # Rounding is learned from GPTQ's codes on: see `compress.pipeline.tuning`.
-                factor = self.factors.get(HessianOptions())
-                self.details |= factor.facts()
-                return quantize_gptq(weight, factor, scheme, self.model_dtype, kept)
-            case "gptaq":
-                return self._gptaq(weight, scheme, kept)
-            case "awq":
-                clip = self._clip(weight, scheme)
-                self.details["clipped"] = clip is not None
-                return quantize_awq(weight, scheme, self.importance, clip, self.model_dtype)
-            case "hqq":
-                return quantize_hqq(weight, scheme, self.model_dtype)
-            case _:
-                return quantize_rtn(weight, scheme, self.importance, self.model_dtype)
-
-    def beside(self, weight: Tensor, scheme: Scheme, columns: Tensor) -> OutlierWeight:
-        """The same with some `columns [k]` in 16 bits. Raises as `codes` does."""
-        if self.assignment.method == "gptq" and self._statistics is not None:
-            factor = self.factors.get(HessianOptions(last=tuple(columns.tolist())))
-            self.details |= factor.facts()
-            return quantize_gptq_beside(weight, factor, scheme, columns, self.model_dtype)
-        codes = self.codes(weight.index_fill(1, columns, 0.0), scheme.base)
-        return beside_outliers(weight, codes, columns, scheme)
-
-    @property
-    def _statistics(self) -> InputStatistics | None:
-        return self.factors.statistics
-
-    def _gptaq(self, weight: Tensor, scheme: Scheme, kept: Tensor | None) -> IntegerWeight:
-        alpha = DEFAULT_ALPHA if self.assignment.alpha is None else self.assignment.alpha
-        drifted, factor = self.factors.drifted(alpha), self.factors.get(HessianOptions())
-        self.details |= factor.facts()
-        if drifted is None:
-            self.details["recovery"] = "gptq: its inputs in the dense model are of other tokens"
-            return quantize_gptq(weight, factor, scheme, self.model_dtype, kept)
-        return quantize_gptaq(weight, drifted, scheme, self.model_dtype, kept)
-
-    def _clip(self, weight: Tensor, scheme: Scheme) -> GroupScales | None:
-        if self._statistics is None or any(part in self.module for part in _UNCLIPPED):
-            return None
-        rows, scale = self._statistics.sample(CLIP_ROWS).float(), self.factors.scale
-        return search_clip(weight, rows if scale is None else rows / scale, scheme, self.model_dtype)
-
 
 Stored = PackedWeight | Tensor
-"""What becomes of a weight `[O, I]`: packed, or a dense tensor in the model's dtype, zeros and all."""
+"""The stored form of a weight `[O, I]`: packed, or a dense tensor in the model's dtype, zeros and all."""
 
 
 @dataclass
 class LayerCompressor:
-    """A linear's master weight, what is to be done to it, and what is known of its (smoothed) inputs.
+    """A linear's master weight, its plan, and the statistics of its (smoothed) inputs.
 
     Attributes:
         module: full name.
         weight: float32 `[O, I]`.
         model_dtype: dtype in which scales and unquantized values are stored.
-        statistics: of its inputs before smoothing; None when nothing is known.
-        scale: `[I]`, what smoothing multiplied its columns by; None when nothing was folded.
+        inputs: statistics, shared by all linears that read the same input.
         ranked: its decomposition, when it is to be factorized.
         outliers: columns `[k]` that stay in 16 bits; None when none do.
     """
 
     module: str
     weight: Tensor
-    assignment: LayerPlan
+    plan: LayerPlan
     model_dtype: torch.dtype
-    statistics: InputStatistics | None = None
-    scale: Tensor | None = None
+    inputs: HessianCache
     ranked: Ranked | None = None
     outliers: Tensor | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def importance(self) -> Tensor | None:
-        """`[I]`, mean square of each (smoothed) input."""
-        if self.statistics is None:
-            return None
-        squares = self.statistics.mean_square
-        return squares if self.scale is None else squares / self.scale.square()
-
-    def apply(self, factors: HessianCache) -> tuple[Stored, LinearRecord]:
-        """Prunes or factorizes, quantizes, and says what that did.
+    def apply(self) -> tuple[Stored, LinearRecord]:
+        """Prune or factorize, quantize, and record it.
 
         Raises:
             SchemeError, NumericsError: from the methods.
         """
         if self.ranked is not None and self.ranked.rank is not None:
-            return self.finish(self._factorize(self.ranked, self.ranked.rank, factors))
+            return self.finish(self._factorize(self.ranked, self.ranked.rank))
         if self.ranked is not None:
             self.details["kept_whole"] = WHOLE
-        weight, kept = self.weight, None
-        pruning = self.assignment.pruning
-        if pruning is not None and pruning.method == "sparsegpt" and self.statistics is not None:
-            found = self._sparsegpt(pruning, factors)
-            if isinstance(found, IntegerWeight):
-                return self.finish(found)
-            weight, kept = found, found != 0
-        elif pruning is not None:
-            kept = self._mask(pruning)
-            weight = weight.masked_fill(~kept, 0.0)
-        scheme = self._scheme
-        if scheme is None or self.assignment.method is None:
-            return self.finish(self._unquantized(weight))
-        rounding = LayerRounding(self.module, self.assignment, self.model_dtype, factors, self.importance, self.details)
-        if self.outliers is not None:
-            return self.finish(rounding.beside(weight, scheme, self.outliers))
-        return self.finish(rounding.floats(weight, scheme) if scheme.fp8 else rounding.codes(weight, scheme, kept))
+        pruned = self._prune(self.plan.pruning) if self.plan.pruning else Pruned(self.weight, None)
+        return self.finish(self._quantize(pruned) if isinstance(pruned, Pruned) else pruned)
 
     @property
     def is_learned(self) -> bool:
-        """Whether what `apply` gives is where learning starts."""
-        return self.assignment.tuning is not None and self.statistics is not None
+        """Whether learning starts at the result of `apply`."""
+        return self.plan.is_tuned and self.inputs.statistics is not None
 
-    def note_recovery(self, what: str) -> None:
-        """Adds to what the method fell back to."""
-        self.details["recovery"] = "; ".join(filter(None, (self.details.get("recovery", ""), what)))
-
-    @property
-    def _scheme(self) -> Scheme | None:
-        """How the weight is stored, or both its factors are; None when that is as numbers."""
-        scheme = self.assignment.scheme
-        return scheme.factor if scheme and self.assignment.factoring else scheme
-
-    def _factorize(self, ranked: Ranked, rank: int, factors: HessianCache) -> LowRankWeight:
-        rounds = self.assignment.method == "gptq" and self.statistics is not None
-        factor = factors.get(HessianOptions()) if rounds else None
-        self.details |= {
-            "recovery": "; ".join(filter(None, (ranked.whitening.recovery, factor.recovery if factor else ""))),
-            "damping": ranked.whitening.damping,
-            "rank": rank,
-        }
-        rounding = FactorRounding(self.assignment.method, self._scheme, self.model_dtype, self.statistics, factor)
-        return rounding.apply(*ranked.decomposition.truncated(rank))
-
-    def _sparsegpt(self, pruning: Pruning, factors: HessianCache) -> IntegerWeight | Tensor:
-        factor = factors.get(SPARSEGPT_OPTIONS)
-        # GPTQ after SparseGPT is one loop, which makes up for both at once.
-        joint = self.assignment.quantized if self.assignment.method == "gptq" else None
-        self.details |= factor.facts()
-        return prune_sparsegpt(self.weight, factor, pruning.pattern, pruning.share, joint, self.model_dtype)
-
-    def _mask(self, pruning: Pruning) -> Tensor:
-        method = pruning.method
-        if method != "magnitude" and self.statistics is None:
-            method = "magnitude"
-            self.details["recovery"] = f"pruned by magnitude: {UNREACHED}"
-        score = scores(method, self.weight, self.importance)
-        if pruning.pattern:
-            return keep_pattern(score, pruning.pattern)
-        return keep_share(score, pruning.share, per_output=method in PER_OUTPUT)
-
-    def _unquantized(self, weight: Tensor) -> Stored:
-        values = weight.to(self.model_dtype)
-        scheme = self._scheme
-        return values if scheme is None else PrunedWeight(values, scheme)
+    def note_recovery(self, text: str) -> None:
+        """Add a fallback to the record."""
+        self.details["recovery"] = "; ".join(filter(None, (self.details.get("recovery", ""), text)))
 
     def finish(self, stored: Stored) -> tuple[Stored, LinearRecord]:
-        """What becomes of the weight, where it was computed, and the record of it."""
+        """Return the stored form, where it was computed, and the record of it."""
         values = values_of(stored)
         record = LinearRecord(
             self.module,
-            self.assignment.method or "none",
-            _relative_error(self.weight, values, self.importance),
-            factoring=str(self.assignment.factoring or ""),
-            pruning=str(self.assignment.pruning or ""),
-            zeros=float((values == 0).float().mean()) if self.assignment.pruning else 0.0,
-            input_outlier=_outlier(self.statistics),
+            self.plan.method or "none",
+            _relative_error(self.weight, values, self.inputs.mean_square),
+            factoring=str(self.plan.factoring or ""),
+            pruning=str(self.plan.pruning or ""),
+            zeros=float((values == 0).float().mean()) if self.plan.pruning else 0.0,
+            input_outlier=_outlier(self.inputs.statistics),
             **self.details,
         )
         return stored, record
 
+    @property
+    def _scheme(self) -> Scheme | None:
+        """The scheme of the weight, or of both its factors; None when they are not quantized."""
+        scheme = self.plan.scheme
+        return scheme.factor if scheme and self.plan.factoring else scheme
+
+    def _layer(self, weight: Tensor, scheme: Scheme, options: Any, kept: Tensor | None = None) -> Layer:
+        return Layer(self.module, weight, scheme, options, self.model_dtype, self.inputs, kept, self.details)
+
+    def _quantize(self, pruned: Pruned) -> Stored:
+        scheme, weight = self._scheme, pruned.values
+        if scheme is None or self.plan.method is None:
+            return self._unquantized(weight)
+        method = self._known(base.quantization(self.plan.method))
+        if self.outliers is not None:
+            return method.compress_beside(self._layer(weight, scheme, self.plan.options), self.outliers)
+        return method.compress(self._layer(weight, scheme, self.plan.options, pruned.kept))
+
+    def _known(self, method: QuantizationMethod) -> QuantizationMethod:
+        """Return the method, or the one that takes over where nothing reached the layer."""
+        if not method.needs(self.plan.options).inputs or self.inputs.statistics is not None:
+            return method
+        instead = base.fallback("quantize")
+        self.details["recovery"] = f"{instead.name}: {UNREACHED}"
+        return base.quantization(instead.name)
+
+    def _unquantized(self, weight: Tensor) -> Stored:
+        values, scheme = weight.to(self.model_dtype), self._scheme
+        return values if scheme is None else PrunedWeight(values, scheme)
+
+    def _prune(self, pruning: Pruning) -> Pruned | PackedWeight:
+        method = base.pruning(pruning.method)
+        if method.needs(None).inputs and self.inputs.statistics is None:
+            method = base.pruning(base.fallback("prune").name)
+            self.details["recovery"] = f"pruned by {method.name}: {UNREACHED}"
+        # Quantized in the same loop where both methods can, so that the errors of both are compensated at once.
+        joint = self.plan.quantized if self.plan.method and base.quantization(self.plan.method).joins_pruning else None
+        layer = self._layer(self.weight, self._scheme or Scheme(), None)
+        return method.prune(layer, pruning.pattern, pruning.sparsity, joint)
+
+    def _factorize(self, ranked: Ranked, rank: int) -> LowRankWeight:
+        whitening = ranked.whitening
+        self.details |= {"recovery": whitening.recovery, "damping": whitening.damping, "rank": rank}
+        left, right = ranked.decomposition.truncated(rank)
+        scheme = self._scheme
+        if self.plan.method is None or scheme is None:
+            stored = left.to(self.model_dtype), right.to(self.model_dtype)
+            return LowRankWeight(*stored, Scheme(FLOAT_BITS, None, rank=rank))
+        method = base.quantization(self.plan.method)
+        if method.needs(self.plan.options).inputs and self.inputs.statistics is None:
+            method = base.quantization(base.fallback("quantize").name)
+        return method.round_factors(left, right, self._layer(self.weight, scheme, self.plan.options))
+
 
 def values_of(stored: Stored) -> Tensor:
-    """The weight `[O, I]` as float32."""
+    """Return the weight `[O, I]` as float32."""
     return stored.float() if isinstance(stored, Tensor) else stored.dequantize(torch.float32)
 
 
@@ -295,7 +154,7 @@ def _relative_error(weight: Tensor, values: Tensor, importance: Tensor | None) -
 
 
 def _outlier(statistics: InputStatistics | None) -> float | None:
-    """How far the largest input stands out from the median channel's; None when that one was always zero."""
+    """Return the largest input over the median channel's largest; None when that is zero."""
     if statistics is None:
         return None
     typical = float(statistics.abs_max.median())
@@ -304,11 +163,11 @@ def _outlier(statistics: InputStatistics | None) -> float | None:
 
 def choose_columns(
     weights: Mapping[str, Tensor],
-    assignments: Mapping[str, LayerPlan],
+    plans: Mapping[str, LayerPlan],
     statistics: InputStatistics | None,
     scale: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Columns `[k]`, int64, rising, of every linear whose scheme has outliers.
+    """Return the columns `[k]`, int64, rising, of every linear whose scheme has outliers.
 
     Inputs that are rounded to 8 bits are freed of their largest columns, others of those that cost most when the weight
     is rounded.
@@ -320,7 +179,7 @@ def choose_columns(
     """
     members: dict[Scheme, list[str]] = {}
     for name in weights:
-        scheme = assignments[name].quantized
+        scheme = plans[name].quantized
         if scheme is not None and scheme.outliers is not None:
             members.setdefault(scheme, []).append(name)
     chosen: dict[str, Tensor] = {}

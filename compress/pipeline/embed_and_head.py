@@ -7,17 +7,18 @@ with the hidden states that reach it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.formats.registry import format_for
-from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.methods.gptq import quantize_gptq
-from compress.methods.rtn import quantize_rtn
-from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
+from compress.methods import base
+from compress.methods.base import Layer
+from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import BlockOutcome, LinearRecord, fill, release
 from compress.pipeline.finish import stored_form
 from compress.pipeline.memory import ELEMENTS_AT_ONCE
@@ -26,7 +27,7 @@ from compress.pipeline.resume import EMBEDDING, HEAD, Progress
 from compress.plan import LayerPlan
 
 Quantize = Callable[[Tensor], IntegerWeight]
-_NO_NORM = "rtn: the norm before the head of this family is not known"
+_NO_NORM = "the norm before the head of this family is not known"
 
 
 def quantize_embedding(prepared: RunContext, progress: Progress) -> None:
@@ -58,7 +59,7 @@ def head_needs_inputs(prepared: RunContext) -> bool:
     """Whether the hidden states behind the last block are wanted."""
     architecture = prepared.skeleton.architecture
     assignment = prepared.plan.assignments.get(architecture.head)
-    return assignment is not None and assignment.method == "gptq" and bool(architecture.final_norm)
+    return assignment is not None and assignment.needs.inputs and bool(architecture.final_norm)
 
 
 def stored_embedding(prepared: RunContext, progress: Progress) -> Tensor | None:
@@ -89,23 +90,23 @@ def _save(
 def _quantize(
     prepared: RunContext, module: str, assignment: LayerPlan, statistics: InputStatistics | None
 ) -> tuple[IntegerWeight, LinearRecord]:
-    if assignment.scheme is None:
-        raise ValueError(f"{module} has no scheme")
+    if assignment.scheme is None or assignment.method is None:
+        raise ValueError(f"{module} is not quantized")
+    method, details = base.quantization(assignment.method), dict[str, Any]()
+    if method.needs(assignment.options).inputs and statistics is None:
+        method = base.quantization(base.fallback("quantize").name)
+        details["recovery"] = f"{method.name}: {_NO_NORM}"
+    inputs = HessianCache(statistics)
     dtype = getattr(torch, prepared.plan.scale_dtype)
-    factor = None if statistics is None else factorize(statistics.hessian, HessianOptions())
-    importance = None if statistics is None else statistics.mean_square
+    layer = Layer(module, torch.empty(0), assignment.scheme, assignment.options, dtype, inputs, None, details)
+
+    def quantize(rows: Tensor) -> IntegerWeight:
+        return cast(IntegerWeight, method.compress(replace(layer, weight=rows)))
+
     weight = prepared.files.tensor(f"{module}.weight")
-    quantize = _method(assignment.scheme, factor, dtype)
-    found, error = _by_rows(weight, quantize, prepared.device, importance)
-    recovery = factor.recovery if factor else _NO_NORM if assignment.method == "gptq" else ""
-    damping = factor.damping if factor else None
-    return found, LinearRecord(module, assignment.method or "none", error, recovery, damping)
-
-
-def _method(scheme: Scheme, factor: HessianFactor | None, dtype: torch.dtype) -> Quantize:
-    if factor is None:
-        return lambda rows: quantize_rtn(rows, scheme, None, dtype)
-    return lambda rows: quantize_gptq(rows, factor, scheme, dtype)
+    found, error = _by_rows(weight, quantize, prepared.device, inputs.mean_square)
+    recovery, damping = details.get("recovery", ""), details.get("damping")
+    return found, LinearRecord(module, assignment.method, error, recovery, damping)
 
 
 @torch.no_grad()

@@ -12,12 +12,12 @@ from torch import Tensor
 from calibration.statistics import InputStatistics
 from compress.checkpoint.scheme import Scheme
 from compress.make_plan import packed_bytes
+from compress.methods.base import Needs
 from compress.methods.low_rank import RankedLinear, rank_step, share_out_over_blocks
-from compress.methods.owl import BlockShare, OutlierShares, block_patterns, block_shares, outlier_ratio
-from compress.methods.pruning import scores
+from compress.methods.owl import BlockShare, block_patterns, block_shares
 from compress.pipeline.block import BlockJob, LoadedBlock, read_block
 from compress.pipeline.calibration import CalibratedRunner, block_job
-from compress.pipeline.capture import Calibration, Need, observe, run_all
+from compress.pipeline.capture import Calibration, observe, run_all
 from compress.pipeline.low_rank import energies
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import RunContext
@@ -79,7 +79,7 @@ def survey_block(
     chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
     found = BlockSurvey()
     if chosen:
-        needs = {name: Need(each.shares_ranks and each.needs_hessian) for name, each in chosen.items()}
+        needs = {name: Needs(hessian=each.shares_ranks and each.needs.hessian) for name, each in chosen.items()}
         observed = observe(
             block, calibration.inputs, job.index, needs, device, lambda share: step("statistics", share / 2)
         )
@@ -120,16 +120,11 @@ def _outliers(
     for name, assignment in chosen.items():
         if assignment.pruning and assignment.pruning.layerwise and name in statistics:
             members.setdefault(assignment.pruning, []).append(name)
-    return {str(pruning): _ratio(block, names, statistics, pruning.layerwise) for pruning, names in members.items()}
-
-
-def _ratio(
-    block: LoadedBlock, names: list[str], statistics: Mapping[str, InputStatistics], shares: OutlierShares | None
-) -> float:
-    if shares is None:
-        return 0.0
-    found = [scores("wanda", block.weights[name], statistics[name].mean_square) for name in names]
-    return outlier_ratio(found, shares.factor)
+    return {
+        str(pruning): pruning.layerwise.block_ratio([(block.weights[n], statistics[n].mean_square) for n in names])
+        for pruning, names in members.items()
+        if pruning.layerwise
+    }
 
 
 def _line(found: BlockSurvey) -> str:
@@ -193,7 +188,7 @@ def _share_out(
     present = [index for index, count in enumerate(weights) if count]
     chosen = [ratios[index] for index in present]
     spread = pruning.layerwise.spread if pruning.layerwise else 0.0
-    shares = block_shares(chosen, [weights[index] for index in present], pruning.share, spread)
+    shares = block_shares(chosen, [weights[index] for index in present], pruning.sparsity, spread)
     patterns = block_patterns(shares, pruning.pattern) if pruning.pattern else [None] * len(present)
     return [
         BlockShare(names[index], ratio, share, pattern)
@@ -245,7 +240,7 @@ def _with_ranks(
     settled = replace(factoring, allocation="uniform")
     return {
         name: replace(members[name], scheme=_ranked_scheme(members[name], rank), factoring=settled)
-        for name, rank in share_out_over_blocks(blocks, factoring.keep).items()
+        for name, rank in share_out_over_blocks(blocks, factoring.keep_ratio).items()
     }
 
 

@@ -1,21 +1,17 @@
-"""Linears of a block on their way to two factors: decomposed, ranks shared out, and the factors rounded."""
+"""Linears of a block on their way to two factors: decomposed, and ranks allocated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
-from compress.checkpoint.scheme import FLOAT_BITS, Scheme
-from compress.checkpoint.weights.low_rank import Factor, LowRankWeight, values
-from compress.methods.gptq import quantize_gptq
+from compress.methods import base
 from compress.methods.low_rank import RankedLinear, largest_rank, rank_step, share_out
-from compress.methods.rtn import quantize_rtn
-from compress.methods.shared.decomposition import Decomposition, Whitening, decompose, scale_inputs, spectrum, whiten
-from compress.methods.shared.hessian import HessianFactor, factorize
+from compress.methods.shared.decomposition import Decomposition, Whitening, decompose, spectrum
 from compress.plan import LayerPlan
 
 UNREACHED = "no calibration token reached this layer"
@@ -93,73 +89,28 @@ def _ranks(
             for name, each in chosen.items()
             if each.factoring == factoring and each.scheme
         }
-        ranks |= share_out(members, factoring.keep)
+        ranks |= share_out(members, factoring.keep_ratio)
     return ranks
 
 
-def _comparable(assignment: LayerPlan, energies: Tensor) -> Tensor:
-    """What each rank is worth beside those of other linears. Whitened, it is error of an output, in the units of the
-    model; otherwise units differ from layer to layer, and only shares of each layer's total compare."""
-    if _method(assignment) == "svd-llm":
+def _comparable(plan: LayerPlan, energies: Tensor) -> Tensor:
+    """Return energies that compare between linears: errors of the output, or where the method's energies are in
+    units of their own, shares of each layer's total."""
+    if plan.factoring and base.factorization(plan.factoring.method).energies_are_errors:
         return energies
     return energies / energies.sum().clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _method(assignment: LayerPlan) -> str:
-    return assignment.factoring.method if assignment.factoring else ""
+def _method(plan: LayerPlan) -> str:
+    return plan.factoring.method if plan.factoring else ""
 
 
 def _shape(weight: Tensor) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def _whitening(method: str, statistics: InputStatistics | None) -> Whitening:
-    if method == "svd":
-        return Whitening()
-    if statistics is None:
-        return Whitening(recovery=f"svd: {UNREACHED}")
-    # The Hessian is twice the second moment.
-    return scale_inputs(statistics.abs_mean) if method == "asvd" else whiten(statistics.hessian / 2)
-
-
-@dataclass(frozen=True, slots=True)
-class FactorRounding:
-    """How both factors of a linear are rounded.
-
-    Attributes:
-        method: rtn or gptq; rtn also where nothing is known of the inputs.
-        scheme: of both factors; None keeps them in the model's dtype.
-        statistics: of the linear's inputs, which are those of the right factor.
-        factor: their factorized Hessian, for gptq.
-    """
-
-    method: str | None
-    scheme: Scheme | None
-    model_dtype: torch.dtype
-    statistics: InputStatistics | None = None
-    factor: HessianFactor | None = None
-
-    def apply(self, left: Tensor, right: Tensor) -> LowRankWeight:
-        """Rounds `right [r, I]` by the layer's inputs, then `left [O, r]` by what the rounded right factor gives it.
-
-        Raises:
-            SchemeError, NumericsError: from the methods.
-        """
-        rank = right.shape[0]
-        if self.scheme is None:
-            stored = left.to(self.model_dtype), right.to(self.model_dtype)
-            return LowRankWeight(*stored, Scheme(FLOAT_BITS, None, rank=rank))
-        first: Factor
-        if self.factor is not None and self.statistics is not None:
-            first = quantize_gptq(right, self.factor, self.scheme, self.model_dtype)
-            passed = values(first, torch.float32)
-            between = factorize(passed @ self.statistics.hessian @ passed.T)
-            last = quantize_gptq(left, between, self.scheme, self.model_dtype)
-        else:
-            inputs = self.statistics.mean_square if self.statistics else None
-            first = quantize_rtn(right, self.scheme, inputs, self.model_dtype)
-            # Of inputs that are taken as independent: the mean square of what lies between the two products.
-            passed = values(first, torch.float32).square()
-            importance = None if inputs is None else passed @ inputs
-            last = quantize_rtn(left, self.scheme, importance, self.model_dtype)
-        return LowRankWeight(last, first, replace(self.scheme, rank=rank))
+def _whitening(name: str, statistics: InputStatistics | None) -> Whitening:
+    method = base.factorization(name)
+    if statistics is not None:
+        return method.whitening(statistics)
+    return Whitening(recovery=f"{base.fallback('factorize').name}: {UNREACHED}" if method.needs(None).inputs else "")

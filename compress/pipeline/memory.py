@@ -143,7 +143,7 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
         return _PROCESS_BYTES + max(6 * _FLOAT32 * block.largest + factors, ends)
     hidden = getattr(config, "hidden_size", 0) * item_bytes
     # In and out of the block; where it is followed, the same of the dense model.
-    states = (4 if plan.follows_dense else 2) * samples * length * hidden
+    states = (4 if plan.needs.dense_model else 2) * samples * length * hidden
     embedding = getattr(config, "vocab_size", 0) * hidden
     weights = block.parameters * (item_bytes + _FLOAT32) + 5 * _FLOAT32 * block.largest
     activations = _activation_bytes(block, plan, micro_batch * length * item_bytes)
@@ -166,9 +166,8 @@ def _end_bytes(skeleton: Skeleton, plan: Plan) -> int:
 
 def _hessian_bytes(block: _Block, plan: Plan) -> int:
     squares = sum(width**2 for width in block.inputs)
-    uses_hessian = any(each.needs_hessian for each in plan.assignments.values())
-    hessians = _FLOAT32 * (squares + 4 * block.square) if uses_hessian else 0
-    if not plan.uses_gptaq:
+    hessians = _FLOAT32 * (squares + 4 * block.square) if plan.needs.hessian else 0
+    if not plan.needs.dense_inputs:
         return hessians
     # Differences of all inputs, and a few square matrices in float64.
     return hessians + _FLOAT32 * (squares + 12 * block.square)
@@ -177,7 +176,7 @@ def _hessian_bytes(block: _Block, plan: Plan) -> int:
 def _activation_bytes(block: _Block, plan: Plan, token_bytes: int) -> int:
     """Of the tokens that run at once, one number of each of which takes `token_bytes`."""
     activations = token_bytes * block.outputs
-    if not plan.tuning:
+    if not plan.needs.learning_batch:
         return activations
     # Latent values, offsets and their best state, gradients, and what backward passes need of each rounding; and all
     # that is between the block's inputs and outputs.

@@ -269,7 +269,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize) + turning
     if request.recipe.kv_cache and request.recipe.kv_cache.candidates:
         _check_kv_measurable(config, plan, device)
-    streams = 2 if plan.follows_dense else 1
+    streams = 2 if plan.needs.dense_model else 1
     disk = _disk_bytes(files, plan, streams * count * length * skeleton.model.config.hidden_size * dtype.itemsize)
     return RunContext(request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk)
 

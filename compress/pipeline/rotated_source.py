@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.errors import RecipeError
-from compress.methods.rotation import Rotation
+from compress.methods.shared.hadamard import Rotation
 from compress.models.spec import ResidualStream
 from compress.pipeline.skeleton import Skeleton, open_skeleton
 from compress.plan import Plan, PlanRow

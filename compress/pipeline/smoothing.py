@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.fp8 import quantize_tokens
 from compress.checkpoint.weights.integer import round_in_range
-from compress.methods.awq import search_smoothing
+from compress.methods import base
+from compress.methods.base import ScaleSearch
 from compress.methods.rtn import round_to_fp8
 from compress.methods.shared.smoothing import (
     SmoothingResult,
@@ -25,13 +26,10 @@ from compress.methods.shared.smoothing import (
     scale_norm,
     scale_outputs,
 )
-from compress.methods.smoothquant import ALPHAS, search_alpha
 from compress.models.spec import SmoothingMapping
 from compress.pipeline.block import LoadedBlock
 from compress.pipeline.capture import BlockInputs, Call, Observed, run_block
 from compress.plan import LayerPlan
-
-NUM_RATIOS = 10
 
 
 @dataclass
@@ -78,7 +76,7 @@ def search_edge(
     """The scale of one edge that lets the quantized targets reproduce the parent's output best."""
     assignment = assignments[edge.balance_layers[0]]
     scheme = assignment.quantized
-    if scheme is None:
+    if scheme is None or assignment.method is None:
         raise ValueError(f"{edge.balance_layers[0]} is not quantized: there is nothing to smooth for")
     rounded_inputs = dict.fromkeys(edge.balance_layers, scheme) if scheme.activation_bits else {}
     parent = block.module.get_submodule(edge.parent)
@@ -92,17 +90,17 @@ def search_edge(
         with activations_quantized(block, rounded_inputs, scale):
             return _mean_square_error(parent, trace)
 
-    statistics = observed.statistics[edge.balance_layers[0]]
-    weights = [block.weights[name] for name in edge.balance_layers]
-    heads = {"heads_per_group": layout.heads_per_group, "head_dim": layout.head_dim}
+    search = ScaleSearch(
+        [block.weights[name] for name in edge.balance_layers],
+        observed.statistics[edge.balance_layers[0]],
+        fake_quantize,
+        loss,
+        scheme.group_size,
+        layout.heads_per_group,
+        layout.head_dim,
+    )
     with _weights_restored(block, edge.balance_layers):
-        if assignment.method == "smoothquant":
-            alphas = ALPHAS if assignment.alpha is None else (assignment.alpha,)
-            insist = assignment.alpha is not None
-            return search_alpha(weights, statistics.abs_max, fake_quantize, loss, alphas, insist=insist, **heads)
-        return search_smoothing(
-            weights, statistics.abs_mean, fake_quantize, loss, NUM_RATIOS, group_size=scheme.group_size, **heads
-        )
+        return base.quantization(assignment.method).smoothing_scale(search, assignment.options)
 
 
 @contextmanager

@@ -18,9 +18,11 @@ from calibration.statistics import InputStatistics
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.cli import tool_version
 from compress.common.errors import NumericsError
+from compress.methods.base import Needs
+from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import LoadedBlock, fill, read_block, read_tensor
-from compress.pipeline.capture import BlockInputs, Need, StandIn, capture_inputs, observe, run_all, run_block
-from compress.pipeline.compress_layer import HessianCache, LayerCompressor, values_of
+from compress.pipeline.capture import BlockInputs, StandIn, capture_inputs, observe, run_all, run_block
+from compress.pipeline.compress_layer import LayerCompressor, values_of
 from compress.pipeline.low_rank import Ranked, decompose_block
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.skeleton import Skeleton
@@ -193,7 +195,7 @@ class ChangedUnit:
     _ranked: dict[tuple[str, str], Ranked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._factors = HessianCache(self.statistics)
+        self._inputs = HessianCache(self.statistics)
 
     def values(self, module: str, assignment: LayerPlan) -> Tensor:
         """The weight `[O, I]` as the finished checkpoint would multiply by it, float32.
@@ -202,8 +204,8 @@ class ChangedUnit:
             SchemeError, NumericsError: from the methods.
         """
         weight, ranked = self.weights[module], self._rank(module, assignment)
-        work = LayerCompressor(module, weight, assignment, self.model_dtype, self.statistics, ranked=ranked)
-        return values_of(work.apply(self._factors)[0])
+        work = LayerCompressor(module, weight, assignment, self.model_dtype, self._inputs, ranked)
+        return values_of(work.apply()[0])
 
     def _rank(self, module: str, assignment: LayerPlan) -> Ranked | None:
         if assignment.factoring is None or assignment.scheme is None:
@@ -334,7 +336,7 @@ class _Meter:
         return getattr(torch, self.survey.prepared.plan.scale_dtype)
 
     def _statistics(self, block: LoadedBlock, index: int) -> dict[str, InputStatistics]:
-        needs = {leaf: Need(hessian=True) for leaf in block.weights}
+        needs = {leaf: Needs(hessian=True) for leaf in block.weights}
         return observe(block, self.calibration, index, needs, self.survey.prepared.device).statistics
 
     def advance(self, index: int) -> None:

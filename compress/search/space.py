@@ -11,9 +11,9 @@ from typing import Any
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme, Sparsity
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
+from compress.methods import base
 from compress.models.spec import Architecture
 from compress.recipe import (
-    SMOOTHING_METHODS,
     CalibrationOptions,
     FactorizeStage,
     PruneStage,
@@ -269,7 +269,7 @@ class SearchRequest:
     name: str = "search"
 
     def __post_init__(self) -> None:
-        if self.method in SMOOTHING_METHODS:
+        if self.method in base.names("quantize") and base.quantization(self.method).smooths:
             problem = f"{self.method} smooths several layers at once, so none has a sensitivity of its own"
             raise RecipeError(problem, "Search with gptq or rtn")
         if self.method not in METHODS:

@@ -9,7 +9,8 @@ import pytest
 from calibration.parts import Part
 from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.common.errors import RecipeError
-from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Tuning
+from compress.methods.signround import SignRoundOptions
+from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
 
 BUNDLED = {
@@ -53,7 +54,7 @@ def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
 def test_learned_rounding_in_a_recipe() -> None:
     text = "stages:\n  - quantize: {method: signround, bits: 2, steps: 50, lr: 0.01, batch: 8}\n"
     (stage,) = parse_recipe(text, "r.yaml").stages
-    assert stage == QuantizeStage("signround", Scheme(2, 128), tuning=Tuning(50, 0.01, 8))
+    assert stage == QuantizeStage("signround", Scheme(2, 128), options=SignRoundOptions(50, 0.01, 8))
 
 
 def test_low_rank_in_a_recipe() -> None:
@@ -131,7 +132,7 @@ def test_mistakes_are_named_with_file_line_and_key(text: str, problem: str) -> N
 def test_numbers_as_people_write_them(written: str, meant: float) -> None:
     text = f"stages:\n  - quantize: {{method: gptaq, alpha: {written}}}\n  - kv_cache: {{max_kl: {written}}}\n"
     quantize, kv_cache = parse_recipe(text, "r.yaml").stages
-    assert (quantize.alpha, kv_cache.max_kl) == (meant, meant)
+    assert (quantize.options.alpha, kv_cache.max_kl) == (meant, meant)
 
 
 def test_a_mixture_of_calibration_texts() -> None:

@@ -8,12 +8,17 @@ That is one factorization instead of three, and no inverse of an ill-conditioned
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from calibration.statistics import InputDifference, InputStatistics
 from compress.common.device import require_finite
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +136,59 @@ def _factor_with_floor(matrix: Tensor, floor: float) -> Tensor | None:
     except torch.linalg.LinAlgError:
         return None
     return _upper_factor((vectors * values.clamp(min=floor)) @ vectors.T)
+
+
+@dataclass
+class HessianCache:
+    """Statistics of one (smoothed) input, and factorizations of its Hessian, each made on first use.
+
+    Attributes:
+        statistics: of the input before smoothing; None when nothing is known.
+        scale: `[I]`, the divisor that smoothing gave the input; None when nothing was folded.
+        drift: of the input from the dense model's; None when it is not known.
+    """
+
+    statistics: InputStatistics | None
+    scale: Tensor | None = None
+    drift: InputDifference | None = None
+    made: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def mean_square(self) -> Tensor | None:
+        """`[I]`, mean square of each input; None when nothing is known."""
+        if self.statistics is None:
+            return None
+        squares = self.statistics.mean_square
+        return squares if self.scale is None else squares / self.scale.square()
+
+    @property
+    def hessian(self) -> Tensor:
+        """`[I, I]` float32. Raises ValueError when nothing is known."""
+        if self.statistics is None:
+            raise ValueError("a Hessian was asked for, and nothing was observed")
+        return self._smoothed(self.statistics.hessian)
+
+    @property
+    def difference(self) -> Tensor | None:
+        """`[I, I]` float32, `2 D X^T / tokens` with the drift D of the inputs X; None when it is not known."""
+        return None if self.drift is None else self._smoothed(self.drift.moment)
+
+    def factor(self, options: HessianOptions = HessianOptions()) -> HessianFactor:
+        """Return the factorized Hessian. Raises ValueError when nothing is known."""
+        return self.shared(options, lambda: factorize(self.hessian, options))
+
+    def sample(self, count: int) -> Tensor | None:
+        """Return up to `count` input rows `[n, I]` float32; None when nothing is known."""
+        if self.statistics is None:
+            return None
+        rows = self.statistics.sample(count).float()
+        return rows if self.scale is None else rows / self.scale
+
+    def shared(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what `make` gives, made once for all linears that read the input."""
+        if key not in self.made:
+            self.made[key] = make()
+        return cast(Made, self.made[key])
+
+    def _smoothed(self, moment: Tensor) -> Tensor:
+        return moment if self.scale is None else moment / self.scale / self.scale.unsqueeze(-1)

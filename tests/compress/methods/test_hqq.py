@@ -9,7 +9,7 @@ from torch import Tensor
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError
-from compress.methods.hqq import HqqOptions, norm_error, quantize_hqq
+from compress.methods.hqq import Splitting, norm_error, quantize_hqq
 from compress.methods.rtn import quantize_rtn
 
 SCHEMES = [Scheme(bits, group, symmetric) for bits in (2, 3, 4) for group in (64, None) for symmetric in (True, False)]
@@ -22,7 +22,7 @@ def weight() -> Tensor:
     return 0.02 * torch.randn(96, 256, generator=generator) + 0.001 * heavy
 
 
-def errors(weight: Tensor, packed: IntegerWeight, exponent: float = HqqOptions().exponent) -> Tensor:
+def errors(weight: Tensor, packed: IntegerWeight, exponent: float = Splitting().exponent) -> Tensor:
     """`[O, G, 1]`"""
     change = packed.dequantize(torch.float32) - weight
     return norm_error(change.unflatten(1, (packed.scale.shape[1], -1)), exponent)

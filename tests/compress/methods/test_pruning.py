@@ -15,8 +15,8 @@ from compress.common.errors import NumericsError
 from compress.methods.gptq import quantize_gptq
 from compress.methods.pruning import keep_pattern, keep_share, scores
 from compress.methods.rtn import quantize_rtn
-from compress.methods.shared.hessian import factorize
-from compress.methods.sparsegpt import OPTIONS, prune_sparsegpt
+from compress.methods.shared.hessian import HessianOptions, factorize
+from compress.methods.sparsegpt import prune_sparsegpt
 
 TWO_OF_FOUR, FOUR_OF_EIGHT = Sparsity(2, 4), Sparsity(4, 8)
 
@@ -100,7 +100,7 @@ def slow_sparsegpt(weight: Tensor, hessian: Tensor, pattern: Sparsity) -> Tensor
 def test_sparsegpt_is_the_paper_s(pattern, columns) -> None:
     weight = torch.randn(24, columns, generator=torch.Generator().manual_seed(1))
     hessian = hessian_of(correlated_inputs(columns))
-    found = prune_sparsegpt(weight, factorize(hessian, OPTIONS), pattern, 0.5)
+    found = prune_sparsegpt(weight, factorize(hessian, HessianOptions(activation_order=False)), pattern, 0.5)
     expected = slow_sparsegpt(weight, hessian, pattern)
     same_place = ((found != 0) == (expected != 0)).float().mean()
     assert same_place > 0.995  # near ties may fall the other way in float32
@@ -119,7 +119,7 @@ def test_sparsegpt_beats_wanda_beats_magnitude(pattern) -> None:
         score = scores(method, weight, mean_square)
         kept = keep_pattern(score, pattern) if pattern else keep_share(score, 0.5, per_output=method == "wanda")
         errors[method] = output_error(weight, weight * kept, inputs)
-    found = prune_sparsegpt(weight, factorize(hessian_of(inputs), OPTIONS), pattern, 0.5)
+    found = prune_sparsegpt(weight, factorize(hessian_of(inputs), HessianOptions(activation_order=False)), pattern, 0.5)
     errors["sparsegpt"] = output_error(weight, found, inputs)
     assert errors["sparsegpt"] < 0.9 * errors["wanda"]
     assert errors["wanda"] < 0.9 * errors["magnitude"]
@@ -137,7 +137,9 @@ def test_zeros_are_exact_in_every_scheme(bits, symmetric, pattern, seed) -> None
     generator = torch.Generator().manual_seed(seed)
     weight, scheme = torch.randn(8, 64, generator=generator), Scheme(bits, 32, symmetric)
     hessian = hessian_of(correlated_inputs(64, seed))
-    joint = values_of(prune_sparsegpt(weight, factorize(hessian, OPTIONS), pattern, 0.5, scheme))
+    joint = values_of(
+        prune_sparsegpt(weight, factorize(hessian, HessianOptions(activation_order=False)), pattern, 0.5, scheme)
+    )
     score = scores("wanda", weight, hessian.diagonal())
     kept = keep_pattern(score, pattern) if pattern else keep_share(score, 0.5, per_output=True)
     after = quantize_gptq(weight, factorize(hessian), scheme, kept=kept).dequantize()
@@ -152,7 +154,7 @@ def test_zeros_are_exact_in_every_scheme(bits, symmetric, pattern, seed) -> None
 def test_joint_rounding_beats_rounding_afterwards() -> None:
     inputs = correlated_inputs(128)
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
-    factor, scheme = factorize(hessian_of(inputs), OPTIONS), Scheme(4, 32)
+    factor, scheme = factorize(hessian_of(inputs), HessianOptions(activation_order=False)), Scheme(4, 32)
     joint = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5, scheme))
     pruned = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5))
     after = quantize_rtn(pruned, scheme, inputs.square().mean(0)).dequantize()
@@ -161,7 +163,7 @@ def test_joint_rounding_beats_rounding_afterwards() -> None:
 
 def test_without_a_usable_hessian_it_is_wanda() -> None:
     weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(4))
-    factor = factorize(torch.zeros(32, 32), OPTIONS)
+    factor = factorize(torch.zeros(32, 32), HessianOptions(activation_order=False))
     found = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5))
     assert ((found.view(8, 8, 4) != 0).sum(-1) == 2).all()
 

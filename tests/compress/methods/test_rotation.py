@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.methods.rotation import Rotation, paley_matrix
+from compress.methods.shared.hadamard import Rotation, paley_matrix
 
 FLAT = (1, 2, 48, 56, 64, 80, 144, 368, 896)
 

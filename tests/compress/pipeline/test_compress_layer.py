@@ -7,7 +7,8 @@ import torch
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.pipeline.compress_layer import HessianCache, LayerCompressor, values_of
+from compress.methods.shared.hessian import HessianCache
+from compress.pipeline.compress_layer import LayerCompressor, values_of
 from compress.plan import LayerPlan, Pruning
 
 
@@ -26,8 +27,8 @@ def test_sparsegpt_sees_smoothed_inputs(method: str | None) -> None:
 
     def error(scale: torch.Tensor | None) -> float:
         folded = weight if scale is None else weight * scale
-        work = LayerCompressor("q", folded, assignment, torch.float32, statistics, scale)
-        stored, _ = work.apply(HessianCache(statistics, scale))
+        inputs = HessianCache(statistics, scale)
+        stored, _ = LayerCompressor("q", folded, assignment, torch.float32, inputs).apply()
         found = values_of(stored) if scale is None else values_of(stored) / scale
         return float((inputs @ (found - weight).T).square().mean())
 

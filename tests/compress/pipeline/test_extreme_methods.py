@@ -11,6 +11,8 @@ from killed_runs import killed_after_block
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import Scheme
 from compress.common.errors import RecipeError
+from compress.methods.base import make_options, quantization
+from compress.methods.gptaq import GPTAQOptions
 from compress.methods.hqq import quantize_hqq
 from compress.pipeline import compress_block
 from compress.pipeline.prepare import RunRequest, prepare
@@ -39,7 +41,7 @@ def test_hqq_needs_no_calibration_and_writes_its_codes(tiny_model, tmp_path: Pat
 
 
 def gptaq(bits: int = 2, alpha: float | None = None, **options) -> QuantizeStage:
-    return QuantizeStage("gptaq", Scheme(bits, 64), alpha=alpha, **options)
+    return QuantizeStage("gptaq", Scheme(bits, 64), options=GPTAQOptions(alpha), **options)
 
 
 def codes(path: Path, module: str) -> torch.Tensor:
@@ -60,8 +62,8 @@ def test_only_gptaq_follows_the_dense_model_and_counts_what_that_takes(tiny_mode
     recipes = {name: Recipe((QuantizeStage(name, Scheme(2, 64)),), CALIBRATION) for name in ("gptq", "gptaq")}
     model = tiny_model()
     plain, beside = (prepare(RunRequest(model, "m", each, tmp_path / "out")) for each in recipes.values())
-    assert not plain.plan.follows_dense
-    assert beside.plan.follows_dense
+    assert not plain.plan.needs.dense_inputs
+    assert beside.plan.needs.dense_inputs
     assert beside.peak_memory > plain.peak_memory
     states = beside.sequences.tokens.numel() * 128 * beside.dtype.itemsize
     assert beside.disk - plain.disk == 2 * states
@@ -95,10 +97,10 @@ def test_memory_that_runs_out_halves_the_batch_of_both_streams(tiny_model, tmp_p
 
 
 def test_what_alpha_means_depends_on_the_method() -> None:
-    assert gptaq(alpha=0.25).alpha == 0.25
+    assert gptaq(alpha=0.25).options.alpha == 0.25
     with pytest.raises(RecipeError, match=r"alpha=2\.0 with gptaq"):
         gptaq(alpha=2.0)
-    with pytest.raises(RecipeError, match="gptaq keeps no outlier columns"):
+    with pytest.raises(RecipeError, match="keeps no outlier columns"):
         gptaq(outlier_columns=0.01)
-    with pytest.raises(RecipeError, match=r"alpha=0\.5 with gptq"):
-        QuantizeStage("gptq", alpha=0.5)
+    with pytest.raises(RecipeError, match=r"alpha=0\.5 .* gptq"):
+        make_options(quantization("gptq"), {"alpha": 0.5})

@@ -16,6 +16,7 @@ from compress.common.errors import RecipeError, SchemeError
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
 from compress.methods.rtn import quantize_fp8, round_to_fp8
+from compress.methods.smoothquant import SmoothQuantOptions
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
@@ -113,7 +114,7 @@ def test_words_for_it():
     recipe = parse_recipe("stages:\n- quantize: {fp8: true}\n", "r.yaml")
     assert recipe.stages == (QuantizeStage("rtn", W8A8),)
     text = "stages:\n- quantize: {method: smoothquant, fp8: true, alpha: 0.5}\n"
-    assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("smoothquant", W8A8, alpha=0.5),)
+    assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("smoothquant", W8A8, options=SmoothQuantOptions(0.5)),)
     text = "stages:\n- quantize: {fp8: true, activation_bits: 16}\n"
     assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("rtn", W8A16),)
     assert RoundingOptions(fp8=True).scheme == W8A8

@@ -15,12 +15,13 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
+from compress.methods.signround import SignRoundOptions
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage, Tuning
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
 
 SMALL = CalibrationOptions(samples=6, length=48)
-SHORT = Tuning(steps=20, lr=0.002, batch=3)
+SHORT = SignRoundOptions(steps=20, lr=0.002, batch=3)
 
 
 def compress(model: Path, out: Path, *stages: Stage, calibration: CalibrationOptions = SMALL, **options) -> RunResult:
@@ -36,7 +37,7 @@ def same_weights(left: Path, right: Path) -> bool:
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
 @pytest.mark.parametrize("scheme", [Scheme(2, 32), Scheme(3, None, symmetric=False)], ids=str)
 def test_learning_is_reported_and_what_is_written_verifies(tiny_model, tmp_path, family, scheme) -> None:
-    result = compress(tiny_model(family), tmp_path / "packed", QuantizeStage("signround", scheme, tuning=SHORT))
+    result = compress(tiny_model(family), tmp_path / "packed", QuantizeStage("signround", scheme, options=SHORT))
     assert result.structure.ok
     for block in result.report["blocks"]:
         tuning = block["tuning"]
@@ -47,7 +48,7 @@ def test_learning_is_reported_and_what_is_written_verifies(tiny_model, tmp_path,
 
 
 def test_learning_lowers_the_error_of_a_trained_model(tmp_path) -> None:
-    stage = QuantizeStage("signround", Scheme(2, 64), tuning=Tuning(steps=10, lr=0.005, batch=4))
+    stage = QuantizeStage("signround", Scheme(2, 64), options=SignRoundOptions(steps=10, lr=0.005, batch=4))
     text = CalibrationOptions(samples=16, length=64)
     report = compress(demo_model_path(), tmp_path / "packed", stage, calibration=text).report
     gains = [block["tuning"]["loss_after"] / block["tuning"]["loss_before"] for block in report["blocks"]]
@@ -55,7 +56,7 @@ def test_learning_lowers_the_error_of_a_trained_model(tmp_path) -> None:
 
 
 def test_the_number_of_sequences_in_memory_changes_nothing_but_last_bits(tiny_model, tmp_path) -> None:
-    stage = QuantizeStage("signround", Scheme(3, 32), tuning=Tuning(steps=6, batch=4))
+    stage = QuantizeStage("signround", Scheme(3, 32), options=SignRoundOptions(steps=6, batch=4))
     reports = [
         compress(tiny_model(), tmp_path / str(size), stage, micro_batch=size, dtype="float32").report for size in (2, 4)
     ]
@@ -64,8 +65,8 @@ def test_the_number_of_sequences_in_memory_changes_nothing_but_last_bits(tiny_mo
 
 
 def test_a_start_that_cannot_be_bettered_is_kept_and_that_is_said(tiny_model, tmp_path) -> None:
-    wild = Tuning(steps=1, lr=0.5, batch=1)
-    result = compress(tiny_model(), tmp_path / "tuned", QuantizeStage("signround", Scheme(8, 32), tuning=wild))
+    wild = SignRoundOptions(steps=1, lr=0.5, batch=1)
+    result = compress(tiny_model(), tmp_path / "tuned", QuantizeStage("signround", Scheme(8, 32), options=wild))
     compress(tiny_model(), tmp_path / "gptq", QuantizeStage("gptq", Scheme(8, 32)))
     assert same_weights(tmp_path / "tuned", tmp_path / "gptq")
     assert len(result.report["recovered"]) == len(PackedCheckpoint.open(tmp_path / "gptq").modules)
@@ -75,7 +76,7 @@ def test_a_start_that_cannot_be_bettered_is_kept_and_that_is_said(tiny_model, tm
 def test_goes_with_other_methods_in_the_same_block(tiny_model, tmp_path) -> None:
     stages = (
         QuantizeStage("awq", Scheme(4, 32)),
-        QuantizeStage("signround", Scheme(2, 32), targets=("down_proj",), tuning=SHORT),
+        QuantizeStage("signround", Scheme(2, 32), targets=("down_proj",), options=SHORT),
     )
     result = compress(tiny_model(), tmp_path / "packed", *stages)
     assert result.structure.ok
@@ -92,8 +93,11 @@ def test_goes_with_other_methods_in_the_same_block(tiny_model, tmp_path) -> None
     [
         ((PruneStage("wanda", Sparsity()), QuantizeStage("signround")), "is pruned"),
         (
-            (QuantizeStage("signround"), QuantizeStage("signround", targets=("down_proj",), tuning=Tuning(7))),
-            "stages of signround differ",
+            (
+                QuantizeStage("signround"),
+                QuantizeStage("signround", targets=("down_proj",), options=SignRoundOptions(7)),
+            ),
+            "signround differ",
         ),
     ],
     ids=["pruned", "in two ways"],
@@ -104,13 +108,13 @@ def test_refuses_before_anything_runs(tiny_model, tmp_path, stages, problem) -> 
 
 
 def test_refuses_options_that_mean_nothing() -> None:
-    with pytest.raises(RecipeError, match="rounds them"):
+    with pytest.raises(RecipeError, match="16-bit activations"):
         QuantizeStage("signround", Scheme(8, None, activation_bits=8))
-    with pytest.raises(RecipeError, match="learns nothing in steps"):
-        QuantizeStage("gptq", tuning=Tuning(100))
+    with pytest.raises(RecipeError, match="no options of gptq"):
+        QuantizeStage("gptq", options=SignRoundOptions(100))
     for options in ({"steps": 0}, {"lr": 0.0}, {"lr": 0.7}, {"batch": 0}):
         with pytest.raises(RecipeError):
-            Tuning(**options)
+            SignRoundOptions(**options)
 
 
 @pytest.mark.slow

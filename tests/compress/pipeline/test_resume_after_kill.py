@@ -12,9 +12,10 @@ import pytest
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.writer import PieceStore
 from compress.common.errors import CheckpointError
+from compress.methods.signround import SignRoundOptions
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, Tuning
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 # A fresh process that has torch loaded already, and no threads yet when it forks.
 SPAWN = multiprocessing.get_context("forkserver")
@@ -30,8 +31,8 @@ SPAWN.set_forkserver_preload(
 
 
 def make_request(model: Path, out: Path, method: str = "awq", **options) -> RunRequest:
-    tuning = Tuning(steps=4, lr=0.002, batch=2) if method == "signround" else None
-    recipe = Recipe((QuantizeStage(method, Scheme(4, 64), tuning=tuning),), CalibrationOptions(samples=4, length=48))
+    options = SignRoundOptions(steps=4, lr=0.002, batch=2) if method == "signround" else None
+    recipe = Recipe((QuantizeStage(method, Scheme(4, 64), options=options),), CalibrationOptions(samples=4, length=48))
     return RunRequest(model, str(model), recipe, out, measure=False, **options)
 
 

@@ -8,8 +8,9 @@ import torch
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import Scheme
+from compress.methods.base import Needs
 from compress.pipeline.block import BlockJob, load_block
-from compress.pipeline.capture import Need, capture_inputs, observe, run_all
+from compress.pipeline.capture import capture_inputs, observe, run_all
 from compress.pipeline.skeleton import open_skeleton
 from compress.pipeline.smoothing import HeadLayout, fold_edge, head_layout, search_edge, trace_modules
 from compress.plan import LayerPlan
@@ -78,7 +79,7 @@ def test_search_finds_the_scale_that_an_outlier_channel_needs(tiny_model) -> Non
     norm[5] *= 100
     opened.block.set_dense("input_layernorm.weight", norm)
     edge = opened.job.edges[0]
-    needs = dict.fromkeys(opened.job.assignments, Need())
+    needs = dict.fromkeys(opened.job.assignments, Needs())
     observed = observe(opened.block, opened.inputs, 1, needs, CPU)
     traces, _ = trace_modules(opened.block, opened.inputs, 1, [edge.parent], CPU)
     untouched = {name: opened.block.linear(name).weight.clone() for name in edge.balance_layers}
@@ -91,7 +92,7 @@ def test_search_finds_the_scale_that_an_outlier_channel_needs(tiny_model) -> Non
 @torch.no_grad()
 def test_siblings_share_statistics_by_what_they_receive(tiny_model) -> None:
     opened = OpenBlock(tiny_model("llama"))
-    needs = {name: Need(hessian=name.endswith("v_proj")) for name in opened.job.assignments}
+    needs = {name: Needs(hessian=name.endswith("v_proj")) for name in opened.job.assignments}
     observed = observe(opened.block, opened.inputs, 1, needs, CPU)
     groups = {frozenset(group) for group in observed.groups}
     assert frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}) in groups

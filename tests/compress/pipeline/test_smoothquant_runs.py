@@ -17,6 +17,7 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
+from compress.methods.smoothquant import SmoothQuantOptions
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
@@ -72,7 +73,7 @@ def test_transformers_serves_it_too(outlier_model, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "packed"
-    compress(outlier_model, out, QuantizeStage("smoothquant", W8A8, alpha=0.5))
+    compress(outlier_model, out, QuantizeStage("smoothquant", W8A8, options=SmoothQuantOptions(0.5)))
     assert set(PackedCheckpoint.open(out).schemes.values()) == {W8A8}
     tokens = torch.randint(10, 4000, (1, 64), generator=torch.Generator().manual_seed(0))
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -87,7 +88,9 @@ def test_transformers_serves_it_too(outlier_model, tmp_path) -> None:
 
 
 def test_a_fixed_alpha_is_used_everywhere(outlier_model, tmp_path) -> None:
-    result = compress(outlier_model, tmp_path / "packed", QuantizeStage("smoothquant", W8A8, alpha=0.75))
+    result = compress(
+        outlier_model, tmp_path / "packed", QuantizeStage("smoothquant", W8A8, options=SmoothQuantOptions(0.75))
+    )
     assert {edge["ratio"] for block in result.report["blocks"] for edge in block["smoothing"]} == {0.75}
 
 
@@ -95,10 +98,14 @@ def test_a_fixed_alpha_is_used_everywhere(outlier_model, tmp_path) -> None:
     ("options", "problem"),
     [
         ({"method": "smoothquant", "scheme": Scheme(8, None)}, "makes room for 8-bit activations"),
-        ({"method": "smoothquant", "scheme": W8A8, "alpha": 1.5}, "alpha=1.5 with smoothquant"),
-        ({"method": "awq", "alpha": 0.5}, "alpha=0.5 with awq"),
+        ({"method": "awq", "options": SmoothQuantOptions(0.5)}, "no options of awq"),
     ],
 )
 def test_stages_that_mean_nothing_are_refused(options, problem) -> None:
     with pytest.raises(RecipeError, match=problem):
         QuantizeStage(**options)
+
+
+def test_an_exponent_outside_its_range_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"alpha=1\.5"):
+        SmoothQuantOptions(1.5)

@@ -1,0 +1,113 @@
+"""SignRound: the rounding of all weights of a block, learned together from GPTQ's codes on.
+
+Cheng et al. 2023, https://arxiv.org/abs/2309.05516, section 3; `shared.learned_rounding` has the algorithm. The target
+is the output of the dense block on the dense model's own inputs, from inputs that come from the packed blocks before,
+so a block also compensates the errors of those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from compress.checkpoint.scheme import Scheme
+from compress.common.errors import RecipeError
+from compress.methods.base import BlockObjective, Layer, Needs, QuantizationMethod, TunedBlock, TuningRecord, register
+from compress.methods.gptq import compress_gptq
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from compress.checkpoint.weights.integer import IntegerWeight
+
+KEPT_START = "gptq: learning did not lower the error of the block"
+
+
+@dataclass(frozen=True, slots=True)
+class SignRoundOptions:
+    """Options of SignRound. The step size falls linearly to zero."""
+
+    steps: Annotated[int, "Steps of gradient descent for each block."] = 200
+    lr: Annotated[
+        float | None,
+        "Size of the first step, in steps of the weight's grid. Default: 1 / steps, which just reaches the limit.",
+    ] = None
+    batch: Annotated[int, "Calibration sequences in a step."] = 4
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise RecipeError(f"steps={self.steps} learns nothing", "Use --steps 200, or method gptq, where it starts")
+        if self.lr is not None and not 0 < self.lr <= 0.5:
+            raise RecipeError(f"lr={self.lr} is outside 0 to 0.5", "Leave it out: 1 / steps")
+        if self.batch < 1:
+            raise RecipeError(f"batch={self.batch} has no sequences", "Use batch: 4")
+
+    @property
+    def first_rate(self) -> float:
+        return 1 / self.steps if self.lr is None else self.lr
+
+
+@register
+class SignRound(QuantizationMethod):
+    """Rounding learned by signed gradient descent."""
+
+    name: ClassVar[str] = "signround"
+    help: ClassVar[str] = "gptq, then learned rounding: slow, best at 2 and 3 bits"
+    Options: ClassVar[type] = SignRoundOptions
+    tunes: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = False
+
+    def needs(self, options: Any) -> Needs:
+        return Needs(inputs=True, hessian=True, learning_batch=options.batch)
+
+    def unsupported(self, scheme: Scheme) -> str:
+        if scheme.activation_bits and not scheme.fp8:
+            return "it learns with 16-bit activations, so leave activation_bits out"
+        return "it learns no outlier columns" if scheme.outliers else QuantizationMethod.unsupported(self, scheme)
+
+    def compress(self, layer: Layer) -> IntegerWeight:
+        return compress_gptq(layer)
+
+    def tune_block(
+        self,
+        objective: BlockObjective,
+        starts: Mapping[str, tuple[Tensor, IntegerWeight]],
+        options: Any,
+        tick: Callable[[float], None],
+    ) -> TunedBlock:
+        import torch
+
+        from compress.methods.shared.learned_rounding import LearnedRounding, learn
+
+        weights = {name: LearnedRounding(weight, start) for name, (weight, start) in starts.items()}
+        before = {name: weight.codes() for name, weight in weights.items()}
+        batches = objective.batches()
+
+        def values() -> dict[str, Tensor]:
+            return {name: weight.values() for name, weight in weights.items()}
+
+        @torch.no_grad()
+        def judge() -> float:
+            return objective.judge(values())
+
+        def backward(_step: int) -> None:
+            sequences = 0
+            while sequences < options.batch:
+                batch = next(batches)
+                sequences += objective.size(batch)
+                objective.error(values(), batch).backward()
+
+        learned = learn(
+            list(weights.values()),
+            backward,
+            judge,
+            options.steps,
+            options.first_rate,
+            lambda step: tick(step / options.steps),
+        )
+        after = {name: weight.codes() for name, weight in weights.items()}
+        changed = sum(int((after[name].codes != before[name].codes).sum()) for name in after)
+        total = sum(start.codes.numel() for start in before.values())
+        record = TuningRecord(options.steps, learned.step, learned.loss_before, learned.loss_after, changed / total)
+        return TunedBlock(after, record, "" if learned.step else KEPT_START)
