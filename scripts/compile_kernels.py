@@ -1,8 +1,9 @@
-"""Compiles every GPU kernel in every configuration that can be chosen, without a GPU, and checks what comes out.
+"""Compiles every GPU kernel in every configuration that launches ask for, without a GPU, and checks the machine code.
 
-For each architecture: nothing may spill, shared memory must fit, products must be on tensor cores, weights must be
-loaded in wide words, and packed codes must not be converted one by one. Each result is printed as it comes; Ctrl-C ends
-with what there is. Exits with status 1 when something fails or is missing.
+Host wrappers run over empty tensors and their launches are recorded; each distinct one is compiled. For each
+architecture: nothing may spill, shared memory must fit, products must be on tensor cores, weights must be loaded in
+wide words, and packed codes must not be converted one by one. Each result is printed as it comes; Ctrl-C ends with the
+results so far. Exits with status 1 when something fails or is missing.
 
     python scripts/compile_kernels.py
     python scripts/compile_kernels.py --arch 90 --only narrow --json kernels.json
@@ -18,8 +19,7 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarking.build_summary import worst_of_each_kernel
-from benchmarking.kernel_builds import Build, Built, all_builds, build
+from benchmarking.builds import Build, Built, all_builds, build, worst_of_each_kernel
 from benchmarking.tables import print_with_markdown, write_json
 from rich.console import Console
 
@@ -31,16 +31,15 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capabilities: 80 90")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--every", type=int, default=1, help="of the builds, only every so many")
-    parser.add_argument(
-        "--combinations", action="store_true", help="every combination of what attention chooses: hours"
-    )
+    parser.add_argument("--every", type=int, default=1, help="compile one build in this many")
+    parser.add_argument("--combinations", action="store_true", help="every launch of kernels with many, too: hours")
+    parser.add_argument("--list", action="store_true", help="print the builds instead of compiling them")
     parser.add_argument("--json", type=Path, help="write registers, memory and instructions here")
     return parser.parse_args(arguments)
 
 
 def compile_all(builds: Sequence[Build], jobs: int) -> Iterator[Built]:
-    """What comes out, as it comes; what nobody waits for any more is not begun."""
+    """Yields results as they come; builds that have not begun when the consumer stops are cancelled."""
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
     try:
         for done in as_completed([pool.submit(build, each) for each in builds]):
@@ -50,13 +49,13 @@ def compile_all(builds: Sequence[Build], jobs: int) -> Iterator[Built]:
 
 
 def print_all(builds: Sequence[Build], jobs: int, console: Console) -> list[Built]:
-    """Compiles and prints, as far as it is let."""
+    """Compiles and prints until all is done or Ctrl-C is pressed."""
     results: list[Built] = []
     try:
         for result in compile_all(builds, jobs):
             results.append(result)
             style = "bold red" if result.problems else None
-            console.print(f"{len(results)}/{len(builds)} {result}", style=style, markup=False)
+            console.print(f"{len(results)}/{len(builds)} {result}", style=style, markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print(f"interrupted: {len(builds) - len(results)} builds are missing")
     return results
@@ -68,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         each for arch in options.arch for each in all_builds(arch, options.combinations) if options.only in each.name
     ]
     builds = known[:: options.every]
+    if options.list:
+        console.print("\n".join(f"sm_{each.arch} {each.name}" for each in builds), markup=False, soft_wrap=True)
+        return 0
     results = print_all(builds, options.jobs, console)
     failed = sum(bool(result.problems) for result in results)
     if results:

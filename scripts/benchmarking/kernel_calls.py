@@ -1,0 +1,268 @@
+"""Calls of every host wrapper of a Triton kernel over empty tensors: dtypes, forms, sizes and numbers of tokens.
+
+The functions have effects only while launches are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from benchmarking.launches import Launch, Recorder, recorded
+from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
+from runtime.backends.base import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product, finished
+from runtime.backends.triton.attention import HEAD_DIMS, block_rows
+from runtime.backends.triton.kernels.page_views import Front, HeadPages
+
+if TYPE_CHECKING:
+    from runtime.backends.triton.kernels.configs import KernelConfig
+
+PROCESSORS = 132
+"""Of an H200; an A100 has fewer."""
+DTYPES = (torch.bfloat16, torch.float16)
+MULTIPLIES_FP8 = 89
+"""First architecture with products of 8-bit floats."""
+TOKENS = (1, 32, 64, 128, 2048)
+HEADS, KV_HEADS = 32, 8
+ROWS_OF_WEIGHT, INPUTS = 8192, 8192
+MAX_SPLITS = 16
+ATTENTION_SPLITS = (1, 8, 64)
+VOCABULARIES = (2048, 32000, 128256, 262144, 50257)
+"""The last one is no multiple of 16."""
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """A packed weight of 2 to 4 bits.
+
+    Attributes:
+        group_size: 0 is one group per row.
+        even: whether inputs fill the last tile.
+    """
+
+    bits: int
+    group_size: int
+    has_zero: bool = False
+    has_bias: bool = False
+    even: bool = True
+
+
+MEASURED = PackedForm(4, 128)
+"""The form that `tune_kernels.py` measures."""
+PACKED_FORMS = (
+    MEASURED,
+    PackedForm(4, 64, has_bias=True),
+    PackedForm(4, 32, True),
+    PackedForm(4, 32, has_bias=True, even=False),
+    PackedForm(4, 0),
+    PackedForm(2, 128, has_bias=True),
+    PackedForm(2, 64, True),
+    PackedForm(2, 32, even=False),
+    PackedForm(2, 0, True, has_bias=True),
+)
+BYTE_GROUPS = ((0, False), (0, True), (128, True), (64, False), (32, True))
+"""Group sizes of 8-bit codes, and whether zero points are stored."""
+
+
+def all_launches(arch: int) -> list[Launch]:
+    """Distinct launches of every kernel on an architecture."""
+    with recorded(arch) as recorder:
+        for dtype in DTYPES:
+            _w4a16(dtype, recorder)
+            _int8(dtype)
+            _fp8(dtype, arch)
+            _norm_act(dtype)
+            _rope_kv_write(dtype)
+            _attention(dtype)
+        _column_solver()
+        _sampling()
+    return list(recorder.launches)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _w4a16(dtype: torch.dtype, recorder: Recorder) -> None:
+    from runtime.backends.triton.kernels.configs import all_configs
+
+    for form in PACKED_FORMS:
+        for config in all_configs(form.bits):
+            _w4a16_product(form, config, dtype)
+    if dtype == torch.bfloat16:
+        recorder.tried = True
+        for config in _tried_configs():
+            _w4a16_product(MEASURED, config, dtype)
+        recorder.tried = False
+
+
+def _tried_configs() -> list[KernelConfig]:
+    from benchmarking.linear_candidates import candidates
+    from runtime.backends.triton.kernels.configs import BUCKETS
+
+    return list(dict.fromkeys(replace(config, splits=1) for tokens in BUCKETS for config in candidates(tokens)))
+
+
+def _w4a16_product(form: PackedForm, config: KernelConfig, dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.norm_act import prepared
+    from runtime.backends.triton.kernels.w4a16 import input_form, product
+    from runtime.backends.triton.kernels.weight_layout import PlanedWeight, tile_inputs
+
+    tile = tile_inputs(form.bits)
+    inputs = INPUTS if form.even else INPUTS - tile // 2
+    tiles, groups = -(-inputs // tile), -(-inputs // (form.group_size or inputs))
+    words = _empty(tiles, ROWS_OF_WEIGHT, 32, dtype=torch.int16)
+    zero = _empty(groups, ROWS_OF_WEIGHT, dtype=torch.uint8) if form.has_zero else None
+    scale, bias = _empty(groups, ROWS_OF_WEIGHT, dtype=dtype), _empty(ROWS_OF_WEIGHT, dtype=dtype)
+    midpoint, shape = 1 << form.bits - 1, (ROWS_OF_WEIGHT, inputs)
+    weight = PlanedWeight(words, scale, zero, form.bits, midpoint, form.group_size, shape)
+    x = prepared(_empty(config.block_m, inputs, dtype=dtype), input_form(weight, config))
+    product(x, weight, bias if form.has_bias else None, config)
+
+
+def _int8(dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.int8 import ByteWeight, byte_parts, level_parts
+
+    codes, bias = _empty(ROWS_OF_WEIGHT, INPUTS, dtype=torch.int8), _empty(ROWS_OF_WEIGHT, dtype=dtype)
+    for (group_size, has_zero), tokens in product(BYTE_GROUPS, TOKENS):
+        groups = INPUTS // (group_size or INPUTS), ROWS_OF_WEIGHT
+        zero = _empty(*groups, dtype=torch.int8) if has_zero else None
+        weight = ByteWeight(codes, _empty(*groups, dtype=dtype), zero, group_size)
+        byte_parts(Prepared(_empty(tokens, INPUTS, dtype=dtype)), weight, bias, PROCESSORS)
+        rounded = Prepared(_empty(tokens, INPUTS, dtype=torch.int8), _empty(tokens, dtype=torch.float32))
+        level_parts(rounded, weight, bias, PROCESSORS)
+
+
+def _fp8(dtype: torch.dtype, arch: int) -> None:
+    from runtime.backends.triton.kernels.fp8 import PlacedFp8, fp8_parts
+
+    codes, bias = _empty(ROWS_OF_WEIGHT, INPUTS, dtype=torch.uint8), _empty(ROWS_OF_WEIGHT, dtype=dtype)
+    for rounds, tokens, with_bias in product((False, True), TOKENS, (False, True)):
+        weight = PlacedFp8(codes, bias, rounds, arch >= MULTIPLIES_FP8, PROCESSORS, dtype)
+        x = _empty(tokens, INPUTS, dtype=torch.uint8 if rounds else dtype)
+        scale = _empty(tokens, dtype=torch.float32) if rounds else None
+        fp8_parts(Prepared(x, scale), weight, bias if with_bias else None)
+
+
+def _products(rows: int, dtype: torch.dtype, level_splits: int = MAX_SPLITS) -> Iterator[Product]:
+    """Every kind of product that a linear returns."""
+    bias, scales = _empty(rows, dtype=dtype), (_empty(4, dtype=torch.float32), _empty(rows, dtype=dtype))
+    yield finished(_empty(4, rows, dtype=dtype))
+    yield Product(_empty(MAX_SPLITS, 4, rows, dtype=torch.float32), rows, bias)
+    yield Product(_empty(level_splits, 4, rows, dtype=torch.int32), rows, bias, scales)
+    yield Product(_empty(1, 4, rows, dtype=torch.float32), rows, None, scales)
+
+
+def _norm_act(dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.norm_act import finish, gate, norm, prepared
+
+    for unit in (32, 64, 128, 256):
+        prepared(_empty(4, 4096, dtype=dtype), InputForm(SUMS, unit, 4096 // unit))
+    for kind, size in product((LEVELS, FLOATS), (4096, 16384, 32768)):
+        prepared(_empty(4, size, dtype=dtype), InputForm(kind))
+    for size in (4096, 8192, 16384):
+        for form in (InputForm(ROWS), InputForm(SUMS, 128, size // 128), InputForm(LEVELS), InputForm(FLOATS)):
+            for update in (None, *_products(size, dtype, _level_splits(size))):
+                norm(_empty(4, size, dtype=dtype), update, _empty(size, dtype=dtype), 1e-5, form)
+            for gate_up in _products(2 * size, dtype):
+                gate(gate_up, form, dtype)
+                finish(gate_up, dtype)
+
+
+def _level_splits(rows: int) -> int:
+    """Splits of an 8-bit product with so many outputs: the longer a row, the fewer fill a GPU."""
+    from runtime.backends.triton.kernels.int8 import level_tile, split_inputs
+
+    return split_inputs(rows, 2**16, 1, level_tile(1), PROCESSORS)[0]
+
+
+def _pages(cache: str, head_dim: int, dtype: torch.dtype) -> HeadPages:
+    scheme = KVCacheScheme.named(cache)
+    pages = _empty(64, 16, KV_HEADS, head_dim, dtype=dtype if scheme.is_exact else torch.uint8)
+    scales = pages if scheme.is_exact else _empty(64, 16, KV_HEADS, 2, dtype=torch.float16)
+    return HeadPages((pages, pages), (scales, scales), (scheme.key_format, scheme.value_format), scheme.rotate)
+
+
+def _rope_kv_write(dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.rope_kv_write import write_turned
+
+    for cache, head_dim, has_norm in product(KV_FORMATS, HEAD_DIMS, (False, True)):
+        norm, angles = _empty(HEADS + KV_HEADS, head_dim, dtype=dtype), _empty(4, 1, head_dim, dtype=dtype)
+        for qkv in _products((HEADS + 2 * KV_HEADS) * head_dim, dtype):
+            slots, into = _empty(4, dtype=torch.int64), _pages(cache, head_dim, dtype)
+            write_turned(qkv, norm if has_norm else None, 1e-5, angles, angles, slots, into)
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """Options of a step of attention: a stream has a window, and exact tokens stand beside quantized pages."""
+
+    windowed: bool
+    streaming: bool
+    exact: bool
+    tree: bool
+
+    def fits(self, cache: str) -> bool:
+        return (self.windowed or not self.streaming) and (cache != EXACT or not self.exact)
+
+
+def _attention(dtype: torch.dtype) -> None:
+    sizes = [(head_dim, rows) for head_dim in HEAD_DIMS for rows in block_rows(head_dim)]
+    forms = [AttentionForm(*flags) for flags in product((False, True), repeat=4)]
+    for cache, (head_dim, rows), form in product(KV_FORMATS, sizes, forms):
+        if form.fits(cache):
+            _attend(_pages(cache, head_dim, dtype), head_dim, rows, form, dtype)
+
+
+def _attend(into: HeadPages, head_dim: int, rows: int, form: AttentionForm, dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.paged_attention import attend
+
+    tokens = rows // (HEADS // KV_HEADS)
+    query, exact = _empty(tokens, HEADS, head_dim, dtype=dtype), _empty(2, 4, KV_HEADS, head_dim, dtype=dtype)
+    blocks, places = _empty(1, 64, dtype=torch.int64), _empty(tokens, dtype=torch.int64)
+    front = Front(
+        4 if form.streaming else 0,
+        query if form.streaming else None,
+        (exact, exact) if form.exact else None,
+        blocks[:, 0] if form.exact else None,
+    )
+    window, ancestors = 512 if form.windowed else None, places if form.tree else None
+    plain = form == AttentionForm(False, False, False, False)
+    for splits in ATTENTION_SPLITS if plain else ATTENTION_SPLITS[-1:]:
+        attend(
+            query, into.pages, into.scales, into.formats, blocks, places, window, rows, splits, front, ancestors
+        )  # fmt: skip
+
+
+def _column_solver() -> None:
+    from compress.cpu.gptq import ColumnGrid
+    from compress.methods.shared.column_solver_triton import GpuColumns
+
+    weight, feedback = _empty(256, 4096, dtype=torch.float32), _empty(256, 256, dtype=torch.float32)
+    codes, kept = _empty(256, 4096, dtype=torch.uint8), _empty(256, 4096, dtype=torch.bool)
+    scale = _empty(2, 4096, dtype=torch.float32)
+    grid = ColumnGrid(scale, scale, _empty(256, dtype=torch.int64), 15)
+    for has_kept, has_grid in ((False, True), (True, True), (True, False)):
+        columns = GpuColumns(weight, weight, feedback, codes, kept if has_kept else None, grid if has_grid else None)
+        for count in (4, 16, 23, 33, 64):
+            columns.change(64, 64 + count)
+
+
+def _sampling() -> None:
+    from runtime.backends.triton.kernels.sampling import draw_from_listed, draw_rows
+    from runtime.sampling.logits_processors import NUM_LIKELY
+    from runtime.sampling.sampling_tensors import RowNoise
+
+    numbers, tokens = _empty(4, dtype=torch.int64), _empty(4, dtype=torch.int64)
+    noise = RowNoise(numbers, numbers, _empty(4, dtype=torch.float64))
+    for vocab_size in VOCABULARIES:
+        logits = _empty(4, vocab_size, dtype=torch.float32)
+        draw_rows(logits, logits, noise, tokens)
+    scores, ids = _empty(4, NUM_LIKELY, dtype=torch.float32), _empty(4, NUM_LIKELY, dtype=torch.int64)
+    is_truncated = _empty(4, dtype=torch.bool)
+    draw_from_listed(scores, ids, is_truncated, is_truncated, noise, tokens)
