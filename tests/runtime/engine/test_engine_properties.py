@@ -62,7 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         plain=st.booleans(),
         num_host_blocks=st.sampled_from([0, 0, 1, 3, 20]),
-        before_step=st.sampled_from([None, None, 0, 1, 2]),
+        faults=st.sampled_from([None, None, 0, 1, 2]),
         attention_window=st.just(FULL_ATTENTION) | st.builds(AttentionWindow, st.integers(1, 12), st.integers(0, 5)),
         num_guesses=st.integers(0, 4),
         accuracy=st.sampled_from([0.3, 0.9]),
