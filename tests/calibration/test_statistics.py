@@ -86,7 +86,7 @@ def test_non_finite_inputs_are_refused_by_name(broken: float) -> None:
     statistics.update(activations(5, 8))
     inputs = activations(4, 8)
     inputs[2, 3] = broken
-    with pytest.raises(NumericsError, match=r"model\.layers\.3\.mlp\.down_proj hold 1 NaN or infinite values of 32"):
+    with pytest.raises(NumericsError, match=r"model\.layers\.3\.mlp\.down_proj.*1 NaN.*32"):
         statistics.update(inputs)
     assert statistics.count == 5
     assert torch.isfinite(statistics.hessian).all()

@@ -47,7 +47,7 @@ def test_a_saved_dataset_and_one_of_its_splits(tmp_path: Path):
     assert load_texts(str(tmp_path / "single")).documents == ("a b", "c")
     assert load_texts(str(tmp_path / "several")).documents == ("a b", "c")
     assert load_texts(str(tmp_path / "several" / "test")).documents == ("d",)
-    with pytest.raises(DataError, match="no split 'train'") as caught:
+    with pytest.raises(DataError, match="'train'") as caught:
         load_texts(str(tmp_path / "other"))
     assert str(tmp_path / "other" / "test") in caught.value.remedy
 
@@ -90,7 +90,7 @@ def test_broken_files_are_refused(tmp_path: Path, name: str, content: bytes, pro
 
 def test_a_text_that_is_null_is_refused_with_its_row(tmp_path: Path):
     path = write_table(tmp_path / "a.parquet", text=["one", None])
-    with pytest.raises(DataError, match=r"a\.parquet row 2 has neither"):
+    with pytest.raises(DataError, match=r"a\.parquet.*row 2"):
         load_texts(str(path))
 
 

@@ -167,7 +167,7 @@ def test_bad_mixtures_are_named_with_their_line(source: str, problem: str) -> No
 
 
 def test_unknown_recipe_lists_the_bundled_ones() -> None:
-    with pytest.raises(RecipeError, match=r"recipe int4-awk does not exist. Did you mean 'int4-awq'"):
+    with pytest.raises(RecipeError, match=r"int4-awk.*'int4-awq'"):
         load_recipe("int4-awk")
 
 
@@ -184,5 +184,5 @@ def test_a_pattern_may_stand_without_quotes() -> None:
 def test_a_file_that_is_no_text_is_named(tmp_path) -> None:
     path = tmp_path / "weights.yaml"
     path.write_bytes(b"\x80\x04\xff")
-    with pytest.raises(RecipeError, match=r"weights\.yaml is not UTF-8 text"):
+    with pytest.raises(RecipeError, match=r"weights\.yaml.*UTF-8"):
         load_recipe(str(path))

@@ -33,7 +33,7 @@ def test_what_a_pattern_means(pattern: str, count: int) -> None:
 
 
 def test_a_typo_is_an_error_that_names_the_nearest() -> None:
-    with pytest.raises(RecipeError, match=r"--ignore pattern 'lm_haed' matches no linear layer. Nearest: lm_head"):
+    with pytest.raises(RecipeError, match=r"--ignore.*'lm_haed'.*lm_head"):
         select(["lm_head", "lm_haed"], MODULES, "--ignore")
 
 

@@ -145,10 +145,10 @@ def test_awq(tmp_path, group_size, symmetric):
 def test_unreadable_kinds_are_named(tmp_path):
     tensors = gptq_tensors(4, 32, True, 1)
     save(tmp_path, tensors, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"})
-    with pytest.raises(CheckpointError, match="only 4-bit gemm"):
+    with pytest.raises(CheckpointError, match="4-bit"):
         PackedCheckpoint.open(tmp_path)
     save(tmp_path, tensors, {"quant_method": "exl9", "bits": 4})
-    with pytest.raises(CheckpointError, match=r"'exl9' is not supported.*compressed-tensors, gptq, awq"):
+    with pytest.raises(CheckpointError, match="'exl9'"):
         PackedCheckpoint.open(tmp_path)
     save(tmp_path, {**tensors, "scales": scales(3)}, {"quant_method": "gptq", "bits": 4, "group_size": 32})
     with pytest.raises(CheckpointError, match="contradict each other"):

@@ -80,7 +80,7 @@ def test_equals_the_compressed_tensors_package(bits):
 
 
 def test_refusals():
-    with pytest.raises(SchemeError, match="16 does not fit in 4 bits"):
+    with pytest.raises(SchemeError, match=r"16.*4 bits"):
         pack_bits(torch.tensor([[16]]), 4, 1)
-    with pytest.raises(SchemeError, match="need 2 words, not 1"):
+    with pytest.raises(SchemeError, match=r"2 words.*1"):
         unpack_bits(torch.zeros(3, 1, dtype=torch.int32), 4, 9, 1)

@@ -74,5 +74,5 @@ def test_config_blocks_that_say_too_little(dense_folder, pack, tmp_path, format)
     config = read_config(tmp_path / "p")
     block = {"quant_method": format, "config_groups": [1]}
     (tmp_path / "p" / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
-    with pytest.raises(CheckpointError, match=r"quantization_config in .* cannot be used"):
+    with pytest.raises(CheckpointError, match="quantization_config"):
         PackedCheckpoint.open(tmp_path / "p")

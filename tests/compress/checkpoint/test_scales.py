@@ -190,7 +190,7 @@ def test_refusals() -> None:
     weight = heavy_tailed(4, 64)
     broken = weight.clone()
     broken[1, 2], broken[3, 4] = torch.nan, torch.inf
-    with pytest.raises(NumericsError, match="2 NaN or infinite values of 256"):
+    with pytest.raises(NumericsError, match=r"2 NaN.*256"):
         search_scales(broken, Scheme(4, 32))
     with pytest.raises(NumericsError, match="importance"):
         search_scales(weight, Scheme(4, 32), torch.full((64,), torch.nan))

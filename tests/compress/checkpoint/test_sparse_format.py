@@ -116,7 +116,7 @@ def test_bits_per_weight_are_those_promised(scheme, expected) -> None:
 
 def test_a_group_that_is_too_full_is_refused() -> None:
     scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
-    with pytest.raises(SchemeError, match=r"2 groups .* hold more values than 2:4 keeps"):
+    with pytest.raises(SchemeError, match=r"2 groups.*2:4"):
         compress_runtime.encode(M, PrunedWeight(torch.tensor([[1.0, 2, 3, 0, 1, 1, 1, 1]]), scheme), torch.bfloat16)
 
 
@@ -134,7 +134,7 @@ def test_places_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(CheckpointError, match="do not rise"):
         compress_runtime.decode(M, stored(tensors), scheme)
     tensors[f"{M}.weight_indices"] = torch.zeros(1, 3, dtype=torch.int32)
-    with pytest.raises(CheckpointError, match="places of 2:4 pack to"):
+    with pytest.raises(CheckpointError, match="2:4"):
         compress_runtime.decode(M, stored(tensors), scheme)
 
 
@@ -142,7 +142,7 @@ def test_config_says_every_scheme() -> None:
     schemes = {"a": Scheme(4, 128, sparsity=TWO_OF_FOUR), "b": Scheme(16, None, sparsity=FOUR_OF_EIGHT), "c": Scheme()}
     config = compress_runtime.quantization_config(schemes, ["lm_head"])
     assert compress_runtime.schemes(config, schemes) == schemes
-    with pytest.raises(CheckpointError, match="no group of quantization_config lists d"):
+    with pytest.raises(CheckpointError, match="quantization_config"):
         compress_runtime.schemes(config, ["d"])
 
 

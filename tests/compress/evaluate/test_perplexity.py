@@ -116,6 +116,6 @@ def test_logits_that_are_not_numbers_are_an_error(bad: float, who: str):
 
 
 def test_another_vocabulary_is_no_baseline():
-    with pytest.raises(CheckpointError, match="7 tokens in its vocabulary and the baseline 9") as caught:
+    with pytest.raises(CheckpointError, match=r"7 tokens.*baseline 9") as caught:
         evaluate(TableScorer(random_table(1)), random_windows(2, 4), TableScorer(random_table(2, vocabulary=9)))
     assert "--baseline" in caught.value.remedy

@@ -55,10 +55,10 @@ def test_missing_and_misshapen_weights_are_named(make_model):
     tensors = load_file(path / "model.safetensors")
     norm = tensors.pop("model.norm.weight")
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks 1 weights, model\.norm\.weight first"):
+    with pytest.raises(CheckpointError, match=r"1 weights.*model\.norm\.weight"):
         load_dequantized(path)
     save_file(tensors | {"model.norm.weight": norm[:-1].clone()}, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"does not fit its own config\.json: .*model\.norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"config\.json.*model\.norm\.weight"):
         load_dequantized(path)
 
 

@@ -80,7 +80,7 @@ def test_quick_check_measures_a_fixed_slice(make_packed, tmp_path: Path):
 def test_quick_check_is_not_begun_without_the_memory_for_both_models(make_packed, monkeypatch: pytest.MonkeyPatch):
     packed, dequantized = make_packed()
     monkeypatch.setattr("compress.common.device.available_bytes", lambda device: 1 << 20)
-    with pytest.raises(CheckpointError, match=r"take about 8\.\d MiB, of which 1\.0 MiB are free"):
+    with pytest.raises(CheckpointError, match=r"8\.\d MiB.*1\.0 MiB"):
         quick_check(packed, dequantized)
 
 

@@ -53,7 +53,7 @@ def test_max_tokens_keeps_the_first_windows():
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_too_short_a_text_is_refused_with_a_length_that_works(adds_bos: bool):
     tokenizer = Letters(adds_bos)
-    with pytest.raises(DataError, match="test gives 5 tokens, fewer than one window of 16") as caught:
+    with pytest.raises(DataError, match=r"5 tokens.*16") as caught:
         cut_windows(source_of("abcde"), tokenizer, length=16)
     advised = 6 if adds_bos else 5
     assert f"--length {advised}" in caught.value.remedy
@@ -63,5 +63,5 @@ def test_too_short_a_text_is_refused_with_a_length_that_works(adds_bos: bool):
 def test_a_window_that_predicts_nothing_is_refused():
     with pytest.raises(DataError, match="predict nothing"):
         cut_windows(source_of("abc"), Letters(adds_bos=False), length=1)
-    with pytest.raises(DataError, match="--tokens 0 leaves nothing to predict"):
+    with pytest.raises(DataError, match="--tokens 0"):
         cut_windows(source_of("abc"), Letters(adds_bos=False), length=2, max_tokens=0)

@@ -93,7 +93,7 @@ def test_recoveries_are_said() -> None:
 
 def test_what_is_no_number_is_refused() -> None:
     broken = torch.full((3, 3), float("nan"))
-    with pytest.raises(NumericsError, match="the weight holds 9"):
+    with pytest.raises(NumericsError, match="weight"):
         decompose(broken, Whitening(), 2)
     with pytest.raises(NumericsError, match="second moments"):
         whiten(broken)

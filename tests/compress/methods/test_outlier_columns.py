@@ -104,7 +104,7 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
         OutlierWeight(quantize_rtn(weight, scheme.base), columns, values, scheme)
     with pytest.raises(SchemeError, match="neither sparsity nor low rank"):
         Scheme(4, 32, sparsity=Sparsity(2, 4), outliers=2)
-    with pytest.raises(SchemeError, match="all of 128 inputs"):
+    with pytest.raises(SchemeError, match="128 inputs"):
         compress_runtime.check(Scheme(4, 32, outliers=128), (96, 128))
 
 
@@ -250,7 +250,7 @@ def test_recipes_and_stages_say_what_makes_no_sense(tiny_model, tmp_path) -> Non
     assert QuantizeStage("rtn", Scheme(), outlier_columns=5).scheme_for(4096).outliers == 5
     assert QuantizeStage("rtn", Scheme(), outlier_columns=5).needs_calibration
     for wrong in (0, -1, 1.5, float("nan"), float("inf")):
-        with pytest.raises(RecipeError, match="neither a share below 1 nor a number"):
+        with pytest.raises(RecipeError, match="below 1"):
             QuantizeStage("gptq", Scheme(), outlier_columns=wrong)
     with pytest.raises(RecipeError, match="pruned and has outlier columns"):
         prepared(

@@ -88,7 +88,7 @@ def test_a_name_belongs_to_one_family() -> None:
 
 
 def test_sizes_that_define_no_model() -> None:
-    with pytest.raises(CheckpointError, match="3 key-value heads"):
+    with pytest.raises(CheckpointError, match="3 key-value"):
         describe("llama", num_key_value_heads=3)
     with pytest.raises(CheckpointError, match="hidden_size"):
         describe("llama", hidden_size="64")

@@ -43,7 +43,7 @@ def test_the_model_writes_its_calibration_text(tiny_model, tmp_path: Path, capsy
 
 def test_the_model_is_not_loaded_without_the_memory_for_it(tiny_model, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("compress.common.device.available_bytes", lambda device: 1 << 20)
-    with pytest.raises(CheckpointError, match=r"needs the whole model, .* and 1\.0 MiB are free") as caught:
+    with pytest.raises(CheckpointError, match=r"1\.0 MiB") as caught:
         prepare(request(tiny_model(), tmp_path / "out", "self"))
     assert "instead of self" in caught.value.remedy
 

@@ -79,5 +79,5 @@ def test_overflow_in_a_block_names_the_block(tiny_model) -> None:
     inputs = capture_inputs(skeleton, files, TOKENS, 2, CPU, torch.float16)
     block = load_block(skeleton, files, 1, set(), CPU, torch.float16)
     block.linear("mlp.down_proj").weight.data.fill_(6e4)
-    with pytest.raises(NumericsError, match=r"output of model.layers.1 holds .* NaN or infinite"):
+    with pytest.raises(NumericsError, match=r"model.layers.1"):
         run_all(block.module, block.name, inputs, 1, CPU)

@@ -128,9 +128,9 @@ def test_methods_that_choose_integers_are_refused(method):
 
 
 def test_other_refusals(tmp_path):
-    with pytest.raises(SchemeError, match="8 bits, one scale per output channel"):
+    with pytest.raises(SchemeError, match="8 bits"):
         RoundingOptions(bits=4, fp8=True).stage(())
-    with pytest.raises(RecipeError, match="takes no 8-bit floats"):
+    with pytest.raises(RecipeError, match="8-bit"):
         prepare(request(tmp_path / "a", QuantizeStage("rtn", W8A16, targets=("embed_tokens",))))
     with pytest.raises(SchemeError, match="nor outlier columns"):
         prepare(request(tmp_path / "b", QuantizeStage("rtn", W8A8, outlier_columns=4)))

@@ -56,7 +56,7 @@ def test_nan_weights_are_named_before_anything_is_written(source, tmp_path, meth
 
 def test_activations_that_overflow_are_named_and_leave_nothing(source, tmp_path) -> None:
     damage(source, "model.layers.1.mlp.down_proj.weight", lambda tensor: tensor.fill_(6e4))
-    with pytest.raises(NumericsError, match=r"model.layers.1 .*NaN or infinite"):
+    with pytest.raises(NumericsError, match=r"model.layers.1"):
         run(prepare(make_request(source, tmp_path / "packed", dtype="float16")), quiet=True)
     assert_nothing_written(tmp_path)
 

@@ -87,7 +87,7 @@ def test_a_size_decides_the_share(tiny_model, tmp_path) -> None:
 def test_a_size_in_a_recipe() -> None:
     text = "stages:\n- factorize: {allocation: model, target_size: 1.5MB}\n"
     assert parse_recipe(text, "r.yaml").stages == (FactorizeStage(allocation="model", target_size=1_500_000),)
-    with pytest.raises(RecipeError, match=r"r.yaml:2: target_size=1500000 with allocation 'block' means nothing"):
+    with pytest.raises(RecipeError, match=r"r.yaml:2.*target_size=1500000.*'block'"):
         parse_recipe("stages:\n- factorize: {target_size: 1.5MB}\n", "r.yaml")
 
 

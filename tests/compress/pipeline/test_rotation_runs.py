@@ -122,7 +122,7 @@ def test_a_rotated_and_quantized_run_that_was_killed_ends_in_the_same_bytes(tiny
 
 
 def test_families_whose_residual_stream_is_not_known_are_refused(tiny_model, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="'phi3' cannot be rotated"):
+    with pytest.raises(RecipeError, match="'phi3'"):
         prepared(tiny_model("phi3"), tmp_path / "out", RotateStage())
 
 
@@ -131,7 +131,7 @@ def test_rotation_stands_first() -> None:
         Recipe((QuantizeStage("rtn"), RotateStage()))
     text = "stages:\n  - rotate: {heads: false}\n  - quantize: {method: rtn, bits: 3, group_size: -1}\n"
     assert parse_recipe(text, "r.yaml").stages[0] == RotateStage(heads=False)
-    with pytest.raises(RecipeError, match=r"r\.yaml:2: unknown key 'head' in rotate"):
+    with pytest.raises(RecipeError, match=r"r\.yaml:2.*'head'"):
         parse_recipe(text.replace("heads", "head"), "r.yaml")
-    with pytest.raises(RecipeError, match=r"r\.yaml:2: heads: 'yes please' is not of type bool"):
+    with pytest.raises(RecipeError, match=r"r\.yaml:2.*'yes please'"):
         parse_recipe(text.replace("false", "yes please"), "r.yaml")

@@ -53,11 +53,11 @@ def test_what_serves_it_and_why():
 
 def test_kernels_of_the_other_numbers_are_refused():
     target = Target(CPU, torch.bfloat16)
-    with pytest.raises(SchemeError, match=r"native cannot serve w8a8 fp8 channel: it multiplies by integers"):
+    with pytest.raises(SchemeError, match=r"w8a8.*fp8"):
         choose_kernel(W8A8, 256, target, "native")
-    with pytest.raises(SchemeError, match=r"triton_fp8 cannot serve w4a16 g128 sym: it multiplies by 8-bit floats"):
+    with pytest.raises(SchemeError, match=r"triton_fp8.*w4a16.*g128.*8-bit"):
         choose_kernel(Scheme(), 256, target, "triton_fp8")
-    with pytest.raises(SchemeError, match=r"unknown kernel 'fp8'.*triton_fp8.*"):
+    with pytest.raises(SchemeError, match=r"'fp8'.*triton_fp8"):
         choose_kernel(W8A8, 256, target, "fp8")
     assert FP8_KERNELS[-1].refuse(W8A8, 7, Target(CPU, torch.float64)) == ""
 

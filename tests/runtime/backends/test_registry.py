@@ -79,9 +79,9 @@ def test_excluded_kernels_say_why():
 
 def test_a_named_kernel_must_fit():
     assert choose_kernel(Scheme(4, 128), 256, BF16, "reference").kernel.name == "reference"
-    with pytest.raises(SchemeError, match=r"kernel int4pack cannot serve w8a16 g128 sym.*Choose auto or reference"):
+    with pytest.raises(SchemeError, match=r"int4pack.*w8a16.*g128"):
         choose_kernel(Scheme(8, 128), 256, BF16, "int4pack")
-    with pytest.raises(SchemeError, match=r"unknown kernel 'marlin'.*int4pack"):
+    with pytest.raises(SchemeError, match=r"'marlin'.*int4pack"):
         choose_kernel(Scheme(4, 128), 256, BF16, "marlin")
 
 

@@ -149,7 +149,7 @@ def test_json_or_a_refusal_that_says_why() -> None:
             return await fetch_json(address, "POST", "/x", {})
 
     assert asyncio.run(run([b"HTTP/1.1 200 OK\r\n\r\n{}"])) == {}
-    with pytest.raises(ToolkitError, match="status 401: no"):
+    with pytest.raises(ToolkitError, match="status 401"):
         asyncio.run(run([b"HTTP/1.1 401 X\r\n\r\nno"]))
     with pytest.raises(ToolkitError, match="no answer from"):
         asyncio.run(fetch_json(Address("127.0.0.1", 1), "GET", "/x"))

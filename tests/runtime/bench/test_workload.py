@@ -91,7 +91,7 @@ def test_wrong_prompt_files_are_refused_by_line(tmp_path: Path, content: str, wo
     with pytest.raises(DataError, match="there is no file"):
         read_prompts(tmp_path / "nothing")
     (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="is not UTF-8 text"):
+    with pytest.raises(DataError, match="UTF-8"):
         read_prompts(tmp_path / "bytes")
 
 

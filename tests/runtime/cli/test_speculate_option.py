@@ -36,7 +36,5 @@ def test_a_draft_model_whose_tokens_mean_something_else_is_refused(tmp_path: Pat
     first, second = list(vocabulary)[5000:5002]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(tokenizer))
-    with pytest.raises(
-        ToolkitError, match=r"disagree about 2 of 8192 token ids\. Draft with a model of the same family"
-    ):
+    with pytest.raises(ToolkitError, match=r"about 2.*8192 token"):
         generate("--speculative-model", str(folder))

@@ -136,7 +136,7 @@ def test_rebuilding_heals_a_corrupted_pool() -> None:
     table = filled(pool, [1, 2, 3, 4])
     pool._blocks[table[0]].ref_count = 7
     pool._free[table[1]] = None
-    with pytest.raises(RuntimeError, match="counts 7 references"):
+    with pytest.raises(RuntimeError, match="7 references"):
         pool.check([table])
     pool.rebuild([table])
     pool.check([table])
@@ -177,7 +177,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 def test_misuse_is_caught() -> None:
     pool = BlockPool(2, 2)
     table = pool.allocate(2)
-    with pytest.raises(ValueError, match="1 blocks wanted, 0 free"):
+    with pytest.raises(ValueError, match=r"1 blocks.*0 free"):
         pool.allocate(1)
     pool.release(table)
     with pytest.raises(ValueError, match="released twice"):
@@ -187,7 +187,7 @@ def test_misuse_is_caught() -> None:
 def test_check_sees_a_lost_and_an_invented_reference() -> None:
     pool = BlockPool(2, 2)
     table = pool.allocate(1)
-    with pytest.raises(RuntimeError, match=r"counts 1 references, tables hold 0"):
+    with pytest.raises(RuntimeError, match=r"1 references.*hold 0"):
         pool.check([])
-    with pytest.raises(RuntimeError, match=r"counts 1 references, tables hold 2"):
+    with pytest.raises(RuntimeError, match=r"1 references.*hold 2"):
         pool.check([table, table])

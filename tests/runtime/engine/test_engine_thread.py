@@ -144,11 +144,11 @@ def test_refusals_reach_the_caller(thread: EngineThread, runner: GatedRunner) ->
     runner.seconds = 0.005
 
     async def main() -> None:
-        with pytest.raises(RequestError, match="999 prompt tokens"):
+        with pytest.raises(RequestError, match="999 prompt"):
             await collect(thread, [1] * 999, 2)
         first = thread.generate([1], SamplingParams(max_tokens=900), "same")
         await anext(first)
-        with pytest.raises(RequestError, match="'same' is in use"):
+        with pytest.raises(RequestError, match="'same'"):
             await anext(thread.generate([1], SamplingParams(max_tokens=1), "same"))
         assert (await anext(first)).finish_reason is None, "the second must not have ended the first"
         await first.aclose()

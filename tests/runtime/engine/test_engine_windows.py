@@ -92,7 +92,7 @@ def test_a_preempted_stream_goes_on_from_its_window() -> None:
 
 def test_what_the_window_cannot_hold_is_refused_with_the_numbers() -> None:
     engine = make_engine(AttentionWindow(40), num_blocks=11)
-    with pytest.raises(RequestError, match="need 13 KV blocks of 4 and the pool has 11"):
+    with pytest.raises(RequestError, match=r"13 KV.*4.*11"):
         engine.add_request([1] * 60, SamplingParams(max_tokens=20))
     engine.add_request([1] * 30, SamplingParams(max_tokens=14))
     run(engine, {})

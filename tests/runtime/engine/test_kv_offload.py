@@ -101,5 +101,5 @@ def test_check_sees_lost_slots_and_moves_without_an_owner() -> None:
     with pytest.raises(RuntimeError, match="nobody owns"):
         tier.check()
     tier._free.clear()
-    with pytest.raises(RuntimeError, match="1 used and 0 free host slots are not 2"):
+    with pytest.raises(RuntimeError, match=r"1 used.*0 free.*2"):
         tier.check()

@@ -235,10 +235,10 @@ def test_lengths_and_memory(tiny):
     assert "reach    the first 3 and the last 20 tokens: 9 blocks per sequence at most, whatever its length" in lines
     assert f"longest  {2**20} tokens (the length of streams)" in lines
     assert make_engine(tiny[0], max_model_len=5000).runner.max_model_len == 5000
-    with pytest.raises(ToolkitError, match=r"a sequence of 5000 tokens needs 9 KV blocks .* and the pool has 8"):
+    with pytest.raises(ToolkitError, match=r"5000 tokens.*9 KV.*8"):
         make_engine(tiny[0], max_model_len=5000, num_blocks=8, prefill_chunk=8)
     assert make_engine(tiny[0], num_blocks=8, prefill_chunk=8).runner.max_model_len == 32
-    with pytest.raises(ToolkitError, match=r"3 attention sinks and a window of 30 tokens do not fit.*context of 32"):
+    with pytest.raises(ToolkitError, match=r"3 attention.*30 tokens.*32"):
         make_engine(tiny[0], attention_window=30)
-    with pytest.raises(ToolkitError, match=r"max_model_len=33.*--attention-window to serve endless streams"):
+    with pytest.raises(ToolkitError, match=r"max_model_len=33.*--attention-window"):
         make_engine(tiny[0], attention_sinks=0, attention_window=None, max_model_len=33)

@@ -80,7 +80,7 @@ def test_a_window_needs_no_more_blocks_for_longer_texts(model):
     name, decoder, _ = model
     few = {"num_blocks": 10, "prefill_chunk": 7, "max_model_len": 256}
     if name == "mixed":
-        with pytest.raises(ToolkitError, match=r"256 tokens needs 64 KV blocks .*, and the pool has 10"):
+        with pytest.raises(ToolkitError, match=r"256 tokens.*64 KV.*10"):
             serve(decoder, **few)
         return
     found, most, engine = serve(decoder, **few)

@@ -153,7 +153,7 @@ def test_penalties_and_bias_change_the_answer(client: openai.OpenAI, tokenizer: 
         assert write(**options) != plain
     token_id = tokenizer(" the", add_special_tokens=False)["input_ids"][0]
     assert write(logit_bias={str(token_id): 100}).startswith(" the the the")
-    with pytest.raises(openai.BadRequestError, match="logit_bias names token id 999999"):
+    with pytest.raises(openai.BadRequestError, match=r"logit_bias.*id 999999"):
         write(logit_bias={"999999": 1})
 
 

@@ -238,5 +238,5 @@ def test_wishes_that_cannot_be_granted_are_refused(options, message) -> None:
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path) -> None:
     folder = save_tiny_model(tmp_path / "small")
-    with pytest.raises(ToolkitError, match=r"has a vocabulary of 112 tokens, and .* one of 8192"):
+    with pytest.raises(ToolkitError, match=r"112 tokens.*8192"):
         load(str(folder))

@@ -61,7 +61,7 @@ def test_the_template_tells_the_format(template: str, tool_format: ToolFormat) -
     ],
 )
 def test_unknown_formats_are_refused_with_those_that_are_known(template: str) -> None:
-    with pytest.raises(RequestError, match=r"Hermes, Llama 3\.1, Mistral"):
+    with pytest.raises(RequestError, match=r"Llama 3\.1"):
         find_format(template)
 
 

@@ -283,5 +283,5 @@ def test_what_it_cannot_hold_it_refuses_with_a_reason(changed: dict, said: str) 
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
-    with pytest.raises(ValueError, match="lacks instruction set 99"):
+    with pytest.raises(ValueError, match="set 99"):
         World(SHAPES[0], "16bit", ((1, 3),)).attend(None, 99)

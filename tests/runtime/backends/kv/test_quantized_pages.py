@@ -101,7 +101,7 @@ def test_a_sequence_that_is_not_finite_fails_alone(scheme: KVCacheScheme, tmp_pa
 def test_host_memory_is_refused_beside_a_recent_window(tmp_path: Path) -> None:
     decoder = load_model(save_tiny_model(tmp_path / "tiny"), device="cpu")
     config = RuntimeConfig(kv_cache="int4", kv_residual_length=8, kv_offload_bytes=2**20)
-    with pytest.raises(ToolkitError, match="8 exact recent tokens"):
+    with pytest.raises(ToolkitError, match="8 exact"):
         build_runner(decoder, config)
 
 
