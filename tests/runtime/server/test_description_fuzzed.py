@@ -41,7 +41,7 @@ CHECKS = [
 BEYOND_A_SCHEMA = {"context_length_exceeded", "empty_prompt", "too_many_answers", "contradiction", "refused"}
 GENERATIONS = ("/v1/completions", "/v1/chat/completions")
 VOCABULARY = 256  # ids that every tokenizer has
-BOUNDED = settings(deadline=None, max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
+BOUNDED = settings(deadline=None, max_examples=3, derandomize=True, suppress_health_check=list(HealthCheck))
 LONG = settings(BOUNDED, max_examples=300, derandomize=False)
 
 

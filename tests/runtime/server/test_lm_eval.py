@@ -103,7 +103,12 @@ LOCAL_TOKENIZER = {"tokenizer": str(demo_model_path()), "tokenizer_backend": "hu
 
 
 @pytest.mark.parametrize(
-    "model", [LOCAL_TOKENIZER, {**LOCAL_TOKENIZER, "batch_size": 3}, {"tokenizer_backend": "remote"}]
+    "model",
+    [
+        pytest.param(LOCAL_TOKENIZER, marks=pytest.mark.full),
+        {**LOCAL_TOKENIZER, "batch_size": 3},
+        pytest.param({"tokenizer_backend": "remote"}, marks=pytest.mark.full),
+    ],
 )
 def test_log_likelihoods_are_transformers(
     served: Any, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
@@ -124,6 +129,7 @@ def test_log_likelihoods_are_transformers(
     assert results["results"]["local_choice"]["acc,none"] == pytest.approx(accurate / len(DOCUMENTS))
 
 
+@pytest.mark.full
 def test_generations_are_transformers(
     served: Any, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

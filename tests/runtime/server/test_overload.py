@@ -86,6 +86,7 @@ def check_normal(crowded: Crowded, wait_until: Any) -> None:
     assert response.status_code == 200
 
 
+@pytest.mark.full
 def test_ten_times_the_capacity(crowded: Crowded, wait_until: Any) -> None:
     bodies = [crowded.body(index) for index in range(16)]
     alone = [text_of(httpx.post(f"{crowded.url}/v1/completions", json=body, timeout=60)) for body in bodies]

@@ -101,12 +101,14 @@ def visit(chromium: Any, served: tuple[str, Engine], request: pytest.FixtureRequ
     assert complaints == []
 
 
+@pytest.mark.full
 def test_model_and_context_are_shown(visit: Visit) -> None:
     visit.page.wait_for_selector("h1:text('demo')")
     assert visit.page.title() == "demo"
     assert f"{visit.engine.runner.max_model_len:,} tokens" in visit.page.inner_text("#context")
 
 
+@pytest.mark.full
 def test_answer_grows_while_it_is_made(visit: Visit) -> None:
     visit.set(max_tokens=300, seed=1)
     turn = visit.ask(QUESTION)
@@ -119,6 +121,7 @@ def test_answer_grows_while_it_is_made(visit: Visit) -> None:
     assert re.search(r"\d+ tokens · \d+ tokens/s · first after \d", turn.locator(".facts").inner_text())
 
 
+@pytest.mark.full
 def test_nothing_jumps_while_an_answer_comes(visit: Visit) -> None:
     visit.page.evaluate(
         """window.shifts = [];
@@ -148,6 +151,7 @@ def test_answer_is_the_one_of_the_api(visit: Visit, served: tuple[str, Engine]) 
     assert visit.page.locator(".text").last.text_content() == asked()
 
 
+@pytest.mark.full
 def test_sampling_settings_reach_the_server(visit: Visit) -> None:
     visit.set(temperature=1.2, top_p=0.9, top_k=50, min_p=0.01, max_tokens=8, seed=5)
     visit.set(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3)
@@ -160,6 +164,7 @@ def test_sampling_settings_reach_the_server(visit: Visit) -> None:
     visit.ended()
 
 
+@pytest.mark.full
 def test_same_seed_again_gives_the_same_answer(visit: Visit) -> None:
     visit.set(seed=3, max_tokens=30)
     first = visit.answer(QUESTION)
@@ -173,6 +178,7 @@ def test_same_seed_again_gives_the_same_answer(visit: Visit) -> None:
     assert visit.page.locator(".turn").count() == 1
 
 
+@pytest.mark.full
 def test_pointing_at_a_token_shows_its_alternatives(visit: Visit) -> None:
     visit.set(temperature=0, max_tokens=20)
     visit.answer(QUESTION)
@@ -192,6 +198,7 @@ def test_pointing_at_a_token_shows_its_alternatives(visit: Visit) -> None:
     assert panel.is_hidden()
 
 
+@pytest.mark.full
 def test_tokens_are_reached_with_the_keyboard(visit: Visit) -> None:
     visit.set(temperature=0, max_tokens=10)
     visit.answer(QUESTION)
@@ -210,6 +217,7 @@ def test_tokens_are_reached_with_the_keyboard(visit: Visit) -> None:
     assert visit.page.locator("#alternatives").is_hidden()
 
 
+@pytest.mark.full
 def test_colours_of_probabilities_can_be_switched_off(visit: Visit) -> None:
     visit.set(seed=1, max_tokens=20, temperature=1)
     visit.answer(QUESTION)
@@ -219,6 +227,7 @@ def test_colours_of_probabilities_can_be_switched_off(visit: Visit) -> None:
     assert set(visit.page.evaluate(colours)) == {"rgba(0, 0, 0, 0)"}
 
 
+@pytest.mark.full
 def test_stop_ends_a_long_answer_and_frees_it(visit: Visit, wait_until: Callable[..., None]) -> None:
     visit.set(max_tokens=1800, temperature=0)
     visit.page.check("input[value=text]", force=True)
@@ -238,6 +247,7 @@ def test_stop_ends_a_long_answer_and_frees_it(visit: Visit, wait_until: Callable
     assert len(turn.locator(".text").inner_text()) == length
 
 
+@pytest.mark.full
 def test_figures_move(visit: Visit) -> None:
     visit.figure("running").to_have_text("0")
     visit.figure("waiting").to_have_text("0")
@@ -258,6 +268,7 @@ def test_figures_move(visit: Visit) -> None:
     visit.figure("running").to_have_text("0")
 
 
+@pytest.mark.full
 def test_new_conversation_forgets_the_old_one(visit: Visit) -> None:
     visit.set(max_tokens=5)
     visit.answer(QUESTION)
@@ -269,6 +280,7 @@ def test_new_conversation_forgets_the_old_one(visit: Visit) -> None:
     assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "Hello"}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("visit", [{"viewport": PHONE, "has_touch": True, "is_mobile": True}], indirect=True)
 def test_phone(visit: Visit) -> None:
     page = visit.page
@@ -288,6 +300,7 @@ def test_phone(visit: Visit) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("visit", [{"color_scheme": scheme} for scheme in ("light", "dark")], indirect=True)
 def test_text_is_readable_in_light_and_dark(visit: Visit) -> None:
     colours = "(({color, backgroundColor}) => [color, backgroundColor])(getComputedStyle(document.documentElement))"

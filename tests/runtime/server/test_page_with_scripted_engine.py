@@ -139,6 +139,7 @@ def test_markup_is_shown_as_text(page: Any, mode: str) -> None:
     assert "<|end|>" not in spans
 
 
+@pytest.mark.full
 def test_characters_of_several_tokens_are_whole(page: Any) -> None:
     turn = ask(page, "say it")
     spans = turn.locator(".token").all_text_contents()
@@ -146,6 +147,7 @@ def test_characters_of_several_tokens_are_whole(page: Any) -> None:
     assert {"ü", "🙂", "日", "本"} <= set(spans)
 
 
+@pytest.mark.full
 def test_alternatives_are_shown_as_text(page: Any) -> None:
     turn = ask(page, "say it")
     turn.locator(".token").nth(1).hover()
@@ -180,6 +182,7 @@ def test_failure_within_an_answer_keeps_what_came(page: Any, engine: ScriptedEng
     assert turn.locator(".text").text_content() == MARKUP
 
 
+@pytest.mark.full
 def test_question_without_an_answer_is_not_repeated(page: Any) -> None:
     page.fill("#temperature", "7")
     ask(page, "first", ends="failed")
@@ -189,6 +192,7 @@ def test_question_without_an_answer_is_not_repeated(page: Any) -> None:
     assert [message["content"] for message in sent.value.post_data_json["messages"]] == ["second"]
 
 
+@pytest.mark.full
 def test_model_without_a_chat_template_continues_text(page: Any, tokens: ByteTokens) -> None:
     tokens.has_template = False
     turn = ask(page, "It was")
@@ -221,6 +225,7 @@ def test_key_is_asked_for_and_kept_in_the_tab(serve: Callable[..., Any], open_pa
         other.wait_for_selector("#key-form", state="visible")
 
 
+@pytest.mark.full
 def test_health_is_shown(page: Any, engine: ScriptedEngine) -> None:
     page.wait_for_selector("#health[data-state=ok]")
     engine.health = Health(False, "no step for 60 s", 1, 0, 60.0)
@@ -228,6 +233,7 @@ def test_health_is_shown(page: Any, engine: ScriptedEngine) -> None:
     assert page.inner_text("#health-words") == "unhealthy: no step for 60 s"
 
 
+@pytest.mark.full
 def test_server_that_is_gone_is_told_in_plain_words(serve: Callable[..., Any], open_page: Callable[[str], Any]) -> None:
     with serve() as url:
         page = open_page(url)
@@ -238,6 +244,7 @@ def test_server_that_is_gone_is_told_in_plain_words(serve: Callable[..., Any], o
     page.wait_for_selector("#health-words:text('not reachable')")
 
 
+@pytest.mark.full
 def test_settings_survive_a_reload_and_can_be_reset(page: Any) -> None:
     page.fill("#temperature", "1.5")
     page.fill("#system", "Be brief.")
@@ -250,6 +257,7 @@ def test_settings_survive_a_reload_and_can_be_reset(page: Any) -> None:
     assert page.input_value("#system") == ""
 
 
+@pytest.mark.full
 def test_slider_and_number_agree(page: Any) -> None:
     page.fill("#temperature", "1.25")
     assert page.input_value("[data-slides=temperature]") == "1.25"
@@ -257,6 +265,7 @@ def test_slider_and_number_agree(page: Any) -> None:
     assert page.input_value("#temperature") == "0.5"
 
 
+@pytest.mark.full
 def test_text_is_copied(page: Any) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     turn = ask(page, "hello")

@@ -18,7 +18,7 @@ from runtime.server.app import create_app
 from runtime.server.serving import Limits
 
 PROMPTS = ["The castle was built in the", "Füße, naïve 東京 🙂", "1, 2, 3,", "Once upon a time\n\n", "x"]
-NUM_CASES = 12
+QUICK_CASES = 4
 Choice = dict[str, Any]
 
 
@@ -100,14 +100,14 @@ def counts(usage: dict[str, Any]) -> dict[str, int]:
     return {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
 
 
-@pytest.mark.parametrize("seeds", [range(NUM_CASES), pytest.param(range(NUM_CASES, 250), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(QUICK_CASES), pytest.param(range(QUICK_CASES, 250), marks=pytest.mark.slow)])
 def test_stream_and_answer(api: httpx.Client, seeds: range) -> None:
     for seed in seeds:
         path, body = draw(seed)
         assert streamed(api, path, body) == whole(api, path, body), body
 
 
-@pytest.mark.parametrize("seeds", [range(NUM_CASES), pytest.param(range(NUM_CASES, 250), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(QUICK_CASES), pytest.param(range(QUICK_CASES, 250), marks=pytest.mark.slow)])
 def test_stop_strings_wherever_they_fall(api: httpx.Client, seeds: range) -> None:
     """Stop strings cut out of the answer itself: inside tokens, across them, and across what a stream sends at once."""
     cut = 0
