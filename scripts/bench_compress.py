@@ -33,7 +33,7 @@ DENSE_PASS = "dense forward"
 
 @dataclass(frozen=True)
 class Setup:
-    """What all rows of one benchmark share."""
+    """Settings that all rows of one benchmark share."""
 
     model: Path
     calibration: CalibrationOptions

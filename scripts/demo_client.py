@@ -30,7 +30,7 @@ CHAT = {
 
 @dataclass
 class Figures:
-    """What one streamed answer took.
+    """Timing of one streamed answer.
 
     Attributes:
         tokens: generated, as the server's usage says.

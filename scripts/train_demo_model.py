@@ -33,8 +33,8 @@ class Options:
     texts: Annotated[Path, "folder of .txt, .md, .jsonl and .jsonl.xz files (a `text` field in each record)"]
     out: Annotated[Path, "folder for the finished checkpoint; an existing one is replaced"]
     model: Annotated[str, "demo, draft or tiny"] = "demo"
-    minutes: Annotated[float | None, "stop after so many minutes of training"] = None
-    steps: Annotated[int | None, "stop after so many steps"] = None
+    minutes: Annotated[float | None, "stop after this many minutes of training"] = None
+    steps: Annotated[int | None, "stop after this many steps"] = None
     tokenizer: Annotated[Path | None, "folder with the tokenizer to use (default: of --init, else a new BPE)"] = None
     vocabulary: Annotated[int, "size of a new tokenizer"] = 8192
     init: Annotated[Path | None, "checkpoint to start from"] = None
@@ -44,7 +44,7 @@ class Options:
     about_texts: Annotated[str, "what the texts are, for the model card"] = "a folder of English text"
     batch: Annotated[int, "windows in a step"] = 8
     length: Annotated[int, "tokens in a window"] = 512
-    long_every: Annotated[int, "every so many steps use windows four times as long (0: never)"] = 10
+    long_every: Annotated[int, "use windows four times as long once in this many steps (0: never)"] = 10
     muon_lr: Annotated[float, "peak learning rate of the matrices"] = 0.02
     adam_lr: Annotated[float, "peak learning rate of embeddings and norms"] = 3e-3
     seed: Annotated[int, "seed of weights and data order"] = 0

@@ -20,11 +20,11 @@ from rich.console import Console
 from runtime.backends.triton.kernels.configs import BUCKETS, KernelConfig, to_json
 
 Timer = Callable[[int, KernelConfig], float]
-"""Seconds for so many tokens; raises RuntimeError where a configuration cannot run."""
+"""Seconds for a number of tokens; raises RuntimeError where a configuration cannot run."""
 
 
 def tune(buckets: Sequence[int], timer: Timer) -> tuple[dict[int, KernelConfig], int]:
-    """The fastest configuration for each number of tokens, and how many could not run."""
+    """Returns the fastest configuration for each number of tokens, and how many could not run."""
     best: dict[int, KernelConfig] = {}
     refused = 0
     for tokens in buckets:

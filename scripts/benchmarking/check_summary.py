@@ -1,4 +1,4 @@
-"""What `scripts/gpu_check.sh` found, as a table and as JSON; exits with status 1 when a part failed."""
+"""Summary of `scripts/gpu_check.sh` as a table and as JSON; exits with status 1 when a part failed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 TIMED_OUT = ("124", "137")
 """Statuses of a command that `timeout` ended."""
 FIGURES = ("kernels.json", "models.json")
-"""What the benchmarks of the check write beside the summary."""
+"""Files that the benchmarks of the check write beside the summary."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the check: what became of it, and how long it took of how many seconds."""
+    """One part of the check: its outcome, its seconds and their limit."""
 
     name: str
     outcome: str

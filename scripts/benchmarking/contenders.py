@@ -65,7 +65,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all contenders share. `batch` is the number of sequences computed together where there is a choice."""
+    """Settings of all contenders. `batch` is the number of sequences computed together where there is a choice."""
 
     dtype: str = "bfloat16"
     batch: int = 64
@@ -74,7 +74,7 @@ class Settings:
 
 
 def engine(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
-    """This runtime, offline, with its defaults but for the number of sequences."""
+    """This runtime, offline, with default settings except for the number of sequences."""
     from runtime.core.config import RuntimeConfig
     from runtime.core.request import SamplingParams
     from runtime.llm import LLM
@@ -86,7 +86,7 @@ def engine(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
         params = [SamplingParams(job.num_output_tokens, temperature=0, ignore_eos=True) for job in some]
         made = llm.generate([job.prompt for job in some], params)
         if errors := [completion.error for completion in made if completion.error]:
-            raise ToolkitError(f"{len(errors)} requests failed: {errors[0]}", "Mend the engine before measuring it")
+            raise ToolkitError(f"{len(errors)} requests failed: {errors[0]}", "Fix the engine before measuring it")
         return [tuple(completion.token_ids) for completion in made]
 
     return _time("engine", answer, jobs)
@@ -99,7 +99,7 @@ def one_by_one(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
 
 def static_batches(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
     """`transformers` `generate` on padded batches in order of arrival; each runs until its longest answer is complete,
-    and what other answers got beyond their length does not count."""
+    and tokens of other answers beyond their length do not count."""
     return _generate_batches("transformers, static batches", model, jobs, settings, settings.batch)
 
 

@@ -149,7 +149,7 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Of 16-bit keys and values of one layer."""
+        """Bytes of 16-bit keys and values of one layer."""
         return 4 * self.batch * self.context * self.kv_heads * self.head_dim
 
     def __str__(self) -> str:
@@ -202,7 +202,7 @@ def compiled_step(case: Case, format: str) -> Callable[[], object]:
 
 
 def torch_step(case: Case) -> Callable[[], object]:
-    """As `compiled_step`, by what serves without compiled code: pages gathered, then torch's attention."""
+    """Same as `compiled_step` without compiled code: gathered pages, then torch's attention."""
     import torch
 
     from runtime.backends.kv.pages import ExactPages

@@ -28,12 +28,12 @@ from benchmarking.machine import Stopwatch, environment, in_own_process
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
 
 PROMPT = 16
-"""Tokens before a decode; what is timed are the steps after it."""
+"""Tokens before a decode; the steps after it are timed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is timed.
+    """A piece of work that is timed.
 
     Attributes:
         sequences: that are decoded together; 0 asks for a prefill.

@@ -58,7 +58,7 @@ def require_gpu() -> torch.device:
 
 
 def num_copies(nbytes: int) -> int:
-    """How many copies of the data one measurement walks through."""
+    """Number of copies of the data that one measurement walks through."""
     return max(2, min(64, -(-CACHE_BYTES // max(1, nbytes))))
 
 

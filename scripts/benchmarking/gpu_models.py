@@ -157,7 +157,7 @@ FIRST_PROMPT = 16
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender does.
+    """Work of every contender.
 
     Attributes:
         batches: sequences that are decoded together, one measurement each.
@@ -179,7 +179,7 @@ class Work:
 
 @dataclass
 class Figures:
-    """What one contender did; None or left out where it was not asked.
+    """Figures of one contender; None or left out where it was not asked.
 
     Attributes:
         first_token: seconds from before loading to the first token.
@@ -232,7 +232,7 @@ def _single_tasks(contender: Contender, folder: Path, work: Work, device: str, f
 
 
 def step_seconds(model: Model, batch: int, work: Work) -> float:
-    """Of one decode step: what more tokens take longer than one."""
+    """Seconds of one decode step: the difference between many tokens and one, over the steps between."""
     short, long = ([_job(work.prompt, tokens, s) for s in range(batch)] for tokens in (1, work.steps + 1))
     differences = []
     for _ in range(work.rounds + 1):  # the first round records graphs and compiles

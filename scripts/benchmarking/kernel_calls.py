@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from runtime.backends.triton.kernels.configs import KernelConfig
 
 PROCESSORS = 132
-"""Of an H200; an A100 has fewer."""
+"""Multiprocessors of an H200; an A100 has fewer."""
 DTYPES = (torch.bfloat16, torch.float16)
 MULTIPLIES_FP8 = 89
 """First architecture with products of 8-bit floats."""
@@ -175,7 +175,7 @@ def _norm_act(dtype: torch.dtype) -> None:
 
 
 def _level_splits(rows: int) -> int:
-    """Splits of an 8-bit product with so many outputs: the longer a row, the fewer fill a GPU."""
+    """Splits of an 8-bit product with this many outputs: the longer a row, the fewer fill a GPU."""
     from runtime.backends.triton.kernels.int8 import level_tile, split_inputs
 
     return split_inputs(rows, 2**16, 1, level_tile(1), PROCESSORS)[0]

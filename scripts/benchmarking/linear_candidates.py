@@ -8,7 +8,7 @@ from runtime.backends.triton.kernels.configs import EXPAND, NARROW, WIDE, Kernel
 
 
 def candidates(tokens: int) -> Iterator[KernelConfig]:
-    """What is worth trying for a number of tokens."""
+    """Yields configurations worth measuring for a number of tokens."""
     if tokens <= 128:
         for block_n in (64, 128):
             for num_warps in (4, 8):

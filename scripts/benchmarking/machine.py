@@ -19,7 +19,7 @@ from compress.common.errors import ToolkitError
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware: what somebody else must know to compare."""
+    """Versions and hardware, for comparison with other machines."""
     import torch
 
     return {

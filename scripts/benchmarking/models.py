@@ -73,7 +73,7 @@ def write_model(folder: Path, shape: Shape, seed: int = 0, device: str = "cpu") 
 
 
 def write_calibration(path: Path, tokens: int) -> None:
-    """Enough text for so many tokens of the demo tokenizer: the Python manual, over and over."""
+    """Writes the Python manual, repeated until it has this many tokens of the demo tokenizer."""
     documents = load_texts("pydoc").documents
     repeats = 1 + tokens * CHARACTERS_PER_TOKEN // sum(map(len, documents))
     with path.open("w", encoding="utf-8") as stream:

@@ -37,7 +37,7 @@ class Order:
 
 
 def methods_of(setting: str) -> tuple[str, ...]:
-    """What can be tried at a setting."""
+    """Methods that apply to a setting."""
     if setting == RECIPES:
         return tuple(name for name in bundled_recipes() if isinstance(load_work(name), Recipe))
     if setting == "w8a8":
@@ -50,7 +50,7 @@ def methods_of(setting: str) -> tuple[str, ...]:
 
 
 def orders_of(setting: str) -> tuple[Order, ...]:
-    """What the papers promise at a setting, and this toolkit holds itself to."""
+    """Orders of methods that the papers promise at a setting, which this toolkit must keep."""
     if setting == RECIPES:
         return ()
     if setting == "w8a8":

@@ -28,7 +28,7 @@ NEW_TOKENS = 512
 
 
 class InstantRunner:
-    """Implements `runtime.core.step.Runner`: every step says the same token at once, and notes when it was asked."""
+    """Implements `runtime.core.step.Runner`: a step returns the same token at once and notes its times."""
 
     max_model_len = 4096
     vocab_size = 8192
@@ -48,7 +48,7 @@ class InstantRunner:
 
 
 def step_milliseconds(engine: Engine, runner: InstantRunner) -> list[tuple[float, float]]:
-    """Of each step in which everybody decodes: the time before the runner is asked, and after it has answered."""
+    """Milliseconds before the runner is called and after it returns, for each step in which all sequences decode."""
     while engine.scheduler.waiting or len(engine.scheduler.decodes()) < len(engine.scheduler.running):
         engine.step()
     times = []

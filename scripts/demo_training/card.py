@@ -64,7 +64,7 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Run:
-    """What a card says about a training run."""
+    """Facts of a training run for the model card."""
 
     title: str
     about_texts: str

@@ -38,7 +38,7 @@ def perplexity(model: torch.nn.Module, text: str, tokens: Tokens, window: int, w
 
 
 def help_topics() -> tuple[str, str]:
-    """English that every Python carries and nobody trains on, with the version it depends on."""
+    """English text that comes with every Python and is in no training set, with the version it depends on."""
     from pydoc_data.topics import topics
 
     return f"pydoc_data.topics of Python {platform.python_version()}", "\n\n".join(

@@ -21,7 +21,7 @@ from demo_training.texts import Sampler
 
 @dataclass(frozen=True)
 class Budget:
-    """A run ends after so many steps, or after so many minutes of training, whichever is given."""
+    """End of a run: a number of steps, or of minutes of training, whichever is given."""
 
     steps: int | None = None
     minutes: float | None = None

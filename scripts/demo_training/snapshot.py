@@ -17,7 +17,7 @@ from demo_training.optimizer import MuonAdam
 
 @dataclass
 class Progress:
-    """How far a run is. The data position follows from `step`."""
+    """Progress of a run. The data position follows from `step`."""
 
     step: int = 0
     tokens: int = 0

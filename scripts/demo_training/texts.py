@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 Tokens = np.ndarray
 CHUNK = 100_000  # characters given to the tokenizer at once; pieces end at a line break
-LONG = 4  # a long window is so many times a usual one
+LONG = 4  # length of a long window, in usual windows
 HELD_OUT_SHARE, HELD_OUT_CAP = 0.01, 4096  # the tail of every source that is never trained on
 PROBLEM = re.compile(r"^Question: (?P<question>.*?)\nAnswer: (?P<answer>.*?)(?=\n\nQuestion: |\Z)", re.S | re.M)
 
