@@ -21,7 +21,7 @@ ZERO_CODE = 8
 FASTER_SETS = ("avx2", "avx512")
 
 
-def refuse_sparse(scheme: Scheme) -> str:
+def sparse_unsupported_reason(scheme: Scheme) -> str:
     """Why a weight's zeros should be read, too; empty where reading kept codes alone was measured to be faster."""
     if scheme.sparsity != Sparsity(2, 4):
         return "takes 2:4 sparsity"

@@ -79,7 +79,7 @@ def measure_kv_caches(
         ToolkitError: a path or text that cannot be used.
         NumericsError: logits that are not finite.
     """
-    from runtime.memory.plan import kv_token_bytes
+    from runtime.memory.estimate import kv_token_bytes
     from runtime.model.loader import load_model
 
     windows = cut_windows(load_texts(data), load_tokenizer(path), length=length, max_tokens=tokens)

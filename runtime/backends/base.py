@@ -1,32 +1,36 @@
-"""What linears and the fused kernels around them hand to each other: inputs in the form that a linear multiplies best,
-and products whose partial sums are not added yet. Free of Triton."""
+"""Protocols and records that every backend implements: linears, ops between them, attention over pages, sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import CodedWeight
+from runtime.backends.kv_pages import KVCache, KVPages
+from runtime.core.batch import Batch
+from runtime.core.memory_plan import MemoryPlan
+from runtime.core.model_config import DecoderConfig
+from runtime.core.rope import Rotary
+from runtime.core.sampling_tensors import RowNoise
 
-Stored = TypeVar("Stored", bound=CodedWeight, contravariant=True)
-"""The kinds of codes that a kernel multiplies by."""
+Stored = TypeVar("Stored", contravariant=True)
+"""Stored forms of weights that a kernel multiplies by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where products run and in which dtype activations come and go."""
+    """Device on which products run, and dtype of activations."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 class Linear(Protocol):
-    """A weight `[O, I]`, and perhaps a bias, prepared for multiplication."""
+    """Weight `[O, I]`, perhaps with a bias, prepared for multiplication."""
 
     @property
     def nbytes(self) -> int:
@@ -40,11 +44,11 @@ class Linear(Protocol):
 
 @runtime_checkable
 class RowSource(Protocol):
-    """A linear whose weight can also be read row by row: then a head that is the embedding too needs no second copy."""
+    """Linear whose weight can also be read row by row: a tied head then needs no second copy for the embedding."""
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it really can, in the layout that it has here."""
+        """Whether the layout on this machine allows it."""
         ...
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,107 +56,293 @@ class RowSource(Protocol):
         ...
 
 
+class Ops(Protocol):
+    """Operations between linears. 16-bit numbers are rounded where transformers rounds them, so that models give the
+    same bits, except for sums that are added in another order."""
+
+    def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Adds `update [T, H]` to `hidden [T, H]` in place; returns the RMSNorm of the sum, a new tensor."""
+        ...
+
+    def rotate(self, heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """RMSNorm with `weight [heads, D]` of every head, if there is one, then the rotary embedding by cosine and
+        signed sine `[T, 1, D]`. May change `heads [T, heads, D]` in place and return them."""
+        ...
+
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up [T, I]` of both side by side, `[T, 2 * I]`."""
+        ...
+
+
+class Attention(Protocol):
+    """Attention of one step, which also stores its keys and values. One object serves all layers."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention output `[T, heads, D]` of query `[T, heads, D]`, key and value `[T, kv_heads, D]`."""
+        ...
+
+
+RunLayers = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From embeddings `[T, H]`, cosine and signed sine `[T, 1, D]` to hidden states `[T, H]`; may overwrite the first."""
+
+
+class LayerWeights(Protocol):
+    """Weights of one decoder layer, as kernels that compute whole layers read them."""
+
+    @property
+    def attention_norm(self) -> Tensor: ...
+    @property
+    def qkv(self) -> Linear: ...
+    @property
+    def head_norm(self) -> Tensor | None: ...
+    @property
+    def output(self) -> Linear: ...
+    @property
+    def mlp_norm(self) -> Tensor: ...
+    @property
+    def gate_up(self) -> Linear: ...
+    @property
+    def down(self) -> Linear: ...
+
+
+class Model(Protocol):
+    """Decoder as backends see it."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def layers(self) -> Sequence[LayerWeights]: ...
+    @property
+    def rotary(self) -> Rotary: ...
+    @property
+    def ops(self) -> Ops: ...
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, run_layers: RunLayers | None = None
+    ) -> Tensor:
+        """Hidden states `[T, H]` before the final norm."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Kernel(Generic[Stored]):
-    """One entry of the kernel table.
+class LinearKernel(Generic[Stored]):
+    """One way to multiply by a quantized weight.
 
     Attributes:
-        summary: what it computes and how exactly, one line.
-        refuse: why it cannot serve this scheme and number of input features on this target; empty when it can.
-        prepare: turns codes `[O, I]` into the kernel's own layout, once, at load; the bias `[O]` comes in the dtype of
-            activations.
+        summary: numerics in one line.
+        takes: whether it multiplies by weights of this form at all (integers, 8-bit floats); kernels of other forms are
+            not mentioned among the reasons.
+        unsupported_reason: why it cannot serve this scheme and number of input features on a target; "" when it can.
+        prepare: converts a weight `[O, I]` to the kernel's own layout, once, at load; the bias `[O]` comes in the dtype
+            of activations.
+        nbytes: of the linear prepared from a weight `[rows, columns]` with 16-bit scales.
+        reads_rows: whether a linear with this number of columns is a `RowSource`.
+        mode: name that must be asked for; the kernel is then preferred to all others. "" for kernels that need no
+            request.
+        is_dense: it holds a dense weight, which takes the memory of one.
     """
 
     name: str
     summary: str
-    refuse: Callable[[Scheme, int, Target], str]
+    takes: Callable[[Scheme], bool]
+    unsupported_reason: Callable[[Scheme, int, Target], str]
     prepare: Callable[[Stored, Tensor | None, Target], Linear]
-
-
-ROWS, SUMS, LEVELS, FLOATS = "rows", "sums", "levels", "floats"
-
-
-@dataclass(frozen=True, slots=True)
-class InputForm:
-    """How a linear takes its input `[M, K]`.
-
-    Attributes:
-        kind: `rows` (as they are, in 16 bits), `sums` (float32 sums of every `unit` inputs beside them), `levels`
-            (int8, with a scale for each token, see `compress.checkpoint.weights.fp8`), or `floats` (levels that are
-            bytes of e4m3).
-        unit: inputs of one sum, a power of two.
-        num_sums: of a token; what lies beyond K counts as zeros.
-    """
-
-    kind: str = ROWS
-    unit: int = 32
-    num_sums: int = 0
+    nbytes: Callable[[Scheme, int, int, Target], int]
+    reads_rows: Callable[[int, Target], bool] = lambda columns, target: False
+    mode: str = ""
+    is_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """An input in some form.
+class DenseKernel:
+    """One way to multiply by a weight that is not quantized.
 
     Attributes:
-        rows: `[M, K]`, 16-bit numbers, int8 levels or bytes (uint8) of e4m3 levels, contiguous.
-        beside: float32; sums `[num_sums, M]`, scales `[M]` of levels, or None.
+        unsupported_reason: why it cannot serve a weight with these numbers of output and input features; "" when it
+            can.
+        prepare: takes the weight `[O, I]` on the target's device and in its dtype.
+        reads_rows: whether its linear is a `RowSource`.
+        nbytes: of its linear, from output features, input features and target.
+        mode: as for `LinearKernel`.
+        suits: whether it gains from the values of a weight; asked only for kernels with a mode.
+        note: shown where the kernel suits a weight and its mode was not asked for.
     """
 
-    rows: Tensor
-    beside: Tensor | None = None
+    name: str
+    summary: str
+    unsupported_reason: Callable[[int, int, Target], str]
+    prepare: Callable[[Tensor, Tensor | None], Linear]
+    nbytes: Callable[[int, int, Target], int]
+    reads_rows: bool = False
+    mode: str = ""
+    suits: Callable[[Tensor], bool] = lambda weight: True
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """`x W^T + bias [M, N]`, still in parts: the sum of `parts`, times both scales if there are any, plus the bias;
-    rounded to 16 bits once, by whoever adds it up.
+class OpsKernel:
+    """One way to compute the operations between linears."""
+
+    summary: str
+    unsupported_reason: Callable[[DecoderConfig, Target], str]
+    prepare: Callable[[], Ops]
+
+
+AttentionStep = Callable[[Batch], Attention]
+"""Attention of one step, from its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """One way to keep keys and values in pages and to attend to them.
 
     Attributes:
-        parts: `[splits, M, at least N]`, float32 or int32, contiguous; or 16-bit rows `[1, M, N]` with nothing left to
-            do.
-        num_rows: N.
-        bias: `[N]`, or None.
-        scales: of each token, float32 `[M]`, and of each row of the weight, `N` numbers; or None.
+        unsupported_reason: why it cannot serve a model within a memory plan; "" when it can.
+        pages: allocates the pages.
+        prepare: the attention of every step, from the model, its cache, the sliding window of every layer (None is
+            none), and the memory plan.
     """
 
-    parts: Tensor
-    num_rows: int
-    bias: Tensor | None = None
-    scales: tuple[Tensor, Tensor] | None = None
+    summary: str
+    unsupported_reason: Callable[[Model, MemoryPlan], str]
+    pages: Callable[[Model, MemoryPlan], KVPages]
+    prepare: Callable[[Model, KVCache, tuple[int | None, ...], MemoryPlan], AttentionStep]
 
 
-@runtime_checkable
-class FusedLinear(Protocol):
-    """A linear that leaves its first and its last step to the kernels around it."""
+class LayersStep(Protocol):
+    """`RunLayers` with the attention of the step, made by the same backend."""
 
-    def input_form(self, num_tokens: int) -> InputForm:
-        """What `product` takes for so many tokens."""
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> Tensor:
+        """Hidden states `[T, H]` after all layers, of embeddings `[T, H]`, cosine and signed sine `[T, 1, D]`."""
         ...
 
-    def product(self, x: Prepared) -> Product:
-        """Multiplies an input of the form that `input_form` names."""
+
+@dataclass(frozen=True, slots=True)
+class LayersKernel:
+    """One way to compute all layers of a decoder at once, with the attention of the same backend.
+
+    Attributes:
+        records: its steps of one token per sequence can be captured in CUDA graphs: they launch the same kernels
+            whatever is in the batch, leave rows of padding alone, and wait for nothing.
+    """
+
+    summary: str
+    unsupported_reason: Callable[[Model, MemoryPlan], str]
+    prepare: Callable[[Model, KVCache, tuple[int | None, ...]], LayersStep]
+    records: bool = False
+
+
+class SamplingKernel(Protocol):
+    """Argmax over rows of scores, with and without Gumbel noise."""
+
+    def unsupported_reason(self, scores: Tensor) -> str:
+        """Why it cannot read scores like these `[R, V]`; "" when it can."""
+        ...
+
+    def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The first of the highest scores of every row, int64 `[R]`, and whether all of the row are finite, bool
+        `[R]`."""
+        ...
+
+    def gumbel_argmax(self, scores: Tensor, noise: RowNoise) -> Tensor:
+        """int64 `[R]`: the token with the highest sum of finite score and noise, or `UNDECIDED`."""
+        ...
+
+
+class FusedSampling(Protocol):
+    """Sampling of all rows in launches that depend on shapes only, so that a CUDA graph can end with them."""
+
+    def unsupported_reason(self, logits: Tensor) -> str:
+        """As `SamplingKernel.unsupported_reason`."""
+        ...
+
+    def sample(self, logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -> None:
+        """Writes the token of each row, or an outcome, to int64 `tokens [R]`; greedy where the temperature is 0.
+
+        Args:
+            scores: the processed logits `[R, V]`, or `logits` itself.
+        """
+        ...
+
+    def sample_listed(
+        self, scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, noise: RowNoise, tokens: Tensor
+    ) -> None:
+        """Replaces the token of each truncated row by one of `ids [R, K]` with `scores [R, K]`, or by `UNDECIDED`
+        where `unknown [R]` says that other tokens may win."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class CalledLinear:
-    """Any other linear as a `FusedLinear`: it takes 16-bit rows and leaves nothing to do."""
+class Backend:
+    """One way to compute a model; another backend computes what this one does not support.
 
-    linear: Linear
+    Attributes:
+        device: kind of device on which it computes; "" for any.
+        linears, dense: kernels in order of preference.
+        is_fast: whether it multiplies matrices of a dtype in vectors.
+    """
 
-    def input_form(self, num_tokens: int) -> InputForm:
-        return InputForm()
+    name: str
+    device: str = ""
+    linears: tuple[LinearKernel[Any], ...] = ()
+    dense: tuple[DenseKernel, ...] = ()
+    is_fast: Callable[[torch.dtype], bool] = lambda dtype: False
+    ops: OpsKernel | None = None
+    attention: AttentionKernel | None = None
+    layers: LayersKernel | None = None
+    sampling: SamplingKernel | None = None
+    fused_sampling: FusedSampling | None = None
 
-    def product(self, x: Prepared) -> Product:
-        return finished(self.linear(x.rows))
+
+def is_integer(scheme: Scheme) -> bool:
+    """Whether weights of a scheme are integers with scales."""
+    return not scheme.fp8
 
 
-def fused(linear: Linear) -> FusedLinear:
-    """A linear with its first and last step left to others, as far as it can."""
-    return linear if isinstance(linear, FusedLinear) else CalledLinear(linear)
+def is_fp8(scheme: Scheme) -> bool:
+    """Whether weights of a scheme are 8-bit floats."""
+    return scheme.fp8
 
 
-def finished(rows: Tensor) -> Product:
-    """16-bit rows `[M, N]`, whatever their strides, as a product with nothing left to do."""
-    # PyTorch's semi-structured product may give the transpose of what it wrote.
-    return Product(rows.contiguous().unsqueeze(0), rows.shape[1])
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """`x right^T left^T + bias`: the bias belongs to `left`."""
+
+    right: Linear
+    left: Linear
+
+    @property
+    def nbytes(self) -> int:
+        return self.right.nbytes + self.left.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.left(self.right(x))
+
+
+@dataclass(frozen=True, slots=True)
+class WithOutliers:
+    """`base(x without the columns) + x[:, columns] values^T`. Where inputs are rounded to 8 bits, their scale thus
+    comes from the other columns alone, as in LLM.int8() (arXiv:2208.07339).
+
+    Attributes:
+        base: multiplies by the codes; the bias belongs to it.
+        columns: int64 `[k]`.
+        values: `[k, O]`, in the activation dtype.
+    """
+
+    base: Linear
+    columns: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """The few column numbers are not counted."""
+        return self.base.nbytes + self.values.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rest = x.index_fill(1, self.columns, 0)
+        return self.base(rest).addmm(x.index_select(1, self.columns), self.values)

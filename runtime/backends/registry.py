@@ -1,127 +1,284 @@
-"""Which kernel serves which quantized linear, and why."""
+"""Backends by name, and the one place that chooses what computes what, with the reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
 
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import CodedWeight
 from compress.common.errors import SchemeError
-from runtime.backends.base import Kernel, Target
-from runtime.backends.cpu import linear as cpu_linear
-from runtime.backends.cpu.kv_pages import NativePages
-from runtime.backends.cpu.layers import NativeLayers, refuse_layers
-from runtime.backends.kv.cache import KVCache
-from runtime.backends.torch import dequantized, int4pack, int8_dynamic, reference, semi_structured
-from runtime.backends.triton import linear as triton_linear
-from runtime.backends.triton.layers import TritonLayers, refuse_triton_layers
-from runtime.core.attention_window import AttentionWindow
-from runtime.model.decoder import Decoder
-
-KERNELS = (
-    *triton_linear.KERNELS,
-    cpu_linear.INT8,
-    cpu_linear.SPARSE,
-    cpu_linear.KERNEL,
-    int8_dynamic.KERNEL,
-    int4pack.KERNEL,
-    dequantized.KERNEL,
-    reference.KERNEL,
+from runtime.backends.base import (
+    AttentionKernel,
+    AttentionStep,
+    Backend,
+    DenseKernel,
+    FusedSampling,
+    LayersStep,
+    Linear,
+    LinearKernel,
+    Model,
+    Ops,
+    SamplingKernel,
+    Target,
 )
-"""Of integers, in order of preference; the last one refuses nothing."""
+from runtime.backends.cpu import CPU
+from runtime.backends.kv_pages import KVCache
+from runtime.backends.torch import TORCH
+from runtime.backends.torch.quantized_linear import REFERENCE as REFERENCE_KERNEL
+from runtime.backends.torch.quantized_linear import RoundedInputs
+from runtime.backends.triton import TRITON
+from runtime.core.memory_plan import MemoryPlan
+from runtime.core.model_config import DecoderConfig
 
-FP8_KERNELS = (*triton_linear.FP8_KERNELS, dequantized.KERNEL, reference.KERNEL)
-"""Of 8-bit floats, likewise."""
+BACKENDS: list[Backend] = [TRITON, CPU, TORCH]
+"""In order of preference; the last one computes everything."""
 
-MODES = {"auto": KERNELS, "w4a8": (cpu_linear.W4A8, *KERNELS), semi_structured.NAME: KERNELS}
-"""Preferences for integers by name: `auto` computes what the checkpoint says, `w4a8` rounds activations to 8 bits where
-it can, `semi_structured` is about 16-bit weights that are 2:4 alone."""
-
+AUTO, REFERENCE = "auto", "reference"
 EXPANDED = "zeros of {} are expanded at load: no kernel leaves them out on a GPU"
+
+Chosen = TypeVar("Chosen")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A kernel for the codes of a scheme (integers, or 8-bit floats), and why it and none before it."""
+class Choice(Generic[Chosen]):
+    """A kernel, and why it and none before it."""
 
-    kernel: Kernel[Any]
+    kernel: Chosen
     reason: str
 
 
-def choose_kernel(
-    scheme: Scheme, in_features: int, target: Target, kernels: str = "auto", excluded: Mapping[str, str] | None = None
-) -> Choice:
-    """The first kernel of the table that can serve a quantized linear.
+def _prepare_dequantized(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
+    kernel = choose_dense(*weight.shape, target).kernel
+    linear = kernel.prepare(weight.dequantize(target.dtype).to(target.device), bias)
+    return RoundedInputs(linear) if weight.scheme.activation_bits else linear
 
-    Args:
-        kernels: a name of `MODES`, or of a kernel that must be used.
-        excluded: names of kernels that may not be chosen, with the reason.
 
-    Raises:
-        SchemeError: an unknown name, or a named kernel that cannot serve this scheme here.
-    """
-    if kernels not in MODES:
-        return _named(scheme, in_features, target, kernels)
-    refusals = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
-    if scheme.fp8:
-        refusals += [f"{kernel.name} multiplies by integers" for kernel in MODES[kernels] if kernel not in KERNELS]
-    for kernel in FP8_KERNELS if scheme.fp8 else MODES[kernels]:
-        refusal = (excluded or {}).get(kernel.name) or kernel.refuse(scheme, in_features, target)
-        if not refusal:
-            return Choice(kernel, "; ".join([kernel.summary, *refusals]))
-        refusals.append(f"{kernel.name} {refusal}")
-    raise SchemeError(f"no kernel serves {scheme}: {'; '.join(refusals)}")
+def _dequantized_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return choose_dense(rows, columns, target).kernel.nbytes(rows, columns, target)
+
+
+DEQUANTIZED = LinearKernel(
+    "dequantized",
+    "dequantized once at load: dense speed, dense memory",
+    lambda scheme: True,
+    lambda scheme, in_features, target: (
+        "keeps activations in 16 bits" if scheme.activation_bits and not scheme.fp8 else ""
+    ),
+    _prepare_dequantized,
+    _dequantized_nbytes,
+    lambda columns, target: choose_dense(columns, columns, target).kernel.reads_rows,
+    is_dense=True,
+)
+FALLBACKS = (DEQUANTIZED, REFERENCE_KERNEL)
+"""Kernels of every stored form that the checkpoint layer can dequantize."""
+
+
+def register(backend: Backend) -> None:
+    """Adds a backend that is preferred to those before it, or replaces the one of the same name."""
+    unregister(backend.name)
+    BACKENDS.insert(0, backend)
+
+
+def unregister(name: str) -> None:
+    """Removes a backend, if it is there."""
+    BACKENDS[:] = [backend for backend in BACKENDS if backend.name != name]
+
+
+def linear_kernels() -> list[LinearKernel[Any]]:
+    """Kernels of quantized weights, in order of preference."""
+    return [*(kernel for backend in BACKENDS for kernel in backend.linears), *FALLBACKS]
+
+
+def dense_kernels() -> list[DenseKernel]:
+    """Kernels of weights that are not quantized, in order of preference; the last one supports everything."""
+    return [kernel for backend in BACKENDS for kernel in backend.dense]
+
+
+def modes() -> list[str]:
+    """Preferences: `auto` computes what the checkpoint says, others are names of modes of single kernels."""
+    names = [kernel.mode for kernel in linear_kernels()] + [kernel.mode for kernel in dense_kernels()]
+    return list(dict.fromkeys([AUTO, *filter(None, names)]))
 
 
 def check_name(kernels: str) -> None:
-    """Raises SchemeError for what is neither a mode nor a kernel: where no weight is quantized nothing else would."""
-    names = list(dict.fromkeys([*MODES, *(kernel.name for kernel in (*KERNELS, *FP8_KERNELS))]))
+    """Raises SchemeError for a name of neither a mode nor a kernel of quantized weights."""
+    names = list(dict.fromkeys([*modes(), *(kernel.name for kernel in linear_kernels() if not kernel.mode)]))
+    names += [kernel.name for kernel in linear_kernels() if kernel.mode]
     if kernels not in names:
         raise SchemeError(f"unknown kernel {kernels!r}", f"Choose {', '.join(names)}")
 
 
-def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choice:
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether CPUs like this one multiply matrices of a dtype in vectors; 16-bit ones are ten times slower without."""
+    return any(backend.is_fast(dtype) for backend in BACKENDS)
+
+
+def choose_linear(
+    scheme: Scheme, in_features: int, target: Target, kernels: str = AUTO, excluded: Mapping[str, str] | None = None
+) -> Choice[LinearKernel[Any]]:
+    """The first kernel that supports a quantized linear.
+
+    Args:
+        kernels: a mode, or the name of a kernel that must be used.
+        excluded: names of kernels that may not be chosen, with the reason.
+
+    Raises:
+        SchemeError: an unknown name, or a named kernel that does not support this scheme here.
+    """
+    if kernels not in modes():
+        return _named(scheme, in_features, target, kernels)
+    reasons = [EXPANDED.format(scheme.sparsity)] if scheme.sparsity and target.device.type == "cuda" else []
+    for kernel in _preferred(kernels):
+        reason: str | None = None
+        if kernel.takes(scheme):
+            reason = (excluded or {}).get(kernel.name) or kernel.unsupported_reason(scheme, in_features, target)
+        elif kernel.mode:
+            reason = "multiplies by another form of numbers"
+        if reason == "":
+            return Choice(kernel, "; ".join([kernel.summary, *reasons]))
+        if reason is not None:
+            reasons.append(f"{kernel.name} {reason}")
+    raise SchemeError(f"no kernel serves {scheme}: {'; '.join(reasons)}")
+
+
+def _preferred(mode: str) -> list[LinearKernel[Any]]:
+    """Kernels of a mode first; those of other modes are left out."""
+    kernels = linear_kernels()
+    return [k for k in kernels if k.mode and k.mode == mode] + [k for k in kernels if not k.mode]
+
+
+def _named(scheme: Scheme, in_features: int, target: Target, name: str) -> Choice[LinearKernel[Any]]:
     check_name(name)
-    table, other = (FP8_KERNELS, KERNELS) if scheme.fp8 else (KERNELS, FP8_KERNELS)
-    kernel = next(kernel for kernel in (*table, *other) if kernel.name == name)
-    numbers = "integers" if scheme.fp8 else "8-bit floats"
-    refusal = kernel.refuse(scheme, in_features, target) if kernel in table else f"multiplies by {numbers}"
-    if refusal:
-        raise SchemeError(f"kernel {name} cannot serve {scheme}: it {refusal}", "Choose auto or reference")
+    kernel = next(kernel for kernel in linear_kernels() if kernel.name == name)
+    reason = "multiplies by another form of numbers"
+    if kernel.takes(scheme):
+        reason = kernel.unsupported_reason(scheme, in_features, target)
+    if reason:
+        raise SchemeError(f"kernel {name} cannot serve {scheme}: it {reason}", f"Choose {AUTO} or {REFERENCE}")
     return Choice(kernel, f"asked for; {kernel.summary}")
 
 
-@dataclass(frozen=True, slots=True)
-class LayersChoice:
-    """One of the two, or why the decoder goes from layer to layer itself.
-
-    Attributes:
-        refusal: empty where one of them serves.
-    """
-
-    native: NativeLayers | None = None
-    triton: TritonLayers | None = None
-    refusal: str = ""
-
-
-def choose_layers(
-    decoder: Decoder,
-    cache: KVCache,
-    windows: tuple[int | None, ...],
-    attention_window: AttentionWindow,
-    triton_refusal: str,
-) -> LayersChoice:
-    """The fastest way through the layers that these pages allow.
+def choose_dense(
+    out_features: int, in_features: int, target: Target, kernels: str = AUTO, weight: Tensor | None = None
+) -> Choice[DenseKernel]:
+    """The first kernel that supports a weight that is not quantized; `reference` asks for the last one.
 
     Args:
-        windows: sliding window of every layer; None is none.
-        triton_refusal: why attention does not run in Triton; empty when it does.
+        kernels: a mode, or the name of a kernel of quantized weights.
+        weight: `[O, I]`; without it kernels that gain from its values are left out.
     """
-    if isinstance(cache.pages, NativePages):
-        refusal = refuse_layers(decoder)
-        return LayersChoice(refusal=refusal) if refusal else LayersChoice(NativeLayers(decoder, cache.pages, windows))
-    if decoder.device.type == "cpu":
-        return LayersChoice(refusal="keys and values are not in native pages")
-    refusal = refuse_triton_layers(decoder, triton_refusal, attention_window)
-    return LayersChoice(refusal=refusal) if refusal else LayersChoice(triton=TritonLayers(decoder, cache))
+    *preferred, last = dense_kernels()
+    if kernels == REFERENCE:
+        return Choice(last, f"asked for; {last.summary}")
+    reasons: list[str] = []
+    for kernel in (*preferred, last):
+        reason = kernel.unsupported_reason(out_features, in_features, target)
+        if kernel.mode:
+            if weight is None or (reason and kernels != kernel.mode) or not kernel.suits(weight):
+                continue
+            if kernels != kernel.mode:
+                reasons.append(kernel.note)
+                continue
+        if not reason:
+            asked = ["asked for"] if kernel.mode else []
+            return Choice(kernel, "; ".join([*asked, kernel.summary, *reasons]))
+        reasons.append(f"{kernel.name} {reason}")
+    raise SchemeError(f"no kernel serves dense weights: {'; '.join(reasons)}")
+
+
+def choose_ops(config: DecoderConfig, target: Target, kernels: str = AUTO) -> Choice[Ops]:
+    """Operations between linears; `reference` asks for plain torch."""
+    found = [(backend, backend.ops) for backend in _suited(target.device) if backend.ops is not None]
+    if kernels == REFERENCE:
+        return Choice(found[-1][1].prepare(), f"{REFERENCE} kernels are plain torch")
+    _, ops, reason = _first(found, lambda ops: ops.unsupported_reason(config, target))
+    return Choice(ops.prepare(), "; ".join(filter(None, [ops.summary, reason])))
+
+
+@dataclass(frozen=True, slots=True)
+class StepKernels:
+    """What computes the steps of one runner.
+
+    Attributes:
+        attention: the attention of a step, from its batch.
+        attention_reason: which one it is, and why it and none before it.
+        layers: all layers of a step at once; None where the decoder goes from layer to layer.
+        layers_reason: which one it is; without one, why.
+        windows: sliding window of every layer; None is none.
+        records: steps of one token per sequence can be captured in CUDA graphs.
+    """
+
+    cache: KVCache
+    windows: tuple[int | None, ...]
+    attention: AttentionStep
+    attention_reason: str
+    layers: LayersStep | None
+    layers_reason: str
+    records: bool = False
+
+    def describe(self) -> str:
+        """One line for people."""
+        way = self.layers_reason if self.layers is not None else f"layer by layer: {self.layers_reason}"
+        return f"{self.attention_reason}; {way}"
+
+
+def choose_step_kernels(model: Model, memory: MemoryPlan) -> StepKernels:
+    """The fastest attention that supports a model within a memory plan, and the fastest way through its layers."""
+    backend, kernel, reason = choose_attention(model, memory)
+    windows = attention_windows(model, memory)
+    cache = KVCache(model.config, memory, kernel.pages(model, memory), windows)
+    attention = kernel.prepare(model, cache, windows, memory)
+    described = "; ".join(filter(None, [f"{backend.name}: {kernel.summary}", reason]))
+    layers = backend.layers
+    if layers is None:
+        return StepKernels(cache, windows, attention, described, None, f"{backend.name} computes no whole layers")
+    if unsupported := layers.unsupported_reason(model, memory):
+        return StepKernels(cache, windows, attention, described, None, unsupported)
+    prepared = layers.prepare(model, cache, windows)
+    return StepKernels(cache, windows, attention, described, prepared, layers.summary, layers.records)
+
+
+def choose_attention(model: Model, memory: MemoryPlan) -> tuple[Backend, AttentionKernel, str]:
+    """The first backend that supports attention of a model, its kernel, and why none before it."""
+    found = [(backend, backend.attention) for backend in _suited(model.device) if backend.attention is not None]
+    return _first(found, lambda kernel: kernel.unsupported_reason(model, memory))
+
+
+def attention_windows(model: Model, memory: MemoryPlan) -> tuple[int | None, ...]:
+    """Sliding window of every layer, that of the memory plan if it has one; None is none."""
+    window = memory.attention_window.window
+    return model.config.windows if window is None else (window,) * model.config.num_layers
+
+
+def choose_sampling(scores: Tensor) -> SamplingKernel:
+    """Argmax of scores like these `[R, V]`."""
+    kernels = (backend.sampling for backend in BACKENDS)
+    return next(kernel for kernel in kernels if kernel is not None and not kernel.unsupported_reason(scores))
+
+
+def choose_fused_sampling(logits: Tensor) -> FusedSampling | None:
+    """Sampling in launches that a CUDA graph can capture, from logits like these `[R, V]`."""
+    kernels = (backend.fused_sampling for backend in BACKENDS)
+    return next((kernel for kernel in kernels if kernel is not None and not kernel.unsupported_reason(logits)), None)
+
+
+def _suited(device: torch.device) -> Iterable[Backend]:
+    return [backend for backend in BACKENDS if backend.device in ("", device.type)]
+
+
+def _first(
+    found: Sequence[tuple[Backend, Chosen]], unsupported_reason: Callable[[Chosen], str]
+) -> tuple[Backend, Chosen, str]:
+    """The first without a reason against it, and the reasons against those before."""
+    reasons: list[str] = []
+    for backend, kernel in found:
+        reason = unsupported_reason(kernel)
+        if not reason:
+            return backend, kernel, "; ".join(reasons)
+        reasons.append(f"{backend.name} {reason}")
+    raise SchemeError(f"no backend serves this model: {'; '.join(reasons)}")

@@ -325,12 +325,7 @@ def describe_attention(engine: Engine) -> str:
     runner = engine.runner
     if not isinstance(runner, ModelRunner):
         return "none"
-    attention = runner.cache.reason if runner.triton_refusal else "Triton, reads pages as they are"
-    if runner.decoder.device.type == "cuda" and runner.triton_refusal:
-        attention = f"plain torch; Triton {runner.triton_refusal}"
-    if runner.layers_refusal:
-        return f"{attention}; layer by layer: {runner.layers_refusal}"
-    return f"{attention}; {'fused kernels between products' if runner.triton_layers else 'all layers in one call'}"
+    return runner.kernels.describe()
 
 
 def describe_gpu(engine: Engine) -> list[str]:

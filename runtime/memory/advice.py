@@ -13,12 +13,12 @@ from compress.checkpoint.scheme import GROUP_SIZES, Scheme
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
-from runtime.backends.cpu.linear import is_fast
+from runtime.backends.registry import is_fast
 from runtime.core.config import RuntimeConfig
+from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
-from runtime.memory.capacity import ITEM_SIZES, Capacity, Weights, estimate
-from runtime.memory.kv import find_budget, kv_token_bytes
-from runtime.memory.plan import MemoryPlan, explain, plan_memory
+from runtime.memory.estimate import Weights, kv_token_bytes
+from runtime.memory.plan import ITEM_SIZES, Capacity, estimate, explain, find_budget, plan_memory
 from runtime.model.loader import check_tensors, resolve_dtype
 
 SHORTEST_CONTEXT = 512

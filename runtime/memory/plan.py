@@ -1,83 +1,22 @@
-"""How much memory serving takes: weights, keys and values, and what that leaves room for. No torch."""
+"""Number of KV blocks, longest sequence, form of keys and values; and what fits beside weights of a known size."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from compress.checkpoint.kv_cache import KVCacheScheme
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheRecord, KVCacheScheme, kv_cache_warning, wished_kv_cache
 from compress.common.device import format_bytes
 from compress.common.errors import ToolkitError
-from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, resolve_attention_window
+from runtime.core.attention_window import AttentionWindow, resolve_attention_window
 from runtime.core.config import RuntimeConfig
-from runtime.memory.estimates import gpu_step_bytes
-from runtime.memory.kv import (
-    DEFAULT_CHOICE,
-    NO_BUDGET,
-    NO_EXACT_TOKENS,
-    ExactTokens,
-    KVBudget,
-    KVCacheChoice,
-    choose_kv_cache,
-    exact_tokens,
-    find_budget,
-    kv_token_bytes,
-)
-
-if TYPE_CHECKING:
-    from runtime.core.model_config import DecoderConfig
-
+from runtime.core.memory_plan import NO_BUDGET, NO_EXACT_TOKENS, ExactTokens, KVBudget, KVCacheChoice, MemoryPlan
+from runtime.core.model_config import DecoderConfig
+from runtime.memory.estimate import exact_tokens, gpu_step_bytes, kv_token_bytes, step_bytes
+from runtime.speculative.ngram import CHAINS, TREES
 
 STREAM_LENGTH = 2**20
 """Longest sequence where tokens look at sinks and a window only, unless another length is asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """What will be allocated.
-
-    Attributes:
-        weight_bytes: prepared weights, embedding included.
-        token_bytes: keys and values of one token in all layers.
-        num_blocks: KV blocks of `block_size` tokens.
-        max_model_len: longest prompt + output.
-        reason: what decided `num_blocks` and `max_model_len`.
-        num_host_blocks: blocks of the same size in host memory.
-        attention_window: what tokens look at; a sequence keeps blocks for nothing else.
-        blocks_per_sequence: held at the same time by the longest sequence.
-        kv_choice: form of keys and values.
-        exact: keys and values that are kept as they are beside the blocks.
-        num_sequences: computed in one step, at most.
-        budget: memory that the pool could take, and what stays free beside it.
-    """
-
-    weight_bytes: int
-    token_bytes: int
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    reason: str
-    num_host_blocks: int = 0
-    attention_window: AttentionWindow = FULL_ATTENTION
-    blocks_per_sequence: int = 0
-    kv_choice: KVCacheChoice = DEFAULT_CHOICE
-    exact: ExactTokens = NO_EXACT_TOKENS
-    num_sequences: int = 0
-    budget: KVBudget = NO_BUDGET
-
-    @property
-    def kv_cache(self) -> KVCacheScheme:
-        return self.kv_choice.scheme
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of the blocks and of what is exact beside them."""
-        return self.num_blocks * self.block_size * self.token_bytes + self.exact.nbytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Of host memory, for keys and values that were evicted from the pool."""
-        return self.num_host_blocks * self.block_size * self.token_bytes
 
 
 def plan_memory(
@@ -250,3 +189,226 @@ def _reach(plan: MemoryPlan) -> list[str]:
         return []
     held = f"{plan.blocks_per_sequence} blocks per sequence at most, whatever its length"
     return [f"reach    {plan.attention_window} tokens: {held}"]
+
+
+def choose_kv_cache(
+    recorded: KVCacheScheme | None,
+    config: RuntimeConfig,
+    attention_window: AttentionWindow,
+    measured: KVCacheRecord | None = None,
+) -> KVCacheChoice:
+    """The form of keys and values.
+
+    Args:
+        recorded: the checkpoint's default.
+        attention_window: what tokens attend to. Sinks and recent tokens outside of it need not be exact.
+        measured: what forms were measured to cost this checkpoint; one above its limit is warned of.
+
+    Raises:
+        SchemeError: an unknown format, or options that mean nothing for it.
+    """
+    scheme = wished_kv_cache(recorded, config.kv_cache, config.kv_rotate, config.kv_sinks, config.kv_residual_length)
+    reason = "as asked for"
+    if scheme == (recorded or UNCOMPRESSED):
+        reason = "the default" if recorded is None else "the checkpoint's default"
+    choice = _within(scheme, attention_window, reason, config.prefix_caching)
+    warning = kv_cache_warning(measured, scheme)
+    return choice if warning is None else replace(choice, notes=(warning, *choice.notes))
+
+
+def _within(
+    scheme: KVCacheScheme, attention_window: AttentionWindow, reason: str, prefix_caching: bool
+) -> KVCacheChoice:
+    """Leaves out exact tokens that nobody sees, and says what the others cost."""
+    notes = []
+    if attention_window.window is not None and scheme.sinks > attention_window.sinks:
+        notes.append(f"{attention_window.sinks} instead of {scheme.sinks} exact sinks: tokens see {attention_window}")
+        scheme = replace(scheme, sinks=attention_window.sinks)
+    if attention_window.window is not None and scheme.recent > attention_window.window:
+        notes.append(
+            f"{attention_window.window} instead of {scheme.recent} exact recent tokens: tokens see {attention_window}"
+        )
+        scheme = replace(scheme, recent=attention_window.window)
+    if scheme.recent and prefix_caching:
+        notes.append(
+            f"prefix caching is off, and each of several answers computes its prompt: the last {scheme.recent} tokens "
+            "are exact for the sequence that computed them only"
+        )
+    return KVCacheChoice(scheme, reason, tuple(notes))
+
+
+CPU_BYTES = 512 * 2**20
+"""On a CPU, whose memory belongs to others too."""
+SPARE_SHARE, LEAST_SPARE_BYTES = 50, 512 * 2**20
+"""One part in so many of a GPU's memory, and so many bytes at least, are left to nobody: allocators round up."""
+
+
+def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVBudget:
+    """Memory for keys and values.
+
+    Args:
+        step_bytes: that the largest step takes on a GPU.
+        free: of a GPU, beside the weights; None on a CPU.
+
+    Raises:
+        ToolkitError: nothing is left for them.
+    """
+    beside = 0 if free is None else step_bytes
+    if config.num_blocks:
+        return replace(NO_BUDGET, step_bytes=beside)
+    if config.kv_memory_bytes is not None:
+        return KVBudget(config.kv_memory_bytes, "as asked for", beside)
+    if free is None:
+        return KVBudget(CPU_BYTES, "the default on a CPU")
+    spare = max(LEAST_SPARE_BYTES, free // SPARE_SHARE)
+    left = free - step_bytes - spare
+    if left <= 0:
+        raise ToolkitError(
+            f"{format_bytes(free)} of the GPU are free beside the weights, and steps take {format_bytes(step_bytes)}",
+            "Allow fewer --max-num-seqs, use a smaller checkpoint, or say --kv-memory to try how little does",
+        )
+    reason = f"what {format_bytes(free)} beside the weights leave"
+    if drafts_with_model(config):
+        return KVBudget(left // 2, f"half of {reason}; the other half is the draft model's", step_bytes, spare)
+    return KVBudget(left, reason, step_bytes, spare)
+
+
+def drafts_with_model(config: RuntimeConfig) -> bool:
+    """Whether guesses come from a model, which needs weights and a KV pool of its own."""
+    return bool(config.speculative_model) and config.speculative_model not in (CHAINS, TREES)
+
+
+PROCESS_BYTES = 350 * 2**20
+"""Python, torch and the server without any model (measured on Linux with a CPU build)."""
+TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
+ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The memory of one served model.
+
+    Attributes:
+        memory_bytes: that serving may use in all.
+        weight_bytes: prepared.
+        activation_bytes: of the largest step, attention over long contexts left out.
+        token_bytes: keys and values of one token in all layers, in the form in which they are kept.
+        dtype: of activations, and of keys and values while they are used.
+        context: longest prompt + output.
+        num_layers: attention reads a copy of one layer's keys and values in `dtype`.
+        step: tokens of one prompt that are computed together at most.
+        kv_cache: form of keys and values.
+        exact: keys and values that are kept in `dtype` beside the blocks.
+    """
+
+    memory_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    token_bytes: int
+    dtype: str
+    context: int
+    num_layers: int
+    attention_window: AttentionWindow
+    block_size: int
+    step: int
+    process_bytes: int = PROCESS_BYTES
+    kv_cache: KVCacheScheme = UNCOMPRESSED
+    exact: ExactTokens = NO_EXACT_TOKENS
+
+    @property
+    def room(self) -> int:
+        """Bytes for keys, values and the copy that attention reads; below zero when the rest does not fit."""
+        return self.memory_bytes - self.weight_bytes - self.activation_bytes - self.process_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        copied = self.exact.token_bytes or self.token_bytes
+        shares = (self.token_bytes * self.num_layers + copied) * self.block_size
+        return max(0, (self.room - self.exact.nbytes) * self.num_layers // shares)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values fit."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """What to give to `--kv-memory` to use the room."""
+        return self.tokens * self.token_bytes + self.exact.nbytes
+
+    def concurrency(self, length: int) -> int:
+        """Requests of so many tokens (prompt plus output) that fit together."""
+        return self.num_blocks // self.attention_window.blocks_for(length, self.step, self.block_size)
+
+    def lengths(self) -> list[int]:
+        """Typical lengths below the context, then the context."""
+        return [length for length in TYPICAL_LENGTHS if length < self.context] + [self.context]
+
+    def in_dtype(self, model: DecoderConfig, dtype: str, weight_bytes: int) -> Capacity:
+        """The same in another dtype."""
+        return replace(
+            self,
+            token_bytes=kv_token_bytes(model, self.kv_cache, ITEM_SIZES[dtype]),
+            exact=exact_tokens(model, self.kv_cache, ITEM_SIZES[dtype], self.exact.num_sequences),
+            dtype=dtype,
+            weight_bytes=weight_bytes,
+            activation_bytes=int(self.activation_bytes * ITEM_SIZES[dtype] / ITEM_SIZES[self.dtype]),
+        )
+
+    def with_kv_format(self, model: DecoderConfig, format: str) -> Capacity:
+        """The same with keys and values in another format, and no exact tokens beside them unless it is the same."""
+        scheme = self.kv_cache if format == self.kv_cache.format else KVCacheScheme.named(format)
+        itemsize = ITEM_SIZES[self.dtype]
+        return replace(
+            self,
+            token_bytes=kv_token_bytes(model, scheme, itemsize),
+            kv_cache=scheme,
+            exact=exact_tokens(model, scheme, itemsize, self.exact.num_sequences),
+        )
+
+
+def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
+    """Estimate of what the largest step holds beside weights and the pool."""
+    return step_bytes(model, config, itemsize, _seen_keys(model, config))
+
+
+def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionWindow:
+    """What tokens look at. Raises ToolkitError for a window that the model cannot have."""
+    return resolve_attention_window(
+        model.windows, model.context_length, config.attention_window, config.attention_sinks
+    )
+
+
+def _seen_keys(model: DecoderConfig, config: RuntimeConfig) -> int:
+    """Keys that a span of a prompt looks at, at most."""
+    longest, _ = longest_wanted(model, config)
+    attention_window, step = find_model_window(model, config), config.max_span_tokens
+    return min(longest, attention_window.blocks_for(longest, step, config.block_size) * config.block_size)
+
+
+def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_bytes: int, memory_bytes: int) -> Capacity:
+    """What fits beside weights of a known size.
+
+    Args:
+        dtype: of activations, keys and values, by name.
+        memory_bytes: for everything.
+
+    Raises:
+        ToolkitError: a length or a window that the model cannot have.
+    """
+    itemsize, attention_window = ITEM_SIZES[dtype], find_model_window(model, config)
+    scheme = choose_kv_cache(model.kv_cache, config, attention_window).scheme
+    return Capacity(
+        memory_bytes,
+        weight_bytes,
+        activation_bytes(model, config, itemsize),
+        kv_token_bytes(model, scheme, itemsize),
+        dtype,
+        longest_wanted(model, config)[0],
+        model.num_layers,
+        attention_window,
+        config.block_size,
+        config.max_span_tokens,
+        kv_cache=scheme,
+        exact=exact_tokens(model, scheme, itemsize, config.max_num_seqs),
+    )

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from runtime.backends.base import Linear
-from runtime.backends.torch.ops import Ops, TorchOps
+from runtime.backends.base import Attention, Linear, Ops, RunLayers
+from runtime.backends.torch.ops import TorchOps
 from runtime.core.model_config import DecoderConfig
 from runtime.core.rope import Rotary
 from runtime.model.embedding import Embedding
-
-
-class Attention(Protocol):
-    """Who sees whom in this step, and where keys and values are kept. One object serves all layers of a step."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention output `[T, heads, D]` of query `[T, heads, D]`, key and value `[T, kv_heads, D]`."""
-        ...
-
-
-RunLayers = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From embeddings `[T, H]`, cosine and signed sine `[T, 1, D]` to hidden states `[T, H]`; may overwrite the first."""
 
 
 @dataclass(slots=True)

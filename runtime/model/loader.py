@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,17 @@ from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
-from runtime.backends.base import Linear, Target
-from runtime.backends.cpu.linear import is_fast
-from runtime.backends.cpu.ops import choose_ops
-from runtime.backends.registry import MODES, Choice, check_name, choose_kernel
-from runtime.backends.torch.linear import LowRank, WithOutliers, choose_dense
-from runtime.backends.torch.semi_structured import NAME as SEMI_STRUCTURED
-from runtime.backends.torch.semi_structured import SemiStructuredLinear, choose_semi_structured
+from runtime.backends.base import Linear, LinearKernel, LowRank, Target, WithOutliers
+from runtime.backends.registry import (
+    Choice,
+    check_name,
+    choose_dense,
+    choose_linear,
+    choose_ops,
+    is_fast,
+    linear_kernels,
+    modes,
+)
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
 from runtime.core.rope import Rotary
 from runtime.model.decoder import Decoder, Layer
@@ -252,7 +257,7 @@ class _Loader:
 
     def load(self) -> Decoder:
         config, target = self.config, self.target
-        ops, ops_reason = choose_ops(config, target.dtype, target.device, self.kernels)
+        ops = choose_ops(config, target, self.kernels)
         layers = self.layers()
         embedding, head = self._ends()
         return Decoder(
@@ -264,8 +269,8 @@ class _Loader:
             norm=self._vector(f"{NORM}.weight"),
             head=head,
             rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
-            ops=ops,
-            description=(*self.description(), f"ops between linears: {type(ops).__name__} ({ops_reason})"),
+            ops=ops.kernel,
+            description=(*self.description(), f"ops between linears: {type(ops.kernel).__name__} ({ops.reason})"),
         )
 
     def layers(self) -> list[Layer]:
@@ -344,18 +349,14 @@ class _Loader:
 
     def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None) -> Linear:
         dtype = str(self.target.dtype).removeprefix("torch.")
-        sparse = choose_semi_structured(weight, self.target, self.kernels)
         placed = weight.to(self.target.device, self.target.dtype)
-        if sparse.serves:
-            self.used[f"{name}: 2:4 {dtype}, kernel {SEMI_STRUCTURED} ({sparse.reason})"] += 1
-            return SemiStructuredLinear(placed, bias)
-        dense = choose_dense(weight.shape[1], self.target, reference=self.kernels == "reference")
-        reason = "; ".join(filter(None, (dense.reason, sparse.reason)))
-        self.used[f"{name}: dense {dtype}, kernel {dense.kernel.name} ({reason})"] += 1
-        return dense.kernel.prepare(placed, bias)
+        rows, columns = weight.shape
+        choice = choose_dense(rows, columns, self.target, self.kernels, placed)
+        self.used[f"{name}: dense {dtype}, kernel {choice.kernel.name} ({choice.reason})"] += 1
+        return choice.kernel.prepare(placed, bias)
 
-    def _choose(self, scheme: Scheme, in_features: int) -> Choice:
-        return choose_kernel(scheme, in_features, self.target, self.kernels, self.excluded)
+    def _choose(self, scheme: Scheme, in_features: int) -> Choice[LinearKernel[Any]]:
+        return choose_linear(scheme, in_features, self.target, self.kernels, self.excluded)
 
 
 def exclude_kernels(checkpoint: PackedCheckpoint, target: Target, kernels: str, free: int) -> dict[str, str]:
@@ -367,9 +368,10 @@ def exclude_kernels(checkpoint: PackedCheckpoint, target: Target, kernels: str, 
     looked_up = set() if head_is_embedding(checkpoint) else {EMBEDDING}
     for module in sorted(set(checkpoint.modules) - looked_up):
         for scheme, rows, columns in checkpoint.schemes[module].matrices(*checkpoint.shape(module)):
-            if scheme and choose_kernel(scheme, columns, target, kernels).kernel.name == "dequantized":
+            if scheme and choose_linear(scheme, columns, target, kernels).kernel.is_dense:
                 elements += rows * columns
     needed, limit = elements * target.dtype.itemsize, free // 2
-    if needed > limit and kernels in MODES:
-        return {"dequantized": f"would need {format_bytes(needed)} of {format_bytes(limit)} allowed"}
+    if needed > limit and kernels in modes():
+        reason = f"would need {format_bytes(needed)} of {format_bytes(limit)} allowed"
+        return {kernel.name: reason for kernel in linear_kernels() if kernel.is_dense}
     return {}

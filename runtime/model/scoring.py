@@ -7,8 +7,9 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.kv_quant import read_back, rotate_heads
-from runtime.backends.torch.span_attention import DenseAttention, attend_span, visibility_mask
-from runtime.model.decoder import Attention, Decoder
+from runtime.backends.base import Attention
+from runtime.backends.span_attention import DenseAttention, attend_span, visibility_mask
+from runtime.model.decoder import Decoder
 
 
 class CachedAttention:

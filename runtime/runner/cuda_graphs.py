@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from runtime.backends.triton.sampling import DrawStep
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import AttentionGroup, Batch, num_hidden_keys, slots_of, visible_blocks
+from runtime.core.memory_plan import MemoryPlan
+from runtime.core.sampling_tensors import Wishes, floats_of, integers_of
 from runtime.core.step import ScheduledSequence
-from runtime.memory.plan import MemoryPlan
 from runtime.model.decoder import Decoder
-from runtime.sampling.sampling_tensors import Wishes, floats_of, integers_of
+from runtime.sampling.sampler import SampleStep
 
 PADDING = -1
 """Slot and position of rows that stand for no token: nothing is written for them, and they see no keys."""
@@ -172,7 +172,7 @@ class StepGraphs:
     """
 
     def __init__(
-        self, compute: Callable[[Batch], Tensor], buffers: StepBuffers, capture: Capture, draw: DrawStep | None
+        self, compute: Callable[[Batch], Tensor], buffers: StepBuffers, capture: Capture, draw: SampleStep | None
     ) -> None:
         self.buffers = buffers
         self.sizes = batch_sizes(buffers.num_rows)

@@ -14,26 +14,20 @@ from torch import Tensor
 
 from compress.common.device import available_bytes, format_bytes, on_device
 from compress.common.errors import ToolkitError
-from runtime.backends.cpu.attention import NativeAttention
-from runtime.backends.cpu.kv_pages import NativePages
-from runtime.backends.kv.cache import KVCache
-from runtime.backends.kv.pages import KVPages
-from runtime.backends.registry import choose_layers
-from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
-from runtime.backends.triton.attention import TritonAttention
-from runtime.backends.triton.attention import refuse as refuse_triton
-from runtime.backends.triton.sampling import gpu_draw
+from runtime.backends.kv_pages import KVCache, KVPages
+from runtime.backends.registry import choose_step_kernels
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import Batch, build_batch, fresh_blocks, slots_of
 from runtime.core.config import RuntimeConfig
+from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import Request, SamplingParams, Sequence, TokenLogprobs
 from runtime.core.sampling_metadata import build_sampling_metadata
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan, follow
-from runtime.memory.plan import MemoryPlan, plan_memory
-from runtime.model.decoder import Attention, Decoder
+from runtime.memory.plan import plan_memory
+from runtime.model.decoder import Decoder
 from runtime.runner.cuda_graphs import Capture, CudaCapture, StepBuffers, StepGraphs
 from runtime.sampling.logits_processors import NUM_LIKELY
-from runtime.sampling.sampler import sample_tokens, token_logprobs
+from runtime.sampling.sampler import sample_tokens, step_sampler, token_logprobs
 from runtime.speculative.verify import verify_by_match
 
 logger = logging.getLogger("runtime.runner.runner")
@@ -139,10 +133,7 @@ class ModelRunner:
 
     Attributes:
         sample: turns logits into tokens and verifies drafts; by match unless somebody sets another way.
-        native_layers, triton_layers: what computes the layers of a step in one call of compiled code, or in fused
-            kernels of a GPU, where that is possible.
-        layers_refusal: why neither does; empty where one does.
-        triton_refusal: why attention does not run in Triton; empty when it does.
+        kernels: what computes attention and the layers of a step, and why.
         graphs: runs steps of one token per sequence from recordings; None where nothing is recorded.
         graphs_refusal: why nothing is; empty where it is.
     """
@@ -151,15 +142,7 @@ class ModelRunner:
         self.decoder = decoder
         self.memory = memory
         self.sample: RowSampler = sample_and_match
-        self.windows = decoder.config.windows
-        if memory.attention_window.window is not None:
-            self.windows = (memory.attention_window.window,) * decoder.config.num_layers
-        self.cache = KVCache(decoder, memory)
-        self.triton_refusal = refuse_triton(
-            decoder.device, decoder.dtype, decoder.config.head_dim, self.cache.scheme.recent
-        )
-        layers = choose_layers(decoder, self.cache, self.windows, memory.attention_window, self.triton_refusal)
-        self.native_layers, self.triton_layers, self.layers_refusal = layers.native, layers.triton, layers.refusal
+        self.kernels = choose_step_kernels(decoder, memory)
         self.graphs: StepGraphs | None = None
         self.graphs_refusal = self._refuse_graphs()
         if not self.graphs_refusal:
@@ -168,11 +151,15 @@ class ModelRunner:
     def record_steps(self, capture: Capture) -> None:
         """From now on steps of one token per sequence are recorded when they are first needed, and run again."""
         buffers = StepBuffers(self.decoder, self.memory, self.memory.num_sequences)
-        self.graphs = StepGraphs(self._logits, buffers, capture, gpu_draw(buffers.logits))
+        self.graphs = StepGraphs(self._logits, buffers, capture, step_sampler(buffers.logits))
+
+    @property
+    def cache(self) -> KVCache:
+        return self.kernels.cache
 
     @property
     def pages(self) -> KVPages:
-        return self.cache.pages
+        return self.kernels.cache.pages
 
     @property
     def shares_blocks(self) -> bool:
@@ -245,28 +232,16 @@ class ModelRunner:
         """Why no step can be recorded; empty when some can."""
         if self.decoder.device.type != "cuda":
             return "recorded steps run on NVIDIA GPUs"
-        if self.triton_layers is None:  # nobody else leaves rows of padding alone
-            return f"layers run one by one: {self.layers_refusal}"
+        if self.kernels.layers is None:
+            return f"layers run one by one: {self.kernels.layers_reason}"
+        if not self.kernels.records:
+            return f"{self.kernels.layers_reason} cannot be captured"
         return "the first tokens are kept exactly, and computed when a sequence begins" if self.cache.sinks else ""
 
     def _forward(self, batch: Batch) -> Tensor:
-        attention, run_layers = self._attention(batch), None
-        if self.native_layers is not None and isinstance(attention, NativeAttention):
-            run_layers = partial(self.native_layers, attention=attention)
-        elif self.triton_layers is not None and isinstance(attention, TritonAttention):
-            run_layers = partial(self.triton_layers, attention=attention)
+        attention, layers = self.kernels.attention(batch), self.kernels.layers
+        run_layers = None if layers is None else partial(layers, attention=attention)
         return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
-
-    def _attention(self, batch: Batch) -> Attention:
-        if isinstance(self.pages, NativePages):
-            return NativeAttention(self.pages, batch, self.windows, self.cache.scheme.rotate)
-        keys = StepKeys(self.cache, batch, self.cache.place(self.decoder, batch.entries))
-        attention_window = self.attention_window
-        if not self.triton_refusal:
-            return TritonAttention(keys, self.windows, attention_window.sinks, self.decoder.rotary)
-        if attention_window.window is not None and attention_window.sinks:
-            return StreamingAttention(keys, attention_window.sinks, attention_window.window, self.decoder.rotary)
-        return PagedAttention(keys, self.windows)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Of every row, in the dtype of the head."""

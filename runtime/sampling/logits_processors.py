@@ -12,9 +12,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from runtime.core.batch import to_device, upload, upload_columns
 from runtime.core.sampling_metadata import SamplingMetadata
-from runtime.sampling.sampling_tensors import UNDECIDED, Wishes
-from runtime.upload import to_device, upload, upload_columns
+from runtime.core.sampling_tensors import UNDECIDED, Wishes
 
 MIN_REPETITION_PENALTY = 1e-10
 """Lower ones are as good as this, and what is divided by it stays finite."""

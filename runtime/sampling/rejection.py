@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from runtime.core.sampling_metadata import SamplingMetadata, build_sampling_metadata
+from runtime.core.sampling_tensors import gumbel_noise
 from runtime.core.step import SampledToken, ScheduledSequence
 from runtime.sampling.sampler import probabilities, sample_tokens, token_logprobs
-from runtime.sampling.sampling_tensors import gumbel_noise
 
 ACCEPTANCE_NOISE = 0x2545F4914F6CDD1D
 """Changes a seed into the one whose noise decides about acceptance."""

@@ -6,19 +6,21 @@ sends there goes in one transfer, or one for each way of drawing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from runtime.backends.cpu import sampling as cpu_sampling
-from runtime.backends.triton.sampling import gpu_draw
+from runtime.backends.base import FusedSampling
+from runtime.backends.registry import choose_fused_sampling, choose_sampling
+from runtime.core.batch import upload
 from runtime.core.request import TokenLogprobs
 from runtime.core.sampling_metadata import SamplingMetadata
+from runtime.core.sampling_tensors import ERRORS, FORBIDDEN, INFINITE, UNDECIDED, Wishes, upload_wishes
 from runtime.core.step import SampledToken
-from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely
-from runtime.sampling.sampling_tensors import ERRORS, FORBIDDEN, INFINITE, UNDECIDED, RowNoise, Wishes, upload_wishes
-from runtime.upload import upload
+from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely, likely_candidates
 
 
 def draw_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata], rows: Sequence[int]) -> Tensor:
@@ -28,30 +30,47 @@ def draw_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMet
         scores: the logits `[R, V]` as requests want them, or `logits` itself.
         rows: that get noise; in others the highest score wins.
     """
-    is_native = cpu_sampling.is_native(logits)
-    find_peaks = cpu_sampling.find_peaks if is_native else _find_peaks
-    tokens, finite = find_peaks(scores)
+    kernel = choose_sampling(logits)
+    tokens, finite = kernel.argmax(scores)
     if rows:
         index, wishes = upload_wishes(draws, rows, scores.device)
         tempered = wishes.noise.temper(scores if len(rows) == len(draws) else scores.index_select(0, index))
-        tokens.index_copy_(0, index, _find_winners(tempered, wishes.noise, is_native))
+        tokens.index_copy_(0, index, kernel.gumbel_argmax(tempered, wishes.noise))
     if scores is not logits:
         tokens.masked_fill_(scores.amax(-1) == float("-inf"), FORBIDDEN)
-        finite = find_peaks(logits)[1]
+        finite = kernel.argmax(logits)[1]
     return tokens.masked_fill_(~finite, INFINITE)
 
 
-def _find_peaks(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """As `native.find_peaks`."""
-    return scores.argmax(-1), scores.sum(-1).isfinite()  # a sum is finite only if all of its terms are
+SampleStep = Callable[[Tensor, Tensor, Wishes, bool, Tensor], None]
+"""As `sample_step`, for one kernel."""
 
 
-def _find_winners(tempered: Tensor, noise: RowNoise, is_native: bool) -> Tensor:
-    """int64 `[R]`: the tokens with the highest sums of finite scores and noise, or `UNDECIDED`."""
-    if is_native:
-        winners = cpu_sampling.find_winners(tempered, noise.seeds, noise.positions)
-        return winners.masked_fill_(winners < 0, UNDECIDED)
-    return noise.loudest(tempered, torch.arange(tempered.shape[-1], device=tempered.device).unsqueeze(0))
+def step_sampler(logits: Tensor) -> SampleStep | None:
+    """Sampling of whole steps that waits for nothing, from logits like these; None where no backend can."""
+    kernel = choose_fused_sampling(logits)
+    return None if kernel is None else partial(sample_step, kernel)
+
+
+def sample_step(
+    kernel: FusedSampling, logits: Tensor, scores: Tensor, wishes: Wishes, truncates: bool, tokens: Tensor
+) -> None:
+    """Writes the token of each row, or an outcome, to int64 `tokens [R]`.
+
+    Args:
+        logits: `[R, V]`.
+        scores: the processed logits, or `logits` itself.
+        truncates: some rows have top-k, top-p or min-p.
+    """
+    noise = wishes.noise
+    if not truncates:
+        kernel.sample(logits, scores, noise, tokens)
+        return
+    is_truncated = wishes.is_truncated
+    greedy = replace(noise, temperature=noise.temperature.masked_fill(is_truncated, 0))
+    kernel.sample(logits, scores, greedy, tokens)
+    likely, ids, unknown = likely_candidates(noise.temper(scores), *wishes.limits(scores.dtype))
+    kernel.sample_listed(likely, ids, unknown, is_truncated, noise, tokens)
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -121,7 +140,7 @@ def _choose(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata]) -
         scores: the logits as requests want them.
     """
     rows = _random_rows(draws, truncated=True)
-    if draw := gpu_draw(logits):
+    if draw := step_sampler(logits):
         chosen = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
         draw(logits, scores, upload_wishes(draws, range(len(draws)), logits.device)[1], bool(rows), chosen)
         return chosen

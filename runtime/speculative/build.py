@@ -9,8 +9,8 @@ from pathlib import Path
 from compress.common.cli import draft_model_path
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
-from runtime.memory.kv import kv_token_bytes
-from runtime.memory.plan import MemoryPlan
+from runtime.core.memory_plan import MemoryPlan
+from runtime.memory.estimate import kv_token_bytes
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
 from runtime.runner.runner import ModelRunner, check_fits
@@ -69,7 +69,7 @@ def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
         raise ToolkitError("trees of draft tokens are verified exactly", f"Use --spec-verify exact, or {remedy[4:]}")
     if runner.cache.sinks or runner.cache.recent:
         raise ToolkitError("trees of draft tokens cannot be combined with exact sinks and recent tokens", remedy)
-    shortest = min((window for window in runner.windows if window is not None), default=None)
+    shortest = min((window for window in runner.kernels.windows if window is not None), default=None)
     if shortest is not None and shortest <= config.num_speculative_tokens:
         raise ToolkitError(
             f"trees of {config.num_speculative_tokens} tokens do not fit in a window of {shortest}", remedy

@@ -32,13 +32,13 @@ from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
 from compress.cpu.linear import Activations, NativeLinear
 from runtime.backends.base import Linear, Target
-from runtime.backends.torch import int4pack
 from runtime.backends.torch.linear import PrepackedLinear
+from runtime.backends.torch.quantized_linear import INT4PACK
 
 if TYPE_CHECKING:
+    from runtime.backends.base import Attention
     from runtime.core.batch import Batch
     from runtime.core.model_config import DecoderConfig
-    from runtime.model.decoder import Attention
 
 CACHES = 128 * 2**20
 """Bytes of copies of one weight."""
@@ -72,7 +72,7 @@ def contenders(in_features: int, out_features: int, group_size: int = 128) -> li
     w4, w2, w8, w8a8 = codes(4), codes(2), codes(8), codes(8, 8)
     makers: Mapping[str, Callable[[], Linear]] = {
         "torch bf16": lambda: PrepackedLinear(numbers, None),
-        "torch int4pack": lambda: int4pack.KERNEL.prepare(w4, None, TARGET),
+        "torch int4pack": lambda: INT4PACK.prepare(w4, None, TARGET),
         "w4a16": lambda: NativeLinear(w4),
         "w4a8": lambda: NativeLinear(w4, activations=Activations.INT8_GROUP),
         "w2a16": lambda: NativeLinear(w2),
@@ -205,8 +205,8 @@ def torch_step(case: Case) -> Callable[[], object]:
     """Same as `compiled_step` without compiled code: gathered pages, then torch's attention."""
     import torch
 
-    from runtime.backends.kv.pages import ExactPages
-    from runtime.backends.torch.span_attention import attend_tokens
+    from runtime.backends.kv_pages import ExactPages
+    from runtime.backends.span_attention import attend_tokens
 
     layers, device = _layers(case), torch.device("cpu")
     blocks = case.batch * case.context // case.block_size

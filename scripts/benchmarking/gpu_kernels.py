@@ -34,12 +34,10 @@ from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
-from runtime.backends.kv.pages import ExactPages, QuantizedPages
-from runtime.backends.torch.linear import DenseLinear
-from runtime.backends.torch.semi_structured import semi_structured_bytes
-from runtime.backends.triton.attention import block_rows, num_splits
-from runtime.backends.triton.kernels.page_views import layer_pages
-from runtime.backends.triton.linear import BYTES, LEVELS, NATIVE, PLANES, WIDENED
+from runtime.backends.kv_pages import ExactPages, QuantizedPages
+from runtime.backends.torch.linear import DenseLinear, semi_structured_bytes
+from runtime.backends.triton.attention import block_rows, layer_pages, num_splits
+from runtime.backends.triton.linear import BYTES, LEVEL_PRODUCT, NATIVE, PLANES, WIDENED
 
 CACHE_BYTES = 2 * 64 * 2**20
 """Copies that are read in turn hold together at least twice the second-level cache of the largest GPU."""
@@ -104,7 +102,7 @@ def tinygemm(rows: int, columns: int, device: torch.device) -> Callable[[Tensor]
 
 def semi_structured(rows: int, columns: int, device: torch.device) -> Callable[[Tensor], Tensor]:
     """PyTorch's product with 16-bit weights of which every second is zero."""
-    from runtime.backends.torch.semi_structured import SemiStructuredLinear
+    from runtime.backends.torch.linear import SemiStructuredLinear
 
     weight = torch.randn(rows, columns, device=device, dtype=torch.bfloat16).view(rows, -1, 4)
     weight[..., 2:] = 0
@@ -202,7 +200,7 @@ KERNELS = {
     "int4 g128": (PLANES, Scheme(4, 128)),
     "int2 g64": (PLANES, Scheme(2, 64)),
     "int8": (BYTES, Scheme(8, None)),
-    "w8a8": (LEVELS, Scheme(8, None, True, 8)),
+    "w8a8": (LEVEL_PRODUCT, Scheme(8, None, True, 8)),
     "fp8": (WIDENED, Scheme(8, None, fp8=True)),
     "fp8 w8a8": (NATIVE, Scheme(8, None, activation_bits=8, fp8=True)),
 }

@@ -247,7 +247,7 @@ def step_bytes(folder: Path, kv_cache: str, batch: int, context: int) -> int:
     from compress.checkpoint.kv_cache import KVCacheScheme
     from compress.checkpoint.safetensors import TensorFiles
     from runtime.core.model_config import parse_config
-    from runtime.memory.kv import kv_token_bytes
+    from runtime.memory.estimate import kv_token_bytes
 
     files = TensorFiles.open(folder)
     names = files.names()

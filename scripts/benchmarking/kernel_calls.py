@@ -15,9 +15,8 @@ from torch import Tensor
 
 from benchmarking.launches import Launch, Recorder, recorded
 from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
-from runtime.backends.base import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product, finished
-from runtime.backends.triton.attention import HEAD_DIMS, block_rows
-from runtime.backends.triton.kernels.page_views import Front, HeadPages
+from runtime.backends.triton.attention import HEAD_DIMS, Front, HeadPages, block_rows
+from runtime.backends.triton.fused_linear import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product, finished
 
 if TYPE_CHECKING:
     from runtime.backends.triton.kernels.configs import KernelConfig
@@ -255,8 +254,8 @@ def _column_solver() -> None:
 
 def _sampling() -> None:
     from runtime.backends.triton.kernels.sampling import draw_from_listed, draw_rows
+    from runtime.core.sampling_tensors import RowNoise
     from runtime.sampling.logits_processors import NUM_LIKELY
-    from runtime.sampling.sampling_tensors import RowNoise
 
     numbers, tokens = _empty(4, dtype=torch.int64), _empty(4, dtype=torch.int64)
     noise = RowNoise(numbers, numbers, _empty(4, dtype=torch.float64))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from runtime.backends.kv.pages import BlockMemory
+from runtime.backends.kv_pages import BlockMemory
 
 
 def poison(memory: BlockMemory) -> None:

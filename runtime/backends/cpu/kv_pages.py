@@ -12,7 +12,9 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import EXACT, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads
 from compress.cpu.binding import BEST, absence, library
-from runtime.backends.kv.pages import BlockField, BlockMemory
+from runtime.backends.base import Model
+from runtime.backends.kv_pages import BlockField, BlockMemory
+from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 
 
@@ -91,7 +93,7 @@ class _KvStep(ctypes.Structure):
     )
 
 
-def refuse_pages(
+def pages_unsupported_reason(
     config: DecoderConfig, scheme: KVCacheScheme, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """Why keys and values cannot be kept like this; empty when they can."""
@@ -215,6 +217,12 @@ class NativePages:
             key_scales=pointers.get("keys_scales"),
             value_scales=pointers.get("values_scales"),
         )
+
+
+def make_pages(model: Model, memory: MemoryPlan) -> NativePages:
+    """Pages for a memory plan."""
+    sizes = (memory.num_blocks, memory.block_size, model.dtype, model.device, memory.num_host_blocks)
+    return NativePages(model.config, memory.kv_cache, *sizes)
 
 
 def token_stride(heads: Tensor) -> int:

@@ -3,19 +3,106 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from compress.common.errors import ToolkitError
-from compress.cpu.binding import BEST, library
+from compress.cpu.binding import BEST, absence, library
 from compress.cpu.linear import NativeLinear
-from runtime.backends.base import Linear
+from runtime.backends.base import LayerWeights, Linear, Model, Target
 from runtime.backends.cpu.attention import NativeAttention, PagedAttentionCall
-from runtime.backends.cpu.kv_pages import NativePages
-from runtime.backends.cpu.ops import NativeOps
-from runtime.model.decoder import Decoder, Layer
+from runtime.backends.cpu.kv_pages import LONGEST_HEAD, NativePages, token_stride
+from runtime.core.memory_plan import MemoryPlan
+from runtime.core.model_config import DecoderConfig
+
+
+class _AddNorm(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        ("size", c_int64),
+        ("hidden", c_void_p),
+        ("update", c_void_p),
+        ("weight", c_void_p),
+        ("eps", c_float),
+        ("out", c_void_p),
+    )
+
+
+class _Rotate(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        ("heads", c_int64),
+        ("head_dim", c_int64),
+        ("x", c_void_p),
+        ("stride", c_int64),
+        ("weight", c_void_p),
+        ("eps", c_float),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    )
+
+
+class _SiluMultiply(ctypes.Structure):
+    _fields_ = (("rows", c_int64), ("size", c_int64), ("gate_up", c_void_p), ("out", c_void_p))
+
+
+def ops_unsupported_reason(config: DecoderConfig, target: Target) -> str:
+    """Why compiled code cannot compute a model's ops; empty when it can."""
+    device, dtype = target.device, target.dtype
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return f"takes bfloat16 on CPUs, not {str(dtype).removeprefix('torch.')} on {device.type}"
+    if library() is None:
+        return absence()
+    if config.hidden_size % 16 or config.intermediate_size % 16:
+        return f"takes sizes that 16 divides, not {config.hidden_size} and {config.intermediate_size}"
+    if config.head_dim % 32 or config.head_dim > LONGEST_HEAD:
+        return f"takes heads of 32, 64, ... {LONGEST_HEAD} dimensions, not {config.head_dim}"
+    return ""
+
+
+class NativeOps:
+    """See `Ops`. All tensors are bfloat16 on the CPU.
+
+    Raises:
+        ValueError: there is no library; by every method, an instruction set that this machine lacks.
+    """
+
+    def __init__(self, instruction_set: int = BEST) -> None:
+        native = library()
+        if native is None:
+            raise ValueError("there is no native library")
+        self._functions = (native.add_norm, native.rotate, native.silu_multiply)
+        for function in self._functions:
+            function.argtypes, function.restype = (c_void_p, c_int), c_int
+        self._instruction_set = instruction_set
+
+    def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(hidden)
+        update_at = None if update is None else update.contiguous().data_ptr()
+        rows, size = hidden.shape
+        job = _AddNorm(rows, size, hidden.data_ptr(), update_at, weight.data_ptr(), eps, out.data_ptr())
+        self._run(self._functions[0], job)
+        return out
+
+    def rotate(self, heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        weight_at = None if weight is None else weight.data_ptr()
+        where = heads.data_ptr(), token_stride(heads), weight_at, eps, cos.data_ptr(), sin.data_ptr()
+        self._run(self._functions[1], _Rotate(*heads.shape, *where))
+        return heads
+
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        gate_up = gate_up.contiguous()
+        self._run(self._functions[2], _SiluMultiply(rows, width // 2, gate_up.data_ptr(), out.data_ptr()))
+        return out
+
+    def _run(self, function: Callable[[int, int], int], job: ctypes.Structure) -> None:
+        if function(ctypes.addressof(job), self._instruction_set):
+            raise ValueError(f"this machine lacks instruction set {self._instruction_set}")
 
 
 class _Product(ctypes.Structure):
@@ -49,7 +136,7 @@ class NativeLayers:
     """
 
     def __init__(
-        self, decoder: Decoder, pages: NativePages, windows: tuple[int | None, ...], instruction_set: int = BEST
+        self, decoder: Model, pages: NativePages, windows: tuple[int | None, ...], instruction_set: int = BEST
     ) -> None:
         native = library()
         if native is None:
@@ -87,7 +174,7 @@ class NativeLayers:
         return hidden.add_(update)
 
 
-def refuse_layers(decoder: Decoder) -> str:
+def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     """Why a decoder's layers cannot run in one call; empty when they can."""
     if not isinstance(decoder.ops, NativeOps):
         return "ops between linears are not compiled"
@@ -95,11 +182,11 @@ def refuse_layers(decoder: Decoder) -> str:
     return f"takes native linears only, not {', '.join(sorted(others))}" if others else ""
 
 
-def _linears(layer: Layer) -> tuple[Linear, Linear, Linear, Linear]:
+def _linears(layer: LayerWeights) -> tuple[Linear, Linear, Linear, Linear]:
     return layer.qkv, layer.output, layer.gate_up, layer.down
 
 
-def _layer(layer: Layer, pages: int, window: int | None) -> _DecoderLayer:
+def _layer(layer: LayerWeights, pages: int, window: int | None) -> _DecoderLayer:
     norms = layer.attention_norm, layer.mlp_norm, layer.head_norm
     pointers = [None if norm is None else norm.data_ptr() for norm in norms]
     products = [_product(linear) for linear in _linears(layer)]

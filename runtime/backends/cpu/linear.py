@@ -14,9 +14,18 @@ from torch import Tensor
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set
-from compress.cpu.linear import INPUT_MULTIPLE, Activations, NativeLinear
-from compress.cpu.linear import refuse_sparse as refuse_words
-from runtime.backends.base import Kernel, Linear, Target
+from compress.cpu.linear import (
+    INPUT_MULTIPLE,
+    SPARSE_BITS,
+    Activations,
+    NativeLinear,
+    padded_features,
+    stored_bits,
+)
+from compress.cpu.linear import sparse_unsupported_reason as words_unsupported_reason
+from runtime.backends.base import DenseKernel, Linear, LinearKernel, Target, is_integer
+
+SCALE_BYTES, ZERO_BYTES = 2, 1
 
 
 def prepare(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
@@ -35,7 +44,7 @@ def prepare_w4a8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> 
     return NativeLinear(weight, bias, activations=Activations.INT8_GROUP)
 
 
-def _refuse(scheme: Scheme, in_features: int, target: Target) -> str:
+def _unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if target.device.type != "cpu":
         return "runs on CPUs"
     if absence():
@@ -47,27 +56,99 @@ def _refuse(scheme: Scheme, in_features: int, target: Target) -> str:
     return ""
 
 
-def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
-    return "keeps activations in 16 bits" if scheme.activation_bits else _refuse(scheme, in_features, target)
+def unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return (
+        "keeps activations in 16 bits" if scheme.activation_bits else _unsupported_reason(scheme, in_features, target)
+    )
 
 
-def refuse_int8(scheme: Scheme, in_features: int, target: Target) -> str:
-    return _refuse(scheme, in_features, target) if scheme.activation_bits else "needs 8-bit activations"
+def int8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return _unsupported_reason(scheme, in_features, target) if scheme.activation_bits else "needs 8-bit activations"
 
 
-def refuse_sparse(scheme: Scheme, in_features: int, target: Target) -> str:
-    return refuse(scheme, in_features, target) or refuse_words(scheme)
+def sparse_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return unsupported_reason(scheme, in_features, target) or words_unsupported_reason(scheme)
 
 
-KERNEL = Kernel("native", "packed codes in C, float32 sums: exact weights", refuse, prepare)
-SPARSE = Kernel("native_sparse", "kept codes alone in C, float32 sums: exact weights", refuse_sparse, prepare_sparse)
-INT8 = Kernel("native_int8", "packed codes in C, 8-bit activations, exact int32 sums", refuse_int8, prepare_int8)
-W4A8 = Kernel("native_w4a8", "packed codes in C, activations rounded to 8 bits by groups", refuse, prepare_w4a8)
+def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    groups = scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES))
+    return padded_features(rows) * (columns * stored_bits(scheme.bits) // 8 + groups)
+
+
+def _sparse_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return padded_features(rows) * (columns * SPARSE_BITS // 8 + scheme.num_groups(columns) * SCALE_BYTES)
+
+
+def _reads_rows(columns: int, target: Target) -> bool:
+    return True
+
+
+PACKED = LinearKernel(
+    "native",
+    "packed codes in C, float32 sums: exact weights",
+    is_integer,
+    unsupported_reason,
+    prepare,
+    _nbytes,
+    _reads_rows,
+)
+SPARSE = LinearKernel(
+    "native_sparse",
+    "kept codes alone in C, float32 sums: exact weights",
+    is_integer,
+    sparse_unsupported_reason,
+    prepare_sparse,
+    _sparse_nbytes,
+    _reads_rows,
+)
+INT8 = LinearKernel(
+    "native_int8",
+    "packed codes in C, 8-bit activations, exact int32 sums",
+    is_integer,
+    int8_unsupported_reason,
+    prepare_int8,
+    _nbytes,
+    _reads_rows,
+)
+W4A8 = LinearKernel(
+    "native_w4a8",
+    "packed codes in C, activations rounded to 8 bits by groups",
+    is_integer,
+    unsupported_reason,
+    prepare_w4a8,
+    _nbytes,
+    _reads_rows,
+    mode="w4a8",
+)
+
+
+def dense_unsupported_reason(out_features: int, in_features: int, target: Target) -> str:
+    """Why a dense weight cannot be multiplied in C on a target; "" when it can."""
+    if target.device.type != "cpu":
+        return "runs on CPUs"
+    if absence():
+        return f"is not there: {absence()}"
+    if target.dtype != torch.bfloat16:
+        return "holds bfloat16 numbers"
+    if in_features % INPUT_MULTIPLE:
+        return f"takes inputs that are a multiple of {INPUT_MULTIPLE}"
+    if has_matrix_tiles():
+        return "multiplies no matrix tiles (AMX), which oneDNN does on this CPU"
+    return "" if has_native_vectors() else "has no vectors for this CPU"
+
+
+def _dense_nbytes(out_features: int, in_features: int, target: Target) -> int:
+    return padded_features(out_features) * in_features * target.dtype.itemsize
+
+
+DENSE = DenseKernel(
+    "native", "bfloat16 numbers in C, float32 sums", dense_unsupported_reason, NativeLinear, _dense_nbytes, True
+)
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether matrix products in this dtype have a vectorized path; 16-bit ones are over ten times slower without."""
-    return has_fast_torch_products(dtype) or (dtype == torch.bfloat16 and has_native_vectors())
+    """Whether the compiled kernels have vectors for products in a dtype."""
+    return dtype == torch.bfloat16 and has_native_vectors()
 
 
 def has_native_vectors() -> bool:
@@ -78,24 +159,3 @@ def has_native_vectors() -> bool:
 def has_matrix_tiles() -> bool:
     """Whether this CPU multiplies tiles of bfloat16 numbers (AMX), as oneDNN does and the compiled kernels do not."""
     return bool(torch.cpu.get_capabilities().get("amx_bf16"))
-
-
-def has_fast_torch_products(dtype: torch.dtype) -> bool:
-    """Whether PyTorch multiplies matrices of this dtype in vectors, be it in a wider one."""
-    if dtype in (torch.float32, torch.float64):
-        return True
-    if not torch.backends.mkldnn.is_available():
-        return False
-    operators = torch.ops.mkldnn
-    check = operators._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else operators._is_mkldnn_fp16_supported
-    return bool(check())
-
-
-def has_vector_nibbles() -> bool:
-    """Whether the packed 4-bit product is vectorized (AVX2 or AVX-512)."""
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-
-
-def has_byte_products() -> bool:
-    """Whether one instruction sums byte products in 32 bits (VNNI), so that nothing saturates on the way."""
-    return torch.backends.mkldnn.is_available() and bool(torch.cpu._is_vnni_supported())

@@ -8,7 +8,8 @@ from ctypes import c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from compress.cpu.binding import BEST, library
+from compress.cpu.binding import BEST, absence, library
+from runtime.core.sampling_tensors import UNDECIDED, RowNoise
 
 
 class _PeakRows(ctypes.Structure):
@@ -27,11 +28,6 @@ class _NoisyRows(ctypes.Structure):
         *((name, c_int64) for name in ("rows", "vocab")),
         *((name, c_void_p) for name in ("scores", "seeds", "positions", "winners")),
     )
-
-
-def is_native(scores: Tensor) -> bool:
-    """Whether compiled code takes these scores `[R, V]`: float32 on a CPU, rows side by side."""
-    return scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous() and bool(library())
 
 
 def find_peaks(scores: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Tensor]:
@@ -55,6 +51,22 @@ def find_winners(scores: Tensor, seeds: Tensor, positions: Tensor, instruction_s
     where = scores.data_ptr(), seeds.data_ptr(), positions.data_ptr(), winners.data_ptr()
     _run("find_winners", _NoisyRows(*scores.shape, *where), instruction_set)
     return winners
+
+
+class NativeSampling:
+    """Argmax of float32 scores on CPUs whose rows follow each other."""
+
+    def unsupported_reason(self, scores: Tensor) -> str:
+        if scores.device.type != "cpu" or scores.dtype != torch.float32 or not scores.is_contiguous():
+            return "reads contiguous float32 scores on CPUs"
+        return "" if library() is not None else absence()
+
+    def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return find_peaks(scores)
+
+    def gumbel_argmax(self, scores: Tensor, noise: RowNoise) -> Tensor:
+        winners = find_winners(scores, noise.seeds, noise.positions)
+        return winners.masked_fill_(winners < 0, UNDECIDED)
 
 
 def _run(name: str, job: ctypes.Structure, instruction_set: int) -> None:

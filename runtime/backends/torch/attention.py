@@ -7,9 +7,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from runtime.backends.kv.cache import ExactPlaces, KVCache
-from runtime.backends.kv.exact_tokens import RecentStore
-from runtime.backends.torch.span_attention import attend_span, attend_tokens, visibility_mask
+from runtime.backends.exact_tokens import RecentStore
+from runtime.backends.kv_pages import ExactPlaces, KVCache
+from runtime.backends.span_attention import attend_span, attend_tokens, visibility_mask
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.rope import Rotary
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.cpu.binding import absence
-from compress.cpu.linear import INPUT_MULTIPLE, NativeLinear, padded_features
-from runtime.backends.base import Linear, Target
-from runtime.backends.cpu.linear import has_fast_torch_products, has_matrix_tiles, has_native_vectors
+from runtime.backends.base import DenseKernel, Target
 
 
 class DenseLinear:
@@ -44,117 +40,104 @@ class PrepackedLinear:
         return self._linear(x, self._packed, self._bias, "none", [], "")
 
 
-@dataclass(frozen=True, slots=True)
-class DenseKernel:
-    """One way to multiply by a dense weight.
-
-    Attributes:
-        refuse: why it cannot serve this number of input features on this target; empty when it can.
-        reads_rows: whether what it prepares can be looked up too (`RowSource`).
-        padded: output features in memory for those of the weight.
-    """
-
-    name: str
-    summary: str
-    refuse: Callable[[int, Target], str]
-    prepare: Callable[[Tensor, Tensor | None], Linear]
-    reads_rows: bool
-    padded: Callable[[int], int]
-
-
-@dataclass(frozen=True, slots=True)
-class DenseChoice:
-    """A kernel for a dense weight, and why it and none before it."""
-
-    kernel: DenseKernel
-    reason: str
-
-
-def choose_dense(in_features: int, target: Target, *, reference: bool = False) -> DenseChoice:
-    """The first kernel that can serve a dense weight; `reference` asks for plain `F.linear`."""
-    if reference:
-        return DenseChoice(PLAIN, f"asked for; {PLAIN.summary}")
-    refusals: list[str] = []
-    for kernel in (NATIVE, PREPACKED):
-        refusal = kernel.refuse(in_features, target)
-        if not refusal:
-            return DenseChoice(kernel, "; ".join([kernel.summary, *refusals]))
-        refusals.append(f"{kernel.name} {refusal}")
-    return DenseChoice(PLAIN, "; ".join([PLAIN.summary, *refusals]))
-
-
-def dense_linear(weight: Tensor, bias: Tensor | None, target: Target, *, reference: bool = False) -> Linear:
-    """The best linear for a dense weight `[O, I]`; `reference` asks for plain `F.linear`."""
-    kernel = choose_dense(weight.shape[1], target, reference=reference).kernel
-    return kernel.prepare(weight.to(target.device, target.dtype), bias)
-
-
-def _refuse_native(in_features: int, target: Target) -> str:
-    if target.device.type != "cpu":
-        return "runs on CPUs"
-    if absence():
-        return f"is not there: {absence()}"
-    if target.dtype != torch.bfloat16:
-        return "holds bfloat16 numbers"
-    if in_features % INPUT_MULTIPLE:
-        return f"takes inputs that are a multiple of {INPUT_MULTIPLE}"
-    if has_matrix_tiles():
-        return "multiplies no matrix tiles (AMX), which oneDNN does on this CPU"
-    return "" if has_native_vectors() else "has no vectors for this CPU"
-
-
-def _refuse_prepacked(in_features: int, target: Target) -> str:
+def _onednn_unsupported_reason(out_features: int, in_features: int, target: Target) -> str:
     if target.device.type != "cpu" or target.dtype != torch.bfloat16:
         return "multiplies bfloat16 numbers on CPUs"
-    return "" if has_fast_torch_products(torch.bfloat16) else "has no bfloat16 products on this CPU"
+    return "" if is_fast(torch.bfloat16) else "has no bfloat16 products on this CPU"
 
 
-def _as_they_are(out_features: int) -> int:
-    return out_features
+def _nbytes(out_features: int, in_features: int, target: Target) -> int:
+    return out_features * in_features * target.dtype.itemsize
 
 
-NATIVE = DenseKernel(
-    "native", "bfloat16 numbers in C, float32 sums", _refuse_native, NativeLinear, True, padded_features
+SEMI_STRUCTURED = "semi_structured"
+FIRST_CAPABILITY = (8, 0)
+SPARSE_ROW_MULTIPLE, SPARSE_INPUT_MULTIPLE = 32, 64
+"""What both of PyTorch's backends (cuSPARSELt and CUTLASS) take, in bfloat16 and in float16."""
+TOKEN_MULTIPLE = 8
+"""Tokens are filled up to this with zeros."""
+KEPT, OF = 2, 4
+MULTIPLIED = f"2:4 zeros are multiplied too: few tokens are faster so (--linear-backend {SEMI_STRUCTURED} differs)"
+
+
+class SemiStructuredLinear:
+    """A weight `[O, I]` of which at most two of every four neighbouring inputs are not zero."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        from torch.sparse import to_sparse_semi_structured
+
+        self._weight = to_sparse_semi_structured(weight)
+        self._bias = bias
+        self.nbytes = semi_structured_bytes(*weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        padding = -len(x) % TOKEN_MULTIPLE
+        padded = functional.pad(x, (0, 0, 0, padding)) if padding else x
+        return functional.linear(padded, self._weight, self._bias)[: len(x)]
+
+
+def semi_structured_bytes(rows: int, columns: int) -> int:
+    """Half of the values in 16 bits, and two bits for the place of each."""
+    return rows * columns * 9 // 8
+
+
+def is_two_of_four(weight: Tensor) -> bool:
+    """Whether the zeros of a weight `[O, I]` allow it."""
+    return weight.shape[1] % OF == 0 and bool(((weight.view(len(weight), -1, OF) != 0).sum(-1) <= KEPT).all())
+
+
+def _semi_structured_unsupported_reason(out_features: int, in_features: int, target: Target) -> str:
+    """ "" on GPUs with sparse tensor cores, for 16-bit weights whose features are a multiple of 32 and 64."""
+    if target.device.type != "cuda":
+        return "runs on NVIDIA GPUs"
+    if target.dtype not in (torch.bfloat16, torch.float16):
+        return "computes in 16 bits"
+    if out_features % SPARSE_ROW_MULTIPLE or in_features % SPARSE_INPUT_MULTIPLE:
+        return f"takes {SPARSE_ROW_MULTIPLE} rows and {SPARSE_INPUT_MULTIPLE} inputs, or a multiple"
+    if _capability(target.device) < FIRST_CAPABILITY:
+        return "needs sparse tensor cores (compute capability 8.0)"
+    return ""
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _semi_structured_nbytes(out_features: int, in_features: int, target: Target) -> int:
+    return semi_structured_bytes(out_features, in_features)
+
+
+SPARSE = DenseKernel(
+    SEMI_STRUCTURED,
+    "2:4 values and their indices, sparse tensor cores",
+    _semi_structured_unsupported_reason,
+    SemiStructuredLinear,
+    _semi_structured_nbytes,
+    mode=SEMI_STRUCTURED,
+    suits=is_two_of_four,
+    note=MULTIPLIED,
 )
-PREPACKED = DenseKernel("onednn", "oneDNN over its own layout", _refuse_prepacked, PrepackedLinear, False, _as_they_are)
-PLAIN = DenseKernel("torch", "F.linear", lambda in_features, target: "", DenseLinear, True, _as_they_are)
+ONEDNN = DenseKernel("onednn", "oneDNN over its own layout", _onednn_unsupported_reason, PrepackedLinear, _nbytes)
+PLAIN = DenseKernel("torch", "F.linear", lambda outputs, inputs, target: "", DenseLinear, _nbytes, True)
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """`x right^T left^T + bias`: the bias belongs to `left`."""
-
-    right: Linear
-    left: Linear
-
-    @property
-    def nbytes(self) -> int:
-        return self.right.nbytes + self.left.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.left(self.right(x))
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies matrices of this dtype in vectors on a CPU, be it in a wider one."""
+    if dtype in (torch.float32, torch.float64):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    operators = torch.ops.mkldnn
+    check = operators._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else operators._is_mkldnn_fp16_supported
+    return bool(check())
 
 
-@dataclass(frozen=True, slots=True)
-class WithOutliers:
-    """`base(x without the columns) + x[:, columns] values^T`. Where inputs are rounded to 8 bits, their scale thus
-    comes from the other columns alone, as LLM.int8() (arXiv:2208.07339) has it.
+def has_vector_nibbles() -> bool:
+    """Whether the packed 4-bit product is vectorized (AVX2 or AVX-512)."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
-    Attributes:
-        base: multiplies by the codes; the bias belongs to it.
-        columns: int64 `[k]`.
-        values: `[k, O]`, in the activation dtype.
-    """
 
-    base: Linear
-    columns: Tensor
-    values: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """The few column numbers are not counted."""
-        return self.base.nbytes + self.values.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rest = x.index_fill(1, self.columns, 0)
-        return self.base(rest).addmm(x.index_select(1, self.columns), self.values)
+def has_byte_products() -> bool:
+    """Whether one instruction sums byte products in 32 bits (VNNI), so that nothing saturates on the way."""
+    return torch.backends.mkldnn.is_available() and bool(torch.cpu._is_vnni_supported())

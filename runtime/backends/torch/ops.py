@@ -1,31 +1,13 @@
-"""What a decoder computes between its linears: norms, rotary embedding, gating. Here in plain torch."""
+"""Norms, rotary embedding, gating and sampling in plain torch: any dtype and device, the oracle of other backends."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from runtime.core.rope import rotate
-
-
-class Ops(Protocol):
-    """One way to compute it. 16-bit numbers are rounded where transformers rounds them, so that models give the same
-    bits, but for sums that are added in another order."""
-
-    def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Adds `update [T, H]` to `hidden [T, H]` in place; returns the RMSNorm of that, a new tensor."""
-        ...
-
-    def rotate(self, heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-        """RMSNorm with `weight [heads, D]` of every head, if there is one, then the rotary embedding by cosine and
-        signed sine `[T, 1, D]`. May change `heads [T, heads, D]` in place and return them."""
-        ...
-
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up [T, I]` of both side by side, `[T, 2 * I]`."""
-        ...
+from runtime.core.sampling_tensors import RowNoise
 
 
 class TorchOps:
@@ -48,3 +30,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension. 16-bit input is normalized in float32, rounded, and then multiplied by the
     weight."""
     return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+
+
+class TorchSampling:
+    """Argmax of scores in any dtype and on any device, with Gumbel noise of the whole vocabulary in memory."""
+
+    def unsupported_reason(self, scores: Tensor) -> str:
+        return ""
+
+    def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return scores.argmax(-1), scores.sum(-1).isfinite()  # a sum is finite only if all of its terms are
+
+    def gumbel_argmax(self, scores: Tensor, noise: RowNoise) -> Tensor:
+        return noise.loudest(scores, torch.arange(scores.shape[-1], device=scores.device).unsqueeze(0))

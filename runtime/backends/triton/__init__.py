@@ -1,1 +1,45 @@
-"""Kernels in Triton for NVIDIA GPUs."""
+"""Triton kernels for NVIDIA GPUs. Triton is imported when the first kernel is prepared."""
+
+from runtime.backends.base import AttentionKernel, AttentionStep, Backend, LayersKernel, Model, OpsKernel
+from runtime.backends.kv_pages import KVCache, make_pages
+from runtime.backends.torch.attention import StepKeys
+from runtime.backends.triton.attention import TritonAttention, attention_unsupported_reason
+from runtime.backends.triton.layers import (
+    TritonLayers,
+    TritonOps,
+    TritonSampling,
+    layers_unsupported_reason,
+    ops_unsupported_reason,
+)
+from runtime.backends.triton.linear import FP8_KERNELS, KERNELS
+from runtime.core.batch import Batch
+from runtime.core.memory_plan import MemoryPlan
+
+
+def prepare_attention(
+    model: Model, cache: KVCache, windows: tuple[int | None, ...], memory: MemoryPlan
+) -> AttentionStep:
+    """Attention over pages in the layouts of plain torch, read in place."""
+    sinks = memory.attention_window.sinks
+
+    def step(batch: Batch) -> TritonAttention:
+        keys = StepKeys(cache, batch, cache.place(model, batch.entries))
+        return TritonAttention(keys, windows, sinks, model.rotary)
+
+    return step
+
+
+def prepare_layers(model: Model, cache: KVCache, windows: tuple[int | None, ...]) -> TritonLayers:
+    """A handful of launches per layer."""
+    return TritonLayers(model, cache)
+
+
+TRITON = Backend(
+    "triton",
+    "cuda",
+    linears=(*KERNELS, *FP8_KERNELS),
+    ops=OpsKernel("one launch for each step over rows", ops_unsupported_reason, TritonOps),
+    attention=AttentionKernel("reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention),
+    layers=LayersKernel("fused kernels between products", layers_unsupported_reason, prepare_layers, records=True),
+    fused_sampling=TritonSampling(),
+)

@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from compress.checkpoint.kv_cache import KVCacheScheme
+from runtime.backends.base import Model
 from runtime.backends.torch.attention import SinkQueries, StepKeys
-from runtime.backends.triton.device import num_processors, refuse_triton
-from runtime.backends.triton.kernels.page_views import Front, layer_pages
+from runtime.backends.triton.device import num_processors, unsupported_reason
+from runtime.core.memory_plan import MemoryPlan
 from runtime.core.rope import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPages:
+    """Keys and values of one layer.
+
+    Attributes:
+        pages, scales: of keys and of values, `[blocks, block_size, kv_heads, ...]`; without scales the pages again.
+        formats: of keys and of values, a name of `launch_attention.FORMS` each.
+        turned: keys, and queries with them, are turned by a Hadamard matrix.
+    """
+
+    pages: tuple[Tensor, Tensor]
+    scales: tuple[Tensor, Tensor]
+    formats: tuple[str, str]
+    turned: bool
+
+
+def layer_pages(tensors: Mapping[str, Tensor], scheme: KVCacheScheme, layer: int) -> HeadPages:
+    """Those of one layer in a block memory, in the layouts of plain torch."""
+    names = ("keys", "values") if scheme.is_exact else ("key_codes", "value_codes")
+    beside = names if scheme.is_exact else ("key_scales", "value_scales")
+    return HeadPages(
+        (tensors[names[0]][layer], tensors[names[1]][layer]),
+        (tensors[beside[0]][layer], tensors[beside[1]][layer]),
+        (scheme.key_format, scheme.value_format),
+        scheme.rotate,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Tokens at the beginning of every sequence that are read in another way.
+
+    Attributes:
+        sinks: that are seen whatever the window, by the queries `moved [B * n, heads, D]`; 0 is none.
+        exact: keys and values `[slots, count, kv_heads, D]` in the dtype of the query, in the place of the first
+            `count` in the pages; None is none.
+        slots: int64 `[B]`, of the exact ones of each sequence.
+    """
+
+    sinks: int = 0
+    moved: Tensor | None = None
+    exact: tuple[Tensor, Tensor] | None = None
+    slots: Tensor | None = None
+
+
+NO_FRONT = Front()
+
 
 HEAD_DIMS = (32, 64, 128, 256)
 MIN_SPLIT_TOKENS = 256
@@ -92,15 +146,11 @@ def num_splits(num_keys: int, programs: int, processors: int) -> int:
     return max(1, min(2 * processors // programs, num_keys // MIN_SPLIT_TOKENS, MAX_SPLITS))
 
 
-def refuse(device: torch.device, dtype: torch.dtype, head_dim: int, recent: int) -> str:
-    """Why this attention cannot serve; empty when it can.
-
-    Args:
-        recent: last tokens that are kept exactly beside quantized pages.
-    """
-    if refusal := refuse_triton(device, dtype):
-        return refusal
-    if head_dim not in HEAD_DIMS:
+def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
+    """Why this attention cannot serve a model; "" when it can."""
+    if reason := unsupported_reason(model.device, model.dtype):
+        return reason
+    if model.config.head_dim not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions"
     # Which keys are exact changes with every token, so they would be a second set of pages with a mask.
-    return "reads no exact recent window" if recent else ""
+    return "reads no exact recent window" if memory.kv_cache.recent else ""

@@ -26,14 +26,14 @@ def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= least
 
 
-def refuse_triton(device: torch.device, dtype: torch.dtype) -> str:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
     """Why no Triton kernel of a model serves a dtype on a device; empty where they may."""
-    if refusal := refuse_device(device):
-        return refusal
+    if reason := device_unsupported_reason(device):
+        return reason
     return "" if dtype in (torch.bfloat16, torch.float16) else "computes in 16 bits"
 
 
-def refuse_device(device: torch.device) -> str:
+def device_unsupported_reason(device: torch.device) -> str:
     """Why no Triton kernel runs on a device; empty where they may."""
     if device.type != "cuda":
         return "runs on NVIDIA GPUs"

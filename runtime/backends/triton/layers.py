@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from runtime.backends.base import FusedLinear, Product, fused
-from runtime.backends.kv.cache import KVCache
-from runtime.backends.triton.attention import TritonAttention
-from runtime.backends.triton.kernels.page_views import layer_pages
-from runtime.backends.triton.ops import TritonOps
-from runtime.core.attention_window import AttentionWindow
-from runtime.model.decoder import Decoder, Layer
+from runtime.backends.base import LayerWeights, Model, Target
+from runtime.backends.kv_pages import KVCache
+from runtime.backends.torch.ops import TorchOps
+from runtime.backends.triton.attention import TritonAttention, layer_pages
+from runtime.backends.triton.device import device_unsupported_reason, unsupported_reason
+from runtime.backends.triton.fused_linear import FusedLinear, InputForm, Product, finished, fused
+from runtime.core.memory_plan import MemoryPlan
+from runtime.core.model_config import DecoderConfig
+from runtime.core.sampling_tensors import RowNoise
+
+
+class TritonOps(TorchOps):
+    """See `Ops`. What turns heads is plain torch: where pages are written, `TritonLayers` does it on the way."""
+
+    def __init__(self) -> None:
+        from runtime.backends.triton.kernels import norm_act
+
+        self._launch = norm_act
+
+    def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        product = None if update is None else finished(update)
+        return self._launch.norm(hidden, product, weight, eps, InputForm()).rows
+
+    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        return self._launch.gate(finished(gate_up), InputForm(), gate_up.dtype).rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +52,7 @@ class TritonLayers:
     the layers can be captured in a graph.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(self, decoder: Model, cache: KVCache) -> None:
         from runtime.backends.triton.kernels import norm_act, rope_kv_write
 
         self._rows, self._turn = norm_act, rope_kv_write
@@ -68,22 +87,40 @@ class TritonLayers:
         return products.down.product(self._rows.gate(gate_up, products.down.input_form(tokens), hidden.dtype))
 
 
-def refuse_triton_layers(decoder: Decoder, attention_refusal: str, attention_window: AttentionWindow) -> str:
-    """Why a decoder's layers cannot run in fused kernels; empty when they can.
-
-    Args:
-        attention_refusal: why attention does not run in Triton, if so.
-    """
-    if attention_refusal:
-        return f"attention is plain torch: Triton {attention_refusal}"
+def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
+    """Why a decoder's layers cannot run in fused kernels; "" when they can."""
     if not isinstance(decoder.ops, TritonOps):
         return "ops between linears are not in Triton"
-    return (
-        "queries of streams with sinks stand at two places"
-        if attention_window.window is not None and attention_window.sinks
-        else ""
-    )
+    if memory.attention_window.window is not None and memory.attention_window.sinks:
+        return "queries of streams with sinks stand at two places"
+    return ""
 
 
-def _products(layer: Layer) -> _Products:
+def ops_unsupported_reason(config: DecoderConfig, target: Target) -> str:
+    """Why Triton cannot compute ops on a target; "" when it can."""
+    return unsupported_reason(target.device, target.dtype)
+
+
+def _products(layer: LayerWeights) -> _Products:
     return _Products(*(fused(linear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)))
+
+
+class TritonSampling:
+    """Tokens of all rows of a step from float32 logits: two launches without top-k, top-p or min-p."""
+
+    def unsupported_reason(self, logits: Tensor) -> str:
+        if reason := device_unsupported_reason(logits.device):
+            return reason
+        return "" if logits.dtype == torch.float32 and logits.is_contiguous() else "reads contiguous float32 logits"
+
+    def sample(self, logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -> None:
+        from runtime.backends.triton.kernels.sampling import draw_rows
+
+        draw_rows(logits, scores, noise, tokens)
+
+    def sample_listed(
+        self, scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, noise: RowNoise, tokens: Tensor
+    ) -> None:
+        from runtime.backends.triton.kernels.sampling import draw_from_listed
+
+        draw_from_listed(scores, ids, unknown, is_truncated, noise, tokens)

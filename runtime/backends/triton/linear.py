@@ -11,16 +11,18 @@ from torch import Tensor
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
-from runtime.backends import base
-from runtime.backends.base import InputForm, Kernel, Prepared, Product, Target
-from runtime.backends.triton.device import has_capability, num_processors, refuse_triton
+from runtime.backends.base import LinearKernel, Target, is_fp8, is_integer
+from runtime.backends.triton.device import has_capability, num_processors, unsupported_reason
+from runtime.backends.triton.fused_linear import LEVELS, InputForm, Prepared, Product
 from runtime.backends.triton.kernels.configs import Plan, config_for, default_plan, measured_plan
+from runtime.backends.triton.kernels.weight_layout import planes_bytes
 
 TABLES = Path(__file__).parent / "gpu" / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
 MEASURED_BITS = 4
 """Tables are of such codes: a tile of 2-bit codes takes twice the shared memory."""
 UNIT = 32
+SCALE_BYTES = 2
 """Group sizes are a multiple of this, or the whole row."""
 
 
@@ -66,7 +68,7 @@ class ByteLinear:
         return multiply(x, self._weight, self._bias, self._processors)
 
     def input_form(self, num_tokens: int) -> InputForm:
-        return InputForm(base.LEVELS) if self._rounds else InputForm()
+        return InputForm(LEVELS) if self._rounds else InputForm()
 
     def product(self, x: Prepared) -> Product:
         parts = self._launch.level_parts if self._rounds else self._launch.byte_parts
@@ -88,39 +90,68 @@ def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[i
     return default_plan(bits, rows, tiles, num_processors(device))
 
 
-def refuse_gpu(scheme: Scheme, in_features: int, target: Target) -> str:
+def linear_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     """Why no Triton linear serves a scheme on a target; empty where one may."""
-    if refusal := refuse_triton(target.device, target.dtype):
-        return refusal
+    if reason := unsupported_reason(target.device, target.dtype):
+        return reason
     if scheme.group_size is not None and scheme.group_size % UNIT:
         return f"takes groups that are a multiple of {UNIT}"
     return ""
 
 
-def refuse_planes(scheme: Scheme, in_features: int, target: Target) -> str:
+def planes_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.bits > 4 or scheme.activation_bits is not None:
         return "takes 2 to 4 bits and 16-bit activations"
-    return refuse_gpu(scheme, in_features, target)
+    return linear_unsupported_reason(scheme, in_features, target)
 
 
-def refuse_bytes(scheme: Scheme, in_features: int, target: Target) -> str:
+def bytes_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if not 4 < scheme.bits <= 8 or scheme.activation_bits is not None:
         return "takes 5 to 8 bits and 16-bit activations"
-    return refuse_gpu(scheme, in_features, target)
+    return linear_unsupported_reason(scheme, in_features, target)
 
 
-def refuse_levels(scheme: Scheme, in_features: int, target: Target) -> str:
+def levels_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.activation_bits is None:
         return "needs 8-bit activations"
     if scheme.group_size is not None or not scheme.symmetric:
         return "takes symmetric weights with one scale per channel"
-    return refuse_gpu(scheme, in_features, target)
+    return linear_unsupported_reason(scheme, in_features, target)
 
 
-PLANES = Kernel("triton_planes", "packed 2- to 4-bit codes, float32 sums", refuse_planes, PlanedLinear)
-BYTES = Kernel("triton_bytes", "8-bit codes, 16-bit activations, float32 sums", refuse_bytes, ByteLinear)
-LEVELS = Kernel("triton_levels", "8-bit codes times 8-bit activations, exact int32 sums", refuse_levels, ByteLinear)
-KERNELS = (LEVELS, PLANES, BYTES)
+def _bytes_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else 1)))
+
+
+def _planes_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return planes_bytes(scheme, rows, columns, SCALE_BYTES)
+
+
+PLANES = LinearKernel(
+    "triton_planes",
+    "packed 2- to 4-bit codes, float32 sums",
+    is_integer,
+    planes_unsupported_reason,
+    PlanedLinear,
+    _planes_nbytes,
+)
+BYTES = LinearKernel(
+    "triton_bytes",
+    "8-bit codes, 16-bit activations, float32 sums",
+    is_integer,
+    bytes_unsupported_reason,
+    ByteLinear,
+    _bytes_nbytes,
+)
+LEVEL_PRODUCT = LinearKernel(
+    "triton_levels",
+    "8-bit codes times 8-bit activations, exact int32 sums",
+    is_integer,
+    levels_unsupported_reason,
+    ByteLinear,
+    _bytes_nbytes,
+)
+KERNELS = (LEVEL_PRODUCT, PLANES, BYTES)
 
 
 NATIVE_CAPABILITY = (8, 9)
@@ -154,13 +185,27 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and has_capability(device, NATIVE_CAPABILITY)
 
 
-def refuse_native(scheme: Scheme, in_features: int, target: Target) -> str:
-    refusal = refuse_gpu(scheme, in_features, target)
-    if refusal or scheme.activation_bits is None:
-        return refusal or "needs 8-bit activations"
+def fp8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    reason = linear_unsupported_reason(scheme, in_features, target)
+    if reason or scheme.activation_bits is None:
+        return reason or "needs 8-bit activations"
     return "" if multiplies_fp8(target.device) else "needs a GPU that multiplies 8-bit floats (Ada, Hopper or newer)"
 
 
-NATIVE = Kernel("triton_fp8", "8-bit floats times 8-bit floats, float32 sums", refuse_native, Fp8Linear)
-WIDENED = Kernel("triton_fp8_16bit", "8-bit floats multiplied in 16 bits, float32 sums", refuse_gpu, Fp8Linear)
+NATIVE = LinearKernel(
+    "triton_fp8",
+    "8-bit floats times 8-bit floats, float32 sums",
+    is_fp8,
+    fp8_unsupported_reason,
+    Fp8Linear,
+    _bytes_nbytes,
+)
+WIDENED = LinearKernel(
+    "triton_fp8_16bit",
+    "8-bit floats multiplied in 16 bits, float32 sums",
+    is_fp8,
+    linear_unsupported_reason,
+    Fp8Linear,
+    _bytes_nbytes,
+)
 FP8_KERNELS = (NATIVE, WIDENED)

@@ -16,7 +16,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError
 from compress.cpu import linear as cpu_linear
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from compress.cpu.linear import NativeLinear, refuse_sparse
+from compress.cpu.linear import NativeLinear, sparse_unsupported_reason
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)
@@ -122,7 +122,7 @@ def test_what_keeps_more_than_it_says_is_refused() -> None:
 @pytest.mark.parametrize("best", range(len(INSTRUCTION_SETS)))
 def test_where_it_is_chosen(changed: dict, said: str, best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_linear, "best_instruction_set", lambda: best)
-    refusal = refuse_sparse(replace(Scheme(4, 32), **({"sparsity": TWO_OF_FOUR} | changed)))
+    refusal = sparse_unsupported_reason(replace(Scheme(4, 32), **({"sparsity": TWO_OF_FOUR} | changed)))
     faster = INSTRUCTION_SETS[best] in ("avx2", "avx512")
     assert (said or ("" if faster else "was not seen to be faster")) in refusal
     assert bool(refusal) == bool(said or not faster)

@@ -28,11 +28,10 @@ from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import parse_recipe
-from runtime.backends.base import Target
-from runtime.backends.registry import choose_kernel
-from runtime.backends.torch.linear import WithOutliers
+from runtime.backends.base import Target, WithOutliers
+from runtime.backends.registry import choose_linear
 from runtime.core.model_config import parse_config
-from runtime.memory.capacity import Weights
+from runtime.memory.estimate import Weights
 from runtime.model.loader import SideBySide, load_model
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
@@ -148,7 +147,7 @@ def test_products_equal_the_dequantized_weight(scheme, dtype) -> None:
     target = Target(torch.device("cpu"), dtype)
     x = x[:5].to(dtype)
     for kernels in ("auto", "reference"):
-        kernel = choose_kernel(scheme.base, 128, target, kernels).kernel
+        kernel = choose_linear(scheme.base, 128, target, kernels).kernel
         base = kernel.prepare(stored.base, None, target)
         linear = WithOutliers(base, columns, stored.values.to(dtype).T.contiguous())
         seen = x.float()

@@ -23,7 +23,7 @@ from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 from compress.recipe_file import parse_recipe
 from runtime.backends.base import Target
 from runtime.core.model_config import parse_config
-from runtime.memory.capacity import Weights
+from runtime.memory.estimate import Weights
 from runtime.model.loader import load_model
 
 W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)

@@ -25,7 +25,7 @@ from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, R
 from compress.reporting.numbers import size
 from runtime.backends.base import Target
 from runtime.core.model_config import parse_config
-from runtime.memory.capacity import Weights
+from runtime.memory.estimate import Weights
 from runtime.model.loader import load_model
 
 SMALL = CalibrationOptions(samples=6, length=48)

@@ -27,7 +27,7 @@ from compress.plan import Factoring, LayerPlan
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
 from runtime.backends.base import Target
 from runtime.core.model_config import parse_config
-from runtime.memory.capacity import Weights
+from runtime.memory.estimate import Weights
 from runtime.model.loader import load_model
 from runtime.speculative.draft_model import round_layers
 

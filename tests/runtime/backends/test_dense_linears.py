@@ -10,11 +10,14 @@ from compress.cpu.binding import absence
 from compress.cpu.linear import NativeLinear
 from runtime.backends.base import RowSource, Target
 from runtime.backends.cpu import linear as cpu_linear
-from runtime.backends.cpu.layers import refuse_layers
-from runtime.backends.linear_sizes import dense_bytes
+from runtime.backends.cpu.layers import layers_unsupported_reason
+from runtime.backends.cpu.linear import DENSE
+from runtime.backends.registry import choose_dense
 from runtime.backends.torch import linear as torch_linear
-from runtime.backends.torch.linear import NATIVE, PLAIN, PREPACKED, choose_dense, dense_linear
+from runtime.backends.torch.linear import ONEDNN, PLAIN
+from runtime.core.config import RuntimeConfig
 from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
 
 CPU = torch.device("cpu")
 BF16 = Target(CPU, torch.bfloat16)
@@ -29,40 +32,40 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("in_features", "target", "kernel", "said"),
     [
-        (64, BF16, NATIVE, ""),
-        (40, BF16, PREPACKED, "native takes inputs that are a multiple of 32"),
+        (64, BF16, DENSE, ""),
+        (40, BF16, ONEDNN, "native takes inputs that are a multiple of 32"),
         (64, Target(CPU, torch.float32), PLAIN, "native holds bfloat16 numbers"),
         (64, Target(torch.device("cuda"), torch.bfloat16), PLAIN, "native runs on CPUs"),
     ],
 )
 def test_the_choice_says_why(in_features, target, kernel, said, monkeypatch):
-    monkeypatch.setattr(torch_linear, "has_fast_torch_products", lambda dtype: True)
-    monkeypatch.setattr(torch_linear, "has_matrix_tiles", lambda: False)
-    choice = choose_dense(in_features, target)
+    monkeypatch.setattr(torch_linear, "is_fast", lambda dtype: True)
+    monkeypatch.setattr(cpu_linear, "has_matrix_tiles", lambda: False)
+    choice = choose_dense(64, in_features, target)
     assert choice.kernel is kernel
     assert said in choice.reason
 
 
 def test_matrix_tiles_are_left_to_onednn(monkeypatch):
-    monkeypatch.setattr(torch_linear, "has_fast_torch_products", lambda dtype: True)
-    monkeypatch.setattr(torch_linear, "has_matrix_tiles", lambda: True)
-    choice = choose_dense(64, BF16)
-    assert choice.kernel is PREPACKED
+    monkeypatch.setattr(torch_linear, "is_fast", lambda dtype: True)
+    monkeypatch.setattr(cpu_linear, "has_matrix_tiles", lambda: True)
+    choice = choose_dense(64, 64, BF16)
+    assert choice.kernel is ONEDNN
     if not absence():
         assert "native multiplies no matrix tiles (AMX)" in choice.reason
 
 
 def test_without_native_kernels(monkeypatch):
-    monkeypatch.setattr(torch_linear, "absence", lambda: "not compiled")
-    for products, kernel in ((True, PREPACKED), (False, PLAIN)):
-        monkeypatch.setattr(torch_linear, "has_fast_torch_products", lambda dtype, products=products: products)
-        choice = choose_dense(64, BF16)
+    monkeypatch.setattr(cpu_linear, "absence", lambda: "not compiled")
+    for products, kernel in ((True, ONEDNN), (False, PLAIN)):
+        monkeypatch.setattr(torch_linear, "is_fast", lambda dtype, products=products: products)
+        choice = choose_dense(64, 64, BF16)
         assert choice.kernel is kernel
         assert "not compiled" in choice.reason
 
 
 def test_reference_is_plain_torch():
-    assert choose_dense(64, BF16, reference=True).kernel is PLAIN
+    assert choose_dense(64, 64, BF16, "reference").kernel is PLAIN
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (70, 96), (128, 64)])
@@ -70,9 +73,9 @@ def test_reference_is_plain_torch():
 def test_product_rows_and_size(shape, dtype):
     """Products, rows where there are any, and the size that was known before."""
     target, weight, bias = Target(CPU, dtype), random(*shape, seed=1).to(dtype), random(shape[0], seed=2).to(dtype)
-    kernel = choose_dense(shape[1], target).kernel
-    linear = dense_linear(weight, bias, target)
-    assert linear.nbytes == dense_bytes(*shape, target)
+    kernel = choose_dense(*shape, target).kernel
+    linear = kernel.prepare(weight, bias)
+    assert linear.nbytes == kernel.nbytes(*shape, target)
     for rows in (1, 5, 33):
         x = random(rows, shape[1], seed=3).to(dtype)
         expected = x.double() @ weight.double().T + bias.double()
@@ -89,13 +92,13 @@ def test_product_rows_and_size(shape, dtype):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_dense_checkpoint_runs_compiled(tied, tmp_path, monkeypatch):
     """All of its linears: the layers run in one call, and a head that is the embedding is held once."""
-    monkeypatch.setattr(torch_linear, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(cpu_linear, "has_matrix_tiles", lambda: False)
     path = save_tiny_model(
         tmp_path, dtype=torch.bfloat16, tie_word_embeddings=tied, hidden_size=128, intermediate_size=96
     )
     model = load_model(path, dtype="bfloat16")
     assert isinstance(model.head, NativeLinear)
-    assert refuse_layers(model) == ""
+    assert layers_unsupported_reason(model, build_runner(model, RuntimeConfig()).memory) == ""
     assert any("dense bfloat16, kernel native" in line for line in model.description)
     held = model.head.nbytes + sum(
         linear.nbytes for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)

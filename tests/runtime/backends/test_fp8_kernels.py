@@ -10,8 +10,7 @@ from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.fp8 import quantize_tokens
 from compress.common.errors import SchemeError
 from runtime.backends.base import Target
-from runtime.backends.linear_sizes import prepared_bytes
-from runtime.backends.registry import FP8_KERNELS, choose_kernel
+from runtime.backends.registry import choose_linear
 from runtime.model.loader import fuse_weights
 
 CPU = torch.device("cpu")
@@ -32,34 +31,35 @@ def test_products_and_sizes(name, scheme, dtype):
         levels, scale = quantize_tokens(x, fp8=True)
         seen = levels.double() * scale.double()
     expected = seen @ weight.dequantize(torch.float64).T + bias.double()
-    linear = choose_kernel(scheme, 160, target, name).kernel.prepare(weight, bias, target)
+    kernel = choose_linear(scheme, 160, target, name).kernel
+    linear = kernel.prepare(weight, bias, target)
     found = linear(x)
     assert found.dtype == dtype
     assert (found.double() - expected).norm() < BOUND[dtype] * expected.norm()
-    assert linear.nbytes == prepared_bytes(name, scheme, 100, 160, target)
+    assert linear.nbytes == kernel.nbytes(scheme, 100, 160, target)
 
 
 def test_what_serves_it_and_why():
-    choice = choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16))
+    choice = choose_linear(W8A8, 256, Target(CPU, torch.bfloat16))
     assert choice.kernel.name == "dequantized"
     assert "triton_fp8 runs on NVIDIA GPUs" in choice.reason
-    assert "integers" not in choice.reason
-    asked = choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16), "w4a8")
+    assert "native " not in choice.reason
+    asked = choose_linear(W8A8, 256, Target(CPU, torch.bfloat16), "w4a8")
     assert asked.kernel.name == "dequantized"
-    assert "native_w4a8 multiplies by integers" in asked.reason
+    assert "native_w4a8 multiplies by" in asked.reason
     excluded = {"dequantized": "would need 9 GiB of 1 GiB"}
-    assert choose_kernel(W8A8, 256, Target(CPU, torch.bfloat16), excluded=excluded).kernel.name == "reference"
+    assert choose_linear(W8A8, 256, Target(CPU, torch.bfloat16), excluded=excluded).kernel.name == "reference"
 
 
 def test_kernels_of_the_other_numbers_are_refused():
     target = Target(CPU, torch.bfloat16)
     with pytest.raises(SchemeError, match=r"w8a8.*fp8"):
-        choose_kernel(W8A8, 256, target, "native")
-    with pytest.raises(SchemeError, match=r"triton_fp8.*w4a16.*g128.*8-bit"):
-        choose_kernel(Scheme(), 256, target, "triton_fp8")
+        choose_linear(W8A8, 256, target, "native")
+    with pytest.raises(SchemeError, match=r"triton_fp8.*w4a16.*g128"):
+        choose_linear(Scheme(), 256, target, "triton_fp8")
     with pytest.raises(SchemeError, match=r"'fp8'.*triton_fp8"):
-        choose_kernel(W8A8, 256, target, "fp8")
-    assert FP8_KERNELS[-1].refuse(W8A8, 7, Target(CPU, torch.float64)) == ""
+        choose_linear(W8A8, 256, target, "fp8")
+    assert choose_linear(W8A8, 7, Target(CPU, torch.float64), "reference").kernel.name == "reference"
 
 
 def test_siblings_become_one_weight():

@@ -12,12 +12,16 @@ from tiny_models import random_weight
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.fp8 import quantize_tokens
 from runtime.backends.base import Target
-from runtime.backends.torch import dequantized, int4pack, int8_dynamic, reference
+from runtime.backends.registry import DEQUANTIZED
+from runtime.backends.torch import quantized_linear
+from runtime.backends.torch.quantized_linear import INT4PACK, INT8_DYNAMIC, REFERENCE
 
 CPU = torch.device("cpu")
 BF16 = Target(CPU, torch.bfloat16)
-needs_int4pack = pytest.mark.skipif(bool(int4pack.refuse(Scheme(), 128, BF16)), reason="no AVX2")
-needs_int8 = pytest.mark.skipif(bool(int8_dynamic.refuse(Scheme(8, None, True, 8), 128, BF16)), reason="no VNNI")
+needs_int4pack = pytest.mark.skipif(bool(INT4PACK.unsupported_reason(Scheme(), 128, BF16)), reason="no AVX2")
+needs_int8 = pytest.mark.skipif(
+    bool(INT8_DYNAMIC.unsupported_reason(Scheme(8, None, True, 8), 128, BF16)), reason="no VNNI"
+)
 
 
 def activations(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, mean: float = 0.0) -> torch.Tensor:
@@ -42,7 +46,7 @@ def test_plain_torch_kernels(bits, group_size, symmetric, dtype):
     bias = activations(1, 44, dtype)[0]
     x = activations(5, 96, dtype)
     bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
-    for kernel in (reference.KERNEL, dequantized.KERNEL):
+    for kernel in (REFERENCE, DEQUANTIZED):
         found = kernel.prepare(weight, bias, Target(CPU, dtype))(x)
         assert found.dtype == dtype
         assert relative_error(found, exact(x, weight, bias)) < bound
@@ -51,8 +55,8 @@ def test_plain_torch_kernels(bits, group_size, symmetric, dtype):
 def test_reference_dequantizes_a_panel_at_a_time(monkeypatch):
     weight = random_weight((50, 64), Scheme(3, 32))
     x = activations(4, 64, torch.float64)
-    monkeypatch.setattr(reference, "PANEL_ELEMENTS", 64 * 7)
-    linear = reference.KERNEL.prepare(weight, None, Target(CPU, torch.float64))
+    monkeypatch.setattr(quantized_linear, "PANEL_ELEMENTS", 64 * 7)
+    linear = REFERENCE.prepare(weight, None, Target(CPU, torch.float64))
     assert len(linear.panels) == 8
     torch.testing.assert_close(linear(x), exact(x, weight), rtol=0, atol=1e-13)
 
@@ -72,7 +76,7 @@ def test_int4pack_rounds_no_more_than_bfloat16(bits, symmetric, group_size, grou
     """The result is rounded once, and (8 - zero point) * scale once: 2^-8 of each at most."""
     weight = random_weight((out_features, (group_size or 160) * groups), Scheme(bits, group_size, symmetric), seed)
     x = activations(rows, weight.shape[1])
-    found = int4pack.KERNEL.prepare(weight, None, BF16)(x)
+    found = INT4PACK.prepare(weight, None, BF16)(x)
     assert found.shape == (rows, out_features)
     offsets = weight.scale.double().abs().repeat_interleave(weight.shape[1] // weight.scale.shape[1], 1) * 8
     magnitude = x.double().abs() @ (weight.dequantize(torch.float64).abs() + (0 if symmetric else offsets)).T
@@ -80,7 +84,7 @@ def test_int4pack_rounds_no_more_than_bfloat16(bits, symmetric, group_size, grou
 
 
 @needs_int4pack
-@pytest.mark.parametrize("rows", [1, 8, 33, int4pack.MAX_DIRECT_ROWS + 1, 200])
+@pytest.mark.parametrize("rows", [1, 8, 33, quantized_linear.MAX_DIRECT_ROWS + 1, 200])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_int4pack_error_figures(rows, bits):
     """Symmetric codes with bfloat16 scales: only the rounding of the result (about 1.7e-3), as long as the packed
@@ -90,10 +94,10 @@ def test_int4pack_error_figures(rows, bits):
     for weight, mean, bound in ((symmetric, 0.0, 1.9e-3), (asymmetric, 0.0, 2.7e-3), (asymmetric, 1.0, 2.7e-3)):
         x = activations(rows, 1024, mean=mean)
         bias = activations(1, 200)[0]
-        linear = int4pack.KERNEL.prepare(weight, None, BF16)
+        linear = INT4PACK.prepare(weight, None, BF16)
         error = relative_error(linear(x), exact(x, weight))
-        assert error < (bound if rows <= int4pack.MAX_DIRECT_ROWS else 2.7e-3)
-        with_bias = int4pack.KERNEL.prepare(weight, bias, BF16)(x)
+        assert error < (bound if rows <= quantized_linear.MAX_DIRECT_ROWS else 2.7e-3)
+        with_bias = INT4PACK.prepare(weight, bias, BF16)(x)
         assert relative_error(with_bias, exact(x, weight, bias)) < 3.5e-3
 
 
@@ -101,8 +105,8 @@ def test_int4pack_error_figures(rows, bits):
 def test_int4pack_float16_scales_cost_what_bfloat16_weights_cost():
     weight = random_weight((256, 1024), Scheme(4, 128, symmetric=False), dtype=torch.float16)
     x = activations(8, 1024)
-    packed = relative_error(int4pack.KERNEL.prepare(weight, None, BF16)(x), exact(x, weight))
-    rounded = relative_error(reference.KERNEL.prepare(weight, None, BF16)(x), exact(x, weight))
+    packed = relative_error(INT4PACK.prepare(weight, None, BF16)(x), exact(x, weight))
+    rounded = relative_error(REFERENCE.prepare(weight, None, BF16)(x), exact(x, weight))
     assert packed < 1.5 * rounded < 4e-3
 
 
@@ -110,10 +114,10 @@ def test_int4pack_float16_scales_cost_what_bfloat16_weights_cost():
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_int4pack_panels_are_the_dequantized_weight(bits, symmetric, monkeypatch):
-    monkeypatch.setattr(int4pack, "PANEL_COLUMNS", 64)
+    monkeypatch.setattr(quantized_linear, "PANEL_COLUMNS", 64)
     weight = random_weight((150, 256), Scheme(bits, 64, symmetric))
-    linear = int4pack.KERNEL.prepare(weight, None, BF16)
-    assert int4pack.tile_columns() in (32, 64)
+    linear = INT4PACK.prepare(weight, None, BF16)
+    assert quantized_linear.tile_columns() in (32, 64)
     panel = torch.cat([linear._panel(start, start + 64) for start in (0, 64, 128)], 1)
     assert torch.equal(panel[:, :150].T, weight.dequantize(torch.bfloat16))
 
@@ -124,7 +128,7 @@ def test_int4pack_every_code_value():
     codes = torch.arange(64 * 128).view(64, 128).remainder(16).to(torch.uint8)
     base = random_weight((64, 128), Scheme(4, 128))
     weight = type(base)(codes, base.scale, base.zero, base.scheme)
-    linear = int4pack.KERNEL.prepare(weight, None, BF16)
+    linear = INT4PACK.prepare(weight, None, BF16)
     found = torch.cat([linear(rows) for rows in torch.eye(128, dtype=torch.bfloat16).split(16)])
     assert torch.equal(found.T, weight.dequantize(torch.bfloat16))
 
@@ -141,8 +145,8 @@ def test_int4pack_every_code_value():
 def test_int8_dynamic_is_the_exact_integer_product(bits, out_features, in_features, rows, seed):
     weight = random_weight((out_features, in_features), Scheme(bits, None, True, 8), seed)
     x, bias = activations(rows, in_features, torch.float32), activations(1, out_features, torch.float32)[0]
-    expected = reference.KERNEL.prepare(weight, bias.double(), Target(CPU, torch.float64))(x.double())
-    found = int8_dynamic.KERNEL.prepare(weight, bias, Target(CPU, torch.float32))(x)
+    expected = REFERENCE.prepare(weight, bias.double(), Target(CPU, torch.float64))(x.double())
+    found = INT8_DYNAMIC.prepare(weight, bias, Target(CPU, torch.float32))(x)
     scale = quantize_tokens(x)[1].double() * weight.scale[:, 0].double().abs() * 127
     # A level may fall on the other side of .5 in float32: one step of one input of a row at most, in practice.
     assert ((found.double() - expected).abs() <= 2 * scale + 1e-5).all()
@@ -152,7 +156,7 @@ def test_int8_dynamic_is_the_exact_integer_product(bits, out_features, in_featur
 @needs_int8
 def test_int8_dynamic_rows_do_not_know_each_other():
     weight = random_weight((48, 128), Scheme(8, None, True, 8))
-    linear = int8_dynamic.KERNEL.prepare(weight, None, BF16)
+    linear = INT8_DYNAMIC.prepare(weight, None, BF16)
     x = activations(5, 128)
     alone = linear(x[:1])
     x[1:] *= 1000

@@ -8,8 +8,8 @@ from compress.common.errors import SchemeError
 from compress.cpu.binding import absence
 from runtime.backends.base import Target
 from runtime.backends.cpu import linear as cpu_linear
-from runtime.backends.registry import KERNELS, choose_kernel
-from runtime.backends.torch import int4pack
+from runtime.backends.registry import choose_linear, linear_kernels
+from runtime.backends.torch import quantized_linear
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = Target(CPU, torch.bfloat16)
@@ -42,9 +42,10 @@ needs_native = pytest.mark.skipif(bool(absence()), reason=absence())
 )
 def test_the_table_without_native_kernels(scheme, in_features, target, name, monkeypatch):
     monkeypatch.setattr(cpu_linear, "absence", lambda: "not compiled")
-    choice = choose_kernel(scheme, in_features, target)
+    choice = choose_linear(scheme, in_features, target)
     assert choice.kernel.name == name
-    refused = [kernel.name for kernel in KERNELS[: KERNELS.index(choice.kernel)]]
+    kernels = [kernel for kernel in linear_kernels() if kernel.takes(scheme) and not kernel.mode]
+    refused = [kernel.name for kernel in kernels[: kernels.index(choice.kernel)]]
     assert all(kernel in choice.reason for kernel in refused)
     assert "native is not there: not compiled" in choice.reason or scheme.activation_bits or target.device == CUDA
 
@@ -66,23 +67,23 @@ def test_the_table_without_native_kernels(scheme, in_features, target, name, mon
     ],
 )
 def test_the_table_with_native_kernels(scheme, in_features, target, mode, name):
-    choice = choose_kernel(scheme, in_features, target, mode)
+    choice = choose_linear(scheme, in_features, target, mode)
     assert choice.kernel.name == name
     assert choice.reason.startswith(choice.kernel.summary)
 
 
 def test_excluded_kernels_say_why():
-    choice = choose_kernel(Scheme(8, 16), 256, BF16, excluded={"dequantized": "would need 9 GiB of 1 GiB"})
+    choice = choose_linear(Scheme(8, 16), 256, BF16, excluded={"dequantized": "would need 9 GiB of 1 GiB"})
     assert choice.kernel.name == "reference"
     assert "dequantized would need 9 GiB of 1 GiB" in choice.reason
 
 
 def test_a_named_kernel_must_fit():
-    assert choose_kernel(Scheme(4, 128), 256, BF16, "reference").kernel.name == "reference"
+    assert choose_linear(Scheme(4, 128), 256, BF16, "reference").kernel.name == "reference"
     with pytest.raises(SchemeError, match=r"int4pack.*w8a16.*g128"):
-        choose_kernel(Scheme(8, 128), 256, BF16, "int4pack")
+        choose_linear(Scheme(8, 128), 256, BF16, "int4pack")
     with pytest.raises(SchemeError, match=r"'marlin'.*int4pack"):
-        choose_kernel(Scheme(4, 128), 256, BF16, "marlin")
+        choose_linear(Scheme(4, 128), 256, BF16, "marlin")
 
 
 @pytest.mark.parametrize(
@@ -90,4 +91,4 @@ def test_a_named_kernel_must_fit():
     [(128, 512, 128), (512, 512, 256), (96, 192, 32), (None, 320, 64), (None, 100, 0), (16, 64, 0)],
 )
 def test_groups_are_repeated_to_one_that_the_kernel_knows(group_size, in_features, expected):
-    assert int4pack.kernel_group_size(Scheme(4, group_size), in_features) == expected
+    assert quantized_linear.kernel_group_size(Scheme(4, group_size), in_features) == expected

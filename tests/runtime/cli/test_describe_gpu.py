@@ -9,6 +9,8 @@ import torch
 from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
 
+from runtime.backends.registry import choose_attention
+from runtime.backends.triton import device
 from runtime.cli.serve import describe_attention, describe_gpu
 from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
@@ -28,8 +30,8 @@ def engine(tmp_path) -> Engine:
 
 def test_a_cpu_has_nothing_to_say(engine):
     assert describe_gpu(engine) == []
-    assert describe_attention(engine).startswith("plain torch; compiled attention ")
-    assert describe_attention(engine).endswith("layer by layer: keys and values are not in native pages")
+    assert describe_attention(engine).startswith("torch: gathers pages; cpu ")
+    assert describe_attention(engine).endswith("layer by layer: torch computes no whole layers")
 
 
 def test_memory_and_recorded_steps_of_a_gpu(engine):
@@ -46,10 +48,12 @@ def test_memory_and_recorded_steps_of_a_gpu(engine):
 def test_why_nothing_is_recorded(engine):
     runner = engine.runner
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
-    runner.triton_refusal = "computes in 16 bits"
     runner.graphs_refusal = "layers run one by one: attention is plain torch"
     assert (
         describe_gpu(engine)[-1]
         == "steps     launched kernel by kernel: layers run one by one: attention is plain torch"
     )
-    assert describe_attention(engine).startswith("plain torch; Triton computes in 16 bits; layer by layer: ")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "device_unsupported_reason", lambda device: "")
+        chosen, _, reason = choose_attention(runner.decoder, runner.memory)
+    assert (chosen.name, reason) == ("torch", "triton computes in 16 bits")

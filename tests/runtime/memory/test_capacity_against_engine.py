@@ -14,10 +14,10 @@ from compress.checkpoint.scheme import Scheme
 from compress.common.cli import demo_model_path
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.config import RuntimeConfig
+from runtime.core.memory_plan import MemoryPlan
 from runtime.llm import load_engine
 from runtime.memory.advice import Report, inspect
-from runtime.memory.capacity import Capacity, activation_bytes, estimate
-from runtime.memory.plan import MemoryPlan
+from runtime.memory.plan import Capacity, activation_bytes, estimate
 
 GIB = 2**30
 CONFIG = RuntimeConfig(device="cpu", kv_memory_bytes=4 * 2**20)

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from poisoned_memory import poison
 from tiny_models import save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_steps import use_triton
 from unrecorded_steps import capture_nothing
 
-from runtime.backends.triton.layers import TritonLayers
-from runtime.backends.triton.sampling import draw_step
+from runtime.backends.triton.layers import TritonSampling
 from runtime.core.batch import slots_of
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
@@ -22,6 +23,7 @@ from runtime.core.step import ScheduledSequence, StepPlan
 from runtime.model.loader import load_model
 from runtime.runner.cuda_graphs import CudaCapture, StepBuffers, StepGraphs
 from runtime.runner.runner import ModelRunner, build_runner, sample_and_match
+from runtime.sampling.sampler import sample_step
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
 BLOCK_SIZE = 4
@@ -30,7 +32,7 @@ GREEDY = {"temperature": 0}
 
 @pytest.fixture(scope="module")
 def decoder(gpu, tmp_path_factory):
-    from runtime.backends.triton.ops import TritonOps
+    from runtime.backends.triton.layers import TritonOps
 
     folder = save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3", head_dim=32, **SIZES)
     return replace(load_model(folder, device=gpu.type, dtype="bfloat16", kernels="reference"), ops=TritonOps())
@@ -41,11 +43,10 @@ def make_runner(decoder, **options) -> ModelRunner:
     config = {"num_blocks": 40, "block_size": BLOCK_SIZE, "max_num_seqs": 6, "max_model_len": 48} | options
     runner = build_runner(decoder, RuntimeConfig(**config))
     poison(runner.pages.memory)
-    runner.triton_refusal = ""
-    runner.triton_layers = TritonLayers(decoder, runner.cache)
+    use_triton(runner)
     capture = CudaCapture(decoder.device) if decoder.device.type == "cuda" else capture_nothing
     buffers = StepBuffers(decoder, runner.memory, runner.memory.num_sequences)
-    runner.graphs = StepGraphs(runner._logits, buffers, capture, draw_step)
+    runner.graphs = StepGraphs(runner._logits, buffers, capture, partial(sample_step, TritonSampling()))
     return runner
 
 
@@ -108,7 +109,7 @@ def test_rows_of_padding_write_and_change_nothing(decoder):
 
 def test_a_window_moves_with_the_sequence(gpu, tmp_path):
     """Its blocks before the window are given back: keys have other places than positions."""
-    from runtime.backends.triton.ops import TritonOps
+    from runtime.backends.triton.layers import TritonOps
 
     folder = save_tiny_model(tmp_path / "model", "mistral", head_dim=32, sliding_window=6, **SIZES)
     windowed = replace(load_model(folder, device=gpu.type, dtype="bfloat16", kernels="reference"), ops=TritonOps())

@@ -11,7 +11,7 @@ from tiny_models import save_tiny_model
 
 from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
-from runtime.backends.kv.pages import ExactPages
+from runtime.backends.kv_pages import ExactPages
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Grammar, GrammarKind, SamplingParams
 from runtime.engine.engine import Engine

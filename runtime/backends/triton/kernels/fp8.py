@@ -10,9 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.checkpoint.weights.fp8 import Fp8Weight
-from runtime.backends.base import FLOATS, InputForm, Prepared, Product, Target, finished
-from runtime.backends.triton.kernels.common import from_fp8, grouped_tile, load_tile, split_tile, store_sums, store_tile
-from runtime.backends.triton.kernels.dequant import multiply
+from runtime.backends.base import Target
+from runtime.backends.triton.fused_linear import FLOATS, InputForm, Prepared, Product, finished
+from runtime.backends.triton.kernels.common import (
+    from_fp8,
+    grouped_tile,
+    load_tile,
+    multiply,
+    split_tile,
+    store_sums,
+    store_tile,
+)
 from runtime.backends.triton.kernels.int8 import BLOCK_N, MAX_BLOCK_K, MAX_NARROW_TOKENS, byte_tile, split_inputs
 from runtime.backends.triton.kernels.norm_act import finish, prepared
 from runtime.backends.triton.kernels.w4a16 import GROUP_M

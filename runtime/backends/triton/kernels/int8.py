@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.checkpoint.weights.integer import IntegerWeight
-from runtime.backends.base import LEVELS, InputForm, Prepared, Product
-from runtime.backends.triton.kernels.common import grouped_tile, load_tile, split_tile, store_sums
-from runtime.backends.triton.kernels.dequant import multiply
+from runtime.backends.triton.fused_linear import LEVELS, InputForm, Prepared, Product
+from runtime.backends.triton.kernels.common import grouped_tile, load_tile, multiply, split_tile, store_sums
 from runtime.backends.triton.kernels.norm_act import finish, prepared
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.base import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product
+from runtime.backends.triton.fused_linear import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product
 from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_fp8
 
 FORM_ROWS, FORM_SUMS, FORM_LEVELS, FORM_FLOATS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)

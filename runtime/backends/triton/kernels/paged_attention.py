@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.kernels.common import from_fp8
-from runtime.backends.triton.kernels.dequant import multiply
-from runtime.backends.triton.kernels.page_views import NO_FRONT, Front
+from runtime.backends.triton.attention import NO_FRONT, Front
+from runtime.backends.triton.kernels.common import from_fp8, multiply
 
 PLAIN, FP8, INT8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Forms of keys and of values."""

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.base import Product
+from runtime.backends.triton.attention import HeadPages
+from runtime.backends.triton.fused_linear import Product
 from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_float16, to_fp8
 from runtime.backends.triton.kernels.norm_act import product_arguments, product_at, product_constants
-from runtime.backends.triton.kernels.page_views import HeadPages
 from runtime.backends.triton.kernels.paged_attention import FORMS, FP8, INT4, PLAIN
 
 

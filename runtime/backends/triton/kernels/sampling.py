@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.sampling.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoise
+from runtime.core.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoise
 
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST, SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)

@@ -10,10 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.backends.base import SUMS, InputForm, Prepared, Product, finished
-from runtime.backends.triton.kernels.common import grouped_tile, store_tile
+from runtime.backends.triton.fused_linear import SUMS, InputForm, Prepared, Product, finished
+from runtime.backends.triton.kernels.common import grouped_tile, multiply, store_tile, unpack, unpack_instructions
 from runtime.backends.triton.kernels.configs import EXPAND, NARROW, KernelConfig
-from runtime.backends.triton.kernels.dequant import multiply, unpack, unpack_instructions
 from runtime.backends.triton.kernels.norm_act import finish, prepared
 from runtime.backends.triton.kernels.weight_layout import PlanedWeight, tile_inputs
 

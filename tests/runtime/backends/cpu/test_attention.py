@@ -16,7 +16,7 @@ from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import dequantize_heads, quantize_heads, read_back, rotate_heads
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from runtime.backends.cpu.attention import NativeAttention
-from runtime.backends.cpu.kv_pages import NativePages, refuse_pages
+from runtime.backends.cpu.kv_pages import NativePages, pages_unsupported_reason
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.model_config import DecoderConfig
 from runtime.core.step import ancestor_bits, paths
@@ -277,7 +277,7 @@ def refusals() -> Iterator[tuple[dict, str]]:
 @pytest.mark.parametrize(("changed", "said"), tuple(refusals()), ids=str)
 def test_what_it_cannot_hold_it_refuses_with_a_reason(changed: dict, said: str) -> None:
     usual = {"config": config_of(SHAPES[0]), "scheme": KVCacheScheme(), "block_size": 16}
-    reason = refuse_pages(**{**usual, "dtype": torch.bfloat16, "device": CPU, **changed})
+    reason = pages_unsupported_reason(**{**usual, "dtype": torch.bfloat16, "device": CPU, **changed})
     assert said in reason
     assert bool(reason) == bool(said)
 

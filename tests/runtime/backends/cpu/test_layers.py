@@ -18,10 +18,10 @@ from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
 from compress.cpu.linear import Activations, NativeLinear
 from runtime.backends.cpu.attention import NativeAttention
 from runtime.backends.cpu.kv_pages import NativePages
-from runtime.backends.cpu.layers import NativeLayers, refuse_layers
-from runtime.backends.cpu.ops import NativeOps
+from runtime.backends.cpu.layers import NativeLayers, NativeOps, layers_unsupported_reason
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch
+from runtime.core.memory_plan import MemoryPlan
 from runtime.core.rope import Rotary
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import DenseEmbedding
@@ -126,12 +126,15 @@ def test_same_bits_as_one_call_after_the_other(
             assert torch.equal(tensor, other.memory.tensors[name]), name
 
 
+MEMORY = MemoryPlan(0, 64, 16, 4, 64, "")
+
+
 def test_what_is_not_compiled_refuses() -> None:
     decoder = World().decoder
-    assert refuse_layers(decoder) == ""
-    assert refuse_layers(replace(decoder, ops=TorchOps())) == "ops between linears are not compiled"
+    assert layers_unsupported_reason(decoder, MEMORY) == ""
+    assert layers_unsupported_reason(replace(decoder, ops=TorchOps()), MEMORY) == "ops between linears are not compiled"
     decoder.layers[1].down = lambda x: x  # type: ignore[assignment]
-    assert refuse_layers(decoder) == "takes native linears only, not function"
+    assert layers_unsupported_reason(decoder, MEMORY) == "takes native linears only, not function"
 
 
 def test_a_missing_instruction_set_is_an_error() -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from compress.cpu.binding import best_instruction_set, library, set_threads
-from runtime.backends.cpu.ops import NativeOps, choose_ops
+from runtime.backends.base import Target
+from runtime.backends.cpu.layers import NativeOps
+from runtime.backends.registry import choose_ops
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.model_config import RopeConfig
 from runtime.core.rope import Rotary
@@ -117,7 +119,7 @@ class _Sizes:
         ({}, torch.bfloat16, "cpu", "auto", ""),
         ({}, torch.float64, "cpu", "auto", "float64"),
         ({}, torch.bfloat16, "cuda", "auto", "one launch"),
-        ({}, torch.float32, "cuda", "auto", "cuda"),
+        ({}, torch.float32, "cuda", "auto", "16 bits"),
         ({}, torch.bfloat16, "cpu", "reference", "reference"),
         ({"intermediate_size": 100}, torch.bfloat16, "cpu", "auto", "100"),
         ({"head_dim": 16}, torch.bfloat16, "cpu", "auto", "16"),
@@ -127,6 +129,6 @@ def test_the_choice_has_a_reason(
     changed: dict[str, int], dtype: torch.dtype, device: str, kernels: str, said: str
 ) -> None:
     sizes: Any = type("Changed", (_Sizes,), changed)()
-    ops, reason = choose_ops(sizes, dtype, torch.device(device), kernels)
-    assert isinstance(ops, TorchOps if said else NativeOps)
-    assert said in reason
+    choice = choose_ops(sizes, Target(torch.device(device), dtype), kernels)
+    assert isinstance(choice.kernel, TorchOps if said else NativeOps)
+    assert said in choice.reason

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from compress.cpu.binding import best_instruction_set, library, set_threads
-from runtime.backends.cpu import sampling as cpu_sampling
-from runtime.backends.cpu.sampling import find_peaks, find_winners, is_native
+from runtime.backends.cpu.sampling import NativeSampling, find_peaks, find_winners
 from runtime.core.request import SamplingParams
 from runtime.core.sampling_metadata import SamplingMetadata
+from runtime.core.sampling_tensors import gumbel_noise
 from runtime.sampling.sampler import sample_tokens
-from runtime.sampling.sampling_tensors import gumbel_noise
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
@@ -90,9 +89,9 @@ def test_tokens_are_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch
     draws[7] = replace(draws[7], mask=bytes(len(mask)))
     logits[8, 5], logits[9, 6] = torch.nan, torch.inf
     logits[10, 20:40] = 1e4
-    assert is_native(logits)
+    assert not NativeSampling().unsupported_reason(logits)
     compiled = sample_tokens(logits, draws)
-    monkeypatch.setattr(cpu_sampling, "is_native", lambda scores: False)
+    monkeypatch.setattr(NativeSampling, "unsupported_reason", lambda self, scores: "is left out")
     assert compiled == sample_tokens(logits, draws)
     assert [bool(token.error) for token in compiled[6:11]] == [False, True, True, True, False]
 
@@ -113,7 +112,7 @@ def test_rows_do_not_depend_on_others_or_on_threads() -> None:
 
 def test_other_numbers_are_left_to_torch() -> None:
     scores = scores_of(10, 1.0)
-    assert not is_native(scores.double())
-    assert not is_native(scores[:, ::2])
+    assert NativeSampling().unsupported_reason(scores.double())
+    assert NativeSampling().unsupported_reason(scores[:, ::2])
     with pytest.raises(ValueError, match="set 7"):
         find_peaks(scores, 7)

@@ -7,16 +7,9 @@ import torch
 
 from compress.checkpoint.scheme import Scheme, Sparsity
 from runtime.backends.base import Target
-from runtime.backends.registry import choose_kernel
-from runtime.backends.torch import semi_structured
-from runtime.backends.torch.semi_structured import (
-    NAME,
-    SemiStructuredChoice,
-    SemiStructuredLinear,
-    choose_semi_structured,
-    is_two_of_four,
-    refuse,
-)
+from runtime.backends.registry import choose_dense, choose_linear
+from runtime.backends.torch import linear as torch_linear
+from runtime.backends.torch.linear import SEMI_STRUCTURED, SPARSE, SemiStructuredLinear, is_two_of_four
 
 CUDA = torch.device("cuda")
 GPU = Target(CUDA, torch.bfloat16)
@@ -34,7 +27,7 @@ def two_of_four(rows: int, columns: int) -> torch.Tensor:
 def capability(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found = [(9, 0)]
     if not torch.cuda.is_available():
-        monkeypatch.setattr(semi_structured, "_capability", lambda device: found[0])
+        monkeypatch.setattr(torch_linear, "_capability", lambda device: found[0])
     return found
 
 
@@ -57,38 +50,39 @@ def test_the_pattern_is_seen() -> None:
     ],
 )
 def test_what_it_takes(shape, device, dtype, reason: str) -> None:
-    assert refuse(*shape, device, dtype) == reason
+    assert SPARSE.unsupported_reason(*shape, Target(device, dtype)) == reason
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU that is there has a capability of its own")
 def test_older_gpus_have_no_sparse_tensor_cores(capability) -> None:
     capability[0] = (7, 5)
-    assert refuse(64, 128, CUDA, torch.float16).startswith("needs sparse tensor cores")
+    assert SPARSE.unsupported_reason(64, 128, Target(CUDA, torch.float16)).startswith("needs sparse tensor cores")
 
 
 def test_it_is_chosen_by_name_and_else_says_why_not() -> None:
     weight = two_of_four(32, 64)
-    assert choose_semi_structured(weight, GPU, NAME) == SemiStructuredChoice(True, "asked for")
-    unasked = choose_semi_structured(weight, GPU, "auto")
-    assert not unasked.serves
+    asked = choose_dense(32, 64, GPU, SEMI_STRUCTURED, weight)
+    assert asked.kernel is SPARSE
+    assert "asked for" in asked.reason
+    unasked = choose_dense(32, 64, GPU, "auto", weight)
+    assert unasked.kernel is not SPARSE
     assert "--linear-backend semi_structured" in unasked.reason
-    misshapen = choose_semi_structured(weight[:20], GPU, NAME)
-    assert not misshapen.serves
-    assert misshapen.reason.startswith("semi_structured takes 32 rows")
-    assert choose_semi_structured(torch.ones(32, 64), GPU, NAME) == SemiStructuredChoice(False, "")
+    misshapen = choose_dense(20, 64, GPU, SEMI_STRUCTURED, weight[:20])
+    assert misshapen.kernel is not SPARSE
+    assert "semi_structured takes 32 rows" in misshapen.reason
+    assert "semi_structured" not in choose_dense(32, 64, GPU, SEMI_STRUCTURED, torch.ones(32, 64)).reason
     cpu = Target(torch.device("cpu"), torch.bfloat16)
-    refused = SemiStructuredChoice(False, "semi_structured runs on NVIDIA GPUs")
-    assert choose_semi_structured(weight, cpu, NAME) == refused
-    assert choose_semi_structured(weight, cpu, "auto") == SemiStructuredChoice(False, "")
+    assert "semi_structured runs on NVIDIA GPUs" in choose_dense(32, 64, cpu, SEMI_STRUCTURED, weight).reason
+    assert "semi_structured" not in choose_dense(32, 64, cpu, "auto", weight).reason
 
 
 def test_integers_that_are_2_of_4_are_expanded_and_it_is_said() -> None:
     scheme = Scheme(4, 128, sparsity=Sparsity(2, 4))
-    choice = choose_kernel(scheme, 256, GPU)
+    choice = choose_linear(scheme, 256, GPU)
     assert choice.kernel.name in ("triton_planes", "dequantized")
     assert "zeros of 2:4 are expanded at load" in choice.reason
-    assert "expanded" not in choose_kernel(Scheme(4, 128), 256, GPU).reason
-    assert choose_kernel(scheme, 256, GPU, NAME).kernel is choice.kernel
+    assert "expanded" not in choose_linear(Scheme(4, 128), 256, GPU).reason
+    assert choose_linear(scheme, 256, GPU, SEMI_STRUCTURED).kernel is choice.kernel
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,11 +12,9 @@ from poisoned_memory import poison, poisoned_allocations
 
 from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
-from runtime.backends.kv.cache import ExactPlaces
-from runtime.backends.kv.pages import ExactPages, QuantizedPages, pack_halves
+from runtime.backends.kv_pages import ExactPages, ExactPlaces, QuantizedPages, pack_halves
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
-from runtime.backends.triton.attention import TritonAttention, num_splits, refuse
-from runtime.backends.triton.kernels.page_views import Front
+from runtime.backends.triton.attention import Front, TritonAttention, num_splits, refuse
 from runtime.core.batch import AttentionGroup
 from runtime.core.model_config import RopeConfig
 from runtime.core.rope import Rotary

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from compress.checkpoint.scheme import Scheme
 from runtime.backends.base import Target
-from runtime.backends.registry import choose_kernel
-from runtime.backends.triton.attention import refuse
-from runtime.backends.triton.device import refuse_triton
+from runtime.backends.registry import choose_linear
+from runtime.backends.triton.attention import attention_unsupported_reason
+from runtime.backends.triton.device import unsupported_reason
+from runtime.core.memory_plan import MemoryPlan
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -33,13 +37,14 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 )
 def test_devices_and_dtypes(device: torch.device, dtype: torch.dtype, said: str) -> None:
     pytest.importorskip("triton")
-    assert refuse_triton(device, dtype) == said
+    assert unsupported_reason(device, dtype) == said
 
 
 def test_older_gpus_get_plain_torch_and_a_reason(turing: torch.device) -> None:
     said = "needs a GPU of compute capability 8.0 or newer"
-    assert refuse_triton(turing, torch.float16) == said
-    assert refuse(turing, torch.float16, 64, recent=0) == said
-    choice = choose_kernel(Scheme(4, 128), 256, Target(turing, torch.float16))
+    assert unsupported_reason(turing, torch.float16) == said
+    model: Any = SimpleNamespace(device=turing, dtype=torch.float16)
+    assert attention_unsupported_reason(model, MemoryPlan(0, 64, 16, 4, 64, "")) == said
+    choice = choose_linear(Scheme(4, 128), 256, Target(turing, torch.float16))
     assert not choice.kernel.name.startswith("triton")
     assert f"triton_planes {said}" in choice.reason

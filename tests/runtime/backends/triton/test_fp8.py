@@ -10,9 +10,9 @@ from tiny_models import random_weight
 
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.fp8 import FP8, quantize_tokens
-from runtime.backends.base import FLOATS, InputForm, Target
-from runtime.backends.linear_sizes import prepared_bytes
-from runtime.backends.registry import choose_kernel
+from runtime.backends.base import Target
+from runtime.backends.registry import choose_linear
+from runtime.backends.triton.fused_linear import FLOATS, InputForm
 from runtime.backends.triton.linear import NATIVE, WIDENED, multiplies_fp8
 
 W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
@@ -46,7 +46,7 @@ def test_few_tokens_against_float64(gpu, tokens, scheme, dtype) -> None:
     x, bias = activations(tokens, 328, dtype, gpu), activations(1, 70, dtype, gpu)[0]
     placed = place_fp8(weight, target, native=False, num_processors=4)
     for kernel in (NATIVE, WIDENED):
-        assert placed.nbytes == prepared_bytes(kernel.name, scheme, *weight.shape, target)
+        assert placed.nbytes == kernel.nbytes(scheme, *weight.shape, target)
     with poisoned_allocations():
         found = multiply_fp8(x, placed, bias)
     assert found.dtype == dtype
@@ -112,14 +112,14 @@ def test_a_token_does_not_see_its_neighbours(gpu) -> None:
 
 def test_a_gpu_serves_8_bit_floats_with_it() -> None:
     target = Target(torch.device("cuda"), torch.bfloat16)
-    assert choose_kernel(W8A8, 768, target).kernel is NATIVE
-    assert choose_kernel(W8A16, 768, target).kernel is WIDENED
-    assert choose_kernel(W8A8, 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"
+    assert choose_linear(W8A8, 768, target).kernel is NATIVE
+    assert choose_linear(W8A16, 768, target).kernel is WIDENED
+    assert choose_linear(W8A8, 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"
 
 
 def test_an_older_gpu_says_why_it_multiplies_in_16_bits(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    choice = choose_kernel(W8A8, 768, Target(torch.device("cuda"), torch.bfloat16))
+    choice = choose_linear(W8A8, 768, Target(torch.device("cuda"), torch.bfloat16))
     assert choice.kernel is WIDENED
     assert "triton_fp8 needs a GPU that multiplies 8-bit floats" in choice.reason

@@ -14,24 +14,24 @@ from poisoned_memory import poison, poisoned_allocations
 from tiny_models import random_weight
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_steps import use_triton
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.checkpoint.scheme import Scheme
-from runtime.backends.base import Linear, Target
-from runtime.backends.kv.cache import ExactPlaces
-from runtime.backends.kv.pages import ExactPages, QuantizedPages
+from runtime.backends.base import Linear, LowRank, Target
+from runtime.backends.kv_pages import ExactPages, ExactPlaces, QuantizedPages
 from runtime.backends.torch.attention import PagedAttention, StepKeys
-from runtime.backends.torch.linear import DenseLinear, LowRank
+from runtime.backends.torch.linear import DenseLinear
 from runtime.backends.torch.ops import TorchOps
-from runtime.backends.torch.reference import ReferenceLinear
+from runtime.backends.torch.quantized_linear import ReferenceLinear
 from runtime.backends.triton.attention import TritonAttention
-from runtime.backends.triton.layers import TritonLayers, refuse_triton_layers
-from runtime.backends.triton.linear import BYTES, LEVELS, NATIVE, PLANES
-from runtime.backends.triton.ops import TritonOps
-from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
+from runtime.backends.triton.layers import TritonLayers, TritonOps, layers_unsupported_reason
+from runtime.backends.triton.linear import BYTES, LEVEL_PRODUCT, NATIVE, PLANES
+from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.config import RuntimeConfig
+from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import SamplingParams
 from runtime.core.rope import Rotary
 from runtime.engine.engine import Engine
@@ -43,7 +43,7 @@ from runtime.runner.runner import build_runner
 SIZE, LAYERS, BLOCK, NUM_BLOCKS, VOCABULARY = 128, 2, 4, 12, 64
 INT4, INT4_ASYMMETRIC, W8A8, INT8 = Scheme(4, 32), Scheme(4, 64, False), Scheme(8, None, True, 8), Scheme(8, 64)
 FP8 = Scheme(8, None, activation_bits=8, fp8=True)
-KERNELS = {INT4: PLANES, INT4_ASYMMETRIC: PLANES, W8A8: LEVELS, INT8: BYTES, FP8: NATIVE}
+KERNELS = {INT4: PLANES, INT4_ASYMMETRIC: PLANES, W8A8: LEVEL_PRODUCT, INT8: BYTES, FP8: NATIVE}
 
 
 @dataclass
@@ -212,8 +212,8 @@ def test_greedy_tokens_through_the_engine(gpu) -> None:
     answers = []
     for fused in (False, True):
         runner = build_runner(world.decoder(fused), config)
-        runner.triton_refusal = "" if fused else "is not asked for"
-        runner.triton_layers = TritonLayers(runner.decoder, runner.cache) if fused else None
+        if fused:
+            use_triton(runner)
         poison(runner.pages.memory)
         engine, tokens = Engine(runner, None, config), {"a": [], "b": []}
         for name, prompt in (("a", [5, 9, 40, 3, 17]), ("b", [11, 2])):
@@ -283,8 +283,9 @@ def test_launches_of_a_layer(gpu, monkeypatch, kind, launches: int) -> None:
 
 def test_what_is_not_in_triton_refuses(gpu) -> None:
     decoder = World("dense", gpu).decoder(fused=True)
-    assert refuse_triton_layers(decoder, "", FULL_ATTENTION) == ""
-    assert refuse_triton_layers(decoder, "", AttentionWindow(64)) == ""
-    assert "needs Triton" in refuse_triton_layers(decoder, "needs Triton", FULL_ATTENTION)
-    assert "ops between linears" in refuse_triton_layers(replace(decoder, ops=TorchOps()), "", FULL_ATTENTION)
-    assert "sinks" in refuse_triton_layers(decoder, "", AttentionWindow(64, 4))
+    memory = MemoryPlan(0, 64, 16, 4, 64, "")
+    streams = replace(memory, attention_window=AttentionWindow(64, 4))
+    assert layers_unsupported_reason(decoder, memory) == ""
+    assert layers_unsupported_reason(decoder, replace(memory, attention_window=AttentionWindow(64))) == ""
+    assert "ops between linears" in layers_unsupported_reason(replace(decoder, ops=TorchOps()), memory)
+    assert "sinks" in layers_unsupported_reason(decoder, streams)

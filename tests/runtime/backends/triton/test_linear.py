@@ -12,11 +12,10 @@ from tiny_models import random_weight
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.fp8 import quantize_tokens
 from runtime.backends.base import Target
-from runtime.backends.linear_sizes import prepared_bytes
-from runtime.backends.registry import choose_kernel
+from runtime.backends.registry import choose_linear
 from runtime.backends.triton.kernels.configs import EXPAND, NARROW, WIDE, KernelConfig
 from runtime.backends.triton.kernels.weight_layout import PlanedWeight
-from runtime.backends.triton.linear import PLANES
+from runtime.backends.triton.linear import BYTES, PLANES
 
 CONFIGS = [
     KernelConfig(NARROW, 64, 16),
@@ -83,7 +82,7 @@ def test_planes_hold_every_code(gpu, scheme: Scheme) -> None:
     packed = pack_planes(weight, gpu)
     assert torch.equal(unpack_planes(packed).cpu(), weight.dequantize(torch.float64))
     assert packed.words.shape == (-(-inputs // (512 // packed.bits)), 256, 32)
-    assert packed.nbytes == prepared_bytes("triton_planes", scheme, *weight.shape, Target(gpu, torch.bfloat16))
+    assert packed.nbytes == PLANES.nbytes(scheme, *weight.shape, Target(gpu, torch.bfloat16))
 
 
 def test_whole_numbers_come_out_exactly(gpu) -> None:
@@ -120,7 +119,7 @@ def test_bytes_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dt
     x, bias = activations(tokens, 288, dtype, gpu), activations(1, 70, dtype, gpu)[0]
     packed = pack_bytes(weight, gpu)
     assert torch.equal(packed.dequantize(torch.float32).cpu(), weight.dequantize(torch.float32))
-    assert packed.nbytes == prepared_bytes("triton_bytes", scheme, *weight.shape, Target(gpu, dtype))
+    assert packed.nbytes == BYTES.nbytes(scheme, *weight.shape, Target(gpu, dtype))
     with poisoned_allocations():
         found = multiply_bytes(x, packed, bias, num_processors=4)
     expected = x.double() @ weight.dequantize(torch.float64).to(gpu).T + bias.double()
@@ -143,12 +142,12 @@ def test_levels_against_the_exact_product(gpu, tokens: int) -> None:
 def test_a_gpu_serves_every_packed_scheme_with_them() -> None:
     target = Target(torch.device("cuda"), torch.bfloat16)
     names = {
-        str(s): choose_kernel(s, 768, target).kernel.name for s in (*PLANED, Scheme(8, 64), Scheme(8, None, True, 8))
+        str(s): choose_linear(s, 768, target).kernel.name for s in (*PLANED, Scheme(8, 64), Scheme(8, None, True, 8))
     }
     assert set(list(names.values())[:-2]) == {"triton_planes"}
     assert list(names.values())[-2:] == ["triton_bytes", "triton_levels"]
-    assert choose_kernel(Scheme(4, 16), 768, target).kernel.name == "dequantized"
-    assert choose_kernel(Scheme(), 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"
+    assert choose_linear(Scheme(4, 16), 768, target).kernel.name == "dequantized"
+    assert choose_linear(Scheme(), 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"
 
 
 def test_linears_of_the_table_choose_by_tokens(gpu) -> None:

@@ -10,8 +10,18 @@ from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
 from compress.checkpoint.weights.fp8 import quantize_tokens
-from runtime.backends.base import FLOATS, LEVELS, ROWS, SUMS, CalledLinear, InputForm, Prepared, Product, finished
 from runtime.backends.torch.ops import TorchOps
+from runtime.backends.triton.fused_linear import (
+    FLOATS,
+    LEVELS,
+    ROWS,
+    SUMS,
+    CalledLinear,
+    InputForm,
+    Prepared,
+    Product,
+    finished,
+)
 
 TOKENS, SIZE = 3, 200
 FORMS = [InputForm(ROWS), InputForm(SUMS, 32, 8), InputForm(SUMS, 128, 2), InputForm(LEVELS), InputForm(FLOATS)]

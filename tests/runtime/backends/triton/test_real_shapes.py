@@ -9,7 +9,7 @@ from tiny_models import random_weight
 from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.weights.fp8 import quantize_tokens
 from runtime.backends.base import Target
-from runtime.backends.registry import choose_kernel
+from runtime.backends.registry import choose_linear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPES = [(6144, 4096), (4096, 14336)]
@@ -29,7 +29,7 @@ def test_every_packed_form_for_any_number_of_tokens(gpu, shape: tuple[int, int],
     target = Target(gpu, torch.bfloat16)
     weight = random_weight(shape, scheme)
     exact = weight.dequantize(torch.float32).to(gpu).double()
-    linear = choose_kernel(scheme, shape[1], target).kernel.prepare(weight, None, target)
+    linear = choose_linear(scheme, shape[1], target).kernel.prepare(weight, None, target)
     for tokens in (1, 7, 16, 64, 257, 2049):
         x = torch.randn(tokens, shape[1], device=gpu, dtype=torch.bfloat16)
         levels, scale = quantize_tokens(x) if scheme.activation_bits else (x, 1.0)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
-from runtime.backends.base import Product, finished
-from runtime.backends.kv.pages import ExactPages, KVPages, QuantizedPages
+from runtime.backends.kv_pages import ExactPages, KVPages, QuantizedPages
 from runtime.backends.torch.ops import TorchOps
-from runtime.backends.triton.kernels.page_views import layer_pages
+from runtime.backends.triton.attention import layer_pages
+from runtime.backends.triton.fused_linear import Product, finished
 
 HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS, EPS = 4, 2, 8, 3, 1e-6
 SLOTS = (17, -1, 3, 20, -1)

@@ -4,6 +4,7 @@ ragged vocabularies, and sums that float32 cannot tell apart."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,14 +13,14 @@ import triton.language as tl
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from runtime.backends.cpu import sampling as cpu_sampling
+from runtime.backends.cpu.sampling import NativeSampling
 from runtime.backends.triton.kernels.sampling import ABSOLUTE, draw_rows, gumbel
-from runtime.backends.triton.sampling import draw_step
+from runtime.backends.triton.layers import TritonSampling
 from runtime.core.request import SamplingParams
 from runtime.core.sampling_metadata import SamplingMetadata
+from runtime.core.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoise, gumbel_noise
 from runtime.sampling import sampler
-from runtime.sampling.sampler import sample_tokens
-from runtime.sampling.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoise, gumbel_noise
+from runtime.sampling.sampler import sample_step, sample_tokens
 
 triton = pytest.importorskip("triton")
 
@@ -159,9 +160,9 @@ def test_the_sampler_gives_the_same_tokens_with_it(gpu, monkeypatch: pytest.Monk
     logits[8, 5], logits[11, 6] = torch.nan, torch.inf
     logits[7, 20:40] = logits[10, 20:40] = 1e22  # float32 does not decide
     ways = {}
-    for name, way in (("torch", None), ("triton", draw_step)):
-        monkeypatch.setattr(sampler, "gpu_draw", lambda logits, way=way: way)
-        monkeypatch.setattr(cpu_sampling, "is_native", lambda scores: False)
+    for name, way in (("torch", None), ("triton", partial(sample_step, TritonSampling()))):
+        monkeypatch.setattr(sampler, "step_sampler", lambda logits, way=way: way)
+        monkeypatch.setattr(NativeSampling, "unsupported_reason", lambda self, scores: "is left out")
         plain = [replace(draw, mask=None, sampling=replace(draw.sampling, logit_bias=())) for draw in draws]
         ways[name] = sample_tokens(logits, draws), sample_tokens(logits, plain)
     assert ways["triton"] == ways["torch"]

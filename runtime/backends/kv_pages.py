@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import CODE_BITS, METADATA_BITS, KVCacheScheme
-from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads
+from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
+from runtime.backends.exact_tokens import RecentStore, SinkStore
+from runtime.core.batch import upload
+from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
-from runtime.core.step import BlockCopy, BlockOffload, BlockRestore
-from runtime.upload import upload
+from runtime.core.step import BlockCopy, BlockOffload, BlockRestore, ScheduledSequence
+
+if TYPE_CHECKING:
+    from runtime.backends.base import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +246,53 @@ def pack_halves(codes: Tensor) -> Tensor:
 def unpack_halves(codes: Tensor) -> Tensor:
     """The inverse of `pack_halves`."""
     return torch.cat((codes & 15, codes >> 4), -1)
+
+
+def make_pages(model: Model, memory: MemoryPlan) -> KVPages:
+    """Pages in the layouts of plain torch."""
+    config, scheme = model.config, memory.kv_cache
+    sizes = (memory.num_blocks, memory.block_size, model.dtype, model.device, memory.num_host_blocks)
+    return ExactPages(config, *sizes) if scheme.is_exact else QuantizedPages(config, scheme, *sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPlaces:
+    """Where the sequences of a step have their exact keys and values: int64 `[entries]`, or None without any."""
+
+    sinks: Tensor | None
+    rings: Tensor | None
+
+
+class KVCache:
+    """Keys and values of all sequences of a runner, in the form that its scheme says.
+
+    Args:
+        memory: the scheme, and how many sequences have exact tokens.
+        windows: sliding window of every layer; None is none.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, memory: MemoryPlan, pages: KVPages, windows: tuple[int | None, ...]
+    ) -> None:
+        self.scheme: KVCacheScheme = memory.kv_cache
+        self.pages = pages
+        sinks, recent, num_sequences = self.scheme.sinks, self.scheme.recent, memory.exact.num_sequences
+        # Where the whole model has a window, the exact sinks are tokens that all tokens see.
+        windows = windows if memory.attention_window.window is None else (None,) * config.num_layers
+        dtype, device = pages.dtype, pages.memory.device
+        self.sinks = SinkStore(config, sinks, num_sequences, self.turn, windows, dtype, device) if sinks else None
+        self.recent = RecentStore(config, recent, num_sequences, dtype, device) if recent else None
+
+    def turn(self, heads: Tensor) -> Tensor:
+        """Query or key heads `[..., D]`, after RoPE, in the basis in which keys are stored."""
+        return rotate_heads(heads) if self.scheme.rotate else heads
+
+    def place(self, decoder: Model, entries: Sequence[ScheduledSequence]) -> ExactPlaces:
+        """Makes ready what is exact for a step's entries, in their order. May run the decoder over a few tokens."""
+        return ExactPlaces(
+            None if self.sinks is None else self._tensor(self.sinks.place(decoder, entries)),
+            None if self.recent is None else self._tensor(self.recent.place(entries)),
+        )
+
+    def _tensor(self, places: list[int]) -> Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self.pages.memory.device)

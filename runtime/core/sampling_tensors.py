@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime.core.batch import upload_columns
 from runtime.core.request import SamplingParams
 from runtime.core.sampling_metadata import SamplingMetadata
-from runtime.upload import upload_columns
 
 
 def _signed(word: int) -> int:

@@ -10,18 +10,23 @@ For many rows the nibbles are dequantized a panel of columns at a time and given
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import CodedWeight
+from compress.checkpoint.weights.fp8 import quantize_tokens, round_tokens
 from compress.checkpoint.weights.integer import IntegerWeight
-from runtime.backends.base import Kernel, Target
-from runtime.backends.cpu.linear import has_vector_nibbles
+from runtime.backends.base import Linear, LinearKernel, Target, is_integer
+from runtime.backends.torch.linear import has_byte_products, has_vector_nibbles
 
 GROUP_SIZES = (256, 128, 64, 32)
 ROW_MULTIPLE = 64
+SCALE_BYTES, ZERO_BYTES = 2, 1
 MIDDLE = 8
 MAX_DIRECT_ROWS = 96
 """Rows of x up to which the packed product is faster than dequantizing a panel first (measured)."""
@@ -118,7 +123,7 @@ def tile_columns() -> int:
     return 0
 
 
-def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
+def int4pack_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if target.device.type != "cpu" or not has_vector_nibbles():
         return "needs a CPU with AVX2 or AVX-512"
     if target.dtype != torch.bfloat16:
@@ -130,4 +135,129 @@ def refuse(scheme: Scheme, in_features: int, target: Target) -> str:
     return ""
 
 
-KERNEL = Kernel("int4pack", "packed nibbles, float32 sums: exact for symmetric codes", refuse, Int4PackLinear)
+def _int4pack_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    padded = rows + -rows % ROW_MULTIPLE
+    groups = columns // kernel_group_size(scheme, columns)
+    return padded * columns // 2 + padded * groups * 2 * SCALE_BYTES  # scales and offsets
+
+
+INT4PACK = LinearKernel(
+    "int4pack",
+    "packed nibbles, float32 sums: exact for symmetric codes",
+    is_integer,
+    int4pack_unsupported_reason,
+    Int4PackLinear,
+    _int4pack_nbytes,
+    lambda columns, target: tile_columns() > 0,
+)
+
+
+SHIFT = 128
+
+
+class Int8DynamicLinear:
+    """Weights in oneDNN's own blocked layout."""
+
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
+        offsets = (weight.codes.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
+        self.nbytes = offsets.nbytes + weight.scale.nbytes
+        self._packed = torch.ops.onednn.qlinear_prepack(offsets, None)
+        self._scale = weight.scale[:, 0].float().contiguous()
+        self._bias = bias
+        self._zero = torch.zeros(weight.shape[0], dtype=torch.int32)
+        self._multiply = torch.ops.onednn.qlinear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        levels, scale = quantize_tokens(x)
+        levels = levels.add_(SHIFT).to(torch.uint8)
+        y = self._multiply(
+            levels, 1.0, SHIFT, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        y.mul_(scale)
+        return (y if self._bias is None else y + self._bias).to(x.dtype)
+
+
+def int8_dynamic_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    if scheme.activation_bits is None:
+        return "needs 8-bit activations"
+    if scheme.group_size is not None or not scheme.symmetric:
+        return "takes symmetric weights with one scale per channel"
+    if target.device.type != "cpu" or target.dtype == torch.float64:
+        return "runs on CPUs, in 16 or 32 bits"
+    if not has_byte_products():
+        return "needs a CPU with 8-bit dot products (VNNI)"
+    return ""
+
+
+INT8_DYNAMIC = LinearKernel(
+    "int8_dynamic",
+    "8-bit codes times 8-bit activations, exact int32 sums",
+    is_integer,
+    int8_dynamic_unsupported_reason,
+    Int8DynamicLinear,
+    lambda scheme, rows, columns, target: rows * (columns + SCALE_BYTES),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedInputs:
+    """A linear whose inputs are rounded to 8-bit floats, token by token."""
+
+    linear: Linear
+
+    @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(round_tokens(x, fp8=True))
+
+
+PANEL_ELEMENTS = 2**22
+"""Weights that are dense at one time."""
+
+
+class ReferenceLinear:
+    """Keeps codes as bytes and dequantizes rows on every call."""
+
+    reads_rows = True
+
+    def __init__(self, weight: CodedWeight, bias: Tensor | None, target: Target) -> None:
+        (features, inputs), self.scheme = weight.shape, weight.scheme
+        rows = max(1, PANEL_ELEMENTS // inputs)
+        self.weight = weight.changed(lambda tensor: tensor.to(target.device))
+        self.bias = bias
+        self.panels = [self._slice(first, first + rows) for first in range(0, features, rows)]
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.scheme.activation_bits:
+            levels, scale = quantize_tokens(x, self.scheme.fp8)
+            y = (self._multiply(levels) * scale).to(x.dtype)
+        else:
+            y = self._multiply(x)
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.weight.changed(lambda tensor: tensor.index_select(0, indices)).dequantize(dtype)
+
+    def _slice(self, first: int, stop: int) -> CodedWeight:
+        return self.weight.changed(lambda tensor: tensor[first:stop])
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return torch.cat([functional.linear(x, panel.dequantize(x.dtype)) for panel in self.panels], -1)
+
+
+def _reference_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.fp8 else ZERO_BYTES)))
+
+
+REFERENCE = LinearKernel(
+    "reference",
+    "dequantizes on every call: the oracle, slow, least memory",
+    lambda scheme: True,
+    lambda scheme, in_features, target: "",
+    ReferenceLinear,
+    _reference_nbytes,
+    lambda columns, target: True,
+)

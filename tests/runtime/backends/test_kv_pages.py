@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import SIZES
 
-from runtime.backends.kv.pages import BlockField, BlockMemory, ExactPages
+from runtime.backends.kv_pages import BlockField, BlockMemory, ExactPages
 from runtime.core.model_config import parse_config
 from runtime.core.step import BlockCopy, BlockOffload, BlockRestore
 

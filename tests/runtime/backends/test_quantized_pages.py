@@ -18,13 +18,13 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
 from compress.evaluate.perplexity import cut_windows
 from compress.evaluate.scorers import RuntimeScorer
-from runtime.backends.kv.pages import QuantizedPages
+from runtime.backends.kv_pages import QuantizedPages
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import parse_config
 from runtime.core.request import SamplingParams
 from runtime.core.step import BlockCopy
 from runtime.engine.engine import Engine
-from runtime.memory.kv import kv_token_bytes
+from runtime.memory.estimate import kv_token_bytes
 from runtime.model.loader import load_model
 from runtime.runner.runner import build_runner
 

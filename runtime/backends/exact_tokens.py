@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections import OrderedDict, abc, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from runtime.backends.torch.span_attention import DenseAttention
+from runtime.backends.span_attention import DenseAttention
+from runtime.core.memory_plan import SPARE_RECENT_TOKENS
 from runtime.core.model_config import DecoderConfig
 from runtime.core.request import Sequence, Status
 from runtime.core.step import ScheduledSequence
-from runtime.memory.kv import SPARE_RECENT_TOKENS
-from runtime.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from runtime.backends.base import Model
+
 
 Prefix = tuple[int, ...]
 
@@ -54,7 +58,7 @@ class SinkStore:
         self._slots: OrderedDict[Prefix, int] = OrderedDict()
         self._free = list(range(num_slots))
 
-    def place(self, decoder: Decoder, entries: abc.Sequence[ScheduledSequence]) -> list[int]:
+    def place(self, decoder: Model, entries: abc.Sequence[ScheduledSequence]) -> list[int]:
         """The slot of each entry's beginning, up to the last token of its span; computes those that are missing."""
         prefixes = [_prefix(entry, self.count) for entry in entries]
         wanted = dict.fromkeys(prefixes)
@@ -82,7 +86,7 @@ class SinkStore:
             else:
                 self._free.append(slot)
 
-    def _compute(self, decoder: Decoder, prefixes: list[Prefix], slots: list[int]) -> None:
+    def _compute(self, decoder: Model, prefixes: list[Prefix], slots: list[int]) -> None:
         length, device = len(prefixes[0]), self.keys.device
         self.keys[:, slots] = 0
         self.values[:, slots] = 0

@@ -1,1 +1,0 @@
-"""Paged storage of keys and values."""

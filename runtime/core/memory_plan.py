@@ -1,0 +1,122 @@
+"""Memory that serving allocates: weights, keys and values, and the room they leave. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheChoice:
+    """A scheme, why it, and what cannot be had with it."""
+
+    scheme: KVCacheScheme = UNCOMPRESSED
+    reason: str = "the default"
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """`int4 rotated (as asked for)`."""
+        return f"{self.scheme} ({self.reason})"
+
+
+DEFAULT_CHOICE = KVCacheChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """Memory for keys and values.
+
+    Attributes:
+        nbytes: at most.
+        reason: why so much.
+        step_bytes: beside it, for what a GPU computes.
+        spare_bytes: for nobody.
+    """
+
+    nbytes: int
+    reason: str
+    step_bytes: int = 0
+    spare_bytes: int = 0
+
+
+NO_BUDGET = KVBudget(0, "as many blocks as asked for")
+
+
+SPARE_RECENT_TOKENS = 17
+"""A sequence's exact recent tokens have room for so many more: one that is known and the longest draft. What a rejected
+draft overwrote is out of sight then."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactTokens:
+    """Tokens whose keys and values are kept as they were computed, beside the blocks.
+
+    Attributes:
+        per_sequence: so many of a sequence have room.
+        num_sequences: that have such tokens at the same time, at most.
+        token_bytes: keys and values of one of them in all layers.
+    """
+
+    per_sequence: int = 0
+    num_sequences: int = 0
+    token_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.per_sequence * self.num_sequences * self.token_bytes
+
+    def __str__(self) -> str:
+        return f"{self.per_sequence} tokens of {self.num_sequences} sequences"
+
+
+NO_EXACT_TOKENS = ExactTokens()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What will be allocated.
+
+    Attributes:
+        weight_bytes: prepared weights, embedding included.
+        token_bytes: keys and values of one token in all layers.
+        num_blocks: KV blocks of `block_size` tokens.
+        max_model_len: longest prompt + output.
+        reason: what decided `num_blocks` and `max_model_len`.
+        num_host_blocks: blocks of the same size in host memory.
+        attention_window: what tokens look at; a sequence keeps blocks for nothing else.
+        blocks_per_sequence: held at the same time by the longest sequence.
+        kv_choice: form of keys and values.
+        exact: keys and values that are kept as they are beside the blocks.
+        num_sequences: computed in one step, at most.
+        budget: memory that the pool could take, and what stays free beside it.
+    """
+
+    weight_bytes: int
+    token_bytes: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    reason: str
+    num_host_blocks: int = 0
+    attention_window: AttentionWindow = FULL_ATTENTION
+    blocks_per_sequence: int = 0
+    kv_choice: KVCacheChoice = DEFAULT_CHOICE
+    exact: ExactTokens = NO_EXACT_TOKENS
+    num_sequences: int = 0
+    budget: KVBudget = NO_BUDGET
+
+    @property
+    def kv_cache(self) -> KVCacheScheme:
+        return self.kv_choice.scheme
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the blocks and of what is exact beside them."""
+        return self.num_blocks * self.block_size * self.token_bytes + self.exact.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, for keys and values that were evicted from the pool."""
+        return self.num_host_blocks * self.block_size * self.token_bytes

@@ -1,0 +1,188 @@
+"""Bytes of weights, steps, keys and values: from the headers of a checkpoint, and from the sizes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.packing import num_words
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import MAX_BITS, Scheme
+from runtime.backends.base import Target
+from runtime.backends.registry import choose_dense, choose_linear
+from runtime.core.config import RuntimeConfig
+from runtime.core.memory_plan import SPARE_RECENT_TOKENS, ExactTokens
+from runtime.core.model_config import DecoderConfig
+from runtime.model.loader import EMBEDDING, HEAD, exclude_kernels, expected_linears, head_is_embedding
+from runtime.speculative.ngram import MAX_TREE_TOKENS, TREES
+
+FLOAT32 = 4
+SCALE_BYTES, ZERO_BYTES = 2, 1
+LOGITS_COPIES = 4
+"""Of the float32 logits of a step, while tokens are drawn: themselves, tempered, sorted, noisy."""
+GPU_LOGIT_BYTES = 64
+"""Of one logit on a GPU, where its noise is computed for the whole vocabulary, and at the worst all of it sorted."""
+RECORDED_LOGIT_BYTES = 24
+"""Of one logit of a recorded step: itself, tempered, without what is cut off, and its exponential, twice on the way."""
+SPLIT_TOKENS, MOST_SPLITS = 64, 8
+"""Linears over so few tokens add up so many float32 parts of their output at most."""
+LIBRARY_BYTES = 256 * 2**20
+"""Of a GPU: kernels once they are loaded, working memory of matrix products, a panel of weights that is expanded."""
+
+
+def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_keys: int = 0) -> int:
+    """What the largest step holds.
+
+    The widest of three moments, on top of the hidden states and their norm: queries, keys and values with their rotated
+    copy; the feed-forward layer; logits of every sequence. Attention's scores are not kept, its mask is.
+
+    Args:
+        itemsize: bytes of one activation.
+        seen_keys: that a span of a prompt looks at through a mask.
+    """
+    logits = config.max_num_seqs * model.vocab_size * max(itemsize, FLOAT32) * LOGITS_COPIES
+    mask = config.max_span_tokens * seen_keys * itemsize
+    return _rows_bytes(model, config.max_num_batched_tokens, itemsize, mask, logits)
+
+
+def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
+    """What the largest step holds on a GPU, with what recorded steps keep for themselves; on the large side."""
+    rows, drawn = config.max_num_seqs, _drawn_rows(config)
+    heads = model.num_heads * model.head_dim
+    widest = max(2 * model.intermediate_size, heads + 2 * model.num_kv_heads * model.head_dim, model.vocab_size)
+    parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
+    attended = config.max_num_batched_tokens * heads * FLOAT32
+    step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
+    recorded = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * RECORDED_LOGIT_BYTES)
+    return step + recorded + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
+
+
+def _drawn_rows(config: RuntimeConfig) -> int:
+    """Rows of logits that one step draws from: of each sequence one, and one for each guess, all of them tokens of the
+    step."""
+    guesses = (
+        MAX_TREE_TOKENS
+        if config.speculative_model == TREES
+        else config.num_speculative_tokens
+        if config.speculative_model
+        else 0
+    )
+    return min(config.max_num_seqs * (1 + guesses), config.max_num_batched_tokens)
+
+
+def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, logits: int) -> int:
+    """Of a step over so many rows, with what attention holds beside its heads, and with logits."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    moments = rows * 2 * heads * itemsize + attention, rows * 3 * model.intermediate_size * itemsize, logits
+    return rows * 2 * model.hidden_size * itemsize + max(moments)
+
+
+def exact_tokens(model: DecoderConfig, scheme: KVCacheScheme, itemsize: int, num_sequences: int) -> ExactTokens:
+    """What a form of keys and values keeps exactly of so many sequences; `itemsize` as in `kv_token_bytes`."""
+    recent = scheme.recent + SPARE_RECENT_TOKENS if scheme.recent else 0
+    return ExactTokens(scheme.sinks + recent, num_sequences, kv_token_bytes(model, itemsize=itemsize))
+
+
+def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, itemsize: int = 2) -> int:
+    """Keys and values of one token in all layers, scales and offsets included, exact copies not.
+
+    Args:
+        itemsize: bytes of one element where nothing is quantized.
+    """
+    return model.num_layers * model.num_kv_heads * scheme.head_bytes(model.head_dim, itemsize)
+
+
+FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The linears of a checkpoint and where they will be multiplied.
+
+    Attributes:
+        kernels: `auto`, or the name of one kernel.
+        free: memory before loading, which bounds what is dequantized at load.
+    """
+
+    checkpoint: PackedCheckpoint
+    config: DecoderConfig
+    target: Target
+    kernels: str
+    free: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """In the files."""
+        return self.checkpoint.files.nbytes
+
+    @property
+    def schemes(self) -> dict[str, Scheme | None]:
+        """How each linear of the layers is stored; None is dense."""
+        return {module: self.checkpoint.scheme(module) for module in self._shapes() if module != HEAD}
+
+    def prepared(self, schemes: Mapping[str, Scheme | None] | None = None) -> int:
+        """Bytes after loading.
+
+        Args:
+            schemes: other schemes than the stored ones, by module, to know what they would take.
+        """
+        excluded = exclude_kernels(self.checkpoint, self.target, self.kernels, self.free)
+        chosen = {module: self.checkpoint.scheme(module) for module in self._shapes()} | dict(schemes or {})
+        return self._outside(excluded) + sum(
+            self._fused(scheme, rows, columns, excluded) for scheme, rows, columns in self._products(chosen)
+        )
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        return {module: shape for module, shape, _ in expected_linears(self.config, self.checkpoint)}
+
+    def _products(self, schemes: Mapping[str, Scheme | None]) -> list[tuple[Scheme | None, int, int]]:
+        """Scheme, rows and columns of each product: neighbours over the same input, of one scheme, are one."""
+        linears = [(_place(module), schemes[module], shape) for module, shape in self._shapes().items()]
+        products: list[tuple[Scheme | None, int, int]] = []
+        for (_, scheme), group in groupby(linears, key=lambda linear: linear[:2]):
+            shapes = [shape for _, _, shape in group]
+            if scheme is not None and scheme.rank is not None:
+                # Factors are not fused: each layer has a right one of its own.
+                products += [matrix for shape in shapes for matrix in scheme.matrices(*shape)]
+            elif scheme is not None:
+                products += scheme.matrices(sum(rows for rows, _ in shapes), shapes[0][1])
+            else:
+                products.append((scheme, sum(rows for rows, _ in shapes), shapes[0][1]))
+        return products
+
+    def _fused(self, scheme: Scheme | None, rows: int, columns: int, excluded: Mapping[str, str]) -> int:
+        if scheme is None:
+            return choose_dense(rows, columns, self.target, self.kernels).kernel.nbytes(rows, columns, self.target)
+        kernel = choose_linear(scheme, columns, self.target, self.kernels, excluded).kernel
+        return kernel.nbytes(scheme, rows, columns, self.target)
+
+    def _outside(self, excluded: Mapping[str, str]) -> int:
+        """The embedding, and the head where that is the embedding: one matrix, or two where products need another
+        layout than looking up."""
+        scheme, rows, columns = self.checkpoint.scheme(EMBEDDING), self.config.vocab_size, self.config.hidden_size
+        embedding = embedding_bytes(scheme, rows, columns, self.target)
+        if not head_is_embedding(self.checkpoint):
+            return embedding
+        head = self._fused(scheme, rows, columns, excluded)
+        if scheme is None:
+            shared = choose_dense(rows, columns, self.target, self.kernels).kernel.reads_rows
+        else:
+            kernel = choose_linear(scheme, columns, self.target, self.kernels, excluded).kernel
+            shared = kernel.reads_rows(columns, self.target)
+        return head if shared else embedding + head
+
+
+def _place(module: str) -> str:
+    """The same for linears that are multiplied as one."""
+    parent, _, name = module.rpartition(".")
+    return f"{parent}.{FUSED.get(name, name)}"
+
+
+def embedding_bytes(scheme: Scheme | None, rows: int, columns: int, target: Target) -> int:
+    """Bytes of an embedding `[rows, columns]` that is only looked up; dense without a scheme."""
+    if scheme is None:
+        return rows * columns * target.dtype.itemsize
+    words = columns if scheme.bits == MAX_BITS else 4 * num_words(columns, scheme.bits)
+    return rows * (words + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else ZERO_BYTES)))
