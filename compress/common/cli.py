@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
+from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
@@ -17,6 +18,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from compress.common.errors import ToolkitError
+from compress.common.options import Option, format_size, option_of, parse_size
 
 INTERRUPTED = 130
 REMEDIES = {
@@ -76,7 +78,8 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """A command as Typer takes it: each parameter whose type is a dataclass becomes one option per field, in its place.
 
     Args:
-        command: its groups need no default; their fields are annotated as options of Typer, and bring their defaults.
+        command: its groups need no default; their fields are declared with `compress.common.options.option`, or
+            annotated as options of Typer, and bring their defaults.
 
     Raises:
         ValueError: two options have the same name.
@@ -103,8 +106,38 @@ def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
         return
     hints = get_type_hints(group, include_extras=True)
     for each in fields(group):
+        declared = option_of(each)
+        annotation = _annotation(hints[each.name], declared, each.default) if declared else hints[each.name]
         default = _default(each)
-        yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name])
+        yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _annotation(hint: Any, declared: Option, default: Any) -> Any:
+    """Typer's option for what a field declares."""
+    details: dict[str, Any] = {"help": declared.help, "metavar": declared.metavar}
+    if declared.choices:
+        hint = _choice(declared.choices)
+    if declared.minimum is not None:
+        details["min"] = declared.minimum
+    if declared.maximum is not None:
+        details["max"] = declared.maximum
+    if declared.is_size:
+        shown = f"{declared.help}  [default: {format_size(default)}]" if default else declared.help
+        details |= {"metavar": "SIZE", "parser": read_size, "help": shown, "show_default": False}
+    return Annotated[hint, typer.Option(*declared.flags, **details)]
+
+
+def _choice(names: tuple[str, ...]) -> Any:
+    """A type of these strings, for which Typer needs an enumeration."""
+    return StrEnum("Choice", {name: name for name in names})
+
+
+def read_size(text: str | int) -> int:
+    """Bytes of `4GiB`; a default is a number already. Raises typer.BadParameter for anything else."""
+    try:
+        return text if isinstance(text, int) else parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _default(option: Field[Any]) -> Any:

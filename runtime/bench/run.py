@@ -160,8 +160,6 @@ def run(plan: Plan, url: str, api_key: str | None = None) -> Run:
 
 
 READY = re.compile(r"^serving .* at (http://\S+)")
-BOX = " ╭─╮│╰╯"
-"""Around refusals of wrong options."""
 SECONDS_TO_STOP = 10
 DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux' prctl."""
@@ -194,9 +192,8 @@ def _wait_until_ready(server: subprocess.Popen[str], log: IO[str]) -> str:
             return match[1]
     server.wait()
     log.seek(0)
-    lines = [line.strip(BOX) for line in log.read().splitlines() if line.strip(BOX)] or ["no message"]
-    words = " ".join(lines[lines.index("Error") + 1 :]) if "Error" in lines else lines[-1].removeprefix("error: ")
-    raise ToolkitError(f"the server did not start: {words}")
+    lines = log.read().splitlines() or ["no message"]
+    raise ToolkitError(f"the server did not start: {re.sub('^[Ee]rror: ', '', lines[-1])}")
 
 
 def _stop(server: subprocess.Popen[str]) -> None:

@@ -18,6 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain pages show every option name in full on 80 columns, and start faster
 )
 app.command()(serve)
 app.command()(generate)

@@ -13,19 +13,17 @@ import typer
 
 from compress.common.cli import with_groups
 from compress.common.errors import DataError, ToolkitError
-from runtime.cli.options import (
-    ComputeOptions,
-    ContextOption,
-    DraftOptions,
-    KVOptions,
-    MemoryOption,
-    SeedOption,
-    SequencesOption,
-    check_targets,
-    resolve_model,
-    runtime_config,
-)
+from runtime.cli.options import check_targets, resolve_model, runtime_config
 from runtime.cli.serve import load_served_model, name_of
+from runtime.core.config import (
+    BatchOptions,
+    ComputeOptions,
+    ContextOptions,
+    KVCacheOptions,
+    KVMemoryOptions,
+    SeedOptions,
+    SpeculativeOptions,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -54,13 +52,13 @@ def batch(
     errors: Annotated[
         Path | None, typer.Option("--errors", help="File for answers with another status than 200; default: OUT.")
     ] = None,
-    max_sequences: SequencesOption = 64,
+    batching: BatchOptions,
     compute: ComputeOptions,
-    kv: KVOptions,
-    seed: SeedOption = None,
-    max_model_len: ContextOption = None,
-    kv_memory: MemoryOption = None,
-    drafts: DraftOptions,
+    kv: KVCacheOptions,
+    context: ContextOptions,
+    kv_memory: KVMemoryOptions,
+    drafts: SpeculativeOptions,
+    seed: SeedOptions,
 ) -> None:
     """Answer a file of requests without a server.
 
@@ -76,17 +74,9 @@ def batch(
     served_name = name or name_of(path)
     custom_ids = check(source, served_name)
     check_targets(out, errors)
-    config = runtime_config(
-        compute,
-        kv,
-        drafts,
-        kv_memory_bytes=kv_memory,
-        max_model_len=max_model_len,
-        max_num_seqs=max_sequences,
-        seed=seed or 0,
-    )
+    config = runtime_config(compute, kv, context, kv_memory, batching, drafts, seed)
     with result_files(out, errors) as files:
-        plan = Batch(source, served_name, files[0], files[-1], num_at_once=max_sequences + WAITING)
+        plan = Batch(source, served_name, files[0], files[-1], num_at_once=batching.max_num_seqs + WAITING)
         num_pending = sum(not plan.is_done(custom_id) for custom_id in custom_ids)
         if num_pending:
             print(f"model: {where}", file=sys.stderr)
@@ -107,7 +97,7 @@ def result_files(out: Path, errors: Path | None) -> Iterator[list[ResultFile]]:
 
 def load(path: Path, name: str, config: RuntimeConfig) -> FastAPI:
     """The application that the server would serve, without bounds on queue and time."""
-    from runtime.server.limits import Limits
+    from runtime.core.config import Limits
 
     limits = partial(
         Limits,

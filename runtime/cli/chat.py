@@ -16,23 +16,14 @@ import typer
 
 from compress.common.cli import with_groups
 from compress.common.errors import RequestError, ToolkitError
-from runtime.cli.options import (
-    ComputeOptions,
-    ContextOptions,
-    DraftOptions,
-    KVOptions,
-    ModelArgument,
-    SeedOption,
-    TruncationOptions,
-    resolve_model,
-    runtime_config,
-)
-from runtime.core.request import Delta, FinishReason, SamplingParams
-from runtime.engine.engine import Engine
-from runtime.text.tokenizer import Tokenizer
+from runtime.cli.options import ModelArgument, SeedOption, resolve_model, runtime_config
+from runtime.core.config import ComputeOptions, ContextOptions, KVCacheOptions, SpeculativeOptions
+from runtime.core.request import Delta, FinishReason, SamplingParams, TruncationParams
 
 if TYPE_CHECKING:
     from runtime.core.config import RuntimeConfig
+    from runtime.engine.engine import Engine
+    from runtime.text.tokenizer import Tokenizer
 
 
 PROMPT = "> "
@@ -45,12 +36,12 @@ def chat(
     system: Annotated[str, typer.Option("--system", help="System message.")] = "",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens of one answer at most.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 0.7,
-    truncation: TruncationOptions,
+    truncation: TruncationParams,
     seed: SeedOption = None,
     compute: ComputeOptions,
-    kv: KVOptions,
+    kv: KVCacheOptions,
     context: ContextOptions,
-    drafts: DraftOptions,
+    drafts: SpeculativeOptions,
 ) -> None:
     """Talk with a model in the terminal.
 
@@ -97,7 +88,6 @@ def talk(session: Session) -> None:
 
 
 def obey(session: Session, line: str) -> None:
-
     if said := run_command(session.conversation, line):
         tell(said)
 
@@ -116,7 +106,7 @@ def read_lines(session: Session) -> Iterator[str]:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
-            pass
+            import readline  # noqa: F401  # gives input() a history
         tell("Say something; /help lists commands.")
     while not session.conversation.is_over:
         try:

@@ -12,19 +12,9 @@ import typer
 
 from compress.common.cli import with_groups
 from compress.common.errors import RequestError, ToolkitError
-from runtime.cli.options import (
-    ComputeOptions,
-    ContextOptions,
-    DraftOptions,
-    GrammarOptions,
-    KVOptions,
-    ModelArgument,
-    PenaltyOptions,
-    SeedOption,
-    TruncationOptions,
-    resolve_model,
-    runtime_config,
-)
+from runtime.cli.options import GrammarOptions, ModelArgument, SeedOption, resolve_model, runtime_config
+from runtime.core.config import ComputeOptions, ContextOptions, KVCacheOptions, SpeculativeOptions
+from runtime.core.request import PenaltyParams, TruncationParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,16 +33,16 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a user's message of a chat.")] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 1.0,
-    truncation: TruncationOptions,
-    penalties: PenaltyOptions,
+    truncation: TruncationParams,
+    penalties: PenaltyParams,
     seed: SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
     form: GrammarOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
     compute: ComputeOptions,
-    kv: KVOptions,
+    kv: KVCacheOptions,
     context: ContextOptions,
-    drafts: DraftOptions,
+    drafts: SpeculativeOptions,
 ) -> None:
     """Continue a prompt with a packed or dense checkpoint.
 

@@ -7,18 +7,9 @@ from typing import Annotated
 
 import typer
 
-from compress.common.cli import with_groups
-from runtime.cli.options import (
-    ComputeOptions,
-    ContextOptions,
-    KVOptions,
-    MemoryOption,
-    ModelArgument,
-    SequencesOption,
-    parse_size,
-    resolve_model,
-    runtime_config,
-)
+from compress.common.cli import read_size, with_groups
+from runtime.cli.options import ModelArgument, resolve_model, runtime_config
+from runtime.core.config import BatchOptions, ComputeOptions, ContextOptions, KVCacheOptions, KVMemoryOptions
 
 
 @with_groups
@@ -27,13 +18,13 @@ def memory(
     model: ModelArgument = None,
     memory: Annotated[
         int | None,
-        typer.Option("--memory", parser=parse_size, metavar="SIZE", help="To fit in; default: what is free here."),
+        typer.Option("--memory", parser=read_size, metavar="SIZE", help="To fit in; default: what is free here."),
     ] = None,
     compute: ComputeOptions,
-    kv: KVOptions,
+    kv: KVCacheOptions,
     context: ContextOptions,
-    kv_memory: MemoryOption = None,
-    max_sequences: SequencesOption = 64,
+    kv_memory: KVMemoryOptions,
+    batching: BatchOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
 ) -> None:
     """Say what serving a checkpoint takes, how many tokens and requests fit, and the cheapest ways to fit more.
@@ -44,7 +35,7 @@ def memory(
     from runtime.cli.serve import describe_scheme
     from runtime.memory.advice import inspect
 
-    config = runtime_config(compute, kv, context, kv_memory_bytes=kv_memory, max_num_seqs=max_sequences)
+    config = runtime_config(compute, kv, context, kv_memory, batching)
     report = inspect(path, describe_scheme(path), config, memory)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,69 +13,14 @@ from compress.common.errors import CheckpointError, RequestError, ToolkitError
 from runtime.core.config import RuntimeConfig
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from runtime.bench.load import Lengths, Workload
     from runtime.bench.run import Load
     from runtime.core.request import Grammar
 
 
 PACKED = Path("packed")
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KiB|MiB|GiB)?", re.IGNORECASE)
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-class Device(StrEnum):
-    """Where to compute."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Dtype(StrEnum):
-    """Of activations, and of keys and values that are not quantized."""
-
-    AUTO = "auto"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
-    FLOAT64 = "float64"
-
-
-class Kernels(StrEnum):
-    """How quantized weights are multiplied."""
-
-    AUTO = "auto"
-    W4A8 = "w4a8"
-    SEMI_STRUCTURED = "semi_structured"
-    REFERENCE = "reference"
-
-
-class KVFormat(StrEnum):
-    """Form of keys and values; those of `compress.checkpoint.kv_cache.KV_FORMATS`, and auto."""
-
-    AUTO = "auto"
-    EXACT = "16bit"
-    FP8 = "fp8"
-    INT8 = "int8"
-    K8V4 = "k8v4"
-    INT4 = "int4"
-
-
-class SpecVerify(StrEnum):
-    """How guesses are verified."""
-
-    EXACT = "exact"
-    REJECTION = "rejection"
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `4GiB`, `512MiB` or `1000000`. Raises typer.BadParameter for anything else."""
-    match = SIZE.fullmatch(text.strip())
-    if not match:
-        raise typer.BadParameter(f"{text!r} is not a size; write for example 512MiB or 4GiB")
-    return int(float(match[1]) * UNITS[(match[2] or "").lower()])
-
-
 ModelArgument = Annotated[
     Path | None,
     typer.Argument(
@@ -87,113 +30,7 @@ ModelArgument = Annotated[
         show_default=False,
     ),
 ]
-DeviceOption = Annotated[Device, typer.Option("--device", help="Where to compute; auto takes a GPU if there is one.")]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of activations and KV cache; auto: the checkpoint's.")]
-KernelsOption = Annotated[
-    Kernels,
-    typer.Option(
-        "--linear-backend",
-        help="auto: the fastest that fit; w4a8: activations in 8 bits, faster and less exact; semi_structured: 2:4 "
-        "weights in 16 bits by a GPU's sparse tensor cores; reference: plain torch, the oracle.",
-    ),
-]
 SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Makes sampling reproducible.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens of this joint probability.")]
-TopKOption = Annotated[int, typer.Option("--top-k", min=0, help="Keep this many tokens; 0 keeps all.")]
-MinPOption = Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this times the best.")]
-ContextOption = Annotated[
-    int | None,
-    typer.Option("--max-model-len", min=2, help="Longest prompt plus output in tokens; default: the model's context."),
-]
-MemoryOption = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-memory",
-        parser=parse_size,
-        metavar="SIZE",
-        help="Memory of the KV cache, e.g. 4GiB. Default: 512MiB; on a GPU what weights and steps leave.",
-        show_default=False,
-    ),
-]
-HostMemoryOption = Annotated[
-    int,
-    typer.Option(
-        "--kv-offload",
-        parser=parse_size,
-        metavar="SIZE",
-        help="Host memory for prefixes that the KV cache has no room for, e.g. 4GiB; 0 is off.",
-    ),
-]
-KVFormatOption = Annotated[
-    KVFormat,
-    typer.Option(
-        "--kv-cache",
-        help="Form of keys and values: 16bit (the dtype), fp8, int8, k8v4 (keys int8, values int4) or int4; auto: what "
-        "the checkpoint records, else 16bit.",
-    ),
-]
-KVRotateOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--kv-rotate/--no-kv-rotate",
-        help="Spread outliers of quantized keys by a Hadamard matrix. Default: for int4.",
-        show_default=False,
-    ),
-]
-KVSinksOption = Annotated[
-    int | None,
-    typer.Option("--kv-sinks", min=0, metavar="TOKENS", help="First tokens whose keys and values stay in 16 bits."),
-]
-KVRecentOption = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-residual-length",
-        min=0,
-        metavar="TOKENS",
-        help="Last tokens that every token sees in 16 bits: most of the quality back for a few MiB per sequence, but "
-        "prefixes cannot be cached then.",
-    ),
-]
-SequencesOption = Annotated[int, typer.Option("--max-num-seqs", min=1, help="Computed together at most.")]
-SpeculateOption = Annotated[
-    str,
-    typer.Option(
-        "--speculative-model",
-        metavar="DRAFTER",
-        help="Guess several tokens at once and verify them together: ngram (repeats the text), ngram-tree (several "
-        "earlier continuations at once), self:2bit, self:3bit (the model rounded further), self:skip or self:skip=N "
-        "(without N layers), demo (the bundled draft model), or the folder of a smaller checkpoint with the same "
-        "tokenizer. Switches itself off where it does not pay.",
-        show_default=False,
-    ),
-]
-DraftTokensOption = Annotated[
-    int, typer.Option("--num-speculative-tokens", min=1, max=16, help="Guesses in a row at most.")
-]
-DraftModeOption = Annotated[
-    SpecVerify,
-    typer.Option(
-        "--spec-verify",
-        help="exact: the same tokens as without drafting, up to rounding; rejection: the same distribution.",
-    ),
-]
-SinksOption = Annotated[
-    int,
-    typer.Option(
-        "--attention-sinks", min=0, help="First tokens that stay visible beside --attention-window; 4 are enough."
-    ),
-]
-WindowOption = Annotated[
-    int | None,
-    typer.Option(
-        "--attention-window",
-        min=1,
-        metavar="TOKENS",
-        help="Serve endless streams (StreamingLLM): tokens see the --attention-sinks and so many last tokens, memory "
-        "does not grow with the text, and --max-model-len may exceed the model's context.",
-        show_default=False,
-    ),
-]
 
 
 def resolve_model(model: Path | None) -> tuple[Path, str]:
@@ -222,82 +59,9 @@ def check_targets(*files: Path | None) -> None:
             raise ToolkitError(f"there is no folder {file.parent} for {file.name}", "Make it, or name another file")
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeOptions:
-    """Where and how to compute."""
-
-    device: DeviceOption = Device.AUTO
-    dtype: DtypeOption = Dtype.AUTO
-    linear_backend: KernelsOption = Kernels.AUTO
-
-
-@dataclass(frozen=True, slots=True)
-class KVOptions:
-    """Form of keys and values."""
-
-    kv_cache: KVFormatOption = KVFormat.AUTO
-    kv_rotate: KVRotateOption = None
-    kv_sinks: KVSinksOption = None
-    kv_residual_length: KVRecentOption = None
-
-
-@dataclass(frozen=True, slots=True)
-class ContextOptions:
-    """What tokens see."""
-
-    max_model_len: ContextOption = None
-    attention_sinks: SinksOption = 0
-    attention_window: WindowOption = None
-
-
-@dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """What guesses tokens, and how guesses are verified."""
-
-    speculative_model: SpeculateOption = ""
-    num_speculative_tokens: DraftTokensOption = 4
-    spec_verify: DraftModeOption = SpecVerify.EXACT
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """What many requests share."""
-
-    kv_memory_bytes: MemoryOption = None
-    kv_offload_bytes: HostMemoryOption = "0"  # type: ignore[assignment]  # Typer parses defaults too
-    max_num_seqs: SequencesOption = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TruncationOptions:
-    """Which tokens may be drawn."""
-
-    top_p: TopPOption = 1
-    top_k: TopKOption = 0
-    min_p: MinPOption = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PenaltyOptions:
-    """What the text so far makes less likely."""
-
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Divides the logits of tokens in prompt or text; 1 is off.")
-    ] = 1
-    presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Lowers the logits of tokens that are in the text.")
-    ] = 0
-    frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="Lowers them as many times as they are in the text.")
-    ] = 0
-
-
-def runtime_config(
-    *groups: ComputeOptions | KVOptions | ContextOptions | DraftOptions | PoolOptions, **others: Any
-) -> RuntimeConfig:
-    """The configuration that groups and other fields ask for: fields of groups have the names of the configuration."""
-    chosen = {name: value for group in groups for name, value in asdict(group).items()}
-    return RuntimeConfig(**chosen, **others)
+def runtime_config(*groups: DataclassInstance) -> RuntimeConfig:
+    """Joins groups of options, which are bases of the configuration."""
+    return RuntimeConfig(**{name: value for group in groups for name, value in asdict(group).items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,27 +74,6 @@ class AddressOptions:
     name: Annotated[
         str | None, typer.Option("--served-model-name", help="Model name for clients; default: the folder's.")
     ] = None
-
-
-@dataclass(frozen=True, slots=True)
-class LimitOptions:
-    """What becomes `runtime.server.limits.Limits`, whose names the fields have; the context length comes later."""
-
-    max_requests: Annotated[
-        int, typer.Option("--max-requests", min=1, help="Running and waiting at most; more get status 429.")
-    ] = 256
-    max_body_bytes: Annotated[
-        int, typer.Option("--max-body", parser=parse_size, metavar="SIZE", help="Longest request body.")
-    ] = "4MiB"  # type: ignore[assignment]  # Typer parses defaults too
-    queue_seconds: Annotated[
-        float, typer.Option("--queue-timeout", min=0.1, help="Seconds until the first token; later is status 503.")
-    ] = 600
-    request_seconds: Annotated[
-        float, typer.Option("--request-timeout", min=0.1, help="Seconds until the last token; later is status 504.")
-    ] = 3600
-    client_seconds: Annotated[
-        float, typer.Option("--client-timeout", min=0.1, help="Seconds for clients to send a request or read on.")
-    ] = 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,20 +22,19 @@ import typer
 from compress.checkpoint.kv_cache import UNCOMPRESSED
 from compress.common.cli import demo_model_path, with_groups
 from compress.common.errors import ToolkitError
-from runtime.cli.options import (
-    AddressOptions,
+from runtime.cli.options import AddressOptions, ModelArgument, resolve_model, runtime_config
+from runtime.core.config import (
+    BatchOptions,
     ComputeOptions,
     ContextOptions,
-    DraftOptions,
-    KVOptions,
+    KVCacheOptions,
+    KVMemoryOptions,
     LimitOptions,
-    ModelArgument,
-    PoolOptions,
-    SeedOption,
-    resolve_model,
-    runtime_config,
+    Limits,
+    OffloadOptions,
+    SeedOptions,
+    SpeculativeOptions,
 )
-from runtime.server.limits import Limits
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -163,11 +162,13 @@ def serve(
     model: ModelArgument = None,
     address: AddressOptions,
     compute: ComputeOptions,
-    seed: SeedOption = None,
-    kv: KVOptions,
+    seed: SeedOptions,
+    kv: KVCacheOptions,
     context: ContextOptions,
-    drafts: DraftOptions,
-    pool: PoolOptions,
+    drafts: SpeculativeOptions,
+    kv_memory: KVMemoryOptions,
+    offload: OffloadOptions,
+    batching: BatchOptions,
     limits: LimitOptions,
     allowed_host: Annotated[
         list[str] | None,
@@ -191,7 +192,7 @@ def serve(
     path, where = resolve_model(model)
     listener = listen(host, address.port)  # before the model loads, so that a taken port costs no time
     print(f"model     {where}", flush=True)
-    config = runtime_config(compute, kv, context, drafts, pool, seed=seed or 0)
+    config = runtime_config(compute, kv, context, drafts, kv_memory, offload, batching, seed)
     describe_weights(path)
     served = load_served_model(
         path,

@@ -1,71 +1,241 @@
-"""One frozen configuration of a running engine. No torch."""
+"""The configuration of an engine and of a server: every setting with its default and its help text. No torch.
+
+The groups are what commands of `runtime` offer as options; `RuntimeConfig` joins them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from compress.checkpoint.kv_cache import AUTO
+from compress.common.options import option
 
 
-@dataclass(frozen=True, slots=True)
-class RuntimeConfig:
-    """What the engine may use.
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """Device, dtype and kernels."""
+
+    device: str = option(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="Device to run on; auto: the GPU if there is one.",
+    )
+    dtype: str = option(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float16", "float32", "float64"),
+        help="Dtype of activations and of an unquantized KV cache; auto: the checkpoint's.",
+    )
+    linear_backend: str = option(
+        "--linear-backend",
+        default="auto",
+        choices=("auto", "w4a8", "semi_structured", "reference"),
+        help="Kernels for quantized weights. auto: the fastest that are exact enough; w4a8: 8-bit activations, faster "
+        "and less exact; semi_structured: 2:4 sparse weights in 16 bits on a GPU's sparse tensor cores; reference: "
+        "plain PyTorch.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheOptions:
+    """Format of the KV cache; see `compress.checkpoint.kv_cache`."""
+
+    kv_cache: str = option(
+        "--kv-cache",
+        default=AUTO,
+        choices=(AUTO, "16bit", "fp8", "int8", "k8v4", "int4"),
+        help="Format of the KV cache: 16bit (the dtype of activations), fp8, int8, k8v4 (int8 keys, int4 values) or "
+        "int4; auto: the checkpoint's recommendation, else 16bit.",
+    )
+    kv_rotate: bool | None = option(
+        "--kv-rotate/--no-kv-rotate",
+        default=None,
+        help="Rotate keys by a Hadamard matrix before quantizing them, which spreads outliers. Default: for int4.",
+    )
+    kv_sinks: int | None = option(
+        "--kv-sinks",
+        default=None,
+        minimum=0,
+        metavar="TOKENS",
+        help="Keep keys and values of the first TOKENS tokens in 16 bits.",
+    )
+    kv_residual_length: int | None = option(
+        "--kv-residual-length",
+        default=None,
+        minimum=0,
+        metavar="TOKENS",
+        help="Keep keys and values of the last TOKENS tokens in 16 bits. Restores most of the quality for a few MiB "
+        "per sequence, but disables prefix caching.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions:
+    """Context length and attention window."""
+
+    max_model_len: int | None = option(
+        "--max-model-len",
+        default=None,
+        minimum=2,
+        help="Longest prompt plus output in tokens. Default: the model's context length.",
+    )
+    attention_sinks: int = option(
+        "--attention-sinks",
+        default=0,
+        minimum=0,
+        help="First tokens that stay visible beside --attention-window; 4 are enough.",
+    )
+    attention_window: int | None = option(
+        "--attention-window",
+        default=None,
+        minimum=1,
+        metavar="TOKENS",
+        help="Generate endless streams (StreamingLLM): each token attends to the --attention-sinks and to the last "
+        "TOKENS tokens, memory stays constant, and --max-model-len may exceed the model's context length.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeOptions:
+    """Speculative decoding."""
+
+    speculative_model: str = option(
+        "--speculative-model",
+        default="",
+        metavar="DRAFTER",
+        help="Draft several tokens and verify them in one step. DRAFTER is ngram (repeats the text), ngram-tree "
+        "(several earlier continuations at once), self:2bit or self:3bit (the model, rounded further), self:skip or "
+        "self:skip=N (the model without N layers), demo (the bundled draft model), or the folder of a smaller "
+        "checkpoint with the same tokenizer. Turns itself off when measured throughput does not improve.",
+    )
+    num_speculative_tokens: int = option(
+        "--num-speculative-tokens", default=4, minimum=1, maximum=16, help="Draft tokens per step and sequence."
+    )
+    spec_verify: str = option(
+        "--spec-verify",
+        default="exact",
+        choices=("exact", "rejection"),
+        help="exact: the same tokens as without drafting, up to rounding; rejection: rejection sampling, which keeps "
+        "the distribution only.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVMemoryOptions:
+    """Size of the KV cache."""
+
+    kv_memory_bytes: int | None = option(
+        "--kv-memory",
+        default=None,
+        is_size=True,
+        help="Memory for the KV cache, e.g. 4GiB. Default: 512MiB; on a GPU all that weights and steps leave free.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Size of a batch."""
+
+    max_num_seqs: int = option("--max-num-seqs", default=64, minimum=1, help="Most sequences in one step.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptions:
+    """Host memory behind the KV cache."""
+
+    kv_offload_bytes: int = option(
+        "--kv-offload",
+        default=0,
+        is_size=True,
+        help="Host memory for cached prefixes that are evicted from the KV cache, e.g. 4GiB; 0 is off.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOptions:
+    """Reproducibility."""
+
+    seed: int = option(
+        "--seed", default=0, minimum=0, help="Seed that the seeds of requests without one are derived from."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig(
+    ComputeOptions,
+    KVCacheOptions,
+    ContextOptions,
+    SpeculativeOptions,
+    KVMemoryOptions,
+    BatchOptions,
+    OffloadOptions,
+    SeedOptions,
+):
+    """The configuration of an engine.
 
     Attributes:
-        device: `auto`, `cpu` or `cuda`.
-        dtype: of activations: `auto` (the checkpoint's), `bfloat16`, `float16`, `float32` or `float64`.
-        kv_cache: form of keys and values: `auto` (what the checkpoint records, else `16bit`), `16bit` (the dtype of
-            activations), `fp8`, `int8`, `k8v4` or `int4`.
-        kv_rotate, kv_sinks, kv_residual_length: as in `compress.checkpoint.kv_cache`; None leaves them as they are.
-        linear_backend: `auto` (fastest that is exact enough), `w4a8` (8-bit activations: faster, less exact),
-            `semi_structured` (2:4 weights in 16 bits by a GPU's sparse tensor cores) or `reference` (plain torch, the
-            oracle).
         block_size: tokens per KV block.
-        num_blocks: blocks in the pool; None derives it from `kv_memory_bytes`.
-        kv_memory_bytes: memory for the pool when `num_blocks` is not given; None is 512 MiB on a CPU, and on a GPU what
-            weights and steps leave.
-        max_model_len: longest prompt + output; None takes the checkpoint's context.
+        num_blocks: blocks of the KV cache; None derives the number from `kv_memory_bytes`.
         max_num_batched_tokens: token budget of one step.
-        max_num_seqs: sequences in one step.
-        prefill_chunk: prompt tokens of one sequence in one step at most; bounds the wait between two tokens of others.
-        attention_window: serve endless streams: a token sees the last so many tokens, and what lies before them is
-            given up; None leaves the model as it is.
-        attention_sinks: first tokens that stay visible beside the window.
-        prefix_caching: reuse blocks of equal prefixes.
-        kv_offload_bytes: host memory for blocks of prefixes that the pool has no room for; 0 is off.
-        seed: source of the seeds of requests that bring none.
-        speculative_model: what guesses the next tokens: `ngram`, `ngram-tree`, `self:2bit`, `self:3bit`, `self:skip`,
-            `self:skip=N` (layers), `demo` (the bundled draft model) or the folder of a checkpoint with the same
-            vocabulary; empty is off.
-        num_speculative_tokens: draft tokens in a row at most, per sequence and step; a tree has several such rows.
-        spec_verify: how guesses are verified: `exact` (the same tokens as without, also for a seed) or `rejection` (the
-            same distribution).
+        prefill_chunk: most prompt tokens of one sequence in one step; bounds the time between two tokens of the others.
+        prefix_caching: reuse KV blocks of equal prefixes.
     """
 
-    device: str = "auto"
-    dtype: str = "auto"
-    linear_backend: str = "auto"
-    kv_cache: str = AUTO
-    kv_rotate: bool | None = None
-    kv_sinks: int | None = None
-    kv_residual_length: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
-    kv_memory_bytes: int | None = None
-    max_model_len: int | None = None
     max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
     prefill_chunk: int = 256
     prefix_caching: bool = True
-    kv_offload_bytes: int = 0
-    seed: int = 0
-    speculative_model: str = ""
-    num_speculative_tokens: int = 4
-    spec_verify: str = "exact"
-    attention_window: int | None = None
-    attention_sinks: int = 0
 
     @property
     def max_span_tokens(self) -> int:
-        """Tokens of one prompt that are computed in one step at most."""
+        """Most tokens of one prompt that are computed in one step."""
         return min(self.prefill_chunk, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """Limits of a server that do not depend on the model. Times are seconds."""
+
+    max_requests: int = option(
+        "--max-requests",
+        default=256,
+        minimum=1,
+        help="Most sequences running and waiting; further requests get status 429.",
+    )
+    max_body_bytes: int = option(
+        "--max-body",
+        default=4 * 2**20,
+        is_size=True,
+        help="Longest request body; a longer one gets status 413.",
+    )
+    queue_seconds: float = option(
+        "--queue-timeout",
+        default=600.0,
+        minimum=0.1,
+        help="Seconds from a request's arrival to its first token; then status 503.",
+    )
+    request_seconds: float = option(
+        "--request-timeout",
+        default=3600.0,
+        minimum=0.1,
+        help="Seconds from a request's arrival to its last token; then status 504, or an error in its stream.",
+    )
+    client_seconds: float = option(
+        "--client-timeout",
+        default=30.0,
+        minimum=0.1,
+        help="Seconds for a client to send a request (then status 408) and to read on (then it is disconnected).",
+    )
+
+
+@dataclass(frozen=True)
+class Limits(LimitOptions):
+    """Limits of a server.
+
+    Attributes:
+        max_model_len: tokens of prompt plus output of one sequence.
+    """
+
+    max_model_len: int

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from compress.common.errors import RequestError
+from compress.common.options import option
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
@@ -30,8 +31,40 @@ class Grammar:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+@dataclass(frozen=True, kw_only=True)
+class TruncationParams:
+    """Which tokens may be sampled."""
+
+    top_k: int = option("--top-k", default=0, minimum=0, help="Sample from the K most likely tokens; 0 is off.")
+    top_p: float = option(
+        "--top-p", default=1.0, help="Sample from the most likely tokens whose probabilities add up to P; 1 is off."
+    )
+    min_p: float = option(
+        "--min-p", default=0.0, help="Exclude tokens less likely than P times the most likely one; 0 is off."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PenaltyParams:
+    """Penalties for tokens that have occurred."""
+
+    repetition_penalty: float = option(
+        "--repetition-penalty",
+        default=1.0,
+        help="Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 is off.",
+    )
+    presence_penalty: float = option(
+        "--presence-penalty", default=0.0, help="Is subtracted from the logit of each token in the output; 0 is off."
+    )
+    frequency_penalty: float = option(
+        "--frequency-penalty",
+        default=0.0,
+        help="Is subtracted from a token's logit as many times as the token is in the output; 0 is off.",
+    )
+
+
+@dataclass(frozen=True)
+class SamplingParams(TruncationParams, PenaltyParams):
     """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
 
     Attributes:
@@ -42,9 +75,6 @@ class SamplingParams:
         ignore_eos: keep going through the model's end tokens.
         logprobs: number of alternatives reported per token, of the unmodified distribution; None reports nothing.
         n: answers to one prompt, each with noise of its own; the first is the same as with `n=1`.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
-        presence_penalty: subtracted from the logit of every token that is in the output.
-        frequency_penalty: subtracted as many times as the token is in the output.
         logit_bias: pairs of token id and what is added to its logit.
         prompt_logprobs: as `logprobs`, for the prompt's tokens; they come with the first delta.
         grammar: what the answer must look like.
@@ -56,18 +86,12 @@ class SamplingParams:
 
     max_tokens: int = 16
     temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None

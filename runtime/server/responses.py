@@ -15,9 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from runtime.core.config import Limits
 from runtime.core.request import Delta, FinishReason, TokenLogprobs
 from runtime.server.errors import ApiError, JsonResponse, error_body
-from runtime.server.limits import Limits
 from runtime.server.openapi import BODY_ERRORS, Responses
 from runtime.server.response_models import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob, Usage
 

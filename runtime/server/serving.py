@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runtime.core.config import Limits
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
 from runtime.server.errors import ApiError
-from runtime.server.limits import Limits
 from runtime.server.protocol import GenerationRequest
 from runtime.server.responses import Answer, Shape, TokenBytes, respond
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from compress.common.cli import demo_model_path
+from compress.common.cli import demo_model_path, read_size
 from compress.common.errors import ToolkitError
-from runtime.cli.options import parse_size, resolve_model
+from runtime.cli.options import resolve_model
 from runtime.cli.serve import listen, url_of
 
 
@@ -18,13 +18,13 @@ from runtime.cli.serve import listen, url_of
     ("text", "size"), [("1000", 1000), ("512MiB", 512 * 2**20), ("1.5 GB", 1_500_000_000), ("4gib", 4 * 2**30)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+    assert read_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4 apples", "MiB", "nan"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not a size"):
-        parse_size(text)
+        read_size(text)
 
 
 def test_model_defaults_to_packed_then_to_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
