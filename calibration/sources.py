@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from compress.common.errors import DataError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 
 Messages = list[dict[str, str]]
@@ -105,7 +106,7 @@ def read_saved_dataset(path: Path) -> Iterator[Document]:
     return _documents(rows, str(path))
 
 
-def _documents(rows: Dataset, name: str) -> Iterator[Document]:
+def _documents(rows: Dataset | IterableDataset, name: str) -> Iterator[Document]:
     column = next((field for field in FIELDS if field in rows.column_names), None)
     if column is None:
         raise no_document(name, rows.column_names)
@@ -192,20 +193,15 @@ def _parse(line: str, place: str) -> object:
 
 
 def _read_table(path: Path) -> Iterator[Document]:
-    """Rows of a parquet file, a batch at a time, and only the column that holds the documents."""
+    """Yields the rows of a parquet file, a batch at a time."""
+    from datasets import load_dataset
     from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
 
+    pattern = glob.escape(str(path.absolute()))
     try:
-        with ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            column = next((field for field in FIELDS if field in names), None)
-            if column is None:
-                raise no_document(str(path), names)
-            batches = table.iter_batches(columns=[column])
-            rows = (row for batch in batches for row in batch.to_pylist())
-            for number, row in enumerate(rows, 1):
-                yield document_of(row, f"{path} row {number}")
+        with _quiet("datasets"):
+            rows = load_dataset("parquet", data_files=pattern, split=DEFAULT_SPLIT, streaming=True)
+            yield from _documents(rows, str(path))
     except ArrowException as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path} is not a readable parquet file: {reason}", "Write it again as parquet") from error

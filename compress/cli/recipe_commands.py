@@ -53,17 +53,17 @@ def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
         findings = find(survey, files, quiet=job.as_json)
         if wanted.recipe_only:
             return _stop_at_recipe(findings, files, job.as_json)
-        result = carry_out(findings, files, quiet=job.as_json)
+        found = carry_out(findings, files, quiet=job.as_json)
     except KeyboardInterrupt:
         print(
             f"\nInterrupted. Figures so far are in {files.sensitivities}: the same command continues.", file=sys.stderr
         )
         raise
     if job.as_json:
-        typer.echo(json.dumps(result.report, indent=2))
+        typer.echo(json.dumps(found.run.report, indent=2))
         return None
-    print_choice(survey, result.report["search"], files.recipe)
-    return print_result(survey.prepared, result, with_tip=False)
+    print_choice(survey, found.choice, found.tries, files.recipe)
+    return print_result(survey.prepared, found.run, with_tip=False)
 
 
 def _stop_at_recipe(findings: Findings, files: Files, as_json: bool) -> None:
@@ -72,11 +72,10 @@ def _stop_at_recipe(findings: Findings, files: Files, as_json: bool) -> None:
 
     choice = findings.first_choice()
     write_choice(findings, choice, files)
-    search = record(findings.survey, findings.known, choice, ())
     if as_json:
-        typer.echo(json.dumps(search, indent=2))
+        typer.echo(json.dumps(record(findings.survey, findings.known, choice, ()), indent=2))
     else:
-        print_choice(findings.survey, search, files.recipe)
+        print_choice(findings.survey, choice, (), files.recipe)
 
 
 def _files(out: Path, wanted: SearchFiles) -> Files:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from compress.evaluate.session import EvaluationReport
     from compress.pipeline.prepare import RunContext
     from compress.pipeline.run import RunResult
+    from compress.search.allocate import Choice, Try
     from compress.search.survey import Survey
 
 
@@ -234,25 +235,24 @@ def describe_survey(survey: Survey) -> list[str]:
     ]
 
 
-def print_choice(survey: Survey, search: dict[str, Any], recipe: Path) -> None:
-    """What was found: which forms, how often, by kind."""
+def print_choice(survey: Survey, choice: Choice, tries: Sequence[Try], recipe: Path) -> None:
+    """Prints how often each form was chosen, by kind of layer."""
     words = list(map(str, survey.request.menu))
-    table = Table(title=f"Found for {search['target']}", title_justify="left")
+    table = Table(title=f"Found for {survey.request.goal}", title_justify="left")
     table.add_column("decided together", overflow="fold")
     for each in words:
         table.add_column(each, justify="right")
     kinds: dict[str, Counter[str]] = {}
-    for unit in search["units"]:
-        kinds.setdefault("\n".join(map(without_indices, unit["modules"])), Counter())[unit["chosen"]] += 1
+    for unit, form in choice.forms.items():
+        kinds.setdefault("\n".join(map(without_indices, unit.modules)), Counter())[str(form)] += 1
     for modules, counts in kinds.items():
         table.add_row(modules, *(str(counts[each] or "") for each in words))
     console = wide_console()
     console.print(table)
-    lines = [f"sensitivities add up to KL {search['predicted']:.4f}"]
+    lines = [f"sensitivities add up to KL {choice.predicted:.4f}"]
     lines += [
-        f"try {number}: predicted {each['predicted']:.4f}, measured {each['measured']:.4f}, "
-        f"{megabytes(each['bytes'])} MB"
-        for number, each in enumerate(search["tries"], 1)
+        f"try {number}: predicted {each.predicted:.4f}, measured {each.measured:.4f}, {megabytes(each.bytes)} MB"
+        for number, each in enumerate(tries, 1)
     ]
     for line in [*lines, f"recipe: {recipe}"]:
         console.print(line, highlight=False, markup=False)

@@ -15,7 +15,16 @@ from compress.common.files import REPORT_FILE, atomic_file, sync
 from compress.pipeline.prepare import prepare
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.run import RunResult, run
-from compress.recipe import PER_CHANNEL, CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
+from compress.recipe import (
+    PER_CHANNEL,
+    STAGE_NAMES,
+    CalibrationOptions,
+    FactorizeStage,
+    PruneStage,
+    QuantizeStage,
+    Recipe,
+    Stage,
+)
 from compress.search.allocate import Choice, Chooser, Try, best, next_allowed
 from compress.search.measure import identity, measure
 from compress.search.sensitivities import Sensitivities
@@ -64,7 +73,7 @@ def made_before(folder: Path, recipe: Recipe) -> RunResult | None:
         return None
     try:
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-        same = report["recipe"] == json.loads(json.dumps(recipe.to_dict()))
+        same = json.dumps(report["recipe"]) == json.dumps(recipe.to_dict())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} is no checkpoint of a search", "Remove it, or choose another --out") from error
     if not same:
@@ -88,43 +97,36 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str]) -> None:
 
 
 def recipe_text(recipe: Recipe, remarks: Sequence[str]) -> str:
-    """YAML with remarks in front. Its stages must be such as a search finds."""
+    """Renders a recipe of stages that a search makes as YAML, with remarks in front."""
+    import yaml
+
+    document = {
+        "name": recipe.name,
+        "seed": recipe.seed,
+        "calibration": _calibration(recipe.calibration),
+        "stages": list(map(_stage, recipe.stages)),
+    }
     lines = [HEADER, *(f"# {remark}" for remark in remarks)]
-    lines += [f"name: {_quoted(recipe.name)}", f"seed: {recipe.seed}", *_calibration(recipe.calibration), "stages:"]
-    for stage in recipe.stages:
-        lines += _stage(stage)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _calibration(options: CalibrationOptions) -> list[str]:
-    lines = ["calibration:"]
-    if isinstance(options.source, str):
-        lines.append(f"  source: {_quoted(options.source)}")
-    else:
-        lines.append("  source:")
-        lines += [f"    - {{source: {_quoted(part.source)}, weight: {part.weight!r}}}" for part in options.source]
-    return [*lines, f"  samples: {options.samples}", f"  length: {options.length}"]
+def _calibration(options: CalibrationOptions) -> dict[str, Any]:
+    source = options.source if isinstance(options.source, str) else list(map(asdict, options.source))
+    return {"source": source, "samples": options.samples, "length": options.length}
 
 
-def _stage(stage: Stage) -> list[str]:
+def _stage(stage: Stage) -> dict[str, Any]:
     match stage:
         case QuantizeStage(scheme=scheme):
             group = scheme.group_size or PER_CHANNEL
-            symmetric = "true" if scheme.symmetric else "false"
-            name, fields = "quantize", {"bits": scheme.bits, "group_size": group, "symmetric": symmetric}
+            fields = {"bits": scheme.bits, "group_size": group, "symmetric": scheme.symmetric}
         case PruneStage(pattern=pattern) if pattern:
-            name, fields = "prune", {"pattern": _quoted(str(pattern))}
+            fields = {"pattern": str(pattern)}
         case FactorizeStage():
-            name, fields = "factorize", {"keep": stage.keep, "allocation": stage.allocation}
+            fields = {"keep": stage.keep, "allocation": stage.allocation}
         case _:
             raise TypeError(f"a search writes no {type(stage).__name__}")
-    lines = [f"  - {name}:", f"      method: {stage.method}", *(f"      {key}: {fields[key]}" for key in fields)]
-    return [*lines, "      targets:", *(f"        - {target}" for target in stage.targets)]
-
-
-def _quoted(text: str) -> str:
-    """A YAML scalar that is this text whatever characters it has."""
-    return "'" + text.replace("'", "''") + "'"
+    return {STAGE_NAMES[type(stage)]: {"method": stage.method, **fields, "targets": list(stage.targets)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +198,17 @@ def write_choice(findings: Findings, choice: Choice, files: Files, kl: float | N
     return recipe
 
 
-def carry_out(findings: Findings, files: Files, quiet: bool = False) -> RunResult:
-    """Makes the checkpoint, verified and measured, and the recipe of it.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished search: its checkpoint, the choice in it, and the checkpoints made on the way."""
+
+    run: RunResult
+    choice: Choice
+    tries: tuple[Try, ...]
+
+
+def carry_out(findings: Findings, files: Files, quiet: bool = False) -> Outcome:
+    """Makes the checkpoint, verified and measured, and its recipe.
 
     Raises:
         ToolkitError: as `compress.pipeline.run.run`; a target of quality that no try kept.
@@ -210,7 +221,8 @@ def carry_out(findings: Findings, files: Files, quiet: bool = False) -> RunResul
     else:
         choice, result = _meet(findings, findings.survey.request.goal.kl, tries, quiet)
     write_choice(findings, choice, files, result.quality.get("kl_mean"))
-    return put_in_place(result, findings.survey.run.out, record(findings.survey, findings.known, choice, tries))
+    section = record(findings.survey, findings.known, choice, tries)
+    return Outcome(put_in_place(result, findings.survey.run.out, section), choice, tuple(tries))
 
 
 def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tuple[Choice, RunResult]:

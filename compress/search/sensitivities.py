@@ -41,23 +41,23 @@ class Sensitivities:
         Raises:
             CheckpointError: the file is damaged, or its figures are of another model, text or method.
         """
-        plain = json.loads(json.dumps(identity))
+        now = dict(identity)
         if restart or not path.is_file():
-            return cls(path, plain)
+            return cls(path, now)
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             version, before, values = stored["format_version"], stored["identity"], stored["values"]
             values = {name: {key: float(value) for key, value in each.items()} for name, each in values.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} holds no sensitivities: {error!r}", "Remove it, or add --restart") from error
-        differing = [key for key in {**plain, **before} if plain.get(key) != before.get(key)]
+        differing = [key for key in now | before if now.get(key) != before.get(key)]
         if version != FORMAT_VERSION or differing:
             what = ", ".join(sorted(differing)) or f"format_version {version}"
             raise CheckpointError(
                 f"{path} holds sensitivities of another configuration ({what} differ)",
                 "Name another file with --sensitivities, or add --restart to measure them anew",
             )
-        return cls(path, plain, values)
+        return cls(path, now, values)
 
     def get(self, unit: Unit, form: Form) -> float | None:
         return self.values.get(unit.name, {}).get(str(form))

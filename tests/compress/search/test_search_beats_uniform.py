@@ -48,7 +48,7 @@ def test_a_search_beats_one_form_everywhere(tmp_path: Path, words: str, uniform:
     search = SearchRequest(Goal(size=same.structure.total_bytes), tuple(menu.values()), calibration=TEXT)
     files = Files(tmp_path / "figures.json", tmp_path / "found.yaml", "compress search")
     found = survey(search, replace(request, out=tmp_path / "searched"))
-    searched = carry_out(find(found, files, quiet=True), files, quiet=True)
+    searched = carry_out(find(found, files, quiet=True), files, quiet=True).run
     size, divergence = measured(same.out)
     found_size, found_divergence = measured(searched.out)
     assert found_size <= size

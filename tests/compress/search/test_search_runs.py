@@ -42,7 +42,7 @@ def files(out: Path) -> Files:
 def test_a_search_for_bits_ends_in_a_checkpoint_that_its_recipe_makes_again(tiny_model, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0)), measure=False)
-    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True)
+    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True).run
     assert result.structure.bits_per_weight <= 4.0 < 0.2 + result.structure.bits_per_weight
     schemes = PackedCheckpoint.open(out).schemes
     assert {str(Form(scheme)) for scheme in schemes.values()} <= {"w2g64", "w4g64", "w8"}
@@ -74,7 +74,7 @@ def test_rank_and_sparsity_are_chosen_beside_widths(tiny_model, tmp_path: Path) 
     made = run(prepare(replace(found.run, recipe=found.request.recipe(mixed), out=tmp_path / "mixed")), quiet=True)
     assert not made.structure.problems
     assert 0.97 < made.structure.total_bytes / (cost + found.fixed_bytes) <= 1
-    result = carry_out(findings, files(out), quiet=True)
+    result = carry_out(findings, files(out), quiet=True).run
     recipe = load_recipe(str(files(out).recipe))
     again = run(prepare(replace(found.run, recipe=recipe, out=tmp_path / "again")), quiet=True)
     assert len({(folder / "model.safetensors").read_bytes() for folder in (result.out, again.out)}) == 1
@@ -114,7 +114,7 @@ def test_files_stay_within_a_target_of_size(tiny_model, tmp_path: Path) -> None:
     span = opened(model, tmp_path / "out", asked(Goal(bits_per_weight=8)))
     size = (span.smallest + span.largest) // 2 + span.fixed_bytes
     found = opened(model, tmp_path / "out", asked(Goal(size=size)), measure=False)
-    result = carry_out(find(found, files(tmp_path / "out"), quiet=True), files(tmp_path / "out"), quiet=True)
+    result = carry_out(find(found, files(tmp_path / "out"), quiet=True), files(tmp_path / "out"), quiet=True).run
     assert 0.97 * size < result.structure.total_bytes <= size
 
 
@@ -198,7 +198,7 @@ def test_figures_of_another_model_are_refused(tiny_model, tmp_path: Path) -> Non
 def test_a_divergence_is_met_by_a_few_checkpoints(tiny_model, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = opened(tiny_model("llama"), out, asked(Goal(kl=0.01), tries=4))
-    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True)
+    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True).run
     tries = result.report["search"]["tries"]
     kept = [each for each in tries if each["measured"] <= 0.01]
     assert 1 <= len(tries) <= 4
@@ -248,7 +248,7 @@ def test_ignored_layers_take_no_part(tiny_model, tmp_path: Path) -> None:
 def test_the_report_draws_what_was_found(tiny_model, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0), method="rtn"), measure=False)
-    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True)
+    result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True).run
     report = read_report(out)
     page = report_page(report, read_headers(report)).html()
     assert "Sensitivity of layers" in page
