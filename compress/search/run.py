@@ -116,6 +116,7 @@ def _calibration(options: CalibrationOptions) -> dict[str, Any]:
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
+    fields: dict[str, Any]
     match stage:
         case QuantizeStage(scheme=scheme):
             group = scheme.group_size or PER_CHANNEL
