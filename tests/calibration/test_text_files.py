@@ -75,7 +75,7 @@ def test_missing_columns_are_refused_by_name(tmp_path: Path):
     [
         ("a.parquet", b"PAR1 not really", "not a readable parquet file"),
         ("a.jsonl", b"[1]", r"a.jsonl:1 has neither .* \(it is not an object\)"),
-        ("a.jsonl", b'{"text": "caf\xe9"}', "a.jsonl is not UTF-8"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', r"a.jsonl.*UTF-8"),
         ("a.jsonl", b'{"messages": []}', "its fields: messages"),
         ("a.jsonl.xz", lzma.compress(b'{"text": "a"}')[:-8], "no whole xz file"),
     ],

@@ -145,10 +145,10 @@ def test_calibration_is_cut_to_the_models_context(tiny_model) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"vision_config": {}}, "not a decoder-only text model .config.json has vision_config"),
+        ({"vision_config": {}}, r".config.json.*vision_config"),
         ({"is_encoder_decoder": True}, "an encoder and a decoder"),
         ({"quantization_config": {"quant_method": "gptq"}}, "already quantized .gptq"),
-        ({"model_type": ""}, "has no model_type"),
+        ({"model_type": ""}, "model_type"),
     ],
 )
 def test_models_of_another_kind_are_refused(tiny_model, change: dict, problem: str) -> None:
@@ -171,8 +171,8 @@ def with_config(source: Path, target: Path, **change) -> Path:
         ({"model_type": "llamma"}, "not a decoder-only language model that transformers"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
-        ({"num_hidden_layers": 5}, "18 tensors of the model are not in .* e.g. model.layers.3"),
-        ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, "needs Python code from .* --trust-remote-code"),
+        ({"num_hidden_layers": 5}, r"18 tensors.*e.g.*model.layers.3"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, "--trust-remote-code"),
     ],
 )
 def test_models_that_cannot_be_built_are_refused(tiny_model, tmp_path, change: dict, problem: str) -> None:

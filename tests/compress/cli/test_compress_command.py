@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -139,19 +140,19 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
     ("arguments", "problem"),
     [
         (["quantize", "nowhere"], "model folder nowhere does not exist"),
-        (["quantize", "--bits", "9"], "bits=9 is outside 2 to 8"),
-        (["quantize", "--method", "gptk"], "method 'gptk' does not exist"),
-        (["quantize", "--ignore", "lm_haed"], "matches no linear layer. Nearest: lm_head"),
-        (["quantize", "--calibration", "none.txt"], "none.txt does not exist"),
+        (["quantize", "--bits", "9"], r"bits=9.*outside 2.*8"),
+        (["quantize", "--method", "gptk"], "'gptk'"),
+        (["quantize", "--ignore", "lm_haed"], "lm_head"),
+        (["quantize", "--calibration", "none.txt"], r"none\.txt"),
         (["quantize", "--samples", "0"], "samples=0"),
         (["quantize", "--method", "rtn", "--calibration", "pydoc"], "nothing in this run looks at the calibration"),
-        (["prune", "--group-size", "64"], "--group-size 64 means nothing without --bits"),
-        (["factorize", "--group-size", "64"], "--group-size 64 means nothing without --bits"),
+        (["prune", "--group-size", "64"], r"--group-size 64.*--bits"),
+        (["factorize", "--group-size", "64"], r"--group-size 64.*--bits"),
         (["prune", "--spread", "0.1"], "mean nothing where all blocks are pruned alike"),
-        (["eval", "--ppl", "--linear-backend", "w4a9"], "unknown kernel 'w4a9'"),
-        (["quantize", "--seed", "-1"], "seed=-1 is outside 0 to 2^63 - 1"),
-        (["quantize", "--method", "smoothquant", "--bits", "4", "--dry-run"], "w4a8 channel sym cannot be stored"),
-        (["run", "int4-awk"], "Did you mean 'int4-awq'"),
+        (["eval", "--ppl", "--linear-backend", "w4a9"], "'w4a9'"),
+        (["quantize", "--seed", "-1"], r"seed=-1.*outside 0.*2\^63.*- 1"),
+        (["quantize", "--method", "smoothquant", "--bits", "4", "--dry-run"], "w4a8"),
+        (["run", "int4-awk"], "'int4-awq'"),
         (["verify", "nowhere"], "nowhere does not exist"),
         (["export", "nowhere", "--format", "gptq", "--out", "x"], "nowhere does not exist"),
     ],
@@ -159,7 +160,7 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
 def test_refusals_are_one_line_with_a_remedy(compress, tmp_path, arguments, problem) -> None:
     lines = compress(*arguments, code=1).stderr.strip().splitlines()
     assert lines[-1].startswith("error: ")
-    assert problem in lines[-1]
+    assert re.search(problem, lines[-1])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -84,15 +85,15 @@ def test_warnings_are_printed_beside_the_figures(run, packed: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing to measure was named. Add --ppl."),
-        (("--ppl", "nowhere"), "nowhere/config.json does not exist."),
-        (("--ppl", "--data", "./missing.txt"), "text file ./missing.txt does not exist."),
-        (("--ppl", "--data", "empty.txt"), "empty.txt holds no text."),
-        (("--ppl", "--data", "short.txt"), "short.txt gives"),
-        (("--ppl", "--backend", "vllm"), "Use --backend runtime or transformers."),
-        (("--ppl", "--dtype", "int3"), "dtype 'int3' is unknown."),
-        (("--ppl", "--length", "1"), "predict nothing."),
-        (("--ppl", "--baseline", "nowhere"), "model folder nowhere does not exist."),
+        ((), "--ppl"),
+        (("--ppl", "nowhere"), r"nowhere/config\.json"),
+        (("--ppl", "--data", "./missing.txt"), r"\./missing\.txt"),
+        (("--ppl", "--data", "empty.txt"), r"empty\.txt"),
+        (("--ppl", "--data", "short.txt"), r"short\.txt gives"),
+        (("--ppl", "--backend", "vllm"), "--backend"),
+        (("--ppl", "--dtype", "int3"), "'int3'"),
+        (("--ppl", "--length", "1"), r"predict nothing\."),
+        (("--ppl", "--baseline", "nowhere"), r"model folder nowhere does not exist\."),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_and_status_one(run, tmp_path: Path, arguments, message: str):
@@ -104,4 +105,4 @@ def test_what_cannot_be_measured_is_one_line_and_status_one(run, tmp_path: Path,
     assert out == ""
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
-    assert message in lines[0]
+    assert re.search(message, lines[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -131,17 +132,17 @@ def test_other_text_and_vanished_text_are_no_warning(make_packed, text: Path):
 @pytest.mark.parametrize(
     ("options", "problem", "remedy"),
     [
-        ({"backend": "vllm"}, "backend 'vllm' is unknown", "--backend runtime or transformers"),
-        ({"dtype": "int3"}, "dtype 'int3' is unknown", "bfloat16"),
+        ({"backend": "vllm"}, "'vllm'", "--backend"),
+        ({"dtype": "int3"}, "'int3'", "bfloat16"),
         ({"data": "./nowhere.txt"}, "does not exist", "pydoc"),
         ({"length": 1}, "predict nothing", "--length 2"),
-        ({"backend": "transformers", "kernels": "w4a8"}, "has no kernels w4a8", "--backend runtime"),
+        ({"backend": "transformers", "kernels": "w4a8"}, "w4a8", "--backend runtime"),
     ],
 )
 def test_unusable_options_are_refused(make_model, options: dict, problem: str, remedy: str):
     with pytest.raises(DataError, match=problem) as caught:
         run_evaluation(request_for(make_model(), **options))
-    assert remedy in caught.value.remedy
+    assert re.search(remedy, caught.value.remedy)
 
 
 def test_a_folder_without_model_or_tokenizer_is_refused(make_model, tmp_path: Path):

@@ -73,12 +73,12 @@ def test_candidates_are_what_the_options_say() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{format: int5}", r"kv.yaml:2: KV cache format 'int5' does not exist. Did you mean 'int8'"),
-        ("{max_kl: 0}", "max_kl=0.0 lets no format pass"),
-        ("{tokens: 1}", "less than 2 tokens"),
+        ("{format: int5}", r"kv.yaml:2.*'int5'.*'int8'"),
+        ("{max_kl: 0}", r"max_kl=0.0"),
+        ("{tokens: 1}", "2 tokens"),
         ("{sinks: -1}", "no number of tokens"),
-        ("{format: 16bit, rotate: true}", "16-bit KV cache is exact"),
-        ("{bits: 4}", "unknown key 'bits' in kv_cache"),
+        ("{format: 16bit, rotate: true}", "16-bit"),
+        ("{bits: 4}", r"'bits'.*kv_cache"),
         ("{}\n- kv_cache: {}", "stands twice"),
     ],
 )

@@ -219,9 +219,9 @@ def test_whitened_beats_scaled_beats_plain_on_the_trained_model(tmp_path) -> Non
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"method": "svdllm"}, "Did you mean 'svd-llm'"),
-        ({"keep": 1.0}, "not between 0 and 1"),
-        ({"allocation": "layer"}, "allocation 'layer' does not exist"),
+        ({"method": "svdllm"}, "'svd-llm'"),
+        ({"keep": 1.0}, r"between 0.*1"),
+        ({"allocation": "layer"}, "'layer'"),
     ],
 )
 def test_stages_that_mean_nothing_are_refused(options, problem) -> None:

@@ -141,8 +141,8 @@ def test_sparsegpt_beats_wanda_beats_magnitude_on_the_trained_model(tmp_path) ->
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"method": "wandaa"}, "Did you mean 'wanda'"),
-        ({"sparsity": 1.0}, "not between 0 and 1"),
+        ({"method": "wandaa"}, "'wanda'"),
+        ({"sparsity": 1.0}, r"between 0.*1"),
         ({"pattern": TWO_OF_FOUR, "sparsity": 0.7}, "contradicts 2:4"),
     ],
 )

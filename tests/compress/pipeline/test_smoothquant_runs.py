@@ -97,7 +97,7 @@ def test_a_fixed_alpha_is_used_everywhere(outlier_model, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"method": "smoothquant", "scheme": Scheme(8, None)}, "makes room for 8-bit activations"),
+        ({"method": "smoothquant", "scheme": Scheme(8, None)}, "8-bit"),
         ({"method": "awq", "options": SmoothQuantOptions(0.5)}, "no options of awq"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from calibration.parts import Part
@@ -51,12 +53,12 @@ def test_forms_know_about_how_many_bits_they_take() -> None:
     ("text", "said"),
     [
         ("w4", "leaves nothing to choose"),
-        ("w4g128,four", "'four' is nothing a layer can become"),
-        ("w4,", "'' is nothing a layer can become"),
-        ("w4,2:4rank0.8", "2:4rank0.8 is both pruned and factorized"),
-        ("w4,rank1.0", "keep=1.0 is not between 0 and 1"),
-        ("w4,2:3", "sparsity pattern 2:3 is not supported"),
-        ("w4,4:8w4g4", "groups of 4 cut through the 4:8 pattern"),
+        ("w4g128,four", "'four'"),
+        ("w4,", "''"),
+        ("w4,2:4rank0.8", r"2:4rank0.8"),
+        ("w4,rank1.0", r"keep=1.0.*between 0.*1"),
+        ("w4,2:3", "pattern 2:3"),
+        ("w4,4:8w4g4", r"4 cut.*4:8 pattern"),
     ],
 )
 def test_menus_that_mean_nothing(text: str, said: str) -> None:
@@ -112,17 +114,17 @@ def test_a_search_in_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("{max_kl: 0.05, target_bpw: 3}", "r.yaml:1: a search has one target, and 2 are given"),
-        ("{max_lk: 0.05}", "r.yaml:1: unknown key 'max_lk' in search. Did you mean 'max_kl'"),
-        ("{max_kl: 1, menu: [w4]}", "r.yaml:1: a menu of 1 leaves nothing to choose"),
-        ("{target_size: huge}", "r.yaml:1: 'huge' is no size"),
-        ("{max_kl: 1}\nstages: []", "r.yaml:1: a recipe has stages or searches for them"),
+        ("{max_kl: 0.05, target_bpw: 3}", r"r\.yaml:1.*2"),
+        ("{max_lk: 0.05}", r"r\.yaml:1.*'max_lk'.*'max_kl'"),
+        ("{max_kl: 1, menu: [w4]}", r"r\.yaml:1.*1 leaves"),
+        ("{target_size: huge}", r"r\.yaml:1.*'huge'"),
+        ("{max_kl: 1}\nstages: []", r"r\.yaml:1"),
     ],
 )
 def test_mistakes_in_a_search_are_named_with_their_line(body: str, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_work(f"search: {body}\n", "r.yaml")
-    assert said in str(caught.value)
+    assert re.search(said, str(caught.value))
 
 
 def test_the_bundled_search() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -136,12 +137,12 @@ def test_wrong_files_are_refused_before_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["none.jsonl", "out.jsonl"], "there is no file none.jsonl"),
-        (["empty.jsonl", "out.jsonl"], "empty.jsonl has no requests"),
-        (["in.jsonl", "in.jsonl"], "in.jsonl:1 is not a result of a batch"),
-        (["in.jsonl", "out.jsonl", "--served-model-name", "gpt"], "model 'demo' is not the loaded one, 'gpt'"),
+        (["none.jsonl", "out.jsonl"], r"none\.jsonl"),
+        (["empty.jsonl", "out.jsonl"], r"empty\.jsonl"),
+        (["in.jsonl", "in.jsonl"], r"in\.jsonl:1"),
+        (["in.jsonl", "out.jsonl", "--served-model-name", "gpt"], r"'demo'.*'gpt'"),
         (["in.jsonl", "no/folder/out.jsonl"], "no/folder"),
-        (["in.jsonl", "."], ". is a folder"),
+        (["in.jsonl", "."], r"\. is a folder"),
     ],
 )
 def test_refusals(arguments: list[str], words: str, tmp_path: Path) -> None:
@@ -149,5 +150,5 @@ def test_refusals(arguments: list[str], words: str, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     result = runtime_here("batch", *arguments, cwd=tmp_path)
     assert result.returncode == 1
-    assert words in result.stderr
+    assert re.search(words, result.stderr)
     assert "Traceback" not in result.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 import xml.etree.ElementTree as ElementTree
@@ -84,23 +85,23 @@ def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) 
     ("arguments", "status", "words"),
     [
         (["--rate", "1", "--concurrency", "2"], 1, "exclude each other"),
-        (["--input", "9:3"], 2, "write tokens as 128"),
+        (["--input", "9:3"], 2, "as 128"),
         (["--slo", "ttft"], 1, "is no objective"),
         (["--prompts", "nowhere"], 1, "there is no file nowhere"),
-        (["--url", "http://127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
+        (["--url", "http://127.0.0.1:1"], 1, r"from 127\.0\.0\.1:1"),
         (["--url", "nonsense"], 1, "is no URL"),
         (["--url", "http://127.0.0.1:1", "--serve", "--max-num-seqs 1"], 1, "Give one of them"),
-        (["--json", "no/such/folder/x.json"], 1, "there is no folder no/such/folder"),
-        (["--json", "."], 1, ". is a folder"),
+        (["--json", "no/such/folder/x.json"], 1, "no/such/folder"),
+        (["--json", "."], 1, r"\. is a folder"),
         (["--serve", "--served-model-name 'x"], 2, "No closing quotation"),
         (["--serve", "--max-len 5"], 1, "the server did not start: No such option"),
-        (["--serve", "--max-seqs 3"], 1, "the server did not start: No such option: --max-seqs (Possible options:"),
+        (["--serve", "--max-seqs 3"], 1, r"--max-seqs.*\(Possible"),
     ],
 )
 def test_refusals_are_one_line(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
     result = runtime_here("bench", "-n", "2", *arguments, cwd=tmp_path)
     assert result.returncode == status
-    assert words in result.stderr
+    assert re.search(words, result.stderr)
     assert "Traceback" not in result.stderr
 
 

@@ -53,12 +53,12 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
     [
         (["serve", "nowhere"], 1, "there is no folder nowhere"),
         (["serve", "packed/"], 1, "Make it with compress quantize, name a folder"),
-        (["generate", ".", "--prompt", "x"], 1, "there is no config.json in .,"),
+        (["generate", ".", "--prompt", "x"], 1, r"config\.json"),
         (["generate", "nowhere", "--prompt", "x"], 1, "there is no folder nowhere"),
         (["serve", "--host", "192.0.2.1"], 1, "no address of this machine"),
-        (["serve", "--port", "70000"], 1, "--port 70000 is no port"),
-        (["serve", "--port", "-1"], 1, "--port -1 is no port"),
-        (["serve", "--api-key", ""], 1, "--api-key is empty"),
+        (["serve", "--port", "70000"], 1, r"--port.*70000"),
+        (["serve", "--port", "-1"], 1, r"--port.*-1"),
+        (["serve", "--api-key", ""], 1, "--api-key"),
         (["serve", "--kv-memory", "lots"], 2, "is not a size"),
         (["serve", "--dtype", "int3"], 2, "int3"),
         (["generate", "--prompt", "x", "--top-p", "7"], 1, "top_p=7"),
@@ -68,7 +68,7 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
 def test_bad_input_is_refused_before_loading(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
     result = runtime_here(*arguments, cwd=tmp_path)
     assert result.returncode == status
-    assert words in result.stderr
+    assert re.search(words, result.stderr)
     assert "Traceback" not in result.stderr
 
 

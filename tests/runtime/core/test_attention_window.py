@@ -79,11 +79,11 @@ def test_the_reach_of_models() -> None:
 @pytest.mark.parametrize(
     ("windows", "window", "sinks", "message"),
     [
-        ([None], None, 4, "4 attention sinks are asked for, and no window.*--attention-window 1024"),
-        ([None], 97, 4, "4 attention sinks and a window of 97 tokens.*context of 100 tokens.*--attention-window 96"),
-        ([None], 0, 4, "window of 0 tokens"),
+        ([None], None, 4, r"4 attention.*--attention-window.*1024"),
+        ([None], 97, 4, r"4 attention.*97 tokens.*100 tokens.*--attention-window.*96"),
+        ([None], 0, 4, "0 tokens"),
         ([None], 1, 100, "fewer --attention-sinks"),
-        ([16, None], 17, 0, "its own window of 16.*--attention-window 16 or less"),
+        ([16, None], 17, 0, r"16.*--attention-window.*16"),
     ],
 )
 def test_wishes_that_do_not_fit(windows: list[int | None], window: int | None, sinks: int, message: str) -> None:

@@ -66,16 +66,16 @@ def test_end_tokens(config_eos, generation_eos, expected):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"cannot serve model_type 'gpt2'; it knows llama, mistral, qwen2, qwen3\. Serve it"),
-        ({"model_type": None}, "cannot serve model_type None"),
-        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported, only silu"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary embedding 'dynamic' is not supported"),
+        ({"model_type": "gpt2"}, r"model_type.*'gpt2'.*qwen2.*qwen3"),
+        ({"model_type": None}, "model_type"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' lacks low_freq_factor, high_freq"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "lacks rope_theta"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor.*than 1"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
-        ({"hidden_size": "64"}, "hidden_size='64', not a positive integer"),
+        ({"num_key_value_heads": 3}, r"4 attention.*3 key-value"),
+        ({"hidden_size": "64"}, "hidden_size='64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"vocab_size": None}, "vocab_size=None"),
         (

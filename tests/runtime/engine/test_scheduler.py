@@ -266,9 +266,9 @@ def test_what_cannot_be_trusted_is_not_found_again() -> None:
     ("num_prompt_tokens", "max_tokens", "message"),
     [
         (0, 1, "no tokens"),
-        (50, 1, r"the prompt has 50 tokens and the context ends at 50.*at most 49"),
-        (40, 11, r"40 prompt tokens and max_tokens=11 exceed the context of 50.*at most 10"),
-        (20, 21, r"20 prompt tokens and max_tokens=21 need 11 KV blocks of 4 and the pool has 10"),
+        (50, 1, r"50 tokens.*50.*49"),
+        (40, 11, r"40 prompt.*max_tokens=11.*50.*10"),
+        (20, 21, r"20 prompt.*max_tokens=21.*11 KV.*4.*10"),
     ],
 )
 def test_the_impossible_is_refused_with_the_numbers(num_prompt_tokens: int, max_tokens: int, message: str) -> None:

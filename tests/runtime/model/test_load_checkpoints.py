@@ -130,9 +130,9 @@ def change_tensors(folder, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "has no tensor 'model.layers.1.mlp.up_proj.weight'"),
-        (lambda t: t.pop("model.layers.0.input_layernorm.weight"), "has no tensor 'model.layers.0.input_layernorm"),
-        (lambda t: t.pop("model.layers.0.self_attn.k_proj.bias"), "no tensor model.layers.0.self_attn.k_proj.bias"),
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"'model.layers.1.mlp.up_proj.weight'"),
+        (lambda t: t.pop("model.layers.0.input_layernorm.weight"), r"'model.layers.0.input_layernorm"),
+        (lambda t: t.pop("model.layers.0.self_attn.k_proj.bias"), r"model.layers.0.self_attn.k_proj.bias"),
         (
             lambda t: t.update({"model.layers.0.mlp.down_proj.weight": torch.zeros(64, 95)}),
             r"down_proj.weight has shape \(64, 95\), config.json says \(64, 96\)",
@@ -173,9 +173,9 @@ def test_generation_config_that_is_not_json(dense, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "tpu9"}, "unknown device 'tpu9'"),
-        ({"device": "cuda:99"}, r"device cuda:99 asked for, but torch sees \d"),
-        ({"dtype": "int4"}, "unknown dtype 'int4'.*auto, bfloat16"),
+        ({"device": "tpu9"}, "'tpu9'"),
+        ({"device": "cuda:99"}, r"cuda:99.*sees \d"),
+        ({"dtype": "int4"}, r"'int4'.*bfloat16"),
     ],
 )
 def test_devices_and_dtypes(options, message, dense):

@@ -51,12 +51,12 @@ def test_windows_need_no_more_blocks_for_longer_sequences():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_model_len": 257}, r"max_model_len=257 is not between 1 and the model's context of 256 tokens"),
+        ({"max_model_len": 257}, r"max_model_len=257.*between 1.*256 tokens"),
         ({"max_model_len": 0}, "max_model_len=0"),
         ({"max_model_len": 100, "num_blocks": 6}, r"100 tokens needs 7 KV blocks \(28.0 KiB\), and the pool has 6"),
         ({"kv_memory_bytes": 100}, "the pool has 0"),
         ({"kv_memory_bytes": 0}, "the pool has 0"),
-        ({"kv_offload_bytes": 100}, r"100 B of host memory hold no KV block of 4.0 KiB"),
+        ({"kv_offload_bytes": 100}, r"100 B.*4.0 KiB"),
         ({"kv_offload_bytes": 10**6, "prefix_caching": False}, "of no use without prefix caching"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -106,8 +107,8 @@ def test_wrong_messages_are_named(api: httpx.Client, messages: Any, param: str) 
 @pytest.mark.parametrize(
     ("path", "fields", "words"),
     [
-        ("completions", {"stream_options": {"include_usage": True}}, "stream_options is allowed only"),
-        ("chat/completions", {"top_logprobs": 2}, "top_logprobs is allowed only"),
+        ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"chat_template_kwargs": {"messages": []}}, "messages is not for requests to set here"),
         ("chat/completions", {"chat_template_kwargs": {"self": 1}}, "self is not for requests to set here"),
         ("chat/completions", {"max_tokens": 2, "max_completion_tokens": 3}, "disagree"),
@@ -115,7 +116,7 @@ def test_wrong_messages_are_named(api: httpx.Client, messages: Any, param: str) 
 )
 def test_contradictions_are_explained(api: httpx.Client, path: str, fields: dict[str, Any], words: str) -> None:
     body = COMPLETION if path == "completions" else CHAT
-    assert words in refusal(api.post(f"/v1/{path}", json={**body, **fields}), 400)["message"]
+    assert re.search(words, refusal(api.post(f"/v1/{path}", json={**body, **fields}), 400)["message"])
 
 
 def test_missing_field(api: httpx.Client) -> None:

@@ -136,12 +136,12 @@ def test_the_client_parses_models(client: openai.OpenAI) -> None:
         ({"guided_json": "{"}, "line 1 column 2"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["\ud800"]}, "surrogates"),
-        ({"guided_regex": "a", "guided_json": {}}, "guided_json and guided_regex exclude each other"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex and structured_outputs.regex"),
-        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
-        ({"response_format": RESPONSE_FORMAT, "guided_regex": "a"}, "guided_regex and response_format exclude"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"guided_regex": "a", "guided_json": {}}, r"guided_json.*guided_regex"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, r"guided_regex and structured_outputs\.regex"),
+        ({"structured_outputs": {"regexp": "a"}}, r"structured_outputs\.regexp"),
+        ({"response_format": RESPONSE_FORMAT, "guided_regex": "a"}, r"guided_regex.*response_format"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "xml"}}, r"response_format\.type"),
         ({"guided_json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "no text at all"),
     ],
 )
@@ -153,7 +153,7 @@ def test_bad_forms_are_refused_before_anything_is_computed(
     body = json.dumps({**CHAT, **fields, "stream": stream})
     response = api.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
-    assert words in response.json()["error"]["message"]
+    assert re.search(words, response.json()["error"]["message"])
     assert served[1].metrics.steps_total == steps
 
 

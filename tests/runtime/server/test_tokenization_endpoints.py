@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -52,17 +53,17 @@ def test_there_and_back(api: httpx.Client) -> None:
         ("/tokenize", {"prompt": "a", "truncate": 5}, 400, "'truncate'"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "'other'"),
         ("/detokenize", {}, 400, "tokens"),
-        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]"),
-        ("/detokenize", {"tokens": [1, 2**70]}, 400, "tokens[1]"),
-        ("/detokenize", {"tokens": [1, 256]}, 400, "tokens[1]: token id 256 is outside of the vocabulary"),
-        ("/detokenize", {"tokens": ["a"]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [1, -1]}, 400, r"tokens\[1\]"),
+        ("/detokenize", {"tokens": [1, 2**70]}, 400, r"tokens\[1\]"),
+        ("/detokenize", {"tokens": [1, 256]}, 400, r"tokens\[1\].*id 256"),
+        ("/detokenize", {"tokens": ["a"]}, 400, r"tokens\[0\]"),
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "'other'"),
     ],
 )
 def test_refusals(api: httpx.Client, path: str, fields: dict[str, Any], status: int, words: str) -> None:
     response = api.post(path, json=fields)
     assert response.status_code == status, response.text
-    assert words in response.json()["error"]["message"]
+    assert re.search(words, response.json()["error"]["message"])
 
 
 def test_what_clients_need_to_know_of_the_tokenizer(api: httpx.Client) -> None:

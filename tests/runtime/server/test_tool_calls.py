@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,16 +253,16 @@ def test_templates_get_tools_and_calls_and_results(kind: str) -> None:
     [
         ({"tools": []}, "tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
-        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, r"tools\[0\]\.function\.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "object"),
-        ({"tools": [{"type": "code", "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "code", "function": {"name": "f"}}]}, r"tools\[0\]\.type"),
         ({"tools": None, "tool_choice": "required"}, "only together with tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other', which is not among"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other'"),
         ({"tool_choice": "maybe"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format and tools exclude each other"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]\.tool_call_id"),
+        ({"messages": [{"role": "assistant", "content": None}]}, r"messages\[0\]\.content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, r"messages\[0\]\.tool_call_id"),
         (
             {
                 "messages": [
@@ -271,14 +272,14 @@ def test_templates_get_tools_and_calls_and_results(kind: str) -> None:
                     }
                 ]
             },
-            "messages[0].tool_calls[0].function.arguments",
+            r"messages\[0\]\.tool_calls\[0\]\.function\.arguments",
         ),
     ],
 )
 def test_requests_that_make_no_sense(demo: Answers, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         demo.client.chat.completions.create(**{"model": "demo", "messages": MESSAGES, "tools": TOOLS, **fields})
-    assert words in refusal.value.message
+    assert re.search(words, refusal.value.message)
 
 
 def test_parameters_that_no_grammar_can_keep_to_are_refused_when_a_call_is_forced(demo: Answers) -> None:

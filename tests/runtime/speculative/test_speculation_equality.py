@@ -213,22 +213,22 @@ def test_text_that_repeats_itself_is_guessed() -> None:
     [
         (
             {"speculative_model": "magic"},
-            "--speculative-model magic is neither a known drafter nor a folder. Use ngram",
+            "--speculative-model",
         ),
-        ({"speculative_model": "self:skip=5"}, "5 of 6 layers cannot be skipped.*N from 1 to 4"),
-        ({"speculative_model": "self:skip=0"}, "0 of 6 layers cannot be skipped"),
-        ({"speculative_model": "ngram", "num_speculative_tokens": 17}, "17 draft tokens are not between 1 and 16"),
+        ({"speculative_model": "self:skip=5"}, r"5.*6 layers.*from 1.*4"),
+        ({"speculative_model": "self:skip=0"}, r"0.*6 layers"),
+        ({"speculative_model": "ngram", "num_speculative_tokens": 17}, r"17 draft.*between 1.*16"),
         ({"speculative_model": "ngram", "spec_verify": "guess"}, "unknown --spec-verify 'guess'"),
         (
             {"speculative_model": "", "spec_verify": "rejection"},
-            "needs a drafter. Add --speculative-model ngram",
+            "--speculative-model",
         ),
         ({"speculative_model": "ngram-tree", "spec_verify": "rejection"}, "trees of draft tokens are verified exactly"),
         (
             {"speculative_model": "ngram-tree", "kv_cache": "int8", "kv_residual_length": 8},
             "exact sinks and recent",
         ),
-        ({"speculative_model": "ngram-tree", "attention_window": 4}, "trees of 4 tokens do not fit in a window of 4"),
+        ({"speculative_model": "ngram-tree", "attention_window": 4}, r"4 tokens.*4"),
     ],
 )
 def test_wishes_that_cannot_be_granted_are_refused(options, message) -> None:
