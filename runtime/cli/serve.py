@@ -269,7 +269,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     `client_seconds` to send the head of a request, and to read on."""
     import uvicorn
 
-    from runtime.server.middleware import IDLE_SECONDS, ReadTimeoutProtocol
+    from runtime.server.timeouts import IDLE_SECONDS, ReadTimeoutProtocol
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("runtime").setLevel(logging.INFO)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
+from typing import Protocol
 
 from compress.common.errors import RequestError
 from runtime.core.config import RuntimeConfig
@@ -15,7 +16,6 @@ from runtime.engine.block_pool import BlockPool
 from runtime.engine.metrics import Metrics
 from runtime.engine.output_processor import OutputProcessor, TextLayer, derive_seed
 from runtime.engine.scheduler import Scheduler
-from runtime.speculative.proposer import Speculator
 from runtime.text.grammar import GrammarCompiler
 
 logger = logging.getLogger("runtime.engine.engine")
@@ -25,6 +25,16 @@ UNHEALTHY_AFTER = 3
 
 
 NO_OPTIONS = RequestOptions()
+
+
+class Speculator(Protocol):
+    """Drafts tokens for the engine; `runtime.speculative.proposer.Speculator` is one."""
+
+    def propose(self, decodes: TokenIds[Sequence]) -> None:
+        """Sets the drafts of the sequences that the next step decodes."""
+
+    def note(self, plan: StepPlan, num_accepted: Mapping[str, int]) -> None:
+        """Learns from a computed step how many draft tokens were accepted, by sequence id."""
 
 
 class Engine:

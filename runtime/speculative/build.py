@@ -14,10 +14,10 @@ from runtime.memory.estimate import kv_token_bytes
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
 from runtime.runner.runner import ModelRunner, check_fits
-from runtime.sampling.rejection import Proposals, ProposalSampler, RejectionSampler
 from runtime.speculative.draft_model import ModelDrafter, round_layers, skip_layers
 from runtime.speculative.ngram import CHAINS, TREE_BRANCHES, TREES, NgramDrafter
 from runtime.speculative.proposer import Drafter, Gate, Speculator
+from runtime.speculative.verify import Proposals, ProposalSampler, RejectionSampler
 from runtime.text.tokenizer import Tokenizer
 
 MAX_DRAFT_TOKENS = 16

@@ -12,9 +12,9 @@ from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.step import SampledToken, ScheduledSequence
 from runtime.runner.runner import sample_and_match
-from runtime.sampling.rejection import Proposals, ProposalSampler, RejectionSampler
 from runtime.sampling.sampler import probabilities
 from runtime.speculative.draft_model import OTHER_NOISE
+from runtime.speculative.verify import Proposals, ProposalSampler, RejectionSampler
 
 VOCAB = 7
 NUM_GUESSES = 3
