@@ -1,1 +1,1 @@
-"""Guessing the next tokens cheaply, so that the target verifies several in one step."""
+"""Speculative decoding: cheap drafts that the target model verifies in one step."""

@@ -1,4 +1,4 @@
-"""From what the user asked for (`RuntimeConfig.speculate`) to a drafter that is ready. Below the torch line."""
+"""Builds the drafter that `RuntimeConfig.speculative_model` names. Imports torch."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SELF_SKIPPING = re.compile(r"self:skip(?:=(\d+))?")
 def build_speculator(
     path: str | Path, target: Decoder, runner: ModelRunner, config: RuntimeConfig
 ) -> Speculator | None:
-    """What guesses for the engine of `runner`; None when nothing was asked for.
+    """Builds the speculator for the engine of `runner`; None without a drafter in the configuration.
 
-    With `spec_verify="rejection"` the runner is told to verify by rejection.
+    With `spec_verify="rejection"` the runner's sampler is replaced by one that verifies by rejection.
 
     Args:
         path: the target's folder.
 
     Raises:
-        ToolkitError: an unknown wish, a draft model with another vocabulary, or no memory for its blocks.
+        ToolkitError: an unknown drafter, a draft model with another vocabulary, or no memory for its blocks.
     """
     if not config.speculative_model:
         if config.spec_verify == "rejection":
@@ -110,7 +110,7 @@ def _dtype_name(target: Decoder) -> str:
 
 
 def _check_vocabulary(path: Path, target: Decoder, folder: Path, draft: Decoder) -> None:
-    """Token ids must mean the same to both models."""
+    """Raises ToolkitError unless token ids mean the same to both models."""
     remedy = "Draft with a model of the same family, or with --speculative-model ngram or self:2bit"
     sizes = target.config.vocab_size, draft.config.vocab_size
     if sizes[0] != sizes[1]:
@@ -123,8 +123,7 @@ def _check_vocabulary(path: Path, target: Decoder, folder: Path, draft: Decoder)
 
 
 def _draft_memory(decoder: Decoder, target: Decoder, memory: MemoryPlan) -> MemoryPlan:
-    """As many blocks as the target has, of the draft model's own size, beside the target's. They have the target's
-    form; guesses need no exact tokens."""
+    """Plans as many KV blocks as the target has, in the target's format, without exact sinks and recent tokens."""
     model, choice = decoder.config, memory.kv_choice
     choice = replace(choice, scheme=replace(choice.scheme, sinks=0, recent=0), notes=())
     token_bytes = kv_token_bytes(model, choice.scheme, decoder.dtype.itemsize)

@@ -1,8 +1,8 @@
-"""Guesses by a smaller model over the same vocabulary, for all sequences together. Knows its runner only: no torch.
+"""Drafts by a smaller model with the same vocabulary, for all sequences of a batch together.
 
-The draft model sees each sequence through a shadow: the same tokens, and blocks of its own pool. It draws with the
-target's sampling parameters and, when drafts are verified by match, with the target's noise: where both models agree
-about a distribution they also draw the same token, so sampled text is guessed nearly as well as greedy text.
+The draft model keeps a shadow of each sequence: the same tokens, with blocks of its own pool. It samples with the
+target's parameters and, for exact verification, with the target's noise: where both models agree about a distribution
+they sample the same token, so sampled text is drafted nearly as well as greedy text.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from runtime.core.request import Sequence
 from runtime.core.step import Runner, SampledToken, ScheduledSequence, StepPlan
 from runtime.model.decoder import Decoder
 from runtime.model.loader import HEAD, expected_linears, load_layers
-from runtime.speculative.proposer import Wish
+from runtime.speculative.proposer import DraftRequest
 
 OTHER_NOISE = 0x5DEECE66D1234567
-"""Changes a seed into one whose noise has nothing to do with it."""
+"""Mixed into a seed to get independent noise."""
 
 
 @dataclass(eq=False, slots=True)
 class _Shadow:
-    """What the draft model holds of one sequence.
+    """The draft model's state of one sequence.
 
     Attributes:
-        own: its tokens, then the guesses of the last round; its blocks in the draft model's pool.
-        num_known: tokens of `own` that are no guesses.
+        own: the sequence's tokens, then the draft tokens of the last round; blocks of the draft model's pool.
+        num_known: tokens of `own` before the draft tokens.
     """
 
     own: Sequence
     num_known: int = 0
 
     def follow(self, sequence: Sequence) -> None:
-        """Takes over the tokens that were added since the last round; keys and values of right guesses stay good."""
+        """Copies tokens added since the last round; keys and values of accepted draft tokens stay valid."""
         own, known = self.own, sequence.token_ids
         agree = self.num_known
         while agree < min(len(known), own.num_tokens) and own.token_ids[agree] == known[agree]:
             agree += 1
         own.token_ids[agree:] = known[agree:]
-        # The last token is computed in any case, since its logits are wanted.
+        # The last token is always computed: its logits are needed.
         own.num_computed_tokens = min(own.num_computed_tokens, agree, len(known) - 1)
         self.num_known = len(known)
         own.constraint = sequence.constraint
 
     def take(self, drawn: list[SampledToken] | None) -> bool:
-        """Appends a guess; False when there is none, or none that may stand there."""
+        """Appends a draft token; returns False if there is none or the grammar forbids it."""
         if drawn is None or drawn[0].error:
             return False
         constraint = self.own.constraint
@@ -60,22 +60,23 @@ class _Shadow:
         return True
 
     def take_back(self) -> None:
-        """Leaves the sequence's constraint as it was before the guesses."""
+        """Rolls the sequence's constraint back to before the draft tokens."""
         if self.own.constraint is not None:
-            self.own.constraint.rollback(len(self.guesses))
+            self.own.constraint.rollback(len(self.draft))
 
     @property
-    def guesses(self) -> list[int]:
+    def draft(self) -> list[int]:
+        """Draft tokens of this round."""
         return self.own.token_ids[self.num_known :]
 
 
 class ModelDrafter:
-    """Drafts with any runner. Sequences it has no blocks for, or that it is far behind on, get no guesses for a while.
+    """Drafts with any runner. A sequence without free blocks, or whose prompt is still being computed, gets no draft.
 
     Args:
-        runner: of the draft model.
-        config: block size, and how many tokens one call may compute.
-        same_noise: draw with the target's own noise; False draws independently, as rejection sampling needs.
+        runner: runner of the draft model.
+        config: block size and token budget of a call.
+        same_noise: sample with the target's noise; False samples independently, as rejection sampling requires.
     """
 
     def __init__(self, runner: Runner, config: RuntimeConfig, *, same_noise: bool = True) -> None:
@@ -85,10 +86,10 @@ class ModelDrafter:
         self._free = list(range(runner.num_blocks))
         self._shadows: dict[Sequence, _Shadow] = {}
 
-    def propose(self, wishes: ListOf[Wish]) -> None:
-        self._forget_all_but({sequence for sequence, _ in wishes})
-        shadows = {sequence: self._shadow(sequence, count) for sequence, count in wishes if count}
-        active = {shadow: count for (sequence, count) in wishes if (shadow := shadows.get(sequence)) is not None}
+    def propose(self, requests: ListOf[DraftRequest]) -> None:
+        self._forget_all_but({sequence for sequence, _ in requests})
+        shadows = {sequence: self._shadow(sequence, count) for sequence, count in requests if count}
+        active = {shadow: count for (sequence, count) in requests if (shadow := shadows.get(sequence)) is not None}
         drafting = list(active)
         try:
             while active:
@@ -96,12 +97,16 @@ class ModelDrafter:
         finally:
             for shadow in drafting:
                 shadow.take_back()
-        for sequence, _ in wishes:
+        for sequence, _ in requests:
             shadow = shadows.get(sequence)
-            sequence.draft_token_ids = shadow.guesses if shadow is not None else []
+            sequence.draft_token_ids = shadow.draft if shadow is not None else []
 
     def _advance(self, active: dict[_Shadow, int]) -> dict[_Shadow, int]:
-        """One forward pass: a guess more for each sequence that is up to date. Returns those that want another."""
+        """Runs one forward pass, which gives each sequence that is up to date one more draft token.
+
+        Returns:
+            Sequences that need more, with the numbers of tokens asked for.
+        """
         entries: list[ScheduledSequence] = []
         budget = self.config.max_num_batched_tokens
         for shadow in active:
@@ -113,18 +118,18 @@ class ModelDrafter:
         tokens = self.runner.execute(StepPlan(tuple(entries))).tokens
         for entry in entries:
             entry.sequence.num_computed_tokens += entry.num_tokens
-        guessed = {shadow: count for shadow, count in active.items() if shadow.take(tokens.get(shadow.own.id))}
-        return {shadow: count for shadow, count in guessed.items() if len(shadow.guesses) < count}
+        drafted = {shadow: count for shadow, count in active.items() if shadow.take(tokens.get(shadow.own.id))}
+        return {shadow: count for shadow, count in drafted.items() if len(shadow.draft) < count}
 
     def _shadow(self, sequence: Sequence, count: int) -> _Shadow | None:
-        """The sequence's shadow, up to date and with blocks for `count` guesses; None without room for them."""
+        """Returns the sequence's shadow with its new tokens and blocks for `count` draft tokens; None without room."""
         shadow = self._shadows.get(sequence)
         if shadow is None:
             request = sequence.request
             sampling = replace(request.sampling, logprobs=None, prompt_logprobs=None)
             shadow = _Shadow(Sequence(replace(request, sampling=sampling, seed=request.seed ^ self._noise), []))
         shadow.follow(sequence)
-        # The last guess is never computed here.
+        # The last draft token is never computed here.
         num_computed = sequence.num_tokens + count - 1
         missing = -(-num_computed // self.config.block_size) - len(shadow.own.block_ids)
         if missing > len(self._free) or num_computed > self.runner.max_model_len:
@@ -139,13 +144,13 @@ class ModelDrafter:
 
 
 def skip_layers(target: Decoder, num_skipped: int | None = None) -> Decoder:
-    """The target without some of its layers, spread evenly between the first and the last, which stay.
+    """Makes a draft model of the target by skipping evenly spaced layers between the first and the last.
 
-    A residual network's middle layers each change the hidden state a little, so what is left still predicts something
-    (Zhang et al.: Draft & Verify, arXiv:2309.08168, section 3).
+    Each middle layer of a residual network changes the hidden state a little, so the rest still predicts well (Zhang et
+    al.: Draft & Verify, arXiv:2309.08168, section 3).
 
     Args:
-        num_skipped: None leaves out half of them.
+        num_skipped: None skips half of the layers.
 
     Raises:
         ToolkitError: fewer than one layer is skipped, or the first and last would have to be.
@@ -165,11 +170,12 @@ def skip_layers(target: Decoder, num_skipped: int | None = None) -> Decoder:
 
 
 def round_layers(target: Decoder, path: str | Path, bits: int, kernels: str = "auto") -> Decoder:
-    """The target with the linears of its layers rounded to `bits` bits: in asymmetric groups as small as fit, without
-    calibration, in seconds. The checkpoint in folder `path` is read once more; nothing is written.
+    """Makes a draft model of the target by rounding its linears to `bits` bits in the smallest asymmetric groups.
+
+    Takes seconds and no calibration. Reads the checkpoint in folder `path` again and writes nothing.
 
     Raises:
-        ToolkitError: the weights are that small already.
+        ToolkitError: the weights have `bits` bits or fewer already.
     """
     source = PackedCheckpoint.open(path)
     modules = [module for module, _, _ in expected_linears(target.config, source) if module != HEAD]
@@ -189,5 +195,5 @@ def _scheme(source: PackedCheckpoint, module: str, bits: int) -> Scheme:
 
 
 def _taken(stored: Scheme, rows: int, columns: int) -> float:
-    """Bits of a weight. Factors of low rank are multiplied out for a draft, so what counts is what both take."""
+    """Returns the bits per weight; low-rank factors count with their stored size."""
     return stored.bits if stored.rank is None else stored.stored_bits(rows, columns) / (rows * columns)

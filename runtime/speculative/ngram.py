@@ -1,6 +1,6 @@
-"""Guesses from the sequence itself: what followed when its last few tokens stood there before. No model, no torch.
+"""Drafts by n-gram lookup: proposes what followed the last few tokens where they occurred before. No model, no torch.
 
-Where they stood there more than once, the last continuation is the guess, or each one a branch of a tree.
+If they occurred more than once, the latest continuation is the draft, or each continuation is a branch of a tree.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from dataclasses import dataclass, field
 
 from runtime.core.request import Sequence
 from runtime.core.step import grow_tree
-from runtime.speculative.proposer import Wish
+from runtime.speculative.proposer import DraftRequest
 
 LENGTHS = (3, 2)
-"""Numbers of tokens that must agree with an earlier place; the first that is found counts."""
+"""Lengths of the n-grams that are looked up, the longest first."""
 CHAINS, TREES = "ngram", "ngram-tree"
-"""What users write for n-grams, and for branches of them (`RuntimeConfig.speculate`)."""
+"""Values of `RuntimeConfig.speculative_model` for one continuation and for a tree of them."""
 TREE_BRANCHES = 4
-"""Earlier places that a tree looks at."""
+"""Most continuations in a tree."""
 MAX_TREE_TOKENS = 16
-"""Guesses of a tree: as many as the longest chain."""
+"""Most draft tokens in a tree, as many as in the longest chain."""
 
 
 @dataclass(slots=True)
 class _Index:
-    """Of one sequence: where its n-grams ended the last time. Covers ends up to `num_indexed`.
+    """Positions where the n-grams of one sequence last ended, up to `num_indexed`.
 
     Attributes:
-        earlier: where the n-gram of a length that ends at a place ended the time before; None keeps last places only.
+        earlier: by length and end of an n-gram, where it ended the time before; None keeps the last ends only.
     """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class _Index:
     earlier: dict[tuple[int, int], int] | None = None
 
     def extend(self, token_ids: list[int]) -> None:
-        """Adds every n-gram that ends before the last token; the last ones are what is looked up."""
+        """Adds every n-gram that ends before the last token; those that end at the last token are looked up."""
         for end in range(self.num_indexed + 1, len(token_ids)):
             for length in LENGTHS:
                 if length <= end:
@@ -48,8 +48,8 @@ class _Index:
         self.ends[ngram] = end
 
     def find(self, token_ids: list[int], count: int) -> list[int]:
-        """Where up to `count` earlier places that look like the end of the tokens go on: those that agree about more
-        tokens first, then the latest."""
+        """Finds up to `count` positions that follow an earlier occurrence of the last tokens: longer matches first,
+        then later ones."""
         found: list[int] = []
         for length in LENGTHS:
             end = self.ends.get(tuple(token_ids[-length:])) if length < len(token_ids) else None
@@ -61,22 +61,22 @@ class _Index:
 
 
 class NgramDrafter:
-    """Looks the last tokens up in prompt and output. Each token costs two dictionary entries, each guess two look-ups.
+    """Looks up the last tokens in prompt and output. A token costs two dictionary entries, a draft two lookups.
 
-    Good where output repeats input: code edits, summaries with quotes, extraction. Where nothing repeats it guesses
-    nothing and costs next to nothing.
+    Suits output that repeats input: code edits, summaries with quotes, extraction. Without repetition it drafts nothing
+    and costs almost nothing.
 
     Args:
-        max_branches: continuations that a draft joins to a tree. A sequence that follows a grammar gets one.
+        max_branches: most continuations in a draft; above 1 they form a tree. A sequence with a grammar gets one.
     """
 
     def __init__(self, max_branches: int = 1) -> None:
         self.max_branches = max_branches
         self._indices: dict[Sequence, _Index] = {}
 
-    def propose(self, wishes: ListOf[Wish]) -> None:
-        self._indices = {sequence: self._indices.get(sequence) or self._new_index() for sequence, _ in wishes}
-        for sequence, count in wishes:
+    def propose(self, requests: ListOf[DraftRequest]) -> None:
+        self._indices = {sequence: self._indices.get(sequence) or self._new_index() for sequence, _ in requests}
+        for sequence, count in requests:
             branches = self._branches(sequence, count) if count else []
             sequence.draft_token_ids, sequence.draft_parents = grow_tree(branches, MAX_TREE_TOKENS)
 
@@ -91,7 +91,6 @@ class NgramDrafter:
 
 
 def _continuation(token_ids: list[int], start: int, count: int) -> list[int]:
-    """The `count` tokens from `start` on. A place so close to the end that they run into themselves is a cycle: it goes
-    round."""
+    """Returns `count` tokens from `start` on, repeating the rest of the sequence as a cycle if it is shorter."""
     cycle = len(token_ids) - start
     return [token_ids[start + step % cycle] for step in range(count)]

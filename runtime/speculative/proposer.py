@@ -1,14 +1,11 @@
-"""How many tokens to guess, and whether to guess at all. Measured, not configured. No torch.
+"""Decides how many tokens to draft, and whether drafting pays at all; both are measured, not configured. No torch.
 
-Two questions, two answers:
-
-* How far is this sequence predictable? `Window` keeps a moving average of how many guesses were accepted and asks for
-  that many, rounded up. Where hardly any is accepted it asks for none, and for one now and then to see whether that
-  has changed.
-* Does it pay? Verifying guesses is cheap while a step waits for memory and costs as much as anything else when it
-  computes, which depends on machine, model, batch size and drafter. `Gate` compares tokens per second with and without
-  guesses, for each size of the batch (in powers of two), and takes the better; in every period of steps it tries both.
-  Steps for which the drafter had no guess, or had to catch up first, are no evidence for either.
+* `Window` predicts one sequence: a moving average of how many of its draft tokens were accepted, rounded up. Where
+  hardly any is accepted it asks for none, and now and then for a single one to detect a change.
+* `Gate` decides for the whole batch. Verifying is cheap while a step is bound by memory bandwidth and costs its full
+  share once it is bound by compute, which depends on machine, model, batch size and drafter. The gate compares tokens
+  per second with and without drafting for each batch size (in powers of two), takes the better way, and tries both
+  again in every period. Steps in which the drafter had nothing to propose, or had to catch up first, are not counted.
 """
 
 from __future__ import annotations
@@ -20,132 +17,140 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean, median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from runtime.core.request import Sequence
 from runtime.core.step import StepPlan, depth
 
 WEIGHT = 0.25
-"""Of the newest observation in the moving average of accepted guesses."""
+"""Weight of the newest observation in the moving average of accepted draft tokens."""
 HOPELESS = 0.25
-"""Fewer accepted guesses per step than this are not worth guessing for."""
+"""Accepted draft tokens per step below which a sequence is not drafted for."""
 PROBE_EVERY = 16
-"""Steps without guesses between two with a single one, where it was hopeless."""
+"""Steps between two probes of a sequence that is not drafted for; a probe is one draft token."""
 
 PERIOD = 256
-"""Steps after which both ways are tried again."""
+"""Steps after which the gate tries both ways again."""
 TRIAL = 4
 """Steps of a trial. The first is not measured: it pays for the change, such as a draft model that catches up."""
 MEMORY = 16
-"""Measured steps that count: old ones say nothing about the present text and load."""
+"""Measured steps that count; older ones say little about the present text and load."""
 
 
 @dataclass(slots=True)
 class Window:
-    """Of one sequence: `longest` guesses at most, `expected` accepted ones."""
+    """Draft length of one sequence: at most `longest` tokens, of which `expected` will be accepted."""
 
     longest: int
     expected: float
     num_skipped: int = 0
 
     def next(self) -> int:
-        """How many guesses to ask for."""
+        """Returns how many tokens to draft."""
         if self.expected >= HOPELESS:
             return min(self.longest, ceil(self.expected))
         self.num_skipped += 1
         return int(self.num_skipped % PROBE_EVERY == 0)
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """One step's outcome; of a tree `num_drafts` is the depth. When all were accepted one more might have been."""
+        """Records one step; `num_drafts` is the depth of a tree. If all were accepted, one more might have been."""
         seen = num_accepted + (num_accepted == num_drafts)
         self.expected += WEIGHT * (seen - self.expected)
 
 
 @dataclass(slots=True)
 class Rate:
-    """Tokens and seconds of the last steps."""
+    """Tokens and seconds of the last measured steps."""
 
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MEMORY))
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
 
     def note(self, tokens: int, seconds: float) -> None:
+        """Records one step."""
         self.tokens.append(tokens)
         self.seconds.append(seconds)
 
     @property
     def per_second(self) -> float:
-        """Mean tokens by the median time, which one step that waited for the processor does not move; 0 is unknown."""
+        """Mean tokens by median time, which is robust against a single slow step; 0 if unknown."""
         seconds = median(self.seconds) if self.seconds else 0.0
         return fmean(self.tokens) / seconds if seconds > 0 else 0.0
 
 
 @dataclass(slots=True)
 class Trials:
-    """Both ways, at one size of the batch. Every period begins with a trial of each; then the better one runs."""
+    """Rates with and without drafting at one batch size. A period begins with a trial of each; then the better runs."""
 
-    guessing: Rate = field(default_factory=Rate)
+    drafting: Rate = field(default_factory=Rate)
     plain: Rate = field(default_factory=Rate)
     num_steps: int = 0
 
     def next(self) -> bool:
-        """Whether to guess in the next step."""
+        """Returns whether to draft in the next step."""
         phase = self.num_steps % PERIOD
         if phase < 2 * TRIAL:
             return phase < TRIAL
-        return self.guessing.per_second >= self.plain.per_second
+        return self.drafting.per_second >= self.plain.per_second
 
-    def advance(self, guessed: bool) -> None:
-        """A step is done. A trial of guessing waits for guesses."""
-        self.num_steps += guessed or self.num_steps % PERIOD >= TRIAL
+    def advance(self, drafted: bool) -> None:
+        """Counts a step. A trial of drafting only counts steps with draft tokens."""
+        self.num_steps += drafted or self.num_steps % PERIOD >= TRIAL
 
 
 class Gate:
-    """Switches guessing off where it does not pay. Ask `allows` before a step and tell `note` after it."""
+    """Turns drafting off where it does not pay. Call `allows` before a step and `note` after it."""
 
     def __init__(self) -> None:
         self._trials: dict[int, Trials] = {}
         self._current = Trials()
-        self._guesses = False
+        self._drafts = False
         self._changed = True
 
     def allows(self, batch_size: int) -> bool:
-        """Whether to guess in a step with this many sequences."""
+        """Returns whether to draft in a step with `batch_size` sequences."""
         trials = self._trials.setdefault(batch_size.bit_length(), Trials())
-        guesses = trials.next()
-        self._changed = trials is not self._current or guesses != self._guesses
-        self._current, self._guesses = trials, guesses
-        return guesses
+        drafts = trials.next()
+        self._changed = trials is not self._current or drafts != self._drafts
+        self._current, self._drafts = trials, drafts
+        return drafts
 
-    def note(self, num_tokens: int, seconds: float, *, guessed: bool) -> None:
-        """The step gave so many tokens in so many seconds, drafting included; `guessed`: there were guesses."""
-        if not self._changed and guessed == self._guesses:
-            (self._current.guessing if guessed else self._current.plain).note(num_tokens, seconds)
-        self._current.advance(guessed)
+    def note(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
+        """Records the tokens and seconds of a step, drafting included.
+
+        Args:
+            drafted: the step had draft tokens.
+        """
+        if not self._changed and drafted == self._drafts:
+            (self._current.drafting if drafted else self._current.plain).note(num_tokens, seconds)
+        self._current.advance(drafted)
 
 
-Wish = tuple[Sequence, int]
-"""A sequence that decodes in the next step, and how many tokens to guess for it at most; 0 is none."""
+class DraftRequest(NamedTuple):
+    """A sequence that the next step decodes, and how many tokens to draft for it at most; 0 is none."""
+
+    sequence: Sequence
+    num_tokens: int
 
 
 class Drafter(Protocol):
-    """Guesses how sequences go on. A wrong guess costs time and never changes a token, see
+    """Proposes continuations. A wrong draft token costs time and changes no output: see
     `runtime.speculative.verify`."""
 
-    def propose(self, wishes: ListOf[Wish]) -> None:
-        """Sets `draft_token_ids` of every sequence of `wishes`; fewer than wished for, or none, is fine.
+    def propose(self, requests: ListOf[DraftRequest]) -> None:
+        """Sets `draft_token_ids` of every requested sequence, to at most the number of tokens asked for.
 
-        Whatever the drafter keeps for a sequence it may forget when that sequence is not among them any more.
+        State that the drafter keeps for a sequence may be dropped once the sequence is no longer requested.
         """
         ...
 
 
 class Speculator:
-    """Has guesses made for the sequences that decode next.
+    """Has tokens drafted for the sequences that the next step decodes.
 
     Args:
-        drafter: makes them.
-        num_draft_tokens: guesses per sequence and step at most.
-        gate: switches guessing off where it does not pay; None guesses always.
+        drafter: proposes the tokens.
+        num_draft_tokens: most draft tokens per sequence and step.
+        gate: turns drafting off where it does not pay; None always drafts.
         clock: seconds.
     """
 
@@ -171,16 +176,16 @@ class Speculator:
             return
         known = self._windows
         self._windows = {sequence: known.get(sequence) or self._new_window() for sequence in decodes}
-        guesses = self.gate is None or self.gate.allows(len(decodes))
-        self.drafter.propose([(sequence, self._wish(sequence) if guesses else 0) for sequence in decodes])
+        drafts = self.gate is None or self.gate.allows(len(decodes))
+        self.drafter.propose([DraftRequest(each, self._num_tokens(each) if drafts else 0) for each in decodes])
         for sequence in decodes:
             _cut_forbidden(sequence)
 
     def note(self, plan: StepPlan, num_accepted: Mapping[str, int]) -> None:
-        """Learns from a step that was computed; call it before the plan is completed.
+        """Learns from a computed step; call it before the plan is completed.
 
         Args:
-            num_accepted: draft tokens, by the ids of the sequences that sampled.
+            num_accepted: accepted draft tokens by the ids of the sequences that sampled.
         """
         seconds = self._clock() - self._started
         for entry in plan.entries:
@@ -189,19 +194,19 @@ class Speculator:
         only_decodes = all(entry.samples and entry.num_tokens == 1 + entry.num_draft_tokens for entry in plan.entries)
         if self.gate is not None and only_decodes:
             num_tokens = sum(1 + num_accepted[entry.sequence.id] for entry in plan.entries)
-            self.gate.note(num_tokens, seconds, guessed=any(entry.num_draft_tokens for entry in plan.entries))
+            self.gate.note(num_tokens, seconds, drafted=any(entry.num_draft_tokens for entry in plan.entries))
 
     def _new_window(self) -> Window:
         return Window(self.num_draft_tokens, expected=self.num_draft_tokens / 2)
 
-    def _wish(self, sequence: Sequence) -> int:
-        # The token behind the last accepted guess comes for free, so the last one before `max_tokens` needs no guess.
+    def _num_tokens(self, sequence: Sequence) -> int:
+        # The token after the last accepted draft token comes for free, so the last one before `max_tokens` needs none.
         room = sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1
         return min(self._windows[sequence].next(), room) if room else 0
 
 
 def _cut_forbidden(sequence: Sequence) -> None:
-    """Nothing behind a guess that the sequence's grammar forbids can be accepted. Such a sequence has no tree."""
+    """Drops draft tokens from the first that the sequence's grammar forbids. Such a sequence has no tree."""
     if sequence.constraint is not None and sequence.draft_token_ids:
         num_allowed = sequence.constraint.accept(sequence.draft_token_ids)
         sequence.constraint.rollback(num_allowed)

@@ -1,10 +1,16 @@
-"""Which guesses hold, by match: the target draws its own tokens, and those that agree with the draft are kept.
+"""Verification of draft tokens, in two ways that keep the output distribution exact.
 
-Each row of a span draws from the distribution that the target gives after the tokens and guesses before it, with the
-noise of its own position: where the draft is a tree, of the position that its branch gives it. A draw counts only
-while all guesses before it were drawn too, so every token that is kept is exactly the one that would have been drawn
-without a draft; the draft only decides how many are drawn in one step.
-No torch.
+Exact match: the target samples its own token in every row of a span, from its distribution after the tokens and draft
+tokens before that row and with the noise of that position (in a tree: the position on its branch). A sampled token
+counts as long as all draft tokens before it were sampled too. So every kept token is the one that would have been
+sampled without a draft, and the draft only decides how many tokens a step yields.
+
+Rejection sampling, for drafters with independent noise: a draft token `x ~ q` is accepted with probability
+`min(1, p(x) / q(x))`; otherwise the token is sampled from `(p - q)+`. Together they sample from the target's
+distribution `p` (Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding,
+arXiv:2211.17192, section 2.3 and appendix A.1). `p` and `q` are the distributions after bias, mask, penalties,
+temperature and truncation. Draft tokens without a known `q` (n-grams, greedy drafts) have `q(x) = 1`. A seed reproduces
+its tokens only if the same tokens are drafted, a limit that exact match does not have.
 """
 
 from __future__ import annotations
@@ -25,11 +31,11 @@ from runtime.sampling.sampler import probabilities, sample_tokens, token_logprob
 def verify_by_match(
     entries: Iterable[ScheduledSequence], drawn: Iterable[SampledToken]
 ) -> dict[str, list[SampledToken]]:
-    """Tokens by sequence id: the draws that equal a branch of the draft, and the first one that does not or follows it.
+    """Keeps the sampled tokens that follow a branch of the draft, and the one after them; by sequence id.
 
     Args:
-        entries: that sample.
-        drawn: `1 + num_draft_tokens` for each entry, in order.
+        entries: entries that sample.
+        drawn: `1 + num_draft_tokens` sampled tokens of each entry, in order.
     """
     rest = iter(drawn)
     return {entry.sequence.id: _agreed(entry, list(islice(rest, 1 + entry.num_draft_tokens))) for entry in entries}
@@ -38,22 +44,22 @@ def verify_by_match(
 def _agreed(entry: ScheduledSequence, drawn: list[SampledToken]) -> list[SampledToken]:
     parents = entry.draft_parents
     draft = entry.sequence.draft_token_ids[: len(parents)]
-    said, guess = drawn[:1], find_child(draft, parents, -1, drawn[0].token_id)
-    while guess is not None:
-        said.append(drawn[guess + 1])
-        guess = find_child(draft, parents, guess, said[-1].token_id)
-    return said
+    accepted, child = drawn[:1], find_child(draft, parents, -1, drawn[0].token_id)
+    while child is not None:
+        accepted.append(drawn[child + 1])
+        child = find_child(draft, parents, child, accepted[-1].token_id)
+    return accepted
 
 
 ACCEPTANCE_NOISE = 0x2545F4914F6CDD1D
-"""Changes a seed into the one whose noise decides about acceptance."""
+"""Mixed into a seed to get the noise that decides about acceptance."""
 
 Proposals = dict[tuple[str, int], Tensor]
-"""Distributions `q [V]` that guesses were drawn from, by sequence id and position, for one step."""
+"""Distributions `q [V]` that draft tokens were sampled from, by sequence id and position, for one step."""
 
 
 class ProposalSampler:
-    """Draws a draft model's guesses and keeps the distributions they come from."""
+    """Samples a draft model's tokens and keeps their distributions."""
 
     def __init__(self, proposals: Proposals) -> None:
         self._proposals = proposals
@@ -69,10 +75,10 @@ class ProposalSampler:
 
 
 class RejectionSampler:
-    """Draws what follows each sequence and verifies its draft by rejection.
+    """Samples the next tokens of each sequence and verifies its draft by rejection sampling.
 
     Args:
-        proposals: of the guesses to verify; emptied by each call.
+        proposals: distributions of the draft tokens; cleared by each call.
     """
 
     def __init__(self, proposals: Proposals) -> None:
@@ -81,69 +87,72 @@ class RejectionSampler:
     def __call__(
         self, entries: Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
     ) -> dict[str, list[SampledToken]]:
-        """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
+        """Returns tokens by sequence id, from `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
         draws = [build_sampling_metadata(entry) for entry in entries]
         flat = [draw for group in draws for draw in group]
         own, first, tokens = sample_tokens(logits, flat, drawn), 0, {}
-        guesses = list(_guesses(entries, draws))
-        verdicts = self._judge(guesses, logits, flat) if guesses else {}
+        drafted = list(_draft_tokens(entries, draws))
+        verdicts = self._judge(drafted, logits, flat) if drafted else {}
         self._proposals.clear()
         for entry, group in zip(entries, draws, strict=True):
             rows = range(first, first + len(group))
-            tokens[entry.sequence.id] = _until_refused(rows, own, verdicts)
+            tokens[entry.sequence.id] = _until_rejected(rows, own, verdicts)
             first = rows.stop
         return tokens
 
     def _judge(
-        self, guesses: list[_Guess], logits: Tensor, draws: list[SamplingMetadata]
+        self, drafted: list[_DraftToken], logits: Tensor, draws: list[SamplingMetadata]
     ) -> dict[int, tuple[bool, SampledToken]]:
-        """By row: whether its guess is accepted, and the token that stands there then."""
-        rows = [guess.row for guess in guesses]
+        """Returns by row whether its draft token is accepted, and the resulting token."""
+        rows = [each.row for each in drafted]
         mine = [draws[row] for row in rows]
         logits = logits[rows]
         p = probabilities(logits, mine)
-        q = self._proposed(guesses, mine, p)
-        token_ids = torch.tensor([guess.token_id for guess in guesses], device=p.device).unsqueeze(-1)
+        q = self._proposed(drafted, mine, p)
+        token_ids = torch.tensor([each.token_id for each in drafted], device=p.device).unsqueeze(-1)
         limit = _uniform(mine).to(p.device) * q.gather(-1, token_ids).squeeze(-1)
         accepted = limit < p.gather(-1, token_ids).squeeze(-1)
         chosen = torch.where(accepted, token_ids.squeeze(-1), _draw_rest(p, q, mine)).tolist()
         tokens = [_token(row, token_id, draw) for row, token_id, draw in zip(logits, chosen, mine, strict=True)]
         return dict(zip(rows, zip(accepted.tolist(), tokens, strict=True), strict=True))
 
-    def _proposed(self, guesses: list[_Guess], draws: list[SamplingMetadata], p: Tensor) -> Tensor:
-        """What the guesses were drawn from `[D, V]`; all on the guess itself where nobody knows."""
+    def _proposed(self, drafted: list[_DraftToken], draws: list[SamplingMetadata], p: Tensor) -> Tensor:
+        """Returns the distributions of the draft tokens `[D, V]`; one-hot where unknown."""
         q = torch.zeros_like(p)
-        for row, (guess, draw) in enumerate(zip(guesses, draws, strict=True)):
-            known = self._proposals.get((guess.sequence_id, draw.position))
+        for row, (each, draw) in enumerate(zip(drafted, draws, strict=True)):
+            known = self._proposals.get((each.sequence_id, draw.position))
             if known is None:
-                q[row, guess.token_id] = 1.0
+                q[row, each.token_id] = 1.0
             else:
                 q[row] = known
         return q
 
 
 @dataclass(frozen=True, slots=True)
-class _Guess:
-    """A draft token, and the row of logits that judges it."""
+class _DraftToken:
+    """A draft token, and the row of logits that verifies it."""
 
     row: int
     sequence_id: str
     token_id: int
 
 
-def _guesses(entries: Sequence[ScheduledSequence], draws: Sequence[Sequence[SamplingMetadata]]) -> Iterator[_Guess]:
-    """All draft tokens. The last row of an entry judges none: it stands behind them."""
+def _draft_tokens(
+    entries: Sequence[ScheduledSequence], draws: Sequence[Sequence[SamplingMetadata]]
+) -> Iterator[_DraftToken]:
+    """Yields all draft tokens. The last row of an entry verifies none: it follows them."""
     first = 0
     for entry, group in zip(entries, draws, strict=True):
         for index in range(len(group) - 1):
-            yield _Guess(first + index, entry.sequence.id, entry.sequence.draft_token_ids[index])
+            yield _DraftToken(first + index, entry.sequence.id, entry.sequence.draft_token_ids[index])
         first += len(group)
 
 
-def _until_refused(
+def _until_rejected(
     rows: range, drawn: Sequence[SampledToken], verdicts: Mapping[int, tuple[bool, SampledToken]]
 ) -> list[SampledToken]:
-    """The accepted guesses of one entry and the token behind them, or what stands in place of the first refused one."""
+    """Returns the accepted draft tokens of one entry, and the token after them or in place of the first rejected
+    one."""
     tokens: list[SampledToken] = []
     for row in rows[:-1]:
         accepted, token = verdicts[row]
@@ -156,12 +165,12 @@ def _until_refused(
 
 
 def _uniform(draws: Sequence[SamplingMetadata]) -> Tensor:
-    """Between 0 and 1 `[D]`, independent of the noise that tokens are drawn with."""
+    """Returns uniform numbers `[D]` between 0 and 1, independent of the noise of sampling."""
     return (-(-_noise([draw.seed ^ ACCEPTANCE_NOISE for draw in draws], draws, 1)[:, 0]).exp()).exp()
 
 
 def _draw_rest(p: Tensor, q: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-    """Tokens `[D]` from `(p - q)+`, normalized; from `p` where rounding refused a sure guess and leaves nothing."""
+    """Samples tokens `[D]` from normalized `(p - q)+`; from `p` where rounding leaves nothing of it."""
     rest = (p - q).clamp_(min=0)
     rest = torch.where(rest.any(-1, keepdim=True), rest, p)
     noise = _noise([draw.seed for draw in draws], draws, p.shape[-1])

@@ -36,29 +36,29 @@ def test_the_hopeless_are_asked_again_now_and_then_and_may_recover() -> None:
     assert run_window(window, 1.0, 100)[-1] == 6
 
 
-def run_gate(gate: Gate, batch: int, steps: int, guessing: float, plain: float) -> int:
+def run_gate(gate: Gate, batch: int, steps: int, drafting: float, plain: float) -> int:
     """Steps with guesses, when these are the tokens per second with and without them."""
     count = 0
     for _ in range(steps):
         allowed = gate.allows(batch)
         count += allowed
-        gate.note(10, 10 / (guessing if allowed else plain), guessed=allowed)
+        gate.note(10, 10 / (drafting if allowed else plain), drafted=allowed)
     return count
 
 
 def test_guessing_stops_where_it_does_not_pay() -> None:
     gate = Gate()
     steps = 4 * PERIOD
-    assert run_gate(gate, 4, steps, guessing=200, plain=100) == steps - 4 * TRIAL
-    assert run_gate(gate, 40, steps, guessing=90, plain=100) == 4 * TRIAL
-    assert run_gate(gate, 5, steps, guessing=200, plain=100) == steps - 4 * TRIAL, "sizes know nothing of each other"
+    assert run_gate(gate, 4, steps, drafting=200, plain=100) == steps - 4 * TRIAL
+    assert run_gate(gate, 40, steps, drafting=90, plain=100) == 4 * TRIAL
+    assert run_gate(gate, 5, steps, drafting=200, plain=100) == steps - 4 * TRIAL, "sizes know nothing of each other"
 
 
 def test_a_change_is_noticed_in_the_next_period() -> None:
     gate = Gate()
-    run_gate(gate, 1, PERIOD, guessing=200, plain=100)
-    run_gate(gate, 1, PERIOD, guessing=50, plain=100)
-    assert run_gate(gate, 1, PERIOD, guessing=50, plain=100) == TRIAL
+    run_gate(gate, 1, PERIOD, drafting=200, plain=100)
+    run_gate(gate, 1, PERIOD, drafting=50, plain=100)
+    assert run_gate(gate, 1, PERIOD, drafting=50, plain=100) == TRIAL
 
 
 def test_the_step_of_a_change_is_not_measured() -> None:
@@ -67,7 +67,7 @@ def test_the_step_of_a_change_is_not_measured() -> None:
     for _ in range(PERIOD):
         allowed = gate.allows(1)
         seconds = 1000.0 if allowed != before else 10 / (200 if allowed else 100)
-        gate.note(10, seconds, guessed=allowed)
+        gate.note(10, seconds, drafted=allowed)
         before, count = allowed, count + allowed
     assert count == PERIOD - TRIAL
 
@@ -77,7 +77,7 @@ def test_without_a_clock_guessing_stays_on() -> None:
     allowed = []
     for _ in range(PERIOD):
         allowed.append(gate.allows(1))
-        gate.note(10, 0.0, guessed=allowed[-1])
+        gate.note(10, 0.0, drafted=allowed[-1])
     assert sum(allowed) == PERIOD - TRIAL
 
 
@@ -86,8 +86,8 @@ def test_a_drafter_that_has_no_guess_yet_is_not_judged() -> None:
     gate = Gate()
     for seconds in range(1, 3 * PERIOD):
         assert gate.allows(1)
-        gate.note(1, 1.0 + 1 / seconds, guessed=False)
-    assert run_gate(gate, 1, PERIOD, guessing=3, plain=1) == PERIOD - TRIAL
+        gate.note(1, 1.0 + 1 / seconds, drafted=False)
+    assert run_gate(gate, 1, PERIOD, drafting=3, plain=1) == PERIOD - TRIAL
 
 
 def test_one_slow_step_does_not_decide() -> None:
@@ -96,5 +96,5 @@ def test_one_slow_step_does_not_decide() -> None:
     for step in range(PERIOD):
         allowed = gate.allows(1)
         count += allowed
-        gate.note(10, 50.0 if step == 2 else 10 / (200 if allowed else 100), guessed=allowed)
+        gate.note(10, 50.0 if step == 2 else 10 / (200 if allowed else 100), drafted=allowed)
     assert count == PERIOD - TRIAL
