@@ -90,5 +90,7 @@ def share_out(parts: Sequence[Part], samples: int) -> list[int]:
     if 0 in counts:
         least = parts[counts.index(0)]
         needed = math.ceil(total / min(part.weight for part in parts))
-        raise DataError(f"{least.source} gets none of {samples} calibration sequences", f"Use --samples {needed}")
+        raise DataError(
+            f"{least.source} gets none of {samples} calibration sequences", f"Use --num-calibration-samples {needed}"
+        )
     return counts

@@ -130,7 +130,7 @@ def pack_sequences(source: TextSource, tokenizer: Any, *, samples: int, length: 
     if windows == 0:
         raise DataError(
             f"{source.name} gives {len(stream)} tokens, fewer than one sequence of {length}",
-            f"Use --length {max(1, len(stream))} or give more text",
+            f"Use --max-seq-length {max(1, len(stream))} or give more text",
         )
     tokens = torch.tensor(stream[: windows * length], dtype=torch.int64).view(windows, length)
     keep = np.random.default_rng(seed + 1).permutation(windows)[:samples]

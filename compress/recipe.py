@@ -176,7 +176,8 @@ class PruneStage:
         share = self.share
         if not 0 < self.spread < min(share, 1 - share):
             raise RecipeError(
-                f"spread={self.spread} around a sparsity of {share:g} leaves 0 to 1", f"Use --spread {DEFAULT_SPREAD}"
+                f"spread={self.spread} around a sparsity of {share:g} leaves 0 to 1",
+                f"Use --owl-lambda {DEFAULT_SPREAD}",
             )
         if self.outlier_factor <= 1:
             raise RecipeError(f"outlier_factor={self.outlier_factor} makes outliers of most weights", "Use 5")
@@ -323,9 +324,11 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise RecipeError(f"samples={self.samples} leaves nothing to calibrate on", "Use --samples 64")
+            raise RecipeError(
+                f"samples={self.samples} leaves nothing to calibrate on", "Use --num-calibration-samples 64"
+            )
         if self.length < 2:
-            raise RecipeError(f"length={self.length} is too short a sequence", "Use --length 512")
+            raise RecipeError(f"length={self.length} is too short a sequence", "Use --max-seq-length 512")
         share_out(self.parts, self.samples)
 
     @property

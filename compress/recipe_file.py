@@ -1,161 +1,111 @@
-"""Recipes as YAML files. Every refusal names the file, the line and the key."""
+"""Recipes as YAML files, checked by one strict schema per stage. Every refusal names the file, the line and the key."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import asdict
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from calibration.parts import Part
-from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.common.cli import nearest
 from compress.common.errors import DataError, RecipeError, SchemeError
-from compress.methods.base import make_options, quantization
-from compress.recipe import (
-    CalibrationOptions,
-    FactorizeStage,
-    KVCacheStage,
-    PruneStage,
-    QuantizeStage,
-    Recipe,
-    RotateStage,
-    Stage,
-    activation_bits_from,
-    default_method,
-    default_scheme,
-    group_size_from,
+from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage
+from compress.search.space import (
+    DEFAULT_MEASURED,
+    DEFAULT_MENU,
+    DEFAULT_TRIES,
+    Goal,
+    SearchRequest,
+    parse_menu,
+    parse_size,
 )
-from compress.search.space import Goal, SearchRequest, parse_menu, parse_size
+from compress.stage_keys import PATTERN_STAGES, build_stage, stage_keys
 
 if TYPE_CHECKING:
+    import pydantic
     import yaml
 
-
-def kind_of(node: yaml.Node) -> str:
-    """`scalar`, `sequence` or `mapping`."""
-    return cast("yaml.ScalarNode", node).id  # every kind has it, whatever the type of all says
+Built = TypeVar("Built")
+Path_ = tuple[str | int, ...]
 
 
-class NodeReader:
-    """Reads nodes of one file and knows the line of everything it refuses.
+@dataclass(frozen=True)
+class RecipeKeys:
+    """Keys of a recipe."""
 
-    Attributes:
-        origin: the file name that errors show.
-    """
-
-    def __init__(self, origin: str) -> None:
-        self.origin = origin
-
-    def mapping(self, node: yaml.Node, keys: tuple[str, ...], what: str) -> dict[str, yaml.Node]:
-        """Values of a mapping that has only these `keys`, each once."""
-        if kind_of(node) != "mapping":
-            raise self.refusal(node, f"{what} must be a mapping", f"Keys: {', '.join(keys)}")
-        values: dict[str, yaml.Node] = {}
-        for key_node, value in node.value:
-            key = str(key_node.value)
-            if key not in keys:
-                raise self.refusal(key_node, f"unknown key {key!r} in {what}", nearest(key, keys, "Keys"))
-            if key in values:
-                raise self.refusal(key_node, f"key {key!r} stands twice in {what}", "Keep one of them")
-            values[key] = value
-        return values
-
-    def items(self, node: yaml.Node | None, what: str) -> list[yaml.Node]:
-        """Of a list; none of one that is not there."""
-        if node is None:
-            return []
-        if kind_of(node) != "sequence":
-            raise self.refusal(node, f"{what} must be a list", f"Write `{what}: [...]`")
-        return list(node.value)
-
-    def options(self, values: dict[str, yaml.Node], types: dict[str, type]) -> dict[str, Any]:
-        """Scalars of these types, and the lists of patterns that every stage has."""
-        options = self.scalars(values, types)
-        for key in {"targets", "ignore"} & values.keys():
-            options[key] = tuple(self.scalar(item, str, key) for item in self.items(values[key], key))
-        return options
-
-    def scalars(self, values: dict[str, yaml.Node], types: dict[str, type]) -> dict[str, Any]:
-        """Those that are given."""
-        given = {key: types[key] for key in types if key in values}
-        return {
-            key: self.number(values[key], key) if kind is float else self.scalar(values[key], kind, key)
-            for key, kind in given.items()
-        }
-
-    def scalar(self, node: yaml.Node, expected: type, what: str) -> Any:
-        """A scalar of just the `expected` type."""
-        import yaml
-
-        value = yaml.SafeLoader("").construct_object(node, deep=True) if kind_of(node) == "scalar" else None
-        # bool is an int to Python but not to a reader of the recipe.
-        if type(value) is not expected:
-            shown = node.value if kind_of(node) == "scalar" else f"a {kind_of(node)}"
-            raise self.refusal(node, f"{what}: {shown!r} is not of type {expected.__name__}", "Correct the value")
-        return value
-
-    def number(self, node: yaml.Node, what: str) -> float:
-        """A number, whole or not. YAML 1.1 takes `1e-3` for a word, so the text counts unless it is quoted."""
-        try:
-            plain = kind_of(node) == "scalar" and cast("yaml.ScalarNode", node).style is None
-            number = float(node.value) if plain else None
-        except ValueError:
-            number = None
-        number = self.scalar(node, float, what) if number is None else number
-        if not math.isfinite(number):
-            raise self.refusal(node, f"{what}: {node.value!r} is not finite", "Correct the value")
-        return number
-
-    def size(self, node: yaml.Node, what: str) -> int:
-        """Bytes, as `800MB` or a plain number."""
-        if kind_of(node) != "scalar":
-            raise self.refusal(node, f"{what} is a {kind_of(node)} and no size", "Write 800MB")
-        return self.meant(node, lambda: parse_size(str(node.value)))
-
-    def build(self, node: yaml.Node, kind: type, **options: Any) -> Any:
-        """An object; what its class refuses is refused with the line."""
-        return self.meant(node, lambda: kind(**options))
-
-    def meant(self, node: yaml.Node, make: Callable[[], Any]) -> Any:
-        """What a node means; a refusal says where it stands."""
-        try:
-            return make()
-        except (RecipeError, SchemeError, DataError) as error:
-            raise self.refusal(node, error.problem, error.remedy) from error
-
-    def refusal(self, node: yaml.Node, problem: str, remedy: str) -> RecipeError:
-        """With file and line."""
-        return RecipeError(f"{self.origin}:{node.start_mark.line + 1}: {problem}", remedy)
+    name: str = ""
+    seed: int = 0
+    calibration: dict[str, Any] = field(default_factory=dict)
+    stages: list[Any] | None = None
+    search: dict[str, Any] | None = None
 
 
-_TUNING = {"steps": int, "lr": float, "batch": int}
+@dataclass(frozen=True)
+class CalibrationKeys:
+    """Keys of `calibration`."""
+
+    source: str | list[Any] = "bundled"
+    num_calibration_samples: int = DEFAULT_SAMPLES
+    max_seq_length: int = DEFAULT_LENGTH
+
+
+@dataclass(frozen=True)
+class PartKeys:
+    """Keys of a part of the calibration."""
+
+    source: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class SearchKeys:
+    """Keys of `search`; see `SearchRequest`."""
+
+    target_bpw: float | None = None
+    target_size: str | int | None = None
+    max_kl: float | None = None
+    candidates: list[str | int] = field(default_factory=lambda: list[str | int](DEFAULT_MENU.split(",")))
+    method: str = "gptq"
+    measured: int = DEFAULT_MEASURED
+    tries: int = DEFAULT_TRIES
+    ignore: list[str] = field(default_factory=list)
+    include_embeddings: bool = False
+
+
+@dataclass(frozen=True)
+class PatternKeys:
+    """Keys of stages that change layers."""
+
+    targets: list[str] = field(default_factory=list)
+    ignore: list[str] = field(default_factory=list)
 
 
 def bundled_recipes() -> dict[str, Path]:
-    """Recipes that ship with the package, by name."""
+    """Return the recipes that ship with the package, by name."""
     folder = Path(str(files("recipes")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def load_recipe(name: str) -> Recipe:
-    """Reads a recipe with stages, by file or bundled name. Raises RecipeError as `load_work`, and for a search."""
+    """Read a recipe with stages, by file or bundled name. Raises RecipeError as `load_work`, and for a search."""
     return parse_recipe(*_read(name))
 
 
 def load_work(name: str) -> Recipe | SearchRequest:
-    """Reads a recipe file, or a bundled recipe by name: stages, or a search for them.
+    """Read a recipe file, or a bundled recipe by name: stages, or a search for them.
 
     Raises:
-        RecipeError: no such recipe, not YAML, or a key or value that means nothing; says file, line and key.
+        RecipeError: no such recipe, not YAML, or a key or value that is not allowed; with file, line and key.
     """
     return parse_work(*_read(name))
 
 
 def _read(name: str) -> tuple[str, str]:
-    """The text of a recipe, and the file that errors name."""
+    """Return the text of a recipe, and the file that errors name."""
     path = bundled_recipes().get(name, Path(name))
     if not path.is_file():
         raise RecipeError(f"recipe {name} does not exist", nearest(name, tuple(bundled_recipes()), "Bundled recipes"))
@@ -167,7 +117,7 @@ def _read(name: str) -> tuple[str, str]:
 
 
 def parse_recipe(text: str, origin: str) -> Recipe:
-    """A recipe with stages from YAML text; `origin` is the file name that errors show.
+    """Parse a recipe with stages; `origin` is the file name that errors show.
 
     Raises:
         RecipeError: as `load_work`, and for a search.
@@ -179,142 +129,185 @@ def parse_recipe(text: str, origin: str) -> Recipe:
 
 
 def parse_work(text: str, origin: str) -> Recipe | SearchRequest:
-    """Stages, or a search for them, from YAML text."""
+    """Parse stages, or a search for them, from YAML text. Raises RecipeError."""
     import yaml
 
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_loader())
+        if root is None:
+            raise RecipeError(f"{origin} is empty", "A recipe needs at least `stages:` or `search:`")
+        document = Document(origin)
+        document.data = document.plain(root, ())
     except yaml.YAMLError as error:
         raise RecipeError(f"{origin} is not YAML: {' '.join(str(error).split())}", "Correct the file") from error
-    if root is None:
-        raise RecipeError(f"{origin} is empty", "A recipe needs at least `stages:` or `search:`")
-    return _RecipeReader(origin).recipe(root)
+    return document.work()
 
 
-class _RecipeReader(NodeReader):
-    """The words of a recipe."""
+@cache
+def _loader() -> type[yaml.SafeLoader]:
+    """YAML 1.2 scalars: `1e-3` is a number, and `2:4` is a word."""
+    import yaml
 
-    def recipe(self, node: yaml.Node) -> Recipe | SearchRequest:
-        values = self.mapping(node, ("name", "seed", "calibration", "stages", "search"), "recipe")
-        options: dict[str, Any] = {"name": Path(self.origin).stem}
-        if "name" in values:
-            options["name"] = self.scalar(values["name"], str, "name")
-        if "seed" in values:
-            options["seed"] = self.scalar(values["seed"], int, "seed")
-        if "calibration" in values:
-            options["calibration"] = self._calibration(values["calibration"])
-        if "search" in values and "stages" in values:
-            raise self.refusal(values["search"], "a recipe has stages or searches for them", "Remove one of them")
-        if "search" in values:
-            return self._search(values["search"], options)
-        stages = tuple(self._stage(item) for item in self.items(values.get("stages"), "stages"))
-        return self.build(node, Recipe, stages=stages, **options)
+    class Loader(yaml.SafeLoader):
+        pass
 
-    def _search(self, body: yaml.Node, options: dict[str, Any]) -> SearchRequest:
-        keys = ("target_bpw", "target_size", "max_kl", "menu", "method", "measured", "tries", "ignore", "ends")
-        values = self.mapping(body, keys, "search")
-        target: dict[str, Any] = {}
-        for key, name in (("target_bpw", "bits_per_weight"), ("max_kl", "kl")):
-            if key in values:
-                target[name] = self.number(values[key], key)
-        if "target_size" in values:
-            target["size"] = self.size(values["target_size"], "target_size")
-        if "menu" in values:
-            # As for patterns, the text counts.
-            words = [str(item.value) for item in self.items(values["menu"], "menu")]
-            options["menu"] = self.meant(values["menu"], lambda: parse_menu(",".join(words)))
-        options |= self.options(values, {"method": str, "measured": int, "tries": int, "ends": bool})
-        return self.build(body, SearchRequest, goal=self.build(body, Goal, **target), **options)
+    replaced = (":int", ":float", ":timestamp")
+    Loader.yaml_implicit_resolvers = {
+        first: [each for each in resolvers if not each[0].endswith(replaced)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
+    number = r"^[-+]?([0-9]+\.[0-9]*([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.[0-9]+([eE][-+]?[0-9]+)?"
+    number += r"|\.?(inf|Inf|INF|nan|NaN|NAN))$"
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(number), list("-+0123456789.iInN"))
+    return Loader
 
-    def _calibration(self, node: yaml.Node) -> CalibrationOptions:
-        values = self.mapping(node, ("source", "samples", "length"), "calibration")
-        options = self.options(values, {"samples": int, "length": int})
-        if "source" in values:
-            options["source"] = self._source(values["source"])
-        return self.build(node, CalibrationOptions, **options)
 
-    def _source(self, node: yaml.Node) -> str | tuple[Part, ...]:
-        """One text as a name, or several as a list of `{source, weight}`."""
-        if kind_of(node) == "scalar":
-            return self.scalar(node, str, "source")
-        return tuple(self._part(item) for item in self.items(node, "source"))
+@dataclass
+class Document:
+    """One recipe file as plain data, with the line of everything in it.
 
-    def _part(self, node: yaml.Node) -> Part:
-        values = self.mapping(node, ("source", "weight"), "part of the calibration")
-        if "source" not in values:
-            raise self.refusal(node, "a part of the calibration has no source", "Write {source: bundled, weight: 0.5}")
-        options = {"weight": self.number(values["weight"], "weight")} if "weight" in values else {}
-        return self.build(node, Part, source=self.scalar(values["source"], str, "source"), **options)
+    Attributes:
+        origin: the file name that errors show.
+        data: mappings, lists and scalars.
+        lines: line of each value by its path.
+    """
 
-    def _stage(self, node: yaml.Node) -> Stage:
-        kinds: dict[str, Callable[[yaml.Node], Stage]] = {
-            "rotate": self._rotate,
-            "quantize": self._quantize,
-            "prune": self._prune,
-            "factorize": self._factorize,
-            "kv_cache": self._kv_cache,
-        }
-        stage = self.mapping(node, tuple(kinds), "stage")
-        if len(stage) != 1:
-            raise self.refusal(node, "a stage names one kind of work", "Write `- quantize: {method: awq}`")
-        ((kind, body),) = stage.items()
-        return kinds[kind](body)
+    origin: str
+    data: Any = None
+    lines: dict[Path_, int] = field(default_factory=dict)
 
-    def _rotate(self, body: yaml.Node) -> RotateStage:
-        values = self.mapping(body, ("heads",), "rotate")
-        options = {"heads": self.scalar(values["heads"], bool, "heads")} if "heads" in values else {}
-        return self.build(body, RotateStage, **options)
+    def plain(self, node: yaml.Node, path: Path_) -> Any:
+        """Return a node as plain data. Raises RecipeError for a key that stands twice, YAMLError for a bad scalar."""
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if node.id == "mapping":  # type: ignore[attr-defined]  # every kind of node has it
+            return dict(self._items(node, path))
+        if node.id == "sequence":  # type: ignore[attr-defined]
+            return [self.plain(item, (*path, index)) for index, item in enumerate(node.value)]
+        return _scalar(node)
 
-    def _quantize(self, body: yaml.Node) -> QuantizeStage:
-        scheme_keys = ("bits", "fp8", "group_size", "symmetric", "activation_bits", "outlier_columns")
-        values = self.mapping(body, ("method", *scheme_keys, "alpha", *_TUNING, "targets", "ignore"), "quantize")
-        fp8 = "fp8" in values and self.scalar(values["fp8"], bool, "fp8")
-        options = {"method": default_method(fp8)}
-        options |= self.options(values, {"method": str, "outlier_columns": float})
-        given = self.scalars(values, {"alpha": float, **_TUNING})
-        options["options"] = self.meant(body, lambda: make_options(quantization(options["method"]), given))
-        scheme = self._scheme(body, values, default_scheme(options["method"], fp8))
-        return self.build(body, QuantizeStage, scheme=scheme, **options)
+    def _items(self, node: yaml.Node, path: Path_) -> Iterator[tuple[str, Any]]:
+        seen: set[str] = set()
+        for key_node, value in node.value:
+            key = str(key_node.value)
+            here = (*path, key)
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise RecipeError(f"{self.origin}:{line}: key {key!r} stands twice", "Keep one of them")
+            seen.add(key)
+            self.lines[here] = key_node.start_mark.line + 1
+            yield key, self.plain(value, here)
 
-    def _prune(self, body: yaml.Node) -> PruneStage:
-        keys = ("method", "pattern", "sparsity", "layerwise", "outlier_factor", "spread", "targets", "ignore")
-        values = self.mapping(body, keys, "prune")
-        types = {"method": str, "sparsity": float, "layerwise": str, "outlier_factor": float, "spread": float}
-        options = self.options(values, types)
-        if "pattern" in values:
-            options["pattern"] = self._pattern(values["pattern"])
-        return self.build(body, PruneStage, **options)
+    def refusal(self, path: Path_, problem: str, remedy: str) -> RecipeError:
+        """Return an error with file and line."""
+        return RecipeError(f"{self.origin}:{self.lines.get(path, self.lines[()])}: {problem}", remedy)
 
-    def _factorize(self, body: yaml.Node) -> FactorizeStage:
-        keys = ("method", "keep", "allocation", "target_size", "targets", "ignore")
-        values = self.mapping(body, keys, "factorize")
-        options = self.options(values, {"method": str, "keep": float, "allocation": str})
-        if "target_size" in values:
-            if "keep" in values:
-                raise self.refusal(values["keep"], "keep and target_size both decide the ranks", "Give one of them")
-            options["target_size"] = self.size(values["target_size"], "target_size")
-        return self.build(body, FactorizeStage, **options)
+    def at(self, path: Path_, make: Callable[[], Built]) -> Built:
+        """Call `make`; what it refuses is refused with file and line."""
+        try:
+            return make()
+        except (RecipeError, SchemeError, DataError) as error:
+            raise self.refusal(path, error.problem, error.remedy) from error
 
-    def _kv_cache(self, body: yaml.Node) -> KVCacheStage:
-        types = {"format": str, "rotate": bool, "sinks": int, "recent": int, "data": str, "tokens": int, "length": int}
-        types |= {"max_kl": float}
-        values = self.mapping(body, tuple(types), "kv_cache")
-        return self.build(body, KVCacheStage, **self.scalars(values, types))
+    def keys(self, kind: type[Built], data: Any, path: Path_, what: str) -> Built:
+        """Check a mapping against the fields of a data class, and build it.
 
-    def _pattern(self, node: yaml.Node) -> Sparsity:
-        """`2:4`. YAML 1.1 reads that as a number to the base of 60, so the text counts, quoted or not."""
-        return self.meant(node, lambda: Sparsity.parse(str(node.value)))
+        Raises:
+            RecipeError: no mapping, an unknown key, or a value of another type.
+        """
+        known = tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
+        if not isinstance(data, dict):
+            raise self.refusal(path, f"{what} must be a mapping", f"Keys: {', '.join(known)}")
+        return kind(**self._validated(kind, data, path, what, known))
 
-    def _scheme(self, node: yaml.Node, values: dict[str, yaml.Node], default: Scheme) -> Scheme:
-        options: dict[str, Any] = asdict(default)
-        if "bits" in values:
-            options["bits"] = self.scalar(values["bits"], int, "bits")
-        if "activation_bits" in values:
-            options["activation_bits"] = activation_bits_from(
-                self.scalar(values["activation_bits"], int, "activation_bits")
-            )
-        if "group_size" in values:
-            options["group_size"] = group_size_from(self.scalar(values["group_size"], int, "group_size"))
-        if "symmetric" in values:
-            options["symmetric"] = self.scalar(values["symmetric"], bool, "symmetric")
-        return self.build(node, Scheme, **options)
+    def _validated(
+        self, kind: type[Any], data: Mapping[str, Any], path: Path_, what: str, known: tuple[str, ...]
+    ) -> dict[str, Any]:
+        from pydantic import ValidationError
+
+        try:
+            return _schema(kind).model_validate(data).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            # An unknown key explains a missing one.
+            found = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+            key = str(found["loc"][0])
+            if found["type"] == "extra_forbidden":
+                remedy = nearest(key, known, "Keys")
+                raise self.refusal((*path, key), f"unknown key {key!r} in {what}", remedy) from error
+            if found["type"] == "missing":
+                raise self.refusal(path, f"{what} has no {key}", f"Add {key}") from error
+            problem = f"{key}: {data[key]!r} does not fit: {found['msg']}"
+            raise self.refusal((*path, key), problem, "Correct the value") from error
+
+    def work(self) -> Recipe | SearchRequest:
+        """Build the recipe or the search. Raises RecipeError."""
+        keys = self.keys(RecipeKeys, self.data, (), "recipe")
+        options: dict[str, Any] = {"name": keys.name or Path(self.origin).stem, "seed": keys.seed}
+        if "calibration" in self.data:
+            options["calibration"] = self._calibration(keys.calibration)
+        if keys.search is not None and keys.stages is not None:
+            raise self.refusal(("search",), "a recipe has stages or searches for them", "Remove one of them")
+        if keys.search is not None:
+            return self._search(keys.search, options)
+        stages = tuple(self._stage(item, ("stages", index)) for index, item in enumerate(keys.stages or []))
+        return self.at((), lambda: Recipe(stages, **options))
+
+    def _search(self, data: Any, options: dict[str, Any]) -> SearchRequest:
+        path = ("search",)
+        keys = self.keys(SearchKeys, data, path, "search")
+        size = None if keys.target_size is None else self.at(path, lambda: parse_size(str(keys.target_size)))
+        goal = self.at(path, lambda: Goal(keys.target_bpw, size, keys.max_kl))
+        menu = self.at(path, lambda: parse_menu(",".join(map(str, keys.candidates))))
+        options |= {"method": keys.method, "measured": keys.measured, "tries": keys.tries}
+        options |= {"ignore": tuple(keys.ignore), "ends": keys.include_embeddings}
+        return self.at(path, lambda: SearchRequest(goal, menu, **options))
+
+    def _calibration(self, data: Any) -> CalibrationOptions:
+        path = ("calibration",)
+        keys = self.keys(CalibrationKeys, data, path, "calibration")
+        source = keys.source if isinstance(keys.source, str) else self._parts(keys.source)
+        size = keys.num_calibration_samples, keys.max_seq_length
+        return self.at(path, lambda: CalibrationOptions(source, *size))
+
+    def _parts(self, data: list[Any]) -> tuple[Part, ...]:
+        """Return a mixture of texts from a list of `{source, weight}`."""
+        parts = []
+        for index, item in enumerate(data):
+            path = ("calibration", "source", index)
+            keys = self.keys(PartKeys, item, path, "part of the calibration")
+            parts.append(self.at(path, lambda keys=keys: Part(keys.source, keys.weight)))  # type: ignore[misc]
+        return tuple(parts)
+
+    def _stage(self, data: Any, path: Path_) -> Stage:
+        kinds = stage_keys()
+        if not isinstance(data, dict) or len(data) != 1:
+            raise self.refusal(path, "a stage names one kind of work", "Write `- quantize: {method: awq}`")
+        ((kind, body),) = data.items()
+        if kind not in kinds:
+            raise self.refusal((*path, kind), f"unknown key {kind!r} in stage", nearest(kind, tuple(kinds), "Keys"))
+        path = (*path, kind)
+        if not isinstance(body, dict):
+            raise self.refusal(path, f"{kind} must be a mapping", f"Write `- {kind}: {{}}`")
+        if isinstance(body.get("target_size"), int):
+            body = body | {"target_size": str(body["target_size"])}
+        names = {each.name for each in fields(PatternKeys)} if kind in PATTERN_STAGES else set()
+        patterns = self.keys(PatternKeys, {key: body[key] for key in body if key in names}, path, kind)
+        keys = self.keys(kinds[kind], {key: body[key] for key in body if key not in names}, path, kind)
+        return self.at(path, lambda: build_stage(kind, keys, tuple(patterns.targets), tuple(patterns.ignore)))
+
+
+def _scalar(node: yaml.Node) -> Any:
+    return _loader()("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+
+
+def _schema(kind: type[Any]) -> type[pydantic.BaseModel]:
+    """Return a strict schema with the fields of a data class."""
+    from pydantic import ConfigDict, Field, create_model
+
+    strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+    hints = get_type_hints(kind)
+    wanted: dict[str, Any] = {}
+    for each in fields(kind):
+        default = Field(default_factory=each.default_factory) if each.default_factory is not MISSING else each.default
+        wanted[each.name] = (hints[each.name], ... if default is MISSING else default)
+    return create_model(kind.__name__, __config__=strict, **wanted)

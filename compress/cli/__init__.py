@@ -7,30 +7,34 @@ import typer
 from compress.cli.check_commands import compare, evaluate, export, report, verify
 from compress.cli.compress_commands import factorize, prune, quantize
 from compress.cli.recipe_commands import run, search
-from compress.common.cli import VersionOption, run_cli
-
-app = typer.Typer(
-    name="compress",
-    help="Make a language model several times smaller, measure what that costs, and check the result.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(quantize)
-app.command()(prune)
-app.command()(factorize)
-app.command()(search)
-app.command("eval")(evaluate)
-app.command()(run)
-app.command()(verify)
-app.command()(export)
-app.command()(report)
-app.command()(compare)
+from compress.common.cli import VersionOption, run_cli, with_groups
+from compress.stage_keys import factorize_keys, prune_keys, quantize_keys
 
 
-@app.callback()
+def make_app() -> typer.Typer:
+    """Build the command line, with an option for every registered method and its options."""
+    app = typer.Typer(
+        name="compress",
+        help="Make a language model several times smaller, measure the loss of quality, and check the result.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command()(with_groups(quantize, rounding=quantize_keys()))
+    app.command()(with_groups(prune, pruning=prune_keys()))
+    app.command()(with_groups(factorize, factors=factorize_keys()))
+    for command in (search, run, verify, export, report, compare):
+        app.command()(command)
+    app.command("eval")(evaluate)
+    app.callback()(options)
+    return app
+
+
 def options(version: VersionOption = False) -> None:
-    """What belongs to no command."""
+    """Options of no command."""
+
+
+app = make_app()
 
 
 def main() -> None:

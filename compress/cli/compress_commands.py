@@ -18,15 +18,12 @@ from compress.cli.options import (
     KVDefault,
     Model,
     Out,
-    PruningOptions,
     Rotate,
-    RoundingOptions,
     TextOptions,
     check_rounded,
 )
-from compress.common.cli import DEMO_NAME, DEMO_SOURCE, demo_model_path, with_groups
+from compress.common.cli import DEMO_NAME, DEMO_SOURCE, demo_model_path
 from compress.recipe import (
-    FactorizeStage,
     KVCacheStage,
     QuantizeStage,
     Recipe,
@@ -35,7 +32,7 @@ from compress.recipe import (
     end_stages,
     group_size_from,
 )
-from compress.search.space import parse_size
+from compress.stage_keys import FactorizeKeys, PruneKeys, QuantizeKeys
 
 if TYPE_CHECKING:
     from compress.pipeline.prepare import RunContext, RunRequest
@@ -122,12 +119,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@with_groups
 def quantize(
     *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    rounding: RoundingOptions,
+    rounding: QuantizeKeys,
     ends: EndOptions,
     kv_cache: KVDefault = None,
     rotate: Rotate = False,
@@ -140,7 +136,7 @@ def quantize(
     Works block by block with little memory; killed at any moment, the same command continues where it stopped and gives
     the same bytes. The result is checked, measured and loads in vLLM, SGLang and transformers.
     """
-    stage = rounding.stage(tuple(ignore or ()))
+    stage = rounding.stage(ignore=tuple(ignore or ()))
     stages: list[Stage] = [stage, *end_stages(stage, ends.head_bits, ends.embedding_bits)]
     name = f"{'fp' if stage.scheme.fp8 else 'int'}{stage.scheme.bits}-{stage.method}"
     if rotate:
@@ -150,14 +146,13 @@ def quantize(
     carry_out(model, text.recipe(tuple(stages), name), out, job)
 
 
-@with_groups
 def prune(
     *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    pruning: PruningOptions,
+    pruning: PruneKeys,
     bits: Annotated[
-        int | None, typer.Option(help="Round what is left to 2 to 8 bits, by GPTQ together with the pruning.")
+        int | None, typer.Option(help="Round the remaining weights to 2 to 8 bits, by GPTQ together with the pruning.")
     ] = None,
     group_size: Annotated[
         int | None,
@@ -167,14 +162,15 @@ def prune(
     text: TextOptions,
     job: JobOptions,
 ) -> None:
-    """Prune a model's linear layers, and quantize what is left if asked to.
+    """Prune a model's linear layers, and quantize the remaining weights with --bits.
 
     With a pattern the zeros are not stored: 2:4 takes 9 bits per weight instead of 16, and 3.1 with --bits 4.
     """
     check_rounded(bits, group_size)
     left_out = tuple(ignore or ())
-    stages: list[Stage] = [pruning.stage(left_out)]
-    name = pruning.name
+    stages: list[Stage] = [pruning.stage(ignore=left_out)]
+    name = f"{pruning.method}-{pruning.pattern}"
+    name += "" if pruning.layerwise == "uniform" else f"-{pruning.layerwise}"
     if bits is not None:
         scheme = Scheme(bits) if group_size is None else Scheme(bits, group_size_from(group_size))
         stages.append(QuantizeStage("gptq", scheme, ignore=left_out))
@@ -182,22 +178,11 @@ def prune(
     carry_out(model, text.recipe(tuple(stages), name), out, job)
 
 
-@with_groups
 def factorize(
     *,
     model: Model = None,
     out: Out = DEFAULT_OUT,
-    method: Annotated[
-        str, typer.Option(help="svd-llm (whitened), asvd (scaled inputs), or svd (needs no calibration).")
-    ] = "svd-llm",
-    keep: Annotated[float, typer.Option(help="Share of the weights that stay.")] = 0.8,
-    allocation: Annotated[
-        str, typer.Option(help="block shares ranks out among the layers of a block, model among all; uniform: none.")
-    ] = "block",
-    target_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="5GB, 700MB: decides --keep, with --allocation model.", show_default=False),
-    ] = None,
+    factors: FactorizeKeys,
     bits: Annotated[int | None, typer.Option(help="Round both factors to 2 to 8 bits.")] = None,
     group_size: Annotated[
         int | None,
@@ -210,17 +195,17 @@ def factorize(
     text: TextOptions,
     job: JobOptions,
 ) -> None:
-    """Make two smaller matrices of each linear layer, and quantize them if asked to.
+    """Replace each linear layer by two smaller matrices, and quantize them with --bits.
 
     Both are stored and multiplied one after the other. Layers that would not become smaller are kept whole.
     """
     check_rounded(bits, group_size)
     left_out = tuple(ignore or ())
-    size = None if target_size is None else parse_size(target_size)
-    stages: list[Stage] = [FactorizeStage(method, keep, allocation, ignore=left_out, target_size=size)]
-    name = f"{method}-{keep:g}" if target_size is None else f"{method}-{target_size}"
+    stage = factors.stage(ignore=left_out)
+    stages: list[Stage] = [stage]
+    name = f"{stage.method}-{factors.target_size or f'{stage.keep:g}'}"
     if bits is not None:
-        rounding = "gptq" if stages[0].needs_calibration else "rtn"
+        rounding = "gptq" if stage.needs_calibration else "rtn"
         scheme = Scheme(bits, None if group_size is None else group_size_from(group_size))
         stages.append(QuantizeStage(rounding, scheme, ignore=left_out))
         name += f"-int{bits}"

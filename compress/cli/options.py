@@ -9,24 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, wished_kv_cache
-from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.common.errors import RecipeError
-from compress.methods.base import make_options, quantization
-from compress.recipe import (
-    DEFAULT_LENGTH,
-    DEFAULT_OUTLIER_FACTOR,
-    DEFAULT_SAMPLES,
-    DEFAULT_SPREAD,
-    CalibrationOptions,
-    PruneStage,
-    QuantizeStage,
-    Recipe,
-    Stage,
-    activation_bits_from,
-    default_method,
-    default_scheme,
-    group_size_from,
-)
+from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage
 from compress.search.space import Goal, parse_size
 
 if TYPE_CHECKING:
@@ -65,8 +49,8 @@ CalibrationText = Annotated[
         "name, or several with weights: bundled:0.5,chats.jsonl:0.5",
     ),
 ]
-Samples = Annotated[int, typer.Option("--samples", help="Calibration sequences.")]
-Length = Annotated[int, typer.Option("--length", help="Tokens of a calibration sequence.")]
+Samples = Annotated[int, typer.Option("--num-calibration-samples", help="Calibration sequences.")]
+Length = Annotated[int, typer.Option("--max-seq-length", help="Tokens of a calibration sequence.")]
 Seed = Annotated[int, typer.Option("--seed", help="Decides which calibration sequences are taken.")]
 
 DEFAULT_OUT = Path("packed")
@@ -135,101 +119,6 @@ Rotate = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class RoundingOptions:
-    """What the linear layers are rounded to, and how. None is what the method is for."""
-
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="awq, gptq, gptaq (gptq that also makes up for the layers before), signround (gptq, then learned "
-            "rounding: slow, best at 2 and 3 bits), smoothquant (W8A8), or without calibration rtn or hqq. "
-            "Default: awq; with --fp8: rtn.",
-            show_default=False,
-        ),
-    ] = None
-    bits: Annotated[
-        int | None, typer.Option(help="Bits of a weight, 2 to 8. Default: 4; smoothquant: 8.", show_default=False)
-    ] = None
-    fp8: Annotated[
-        bool,
-        typer.Option(
-            "--fp8",
-            help="8-bit floats (e4m3) for weights and inputs in place of integers, for GPUs that multiply them "
-            "(NVIDIA since Ada and Hopper). By rtn or smoothquant.",
-        ),
-    ] = False
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row. "
-            "Default: 128; smoothquant: -1.",
-            show_default=False,
-        ),
-    ] = None
-    activation_bits: Annotated[
-        int | None,
-        typer.Option(
-            help="8: inputs of the layers are rounded to 8 bits, token by token (W8A8). 16: they are not. "
-            "Default: 16; smoothquant and --fp8: 8.",
-            show_default=False,
-        ),
-    ] = None
-    alpha: Annotated[
-        float | None,
-        typer.Option(
-            help="SmoothQuant's exponent for all layers; default: searched for each. Of gptaq: the share of the drift "
-            "of its inputs that a layer makes up for; default: 1.",
-            show_default=False,
-        ),
-    ] = None
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Steps in which signround learns the rounding of a block. Default: 200.", show_default=False),
-    ] = None
-    symmetric: Annotated[
-        bool, typer.Option("--symmetric/--asymmetric", help="Fixed or stored zero points. Symmetric loads everywhere.")
-    ] = True
-    outlier_columns: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the input columns (0.01), or how many, that stay in 16 bits beside the codes: those that "
-            "cost most, or with 8-bit activations the largest. For this runtime only. Default: none.",
-            show_default=False,
-        ),
-    ] = None
-
-    def stage(self, ignore: tuple[str, ...]) -> QuantizeStage:
-        """What the options say, for all layers but those that match `ignore`. Raises RecipeError, SchemeError."""
-        return QuantizeStage(
-            self._method,
-            self.scheme,
-            ignore=ignore,
-            options=make_options(quantization(self._method), self._options),
-            outlier_columns=self.outlier_columns,
-        )
-
-    @property
-    def scheme(self) -> Scheme:
-        """The numbers that weights become. Raises SchemeError."""
-        default = default_scheme(self._method, self.fp8)
-        return Scheme(
-            default.bits if self.bits is None else self.bits,
-            default.group_size if self.group_size is None else group_size_from(self.group_size),
-            self.symmetric,
-            default.activation_bits if self.activation_bits is None else activation_bits_from(self.activation_bits),
-            fp8=self.fp8,
-        )
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {name: value for name, value in (("alpha", self.alpha), ("steps", self.steps)) if value is not None}
-
-    @property
-    def _method(self) -> str:
-        return self.method or default_method(self.fp8)
-
-
-@dataclass(frozen=True, slots=True)
 class EndOptions:
     """Bits of the matrices outside of the blocks."""
 
@@ -245,44 +134,6 @@ class EndOptions:
             show_default=False,
         ),
     ] = None
-
-
-@dataclass(frozen=True, slots=True)
-class PruningOptions:
-    """Which weights go."""
-
-    method: Annotated[str, typer.Option(help="sparsegpt, wanda, ria, or magnitude (needs no calibration).")] = (
-        "sparsegpt"
-    )
-    pattern: Annotated[
-        str,
-        typer.Option(
-            metavar="N:M|none", help="2:4, 4:8 or another N:4 or N:8, zeros not stored; none prunes anywhere."
-        ),
-    ] = "2:4"
-    sparsity: Annotated[float, typer.Option(help="Share of the weights that go, with --pattern none.")] = 0.5
-    layerwise: Annotated[
-        str, typer.Option(help="uniform prunes all blocks alike; owl prunes those with outliers less, others more.")
-    ] = "uniform"
-    spread: Annotated[
-        float, typer.Option(help="Most that a block's sparsity differs from the mean, with --layerwise owl.")
-    ] = DEFAULT_SPREAD
-    outlier_factor: Annotated[
-        float, typer.Option(help="Scores above this many times their mean are outliers, with --layerwise owl.")
-    ] = DEFAULT_OUTLIER_FACTOR
-
-    def stage(self, ignore: tuple[str, ...]) -> PruneStage:
-        """What the options say, for all layers but those that match `ignore`. Raises RecipeError, SchemeError."""
-        pattern = None if self.pattern == "none" else Sparsity.parse(self.pattern)
-        return PruneStage(
-            self.method, pattern, self.sparsity, self.layerwise, self.outlier_factor, self.spread, ignore=ignore
-        )
-
-    @property
-    def name(self) -> str:
-        """A short one, for recipes and reports."""
-        name = f"{self.method}-{self.pattern}"
-        return name if self.layerwise == "uniform" else f"{name}-{self.layerwise}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +193,7 @@ class ScoreOptions:
     baseline: Annotated[
         Path | None, typer.Option(help="Dense model to compare with. Default: the source the checkpoint records.")
     ] = None
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512
+    length: Annotated[int, typer.Option("--max-seq-length", help="Tokens of a window.")] = 512
     tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens. Default: all the text.")] = None
     backend: Annotated[str, typer.Option(help="runtime (what is served) or transformers (the cross-check).")] = (
         "runtime"

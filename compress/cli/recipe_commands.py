@@ -118,9 +118,10 @@ def search(
     menu: Annotated[
         str,
         typer.Option(
+            "--candidates",
             metavar="FORM,...",
-            help="What layers may become: w4g64 (width, columns that share a scale), rank0.8 or asvd0.8 (share of the "
-            "weights in two factors), 2:4 (pruned), rank0.8w8, 2:4w4g128, dense.",
+            help="Forms that layers may take: w4g64 (width, columns that share a scale), rank0.8 or asvd0.8 (share of "
+            "the weights in two factors), 2:4 (pruned), rank0.8w8, 2:4w4g128, dense.",
         ),
     ] = DEFAULT_MENU,
     method: Annotated[str, typer.Option(help="gptq, or rtn (needs no calibration, and loses more).")] = "gptq",
@@ -132,7 +133,8 @@ def search(
     ends: Annotated[
         bool,
         typer.Option(
-            "--ends", help="Decide about the bits of token embedding and head too; then only this runtime loads it."
+            "--include-embeddings",
+            help="Choose the bits of token embedding and head too; then only this runtime loads the result.",
         ),
     ] = False,
     files: SearchFiles,

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -74,18 +74,22 @@ def _came_from_ctrl_c(error: BaseException | None) -> bool:
     return error is not None
 
 
-def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command as Typer takes it: each parameter whose type is a dataclass becomes one option per field, in its place.
+def with_groups(command: Callable[..., None], **classes: type) -> Callable[..., None]:
+    """Return a command as Typer takes it: each parameter typed with a dataclass becomes one option per field, in its
+    place.
 
     Args:
         command: its groups need no default; their fields are declared with `compress.common.options.option`, or
-            annotated as options of Typer, and bring their defaults.
+            annotated with an option of Typer or the text of its help, and bring their defaults.
+        classes: dataclasses to take in place of the annotations, by parameter.
 
     Raises:
         ValueError: two options have the same name.
     """
     signature = inspect.signature(command, eval_str=True)
-    parameters = signature.parameters.values()
+    parameters = [
+        each.replace(annotation=classes.get(each.name, each.annotation)) for each in signature.parameters.values()
+    ]
     groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
     spread = [option for each in parameters for option in _options(each)]
 
@@ -109,6 +113,7 @@ def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
         declared = option_of(each)
         annotation = _annotation(hints[each.name], declared, each.default) if declared else hints[each.name]
         default = _default(each)
+        annotation = _with_help(annotation, shown=default is not None)
         yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -138,6 +143,14 @@ def read_size(text: str | int) -> int:
         return text if isinstance(text, int) else parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _with_help(hint: Any, shown: bool) -> Any:
+    """Return an annotation that holds an option of Typer where it holds the text of its help."""
+    inner = get_args(hint)
+    if get_origin(hint) is not Annotated or not isinstance(inner[1], str):
+        return hint
+    return Annotated[inner[0], typer.Option(help=inner[1], show_default=shown)]
 
 
 def _default(option: Field[Any]) -> Any:

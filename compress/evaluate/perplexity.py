@@ -50,7 +50,7 @@ def cut_windows(source: TextSource, tokenizer: Any, *, length: int, max_tokens: 
         DataError: not one whole window of text, or a window too short to predict anything.
     """
     if length < 2:
-        raise DataError(f"windows of {length} tokens predict nothing", "Use --length 2 or more")
+        raise DataError(f"windows of {length} tokens predict nothing", "Use --max-seq-length 2 or more")
     if max_tokens is not None and max_tokens < 1:
         raise DataError(f"--tokens {max_tokens} leaves nothing to predict", "Use --tokens 16384, or leave it out")
     bos = _beginning(tokenizer)
@@ -59,7 +59,7 @@ def cut_windows(source: TextSource, tokenizer: Any, *, length: int, max_tokens: 
     count = len(ids) // step
     if count == 0:
         problem = f"{source.name} gives {len(ids)} tokens, fewer than one window of {length}"
-        raise DataError(problem, f"Use --length {max(2, len(ids) + len(bos))} or give more text with --data")
+        raise DataError(problem, f"Use --max-seq-length {max(2, len(ids) + len(bos))} or give more text with --data")
     whole = count
     if max_tokens is not None:
         count = min(count, max(1, max_tokens // length))

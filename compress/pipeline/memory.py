@@ -58,7 +58,7 @@ def with_smaller_batches(
                 reason = (str(error).splitlines() or ["out of memory"])[0]
                 raise ToolkitError(
                     f"not enough memory even for one sequence at a time ({reason})",
-                    "Use a smaller --length, or a machine with more memory; finished blocks are kept",
+                    "Use a smaller --max-seq-length, or a machine with more memory; finished blocks are kept",
                 ) from error
         # The failed attempt's tensors are only free now that its traceback is gone.
         micro_batch //= 2

@@ -112,7 +112,7 @@ def recipe_text(recipe: Recipe, remarks: Sequence[str]) -> str:
 
 def _calibration(options: CalibrationOptions) -> dict[str, Any]:
     source = options.source if isinstance(options.source, str) else list(map(asdict, options.source))
-    return {"source": source, "samples": options.samples, "length": options.length}
+    return {"source": source, "num_calibration_samples": options.samples, "max_seq_length": options.length}
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
@@ -286,5 +286,5 @@ def _unmet(findings: Findings, tries: list[Try], limit: float) -> RecipeError:
         f"no checkpoint of {len(tries)} tries has KL {limit:g} or less: the best has {least.measured:.4g} with "
         f"{least.bytes / 1e6:,.2f} MB",
         f"Use --max-kl {least.measured * 1.05:.2g}"
-        + (", or more --tries" if exhausted else f", or something better than {widest} in --menu"),
+        + (", or more --tries" if exhausted else f", or something better than {widest} in --candidates"),
     )

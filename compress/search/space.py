@@ -116,7 +116,7 @@ def parse_menu(text: str) -> tuple[Form, ...]:
     """
     forms = dict.fromkeys(_form(word.strip()) for word in text.split(","))
     if len(forms) < 2:
-        raise RecipeError(f"a menu of {len(forms)} leaves nothing to choose", f"Use --menu {DEFAULT_MENU}")
+        raise RecipeError(f"a menu of {len(forms)} leaves nothing to choose", f"Use --candidates {DEFAULT_MENU}")
     return tuple(forms)
 
 
@@ -309,7 +309,9 @@ class SearchRequest:
         order = sorted(targets, key=lambda each: (_order(each[1]), each[0]))
         stages = [stage for each in order for stage in each[1].stages(each[0], targets[each])]
         if not stages:
-            raise RecipeError(f"{self.goal} leaves every layer dense", "Ask for less, or leave dense out of --menu")
+            raise RecipeError(
+                f"{self.goal} leaves every layer dense", "Ask for less, or leave dense out of --candidates"
+            )
         return Recipe(tuple(stages), self.calibration, self.seed, self.name)
 
     def to_dict(self) -> dict[str, Any]:

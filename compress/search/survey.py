@@ -46,7 +46,9 @@ def menu_for(unit: Unit, menu: Sequence[Form], method: str) -> list[Form]:
     fitting = [form for form in menu if _fits(unit, form, method)]
     if not fitting:
         widths = ", ".join(str(columns) for _, columns in unit.shapes)
-        raise SchemeError(f"nothing on the menu fits the {widths} inputs of {unit.name}", "Add w8 or w4 to --menu")
+        raise SchemeError(
+            f"nothing on the menu fits the {widths} inputs of {unit.name}", "Add w8 or w4 to --candidates"
+        )
     return fitting
 
 
@@ -164,7 +166,7 @@ class Survey:
             raise RecipeError(
                 f"{goal} cannot be reached: the menu's smallest forms take {self.bits_per_weight(self.smallest):.3f} "
                 f"bits per weight, {(self.smallest + self.fixed_bytes) / 1e6:,.2f} MB in all",
-                "Allow that much, or add something smaller to --menu, e.g. w2g128",
+                "Allow that much, or add something smaller to --candidates, e.g. w2g128",
             )
         return budget
 
@@ -264,7 +266,7 @@ def _split(prepared: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]
         raise DataError(
             f"{prepared.sequences.source} gives {len(tokens)} sequence, and a search needs some to calibrate on and "
             "some to measure on",
-            "Give more text, or use a shorter --length",
+            "Give more text, or use a shorter --max-seq-length",
         )
     wanted = search.calibration.samples + search.measured
     measured = max(1, search.measured * len(tokens) // wanted)
@@ -282,7 +284,7 @@ def _ends(prepared: RunContext) -> list[Unit]:
         if end.shape is not None
     ]
     if not units:
-        raise RecipeError("neither embedding nor head of this model can be quantized", "Leave --ends out")
+        raise RecipeError("neither embedding nor head of this model can be quantized", "Leave --include-embeddings out")
     return units
 
 

@@ -75,5 +75,5 @@ def test_a_part_without_a_sequence_is_refused_with_the_number_that_is_enough():
     parts = [Part("a", 0.99), Part("b", 0.01)]
     with pytest.raises(DataError, match="8 calibration") as caught:
         share_out(parts, 8)
-    assert caught.value.remedy == "Use --samples 100"
+    assert caught.value.remedy == "Use --num-calibration-samples 100"
     assert share_out(parts, 100) == [99, 1]

@@ -109,7 +109,7 @@ def test_seed_decides_order_and_nothing_else_does():
 def test_too_short_text_is_refused_with_the_numbers():
     with pytest.raises(DataError, match=r"3 tokens.*16") as caught:
         pack_sequences(source_of("abc"), letters, samples=1, length=16)
-    assert "--length 3" in caught.value.remedy
+    assert "--max-seq-length 3" in caught.value.remedy
 
 
 def test_overlap_counts_shared_spans():

@@ -70,7 +70,7 @@ def test_every_bundled_recipe_is_tested() -> None:
 def test_a_whole_recipe(tmp_path) -> None:
     path = tmp_path / "mixed.yaml"
     path.write_text(
-        "name: mixed\nseed: 7\ncalibration: {source: pydoc, samples: 8, length: 128}\n"
+        "name: mixed\nseed: 7\ncalibration: {source: pydoc, num_calibration_samples: 8, max_seq_length: 128}\n"
         "stages:\n"
         "  - quantize: {method: gptq, bits: 3, group_size: 64, symmetric: false, ignore: [lm_head]}\n"
         "  - quantize: {method: rtn, bits: 8, group_size: -1, targets: ['*.down_proj']}\n"
@@ -92,11 +92,11 @@ def test_a_whole_recipe(tmp_path) -> None:
         ("stages:\n  - quantize:\n      bit: 4\n", r"r\.yaml:3.*'bit'"),
         ("stages:\n  - quantise: {}\n", r"r\.yaml:2.*'quantise'"),
         ("sed: 1\nstages: []\n", r"r\.yaml:1.*'sed'"),
-        ("seed: 1\ncalibration: {sample: 3}\n", r"r\.yaml:2.*'sample'"),
+        ("seed: 1\ncalibration: {num_samples: 3}\n", r"r\.yaml:2.*'num_samples'"),
         ("stages:\n  - quantize: {bits: 9}\n", r"r\.yaml:2.*bits=9.*outside 2.*8"),
         ("stages:\n  - quantize: {bits: four}\n", r"r\.yaml:2.*'four'"),
-        ("stages:\n  - quantize: {bits: true}\n", r"r\.yaml:2.*'true'"),
-        ("stages:\n  - quantize: {symmetric: 1}\n", r"r\.yaml:2.*'1'"),
+        ("stages:\n  - quantize: {bits: true}\n", r"r\.yaml:2.*True"),
+        ("stages:\n  - quantize: {symmetric: 1}\n", r"r\.yaml:2.*symmetric: 1"),
         ("stages:\n  - quantize: {bits: 4,\n      bits: 3}\n", r"r\.yaml:3.*'bits'"),
         ("stages:\n  - quantize: {method: gtpq}\n", "'gtpq'"),
         ("stages:\n  - prune: {pattern: 2-4}\n", r"r\.yaml:2.*'2-4'"),
@@ -110,13 +110,13 @@ def test_a_whole_recipe(tmp_path) -> None:
             r"r\.yaml:2.*target_size",
         ),
         ("search: {target_size: {MB: 3}}\n", r"r\.yaml:1.*target_size"),
-        ("stages:\n  - kv_cache: {max_kl: true}\n", r"r\.yaml:2.*max_kl.*'true'"),
-        ("stages:\n  - quantize: {outlier_columns: .nan}\n", r"r\.yaml:2.*outlier_columns.*'\.nan'"),
-        ("stages:\n  - quantize: {outlier_columns: inf}\n", r"r\.yaml:2.*outlier_columns.*'inf'"),
+        ("stages:\n  - kv_cache: {max_kl: true}\n", r"r\.yaml:2.*max_kl.*True"),
+        ("stages:\n  - quantize: {outlier_columns: .nan}\n", r"r\.yaml:2.*outlier_columns.*nan"),
+        ("stages:\n  - quantize: {outlier_columns: inf}\n", r"r\.yaml:2.*outlier_columns.*inf"),
         ("stages: {}\n", r"r\.yaml:1"),
         ("stages: []\n", "the recipe has no stages"),
         ("- 1\n", r"r\.yaml:1"),
-        ("calibration: {samples: 0}\nstages: [{quantize: {}}]\n", "samples=0"),
+        ("calibration: {num_calibration_samples: 0}\nstages: [{quantize: {}}]\n", "samples=0"),
         ("", r"r\.yaml"),
         ("stages: [", r"r\.yaml"),
     ],
@@ -137,7 +137,7 @@ def test_numbers_as_people_write_them(written: str, meant: float) -> None:
 
 
 def test_a_mixture_of_calibration_texts() -> None:
-    head = "stages: [{quantize: {}}]\ncalibration:\n  samples: 8\n  source:"
+    head = "stages: [{quantize: {}}]\ncalibration:\n  num_calibration_samples: 8\n  source:"
     listed = parse_recipe(
         f"{head}\n    - {{source: bundled, weight: 0.5}}\n    - {{source: a.txt, weight: 1}}\n", "r.yaml"
     )

@@ -21,7 +21,7 @@ from compress.common.cli import tool_version
 ROOT = Path(__file__).parents[3]
 COMMANDS = ("quantize", "prune", "factorize", "search", "eval", "run", "verify", "export", "report", "compare")
 NOISE = 3.0  # how much slower than promised a busy machine may be
-QUICK = ("--samples", "4", "--length", "48", "--group-size", "64")
+QUICK = ("--num-calibration-samples", "4", "--max-seq-length", "48", "--group-size", "64")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,18 @@ def test_quantize_then_verify_then_export(compress, tiny_model, tmp_path) -> Non
 
 
 def test_factorize_plans_packs_and_verifies(compress, tiny_model, tmp_path) -> None:
-    arguments = ("factorize", tiny_model("llama"), "--keep", 0.6, "--bits", 8, "--samples", 4, "--length", 48)
+    arguments = (
+        "factorize",
+        tiny_model("llama"),
+        "--keep",
+        0.6,
+        "--bits",
+        8,
+        "--num-calibration-samples",
+        4,
+        "--max-seq-length",
+        48,
+    )
     plan = compress(*arguments, "--dry-run").stdout
     assert "svd-llm 60% about rank" in plan
     assert "w8a16" in plan
@@ -144,11 +155,11 @@ def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
         (["quantize", "--method", "gptk"], "'gptk'"),
         (["quantize", "--ignore", "lm_haed"], "lm_head"),
         (["quantize", "--calibration", "none.txt"], r"none\.txt"),
-        (["quantize", "--samples", "0"], "samples=0"),
+        (["quantize", "--num-calibration-samples", "0"], "samples=0"),
         (["quantize", "--method", "rtn", "--calibration", "pydoc"], "nothing in this run looks at the calibration"),
         (["prune", "--group-size", "64"], r"--group-size 64.*--bits"),
         (["factorize", "--group-size", "64"], r"--group-size 64.*--bits"),
-        (["prune", "--spread", "0.1"], "mean nothing where all blocks are pruned alike"),
+        (["prune", "--owl-lambda", "0.1"], "mean nothing where all blocks are pruned alike"),
         (["eval", "--ppl", "--linear-backend", "w4a9"], "'w4a9'"),
         (["quantize", "--seed", "-1"], r"seed=-1.*outside 0.*2\^63.*- 1"),
         (["quantize", "--method", "smoothquant", "--bits", "4", "--dry-run"], "w4a8"),

@@ -14,7 +14,7 @@ from compress.cli import main
 from compress.common.cli import demo_model_path
 from compress.evaluate import session
 
-SHORT = ["--tokens", "128", "--length", "64"]
+SHORT = ["--tokens", "128", "--max-seq-length", "64"]
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_warnings_are_printed_beside_the_figures(run, packed: Path, monkeypatch:
         (("--ppl", "--data", "short.txt"), r"short\.txt gives"),
         (("--ppl", "--backend", "vllm"), "--backend"),
         (("--ppl", "--dtype", "int3"), "'int3'"),
-        (("--ppl", "--length", "1"), r"predict nothing\."),
+        (("--ppl", "--max-seq-length", "1"), r"predict nothing\."),
         (("--ppl", "--baseline", "nowhere"), r"model folder nowhere does not exist\."),
     ],
 )

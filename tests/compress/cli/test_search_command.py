@@ -10,7 +10,18 @@ import pytest
 
 from compress.recipe_file import load_recipe
 
-QUICK = ("--samples", "4", "--measured", "2", "--length", "48", "--menu", "w4g64,w8", "--method", "rtn")
+QUICK = (
+    "--num-calibration-samples",
+    "4",
+    "--measured",
+    "2",
+    "--max-seq-length",
+    "48",
+    "--candidates",
+    "w4g64,w8",
+    "--method",
+    "rtn",
+)
 
 
 @pytest.fixture

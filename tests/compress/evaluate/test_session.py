@@ -135,7 +135,7 @@ def test_other_text_and_vanished_text_are_no_warning(make_packed, text: Path):
         ({"backend": "vllm"}, "'vllm'", "--backend"),
         ({"dtype": "int3"}, "'int3'", "bfloat16"),
         ({"data": "./nowhere.txt"}, "does not exist", "pydoc"),
-        ({"length": 1}, "predict nothing", "--length 2"),
+        ({"length": 1}, "predict nothing", "--max-seq-length 2"),
         ({"backend": "transformers", "kernels": "w4a8"}, "w4a8", "--backend runtime"),
     ],
 )

@@ -56,7 +56,7 @@ def test_too_short_a_text_is_refused_with_a_length_that_works(adds_bos: bool):
     with pytest.raises(DataError, match=r"5 tokens.*16") as caught:
         cut_windows(source_of("abcde"), tokenizer, length=16)
     advised = 6 if adds_bos else 5
-    assert f"--length {advised}" in caught.value.remedy
+    assert f"--max-seq-length {advised}" in caught.value.remedy
     assert len(cut_windows(source_of("abcde"), tokenizer, length=advised).tokens) == 1
 
 

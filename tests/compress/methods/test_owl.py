@@ -62,7 +62,7 @@ def test_layerwise_options_that_mean_nothing_are_refused(options, problem) -> No
 
 
 def test_a_recipe_says_owl_and_its_options() -> None:
-    text = "stages:\n- prune: {method: wanda, sparsity: 0.7, layerwise: owl, outlier_factor: 7, spread: 0.05}\n"
+    text = "stages:\n- prune: {method: wanda, sparsity: 0.7, layerwise: owl, owl_m: 7, owl_lambda: 0.05}\n"
     stage = parse_recipe(text, "owl.yaml").stages[0]
     assert stage == PruneStage("wanda", None, 0.7, "owl", 7.0, 0.05)
     assert PruneStage("magnitude", layerwise="owl").needs_calibration

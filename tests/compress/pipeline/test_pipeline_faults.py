@@ -143,7 +143,7 @@ def test_not_even_one_sequence_fits(source, tmp_path, monkeypatch) -> None:
     starve(monkeypatch, 0)
     with pytest.raises(ToolkitError, match="not enough memory even for one sequence") as caught:
         run(prepare(make_request(source, tmp_path / "packed")), quiet=True)
-    assert "--length" in caught.value.remedy
+    assert "--max-seq-length" in caught.value.remedy
     assert_nothing_written(tmp_path)
 
 

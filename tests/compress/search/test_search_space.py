@@ -93,8 +93,9 @@ def test_methods_without_sensitivities_of_single_layers_are_refused(method: str)
 
 def test_a_search_in_a_recipe() -> None:
     text = (
-        "seed: 3\ncalibration: {samples: 8, length: 64}\n"
-        "search:\n  target_size: 5 MB\n  menu: [w2g64, w4g128]\n  method: rtn\n  measured: 4\n  ignore: [o_proj]\n"
+        "seed: 3\ncalibration: {num_calibration_samples: 8, max_seq_length: 64}\n"
+        "search:\n  target_size: 5 MB\n  candidates: [w2g64, w4g128]\n  method: rtn\n  measured: 4\n"
+        "  ignore: [o_proj]\n"
     )
     expected = SearchRequest(
         Goal(size=5_000_000),
@@ -116,7 +117,7 @@ def test_a_search_in_a_recipe() -> None:
     [
         ("{max_kl: 0.05, target_bpw: 3}", r"r\.yaml:1.*2"),
         ("{max_lk: 0.05}", r"r\.yaml:1.*'max_lk'.*'max_kl'"),
-        ("{max_kl: 1, menu: [w4]}", r"r\.yaml:1.*1 leaves"),
+        ("{max_kl: 1, candidates: [w4]}", r"r\.yaml:1.*1 leaves"),
         ("{target_size: huge}", r"r\.yaml:1.*'huge'"),
         ("{max_kl: 1}\nstages: []", r"r\.yaml:1"),
     ],
@@ -178,7 +179,7 @@ def test_rounding_to_nearest_goes_with_nothing_that_looks_at_inputs(word: str) -
 
 
 def test_menus_of_recipes_have_patterns_without_quotes() -> None:
-    search = parse_work("search: {max_kl: 1, menu: [2:4, rank0.8, dense]}\n", "r.yaml")
+    search = parse_work("search: {max_kl: 1, candidates: [2:4, rank0.8, dense]}\n", "r.yaml")
     assert isinstance(search, SearchRequest)
     assert list(map(str, search.menu)) == ["2:4", "rank0.8", "dense"]
 
