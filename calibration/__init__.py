@@ -1,1 +1,1 @@
-"""Text in, token sequences and input statistics out."""
+"""Calibration: from text to token sequences, and statistics of layer inputs."""

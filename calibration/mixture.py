@@ -1,4 +1,4 @@
-"""From the name of a calibration text, or of several with weights, to token sequences."""
+"""Token sequences of one calibration text, or of several with weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from calibration.sequences import PackedPart, SequenceSet, few_tokens, pack_sequ
 from calibration.sources import SELF, load_texts
 
 Sampler = Callable[[int, int, int], Tensor]
-"""From number of sequences, length and seed to tokens `[N, L]` that the model wrote."""
+"""Samples text from the model: number of sequences, length and seed to tokens `[N, L]`."""
 
 SELF_DESCRIPTION = "text sampled from the source model itself at temperature 1"
 
@@ -25,16 +25,15 @@ SELF_DESCRIPTION = "text sampled from the source model itself at temperature 1"
 def pack_parts(
     parts: Sequence[Part], tokenizer: Any, *, samples: int, length: int, seed: int = 0, sampler: Sampler | None = None
 ) -> SequenceSet:
-    """Token sequences of one text or of a mixture. Equal arguments give equal sequences in equal order.
+    """Packs one text or a mixture into token sequences. Equal arguments give equal sequences in equal order.
 
-    Weights count tokens: every part is packed alone into its share of the sequences, and the sequences of all parts are
-    shuffled by the seed.
+    Weights count tokens: each part is packed alone into its share of the sequences; all are shuffled by the seed.
 
     Args:
         sampler: writes the text of a `self` part; without one, zeros of the same shape stand in for it, for a plan.
 
     Raises:
-        DataError: a text that cannot be used, or that fills not one sequence.
+        DataError: a text that cannot be used, or that does not fill one sequence.
     """
     counts = share_out(parts, samples)
     packed = [
@@ -73,7 +72,7 @@ def _mix(parts: Sequence[Part], packed: Sequence[SequenceSet], seed: int) -> Seq
 
 
 def _joint_hash(records: Sequence[PackedPart]) -> str:
-    """Hash of a mixture: of its texts and weights, in the order given; empty while one of the texts is not there."""
+    """Hashes the texts and weights of a mixture in their order; empty while a text does not exist yet."""
     if not all(record.sha256 for record in records):
         return ""
     facts = [[record.sha256, record.weight] for record in records]

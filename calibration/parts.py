@@ -1,4 +1,4 @@
-"""How a mixture of calibration texts is written, and how its sequences are shared out. Free of torch."""
+"""Mixtures of calibration texts: their notation, and the number of sequences of each part. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Part:
 
     Attributes:
         source: `bundled`, `pydoc`, `self`, a path or a dataset name.
-        weight: its tokens in proportion to those of the other parts.
+        weight: its share of the tokens, relative to the weights of the other parts.
 
     Raises:
         DataError: a weight that is not a positive number.
@@ -35,9 +35,9 @@ class Part:
 
 
 def parse_parts(spec: str) -> tuple[Part, ...]:
-    """`bundled:0.5,chats.jsonl:0.5` as parts. Without a comma it is one source; weights are given to all or to none.
+    """Parses `bundled:0.5,chats.jsonl:0.5`. Without a comma it is one source; all parts have weights, or none has.
 
-    A path that exists is itself, whatever commas and colons it has.
+    An existing path is one source even if it has commas and colons.
 
     Raises:
         DataError: an empty part, a weight that is no positive number, weights on some parts only, a source twice.
@@ -53,19 +53,19 @@ def parse_parts(spec: str) -> tuple[Part, ...]:
 
 
 def check_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The parts of a mixture as given. Raises DataError when there are none, or one stands twice."""
+    """Returns the parts of a mixture. Raises DataError when there are none, or one is named twice."""
     checked = tuple(parts)
     if not checked:
         raise DataError("the calibration mixture has no parts", _EXAMPLE)
     names = [part.source for part in checked]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise DataError(f"{twice} stands twice in the calibration mixture", "Add its weights and name it once")
+        raise DataError(f"{twice} is named twice in the calibration mixture", "Add its weights and name it once")
     return checked
 
 
 def _split(item: str) -> tuple[str, float | None]:
-    """Source and weight; what follows the last colon is a weight if it is a number."""
+    """Splits source and weight; the text after the last colon is a weight if it is a number."""
     source, colon, weight = item.rpartition(":")
     if not colon or Path(item).expanduser().exists():
         return item, None
@@ -76,10 +76,10 @@ def _split(item: str) -> tuple[str, float | None]:
 
 
 def share_out(parts: Sequence[Part], samples: int) -> list[int]:
-    """Sequences of each part: in proportion to the weights, whole, `samples` in all (largest remainder first).
+    """Returns the number of sequences of each part: in proportion to the weights, `samples` in all (largest remainder).
 
     Raises:
-        DataError: so few samples that a part would get none.
+        DataError: too few samples to give every part one.
     """
     total = sum(part.weight for part in parts)
     exact = [samples * part.weight / total for part in parts]

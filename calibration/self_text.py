@@ -1,4 +1,4 @@
-"""Text that a model writes itself: calibration where no text of its domain is at hand (arXiv 2305.17888, 2.1)."""
+"""Calibration text sampled from the model itself (data-free, arXiv 2305.17888, section 2.1)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sample_sequences(
     batch: int = 32,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
-    """Samples `count` sequences of exactly `length` tokens at temperature 1, token by token: the model's own text.
+    """Samples `count` sequences of exactly `length` tokens at temperature 1.
 
     Every sequence begins with `start`. Where the model ends a text, `start` stands instead of the end token, as between
     the documents of packed text, and a new text begins.
@@ -32,7 +32,7 @@ def sample_sequences(
         model: a transformers causal language model.
         start: the token before each text; None draws the first token of each sequence from the whole vocabulary.
         ends: tokens that end a text.
-        batch: sequences at a time; part of what decides the result, as the seed is.
+        batch: sequences at a time; the result depends on it as on the seed.
         on_progress: called with (tokens done, tokens in all).
 
     Returns:
@@ -67,7 +67,7 @@ def _begin(model: Any, size: int, start: int | None, generator: torch.Generator)
 
 
 def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """One token per row, `[B, 1]` on the CPU, whose generator gives the same draws on every machine."""
+    """Samples one token per row, `[B, 1]`, on the CPU: its generator gives the same draws on every machine."""
     if not torch.isfinite(logits).all():
         raise NumericsError("the source model gave NaN or infinite logits", "Calibrate on a text instead of self")
     return torch.multinomial(logits.float().cpu().softmax(-1), 1, generator=generator)

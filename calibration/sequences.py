@@ -1,4 +1,4 @@
-"""Documents to fixed-length token sequences, packed without padding."""
+"""Packing of documents into fixed-length token sequences without padding."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from compress.common.errors import DataError
 
 FEW_TOKENS = 8192
 OVERLAP_WINDOW = 32
-# Ordinary text takes 2.5 bytes per token or more, in any language that the tokenizer was made for; bytes or letters one
-# by one are what is left of text that it was not.
+# Ordinary text takes 2.5 bytes per token or more in languages of the tokenizer; other text falls apart into bytes or
+# letters.
 FEW_BYTES_PER_TOKEN = 1.5
 MAX_UNKNOWN = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """One source of a mixture, as it went into the sequences.
+    """One packed source of a mixture.
 
     Attributes:
         source, sha256: name and hash of the text source.
-        weight: share of the tokens that was asked for.
+        weight: requested share of the tokens.
         sequences: number of sequences it gave.
     """
 
@@ -46,10 +46,10 @@ class SequenceSet:
     Attributes:
         tokens: int64 `[N, L]`, no padding anywhere.
         source: name of the text source.
-        sha256: hash of the text source; empty while text that the model itself will write is not there yet.
+        sha256: hash of the text source; empty while the model has not written its own text yet.
         description: origin, order and special-token policy in words.
-        warnings: what a careful user should know (too little text, ...).
-        parts: what a mixture was made of; empty when there is one source only.
+        warnings: one line each, for example on too little text.
+        parts: of a mixture; empty for a single source.
     """
 
     tokens: Tensor
@@ -65,12 +65,12 @@ class SequenceSet:
 
     @property
     def token_sha256(self) -> str:
-        """Hash of the token ids themselves: what a resumed run compares."""
+        """Hash of the token ids; a resumed run compares it."""
         return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each document. Chats go through the tokenizer's template; plain text gets no special tokens.
+    """Encodes each document. Chats go through the tokenizer's template; plain text gets no special tokens.
 
     Args:
         tokenizer: a transformers tokenizer, or any callable from text to ids.
@@ -82,7 +82,7 @@ def encode_documents(documents: Sequence[Document], tokenizer: Any) -> list[list
 
 
 def document_text(document: Document, tokenizer: Any) -> str:
-    """The text of a document; a chat is rendered by the model's own template, in transformers' sandbox."""
+    """Returns the text of a document; a chat is rendered by the model's template, in transformers' sandbox."""
     return document if isinstance(document, str) else _render(document, tokenizer)
 
 
@@ -107,7 +107,7 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
 
 
 def separator_token(tokenizer: Any) -> int | None:
-    """The id between documents: beginning-of-sequence where the model has one, else end-of-sequence, else none."""
+    """Returns the id between documents: beginning-of-sequence, else end-of-sequence, else None."""
     for name in ("bos_token_id", "eos_token_id"):
         if getattr(tokenizer, name, None) is not None:
             return getattr(tokenizer, name)
@@ -121,7 +121,7 @@ def pack_sequences(source: TextSource, tokenizer: Any, *, samples: int, length: 
     are more than needed, in an order that `seed` decides too.
 
     Raises:
-        DataError: not even one whole window of text.
+        DataError: less than one window of text.
     """
     separator = separator_token(tokenizer)
     prefix = [] if separator is None else [separator]
@@ -142,10 +142,10 @@ def pack_sequences(source: TextSource, tokenizer: Any, *, samples: int, length: 
 def _token_stream(
     source: TextSource, tokenizer: Any, prefix: list[int], seed: int, enough: int
 ) -> tuple[list[int], int]:
-    """Documents in shuffled order, until there are tokens enough: a large dataset is not encoded to its end.
+    """Encodes documents in shuffled order until there are `enough` tokens: large datasets are not encoded whole.
 
     Returns:
-        Token ids, and the bytes of text that they stand for.
+        Token ids, and the number of bytes of their text.
     """
     stream: list[int] = []
     num_bytes = 0
@@ -166,21 +166,21 @@ def _describe(source: TextSource, prefix: list[int], seed: int) -> str:
 
 
 def few_sequences(tokens: Tensor, samples: int, name: str) -> tuple[str, ...]:
-    """A warning when a text did not fill the sequences that were asked for."""
+    """Warns when a text does not fill the requested sequences."""
     if len(tokens) >= samples:
         return ()
     return (f"{name} fills only {len(tokens)} of {samples} sequences; more text gives better statistics",)
 
 
 def few_tokens(tokens: Tensor) -> tuple[str, ...]:
-    """A warning when there are fewer than `FEW_TOKENS` calibration tokens in all."""
+    """Warns when there are fewer than `FEW_TOKENS` calibration tokens."""
     if tokens.numel() >= FEW_TOKENS:
         return ()
     return (f"{tokens.numel()} calibration tokens are few; {FEW_TOKENS} or more are advised",)
 
 
 def _foreign(stream: list[int], num_bytes: int, tokenizer: Any, name: str) -> tuple[str, ...]:
-    """Warnings when the tokenizer was not made for such text: the model saw next to none of it in training."""
+    """Warns of text outside of the tokenizer's domain, which the model hardly saw in training."""
     found = []
     unknown_id = getattr(tokenizer, "unk_token_id", None)
     unknown = stream.count(unknown_id) / len(stream) if unknown_id is not None else 0.0
@@ -195,7 +195,7 @@ def _foreign(stream: list[int], num_bytes: int, tokenizer: Any, name: str) -> tu
 
 
 def overlap(first: Tensor, second: Tensor, window: int = OVERLAP_WINDOW) -> float:
-    """Fraction of the `window`-token spans of `first` (every span, any offset) that also occur in `second`.
+    """Returns the fraction of all `window`-token spans of `first`, at any offset, that also occur in `second`.
 
     Args:
         first, second: int64 token ids `[N, L]` or `[L]`.
@@ -211,7 +211,7 @@ def _spans(row: Tensor, window: int) -> list[bytes]:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The transformers tokenizer that lies in a model folder; nothing is downloaded.
+    """Loads the transformers tokenizer of a model folder; nothing is downloaded.
 
     Raises:
         DataError: no tokenizer there, or one that cannot be read.
@@ -220,7 +220,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    # transformers and the tokenizer library below it raise bare Exception too; all mean the same to a user.
+    # transformers and tokenizers raise unrelated types, bare Exception among them.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(": ")
         raise DataError(

@@ -1,4 +1,4 @@
-"""Where text comes from: bundled files, local files, the Python manual, or a named dataset."""
+"""Sources of text: bundled files, local files, the Python manual, or a named dataset."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Messages = list[dict[str, str]]
 Document = str | Messages
 
 FIELDS = ("text", "messages")
-"""Fields of a record that hold a document, the first that is there wins."""
+"""Fields of a record that hold a document, in order of preference."""
 
 
 def document_of(record: object, place: str) -> Document:
-    """The document in a record of a .jsonl file, a table or a dataset.
+    """Returns the document in a record of a .jsonl file, a table or a dataset.
 
     Args:
         record: a mapping with a `text` string or a `messages` list of `{role, content}`.
@@ -48,7 +48,7 @@ def document_of(record: object, place: str) -> Document:
 
 
 def no_document(place: str, fields: list[str] | None) -> DataError:
-    """The refusal of a record or table without a document; None when it has no fields at all."""
+    """Builds the error for a record or table without a document; `fields` is None for a record that is no object."""
     found = "it is not an object" if fields is None else f"its fields: {', '.join(map(str, fields)) or 'none'}"
     return DataError(
         f"{place} has neither a `text` string nor a `messages` list ({found})",
@@ -65,7 +65,7 @@ _MARKS = ("dataset_dict.json", "state.json")
 
 
 def read_named_dataset(spec: str) -> Iterator[Document]:
-    """Documents of `name[:config[:split]]`, from the network or from the library's cache.
+    """Yields the documents of `name[:config[:split]]`, from the network or the library's cache.
 
     Raises:
         DataError: it cannot be loaded, or its rows hold no documents.
@@ -77,7 +77,7 @@ def read_named_dataset(spec: str) -> Iterator[Document]:
         options = DownloadConfig(max_retries=1)
         with _quiet("huggingface_hub"):
             rows = load_dataset(name, config or None, split=split or DEFAULT_SPLIT, download_config=options)
-    # The library and the network below it raise many unrelated types; all of them mean the same to a user.
+    # The library and the network raise many unrelated types.
     except Exception as error:
         problem = f"{spec!r} is neither a file here nor a dataset that could be loaded ({_first_line(error)})"
         remedy = "Give a .txt, .jsonl or .parquet file, a dataset saved with save_to_disk, or bundled or pydoc"
@@ -86,17 +86,17 @@ def read_named_dataset(spec: str) -> Iterator[Document]:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `save_to_disk` wrote this folder."""
+    """Returns whether `save_to_disk` wrote this folder."""
     return any((path / mark).is_file() for mark in _MARKS)
 
 
 def read_saved_dataset(path: Path) -> Iterator[Document]:
-    """Documents of a saved dataset; of its `train` split when it has several. Raises DataError."""
+    """Yields the documents of a saved dataset, of its `train` split when it has several. Raises DataError."""
     from datasets import DatasetDict, load_from_disk
 
     try:
         rows = load_from_disk(path)
-    except Exception as error:  # As above: any of many types.
+    except Exception as error:  # Any of many types, as above.
         raise DataError(f"{path} is no dataset that can be loaded ({_first_line(error)})", "Save it again") from error
     if isinstance(rows, DatasetDict):
         if DEFAULT_SPLIT not in rows:
@@ -119,7 +119,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet(logger: str) -> Iterator[None]:
-    """Keeps a library's warnings (one for each of its retries) from burying the one line that a refusal is."""
+    """Silences a library's warnings, one for each of its retries: the error is one line."""
     library = logging.getLogger(logger)
     before = library.level
     library.setLevel(logging.ERROR)
@@ -136,10 +136,10 @@ _ENDINGS = f"{', '.join(TEXT_ENDINGS[:-1])} or {TABLE_ENDING}"
 
 
 def read_path(path: Path) -> Iterator[Document]:
-    """Documents of a file, of every readable file of a folder in order of name, or of a saved dataset.
+    """Yields the documents of a file, of every readable file of a folder in order of name, or of a saved dataset.
 
     Raises:
-        DataError: nothing that can be read, or a record without a document; says file and line.
+        DataError: nothing to read, or a record without a document; names file and line.
     """
     try:
         yield from _read(path)
@@ -214,7 +214,7 @@ def _not_utf8(path: Path, error: UnicodeDecodeError) -> DataError:
 DOCUMENT_SEPARATOR = "<|document|>"
 NAMED_SOURCES = ("bundled", "pydoc")
 SELF = "self"
-"""Text that the model itself writes: a source of token sequences, not of documents."""
+"""The source for text that the model itself writes: token sequences, not documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +222,9 @@ class TextSource:
     """Documents of one origin.
 
     Attributes:
-        name: what the user wrote: `bundled`, `pydoc`, a path or a dataset name.
+        name: as the user wrote it: `bundled`, `pydoc`, a path or a dataset name.
         documents: texts, or chats (lists of `{role, content}`) that need a model's template to become text.
-        description: origin in words, with versions where they matter.
+        description: origin, with versions where they matter.
     """
 
     name: str
@@ -251,7 +251,7 @@ def load_texts(spec: str) -> TextSource:
             files or one that `datasets` saved, or a `datasets` name as `name[:config[:split]]`.
 
     Raises:
-        DataError: nothing there, nothing readable, or nothing but white space.
+        DataError: nothing to read, or only white space.
     """
     documents, description = _open(spec)
     source = TextSource(spec, tuple(documents), description)

@@ -1,4 +1,4 @@
-"""What calibration remembers of a linear layer's inputs: second moments, magnitudes and a few sample rows."""
+"""Statistics of a linear layer's inputs: second moments, magnitudes and sample rows."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from compress.common.errors import NumericsError
 
 # Below this width the upper triangle of X^T X is one product; above it the redundant half is skipped by halving.
 _TRIANGLE_LEAF = 256
-# Numbers whose magnitudes are taken at once on a CPU: as many as stay in its cache.
+# Elements per magnitude pass on a CPU: they stay in its cache.
 _CACHED_ELEMENTS = 1 << 17
 
 
 class InputStatistics:
-    """Accumulates, over any number of batches, the inputs `x [..., I]` of every linear that reads them.
+    """Accumulates statistics of a linear's inputs `x [..., I]` over batches.
 
     All sums are float32 and independent of the device's TF32 setting.
 
     Args:
         in_features: `I`.
         name: the module, for error messages.
-        hessian: whether to accumulate `X^T X`; it costs `I * I` floats and most of the time.
-        sample_rows: most rows kept for losses that need real inputs; 0 keeps none.
-        device: where the sums live.
+        hessian: whether to accumulate `X^T X`, which takes `I * I` floats and most of the time.
+        sample_rows: maximum number of rows kept for losses that need real inputs.
+        device: device of the sums.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class InputStatistics:
     def hessian(self) -> Tensor:
         """`[I, I]` float32: `2 X^T X / count`, symmetric."""
         if self._second_moment is None:
-            raise ValueError("these statistics were asked for without a Hessian")
+            raise ValueError("these statistics were built without a Hessian")
         full = self._second_moment.triu()
         full += full.triu(1).T
         return full.mul_(2.0 / max(self.count, 1))
@@ -91,7 +91,7 @@ class InputStatistics:
         return self._square_sum / max(self.count, 1)
 
     def sample(self, rows: int) -> Tensor:
-        """At most `rows` inputs `[n, I]`, evenly spread over all that were seen, in the dtype they came in."""
+        """Returns at most `rows` inputs `[n, I]`, evenly spread over the stream, in their own dtype."""
         return self._rows.take(rows)
 
     def _refuse_non_finite(self, absolute: Tensor, rows: Tensor) -> None:
@@ -106,7 +106,7 @@ class InputStatistics:
 
 
 class RowSample:
-    """Every n-th row of a stream, n doubling as it grows: a sample that does not depend on how rows were batched."""
+    """Every n-th row of a stream, n doubling as it grows: independent of how rows are batched."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -126,14 +126,14 @@ class RowSample:
 
     def take(self, rows: int) -> Tensor:
         if not self._kept:
-            raise ValueError("these statistics were asked for without sample rows")
+            raise ValueError("these statistics were built without sample rows")
         kept = torch.cat(self._kept)
         picks = torch.linspace(0, len(kept) - 1, min(rows, len(kept)), device=kept.device).round().long()
         return kept[picks]
 
 
 def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each column of `rows [T, I]` the sum of magnitudes, the largest one, and the sum of squares."""
+    """Returns the sum of magnitudes, the largest magnitude and the sum of squares of each column of `rows [T, I]`."""
     absolute, largest, squares = (torch.zeros(rows.shape[1], device=rows.device) for _ in range(3))
     for part in rows.split(len(rows) if rows.is_cuda else max(1, _CACHED_ELEMENTS // rows.shape[1])):
         magnitudes = part.abs()
@@ -145,7 +145,7 @@ def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Float32 products in full precision, whatever the process allows elsewhere (TF32 keeps 10 bits)."""
+    """Computes float32 products in full precision, even where the process allows TF32 (10 bits)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -183,7 +183,7 @@ class InputDifference:
         """Adds a batch: `inputs [..., I]` and, at the same tokens, `dense [..., I]`.
 
         Raises:
-            ValueError: other shapes, so not the same tokens.
+            ValueError: the shapes differ, so the tokens do.
         """
         if inputs.shape != dense.shape:
             raise ValueError(f"inputs {tuple(inputs.shape)} and {tuple(dense.shape)} are not of the same tokens")

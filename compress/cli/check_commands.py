@@ -1,4 +1,4 @@
-"""`compress verify`: is a checkpoint on disk what it says it is?"""
+"""Commands that read checkpoints: verify, eval, export, report, compare."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def verify(
     path: Annotated[Path, typer.Argument(help="A checkpoint folder, packed by this or another tool.")],
     as_json: AsJson = False,
 ) -> None:
-    """Re-read a checkpoint and check config, names, shapes, codes and scales.
+    """Read a checkpoint again and check config, names, shapes, codes and scales.
 
-    Where the folder holds the report of its making, the codes are compared with it bit for bit.
+    Where the folder has a compression report, the codes are compared with it bit for bit.
     """
     from compress.checkpoint.verify import verify_structure
     from compress.common.errors import CheckpointError
@@ -47,7 +47,7 @@ def verify(
 
 
 def _kv_cache(path: str) -> list[str]:
-    """What the checkpoint says of keys and values, where it says anything."""
+    """Returns a line on the recorded form of keys and values, if there is one."""
     from compress.checkpoint.config import read_config
     from compress.checkpoint.kv_cache import stored_kv_cache
     from compress.common.errors import ToolkitError
@@ -55,7 +55,7 @@ def _kv_cache(path: str) -> list[str]:
     try:
         scheme = stored_kv_cache(read_config(path))
     except ToolkitError:
-        # It is among the problems.
+        # Verification lists it among the problems.
         return []
     return [f"keys and values are kept as {scheme} unless serving is told otherwise"] if scheme else []
 
@@ -81,7 +81,7 @@ def _print(structure: StructureReport, compared: bool) -> None:
         f"{structure.total_bytes / 1e6:,.2f} MB, {structure.bits_per_weight:.3f} bits per quantized weight, "
         f"{structure.bits_per_parameter:.3f} over the whole model",
         *_kv_cache(structure.path),
-        "codes compared with the report of their making" if compared else "no report to compare the codes with",
+        "codes compared with the compression report" if compared else "no compression report to compare the codes with",
         *structure.notes,
     ]
     for line in lines:
@@ -94,7 +94,7 @@ def evaluate(
     model: Annotated[
         Path | None,
         typer.Argument(
-            metavar="MODEL", help="Checkpoint to measure. Default: packed/ if it is there, else the demo model."
+            metavar="MODEL", help="Checkpoint to measure. Default: packed/ if it exists, else the demo model."
         ),
     ] = None,
     ppl: Annotated[bool, typer.Option("--ppl", help="Measure perplexity, and KL to the baseline.")] = False,
@@ -105,8 +105,8 @@ def evaluate(
 ) -> None:
     """Measure perplexity and KL by the standard protocol.
 
-    The text is joined, cut into windows that do not overlap, and every token but the first of a window is predicted.
-    The score comes from the runtime's own model, so what is measured is what `runtime serve` serves.
+    The text is joined and cut into windows that do not overlap; every token of a window except its first is predicted.
+    The runtime's own model computes the score, as `runtime serve` runs it.
     """
     from rich.console import Console
 
@@ -164,7 +164,7 @@ def report(
 ) -> None:
     """Write one HTML page about a run: sizes, memory, quality, errors over depth, bits, smoothing, notes.
 
-    It needs no script and loads nothing from elsewhere.
+    The page has no script and loads nothing.
     """
     from compress.reporting.report_data import read_headers, read_report
     from compress.reporting.report_page import report_page
@@ -181,9 +181,9 @@ def compare(
     out: Annotated[Path | None, typer.Option("--out", help="Write an HTML page with the plot too.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare checkpoints of one source by their reports, and mark those that another one beats in every way.
+    """Compare checkpoints of one source by their reports, and mark those that another dominates.
 
-    Refuses reports with different sources, texts or protocols: their figures say nothing about each other.
+    Refuses reports with different sources, texts or protocols: their figures are not comparable.
     """
     from compress.reporting.comparison import compare as compare_reports
     from compress.reporting.comparison import compare_page

@@ -1,4 +1,4 @@
-"""What `compress search` and `compress run` with a recipe that searches share."""
+"""Commands that run a recipe or search for one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 def carry_out_search(
     model: Path | None, search: SearchRequest, out: Path, wanted: SearchFiles, job: JobOptions
 ) -> None:
-    """Surveys, and unless only that was asked for, measures, chooses and compresses.
+    """Surveys a search; unless it is a dry run, also measures, chooses and compresses.
 
     Raises:
         ToolkitError: see `compress.search.survey.survey` and `compress.search.run`.
-        KeyboardInterrupt: after saying how to resume.
+        KeyboardInterrupt: after printing how to resume.
     """
     from compress.cli.tables import print_survey
     from compress.search.survey import survey
@@ -56,7 +56,8 @@ def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
         found = carry_out(findings, files, quiet=job.as_json)
     except KeyboardInterrupt:
         print(
-            f"\nInterrupted. Figures so far are in {files.sensitivities}: the same command continues.", file=sys.stderr
+            f"\nInterrupted. Results so far are in {files.sensitivities}: the same command continues.",
+            file=sys.stderr,
         )
         raise
     if job.as_json:

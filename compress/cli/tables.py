@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from compress.search.survey import Survey
 
 
-_WORTH_SAYING = 0.1
-"""Share of the file that must be saved."""
+_LEAST_SAVING = 0.1
+"""Least saved share of the file that is worth a tip."""
 _SCHEME = Scheme(8, None)
 
 
 def embedding_tip(plan: Plan, total_bytes: int) -> str:
-    """One line with numbers; empty where there is little to save, or nothing is left to do.
+    """Returns a line on what a quantized embedding saves; empty where that is little.
 
     Args:
         total_bytes: size of the weights as written.
@@ -43,7 +43,7 @@ def embedding_tip(plan: Plan, total_bytes: int) -> str:
         for row in plan.rows
         if row.assignment is None and row.tensor.endswith(f".{EMBEDDING_TARGET}.weight")
     )
-    if saved < _WORTH_SAYING * total_bytes:
+    if saved < _LEAST_SAVING * total_bytes:
         return ""
     then = total_bytes - saved
     return f"--embedding-bits 8 makes it {size(then)} ({times(plan.bytes_before, then)}), for this runtime only"
@@ -53,7 +53,7 @@ _PLAIN_WIDTH = 120
 
 
 def print_plan(prepared: RunContext) -> None:
-    """What would happen to every tensor, grouped by kind, with totals and needs."""
+    """Prints what happens to every tensor, grouped by kind, with totals, memory and disk."""
     console = wide_console()
     table = Table(title=f"Plan for {prepared.request.model}", title_justify="left")
     table.add_column("tensor", overflow="fold")
@@ -86,7 +86,7 @@ def _becomes(assignment: LayerPlan | None, reason: str) -> str:
 
 
 def describe_run(prepared: RunContext) -> str:
-    """Where the calibration comes from and how it runs, in one line."""
+    """Returns source, size and device of the calibration in one line."""
     if prepared.sequences is None:
         return "Calibration: none"
     count, length = prepared.sequences.tokens.shape
@@ -98,7 +98,7 @@ def describe_run(prepared: RunContext) -> str:
 
 
 def print_result(prepared: RunContext, result: RunResult, with_tip: bool = True) -> None:
-    """Sizes, verification, quality, and the next command to type; a tip only where its option exists."""
+    """Prints sizes, verification, quality and the next commands; a tip only where its option exists."""
     console = wide_console()
     table = Table(show_header=False)
     for name, text in _rows(prepared, result, with_tip):
@@ -173,13 +173,13 @@ def gigabytes(count: int) -> str:
 
 
 def wide_console() -> Console:
-    """A terminal keeps its width; a file or a pipe gets room for a table."""
+    """Returns a console as wide as the terminal; files and pipes get 120 columns."""
     console = Console()
     return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def print_evaluation(report: EvaluationReport) -> None:
-    """The figures, the protocol and the text they come from, and what was compared with."""
+    """Prints the result, its protocol, text and baseline."""
     result = report.result
     table = Table(title=f"Evaluation of {report.request.model}")
     table.add_column("measure")
@@ -203,7 +203,7 @@ def print_evaluation(report: EvaluationReport) -> None:
 
 
 def print_survey(survey: Survey) -> None:
-    """What would be measured, and what that takes."""
+    """Prints what a search measures, and its time and memory."""
     table = Table(title=f"Search on {survey.prepared.request.model}", title_justify="left")
     table.add_column("decided together", overflow="fold")
     table.add_column("count", justify="right")
@@ -221,7 +221,7 @@ def print_survey(survey: Survey) -> None:
 
 
 def describe_survey(survey: Survey) -> list[str]:
-    """Target, range, cost and needs, one line each."""
+    """Returns target, range of sizes, time and memory, one line each."""
     low, high = survey.smallest, survey.largest
     return [
         f"target: {survey.request.goal}; the menu reaches {survey.bits_per_weight(low):.3f} to "

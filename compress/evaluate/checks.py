@@ -1,4 +1,4 @@
-"""The text that a checkpoint was calibrated on, as far as it can be had again."""
+"""Checks of an evaluation text against the calibration text: overlap and domain."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from compress.common.errors import DataError
 from compress.evaluate.perplexity import Evaluation, Windows, evaluate
 from compress.evaluate.scorers import Scorer
 
-# Larger texts, and datasets that would be fetched again, are not read again: that stays near a second.
+# Larger texts, and datasets that would be downloaded, are not read again: the check stays near a second.
 _MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SeenText:
-    """What calibration saw.
+    """The calibration text of a checkpoint.
 
     Attributes:
-        name: the calibration text or mixture as the user wrote it.
+        name: the text or mixture as the user wrote it.
         hashes: of the text, and of every part of a mixture.
-        tokens: int64 `[N, L]`, the sequences; of a mixture those that are at hand. None where none are.
+        tokens: int64 `[N, L]`, the sequences whose text is available; None where none is.
     """
 
     name: str
@@ -39,15 +39,15 @@ class SeenText:
 
     @classmethod
     def of(cls, sequences: SequenceSet) -> SeenText:
-        """What a run has just calibrated on."""
+        """Wraps the sequences of the current run."""
         hashes = frozenset((sequences.sha256, *(part.sha256 for part in sequences.parts)))
         return cls(sequences.source, hashes, sequences.tokens)
 
     @classmethod
     def recorded(cls, compression: Mapping[str, Any], tokenizer: Any) -> SeenText | None:
-        """What a checkpoint says of its calibration, packed again from that text; None when it says nothing.
+        """Packs the text that a checkpoint records again; None when it records none.
 
-        Text that the model wrote, datasets, and text that is gone or has changed cannot be packed again.
+        Text that the model wrote, datasets, and text that is missing or has changed are not packed again.
 
         Args:
             compression: `compression_config` of the checkpoint; its `calibration` block names text, samples and seed.
@@ -63,25 +63,25 @@ class SeenText:
 
 
 def _records(calibration: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Source, hash and number of sequences of every part; of a single text, which has no parts, of itself."""
+    """Returns source, hash and number of sequences of every part, or of the single text."""
     single = {key: calibration.get(key) for key in ("source", "sha256")} | {"sequences": calibration.get("samples")}
     return calibration.get("parts") or [single]
 
 
 def _packed_again(records: list[dict[str, Any]], length: int, seed: int, tokenizer: Any) -> Iterator[Tensor]:
     for record in records:
-        if not record.get("sequences") or not _is_at_hand(record["source"]):
+        if not record.get("sequences") or not _is_available(record["source"]):
             continue
         part = Part(record["source"])
         try:
             again = pack_parts((part,), tokenizer, samples=record["sequences"], length=length, seed=seed)
         except DataError:
-            continue  # The text has changed since; nothing can be said about it.
+            continue  # The text has changed since.
         if again.sha256 == record["sha256"]:
             yield again.tokens
 
 
-def _is_at_hand(source: str) -> bool:
+def _is_available(source: str) -> bool:
     path = Path(source).expanduser()
     return source in NAMED_SOURCES or (path.exists() and _size(path) <= _MAX_BYTES)
 
@@ -92,15 +92,14 @@ def _size(path: Path) -> int:
 
 
 MAX_RATIO = 2.5
-"""Ordinary texts of different kinds differ by less than twice, gibberish or a foreign script by three times or more."""
+"""Ordinary texts differ by less than 2 times, gibberish or a foreign script by 3 times or more."""
 
 _TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """How well one model predicts two texts, in bits per byte: tokens of different texts stand for different amounts of
-    text, bytes do not.
+    """Loss of one model on two texts, in bits per byte: tokens of different texts have different lengths.
 
     Attributes:
         calibration: of the first calibration sequences, about 4096 tokens.
@@ -111,7 +110,7 @@ class Domain:
     data: float
 
     def warnings(self, name: str, data: str) -> tuple[str, ...]:
-        """A warning when the calibration text `name` is predicted far worse than the evaluation text `data`."""
+        """Warns when the calibration text `name` is predicted far worse than the evaluation text `data`."""
         if self.calibration <= MAX_RATIO * self.data:
             return ()
         return (
@@ -123,11 +122,11 @@ class Domain:
 def compare_domains(
     scorer: Scorer, seen: SeenText | None, windows: Windows, result: Evaluation, tokenizer: Any
 ) -> Domain | None:
-    """Scores some of the calibration text; None where it is not at hand.
+    """Scores some of the calibration text; None where it is not available.
 
     Args:
-        scorer: the baseline, or without one the model itself.
-        result: the evaluation of the same on `windows`.
+        scorer: the baseline, or the model where there is none.
+        result: its evaluation on `windows`.
     """
     if seen is None or seen.tokens is None:
         return None
@@ -150,15 +149,15 @@ MAX_SHARE = 0.01
 
 
 def shared_spans(seen: SeenText | None, windows: Windows) -> float | None:
-    """Share of the windows' 32-token spans that were in the calibration sequences; None where these are not at hand."""
+    """Returns the share of the windows' 32-token spans in the calibration sequences; None without sequences."""
     return None if seen is None or seen.tokens is None else overlap(windows.tokens, seen.tokens)
 
 
 def overlap_warning(share: float | None, seen: SeenText | None, windows: Windows) -> tuple[str, ...]:
-    """A warning when both texts are the same, or more than `MAX_SHARE` of the evaluation text was calibrated on.
+    """Warns when both texts are the same, or more than `MAX_SHARE` of the evaluation text was calibrated on.
 
     Args:
-        share: what `shared_spans` gave.
+        share: result of `shared_spans`.
     """
     if seen is None:
         return ()

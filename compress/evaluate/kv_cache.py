@@ -1,4 +1,4 @@
-"""What quantized keys and values cost: the same checkpoint scored with each form, beside a cache of 16 bits."""
+"""Loss of quality by quantized keys and values: one checkpoint scored with each form and with a 16-bit cache."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class KVCacheMeasurement:
 
 
 def check_measurable(config: dict[str, Any], nbytes: int, device: str) -> None:
-    """What can be known before anything runs: does the runtime serve such a model, and does it fit.
+    """Checks before a run that the runtime serves this model and that it fits into memory.
 
     Args:
         config: the parsed config.json.
-        nbytes: of the finished weights.
+        nbytes: size of the finished weights.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it does neither.
     """
     from compress.common.device import available_bytes, format_bytes, resolve_device
     from runtime.core.model_config import parse_config
@@ -72,7 +72,7 @@ def measure_kv_caches(
     """Scores windows of a text with each form of keys and values.
 
     Args:
-        tokens, length: of the text, and of a window; one window at least.
+        tokens, length: tokens of the text and of a window; one window at least.
         on_progress: called with (windows done, windows in all).
 
     Raises:
@@ -96,8 +96,8 @@ def measure_kv_caches(
 
 @torch.inference_mode()
 def _score(decoder: Decoder, tokens: Tensor, schemes: Sequence[KVCacheScheme]) -> list[Positions]:
-    """One window `[1, T]` with each form. Logits exist for a slice of it at a time: long windows of large vocabularies
-    would not fit otherwise."""
+    """Scores one window `[1, T]` with each form, a slice of logits at a time: long windows of large vocabularies would
+    not fit otherwise."""
     from runtime.model.scoring import hidden_states
 
     exact = hidden_states(decoder, tokens)

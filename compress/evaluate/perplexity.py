@@ -22,7 +22,7 @@ class Windows:
 
     Attributes:
         tokens: int64 `[N, L]`; every token but the first of a window is predicted.
-        protocol: one line that lets somebody else repeat the measurement.
+        protocol: one line from which the measurement can be repeated.
         source: name of the text source.
         sha256: hash of the text source.
     """
@@ -47,7 +47,7 @@ def cut_windows(source: TextSource, tokenizer: Any, *, length: int, max_tokens: 
         max_tokens: keep only the first windows, up to this many tokens (one window at least).
 
     Raises:
-        DataError: not one whole window of text, or a window too short to predict anything.
+        DataError: less than one window of text, or windows of fewer than two tokens.
     """
     if length < 2:
         raise DataError(f"windows of {length} tokens predict nothing", "Use --max-seq-length 2 or more")
@@ -74,7 +74,7 @@ def cut_windows(source: TextSource, tokenizer: Any, *, length: int, max_tokens: 
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """The token that this tokenizer puts before every text by itself, if any."""
+    """Returns the token that the tokenizer puts before every text by itself, if any."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return [bos] if bos is not None and tokenizer("a")["input_ids"][0] == bos else []
 
@@ -90,7 +90,7 @@ BATCH_LOGITS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one pass over the windows gave.
+    """Result of one pass over the windows.
 
     Attributes:
         perplexity: exp of the mean negative log-likelihood (natural log) of the predicted tokens.
@@ -98,7 +98,7 @@ class Evaluation:
         baseline_perplexity: the same of the baseline, if there is one.
         kl_mean, kl_p999: mean and 99.9 % quantile over positions of KL(baseline || model), in nats.
         kl_standard_error: standard error of `kl_mean` over windows; None for a single window.
-        top1_agreement: share of positions where both put the same token first.
+        top1_agreement: share of positions where both rank the same token first.
     """
 
     perplexity: float
@@ -133,9 +133,9 @@ class Positions(NamedTuple):
     """Figures of every predicted position of some windows, each `[N, T-1]` float64.
 
     Attributes:
-        losses, baseline_losses: negative log-likelihood of the token that came, in nats.
+        losses, baseline_losses: negative log-likelihood of the actual token, in nats.
         divergence: KL(baseline || model), in nats.
-        agreement: 1 where both put the same token first, else 0.
+        agreement: 1 where both rank the same token first, else 0.
     """
 
     losses: Tensor
@@ -161,10 +161,10 @@ def score_positions(
     baseline: Scorer | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Positions:
-    """Scores every window. Both models are resident, but never more logits than of one batch of windows of each.
+    """Scores every window. Both models are resident, and the logits of one batch of windows of each.
 
     Args:
-        baseline: what to compare with; None compares the model with itself.
+        baseline: reference model; None compares the model with itself.
         on_progress: called with (windows done, windows in all).
 
     Raises:
@@ -200,8 +200,8 @@ def _log_probabilities(model: Scorer, tokens: Tensor, who: str) -> Tensor:
 
 
 def compare_positions(logp: Tensor, reference: Tensor, tokens: Tensor) -> Positions:
-    """Figures of T positions from log-probabilities `[B, T, V]` of a model and of its baseline, and the tokens
-    `[B, T + 1]`: the first sees nothing and is not predicted. Raises CheckpointError when vocabularies differ."""
+    """Compares T positions by log-probabilities `[B, T, V]` of a model and of its baseline, and the tokens
+    `[B, T + 1]`, whose first is not predicted. Raises CheckpointError when vocabularies differ."""
     if logp.shape != reference.shape:
         raise CheckpointError(
             f"the model has {logp.shape[-1]} tokens in its vocabulary and the baseline {reference.shape[-1]}",
@@ -225,7 +225,7 @@ def _perplexity(losses: Tensor) -> float:
 
 
 def _quantile(values: Tensor, share: float) -> float:
-    """The smallest value that is at least as large as `share` of all values. torch.quantile stops at 16M values."""
+    """Returns the smallest value not below `share` of all values. torch.quantile takes at most 16M values."""
     rank = max(1, math.ceil(share * values.numel()))
     return values.kthvalue(rank).values.item()
 

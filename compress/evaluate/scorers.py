@@ -1,4 +1,4 @@
-"""Logits of whole windows, from the runtime's own model (what is served) or from transformers (the cross-check)."""
+"""Logits of whole windows, from the runtime's model (as served) or from transformers (a cross-check)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ BACKENDS = ("runtime", "transformers")
 
 
 class Scorer(Protocol):
-    """Anything that gives next-token logits."""
+    """Source of next-token logits."""
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Causal logits `[B, T, V]` in float32 (float64 for a float64 model) of int64 tokens `[B, T]`."""
+        """Returns causal logits `[B, T, V]` in float32 (float64 for a float64 model) of int64 tokens `[B, T]`."""
         ...
 
 
 class RuntimeScorer:
-    """The decoder that `runtime serve` runs, with the kernels it runs them with.
+    """The decoder of `runtime serve`, with its kernels.
 
     Attributes:
-        kv_cache: keys and values are read as such a cache gives them back. May be set between calls.
+        kv_cache: form in which keys and values are cached and read. May be set between calls.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RuntimeScorer:
 
 
 class TransformersScorer:
-    """transformers' own model class, filled with this project's dequantized weights."""
+    """transformers' model class with dequantized weights."""
 
     def __init__(self, path: Path, *, device: str = "auto", dtype: str = "auto") -> None:
         self._model = load_dequantized(path, dtype=dtype).to("cpu" if device == "auto" else device)
@@ -72,13 +72,13 @@ def open_scorer(
     kv_cache: KVCacheScheme = UNCOMPRESSED,
     kernels: str = "auto",
 ) -> Scorer:
-    """A scorer for a dense or packed checkpoint.
+    """Opens a scorer for a dense or packed checkpoint.
 
     Args:
         backend: `runtime` or `transformers`.
-        dtype: `auto` takes the checkpoint's.
-        kv_cache: how keys and values are read; for `runtime` only.
-        kernels: how weights are multiplied; for `runtime` only.
+        dtype: `auto` is the checkpoint's.
+        kv_cache: form of keys and values; for `runtime` only.
+        kernels: backend of linears; for `runtime` only.
     """
     if backend == "runtime":
         return RuntimeScorer(path, device=device, dtype=dtype, kernels=kernels, kv_cache=kv_cache)
@@ -86,13 +86,13 @@ def open_scorer(
 
 
 def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
-    """A transformers model whose packed linears were replaced by their dequantized weights.
+    """Loads a transformers model with its packed linears dequantized.
 
     Args:
-        dtype: in which it computes; `auto` takes the one that config.json names.
+        dtype: dtype of the computation; `auto` is that of config.json.
 
     Raises:
-        CheckpointError: a weight of the model that the checkpoint does not hold, or one of another shape.
+        CheckpointError: the checkpoint lacks a weight, or one has another shape.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -102,7 +102,7 @@ def load_dequantized(path: Path, *, dtype: str = "auto") -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     wanted = checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
-    # Parameters wait on the meta device for their tensors; buffers are in no file, so their modules compute them.
+    # Parameters stay on the meta device until their tensors are loaded; buffers are in no file and are computed.
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=wanted)
     try:

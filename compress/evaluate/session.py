@@ -1,4 +1,4 @@
-"""One evaluation from paths and names: which checkpoint, which baseline, which text."""
+"""One evaluation, from a request of paths and names to a report."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ QUICK_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRequest:
-    """What to measure.
+    """Request of an evaluation.
 
     Attributes:
         model: folder of a dense or packed checkpoint.
-        baseline: folder of the dense model to compare with; None takes the recorded source of a packed checkpoint.
+        baseline: folder of the dense model to compare with; None is the recorded source of a packed checkpoint.
         data: text source, see `calibration.sources.load_texts`.
         length: tokens of a window.
-        max_tokens: stop after this many tokens; None takes all the text.
-        kv_cache: keys and values of the model, not of the baseline, are read as such a cache gives them back.
+        max_tokens: limit on the tokens; None is all the text.
+        kv_cache: form of keys and values of the model; the baseline has 16 bits.
         kernels: of the model, not of the baseline: a mode or a kernel of `runtime.backends.registry`.
     """
 
@@ -54,11 +54,11 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The figures with everything that is needed to repeat them.
+    """Result of an evaluation, with everything needed to repeat it.
 
     Attributes:
-        overlap: share of the evaluation text that the checkpoint was calibrated on; None where that is not known.
-        domain: how well the baseline predicts the calibration text and this text; None where that is not known.
+        overlap: share of the evaluation text in the calibration text; None where that is unknown.
+        domain: loss of the baseline on the calibration text and on this text; None where that is unknown.
     """
 
     request: EvaluationRequest
@@ -91,10 +91,10 @@ def run_evaluation(
     on_progress: Callable[[int, int], None] | None = None,
     calibration: SequenceSet | None = None,
 ) -> EvaluationReport:
-    """Loads what the request names and measures it.
+    """Loads models and text of a request and evaluates them.
 
     Args:
-        calibration: what the checkpoint was calibrated on; None reads it again where the checkpoint says from where.
+        calibration: calibration sequences of the checkpoint; None packs the recorded text again.
 
     Raises:
         ToolkitError: a path, text or option that cannot be used, or logits that are not finite.
@@ -119,7 +119,7 @@ def run_evaluation(
 
 
 def recorded_source(config: dict[str, Any]) -> Path | None:
-    """The dense checkpoint that a packed one was made from, as its config says; None for a dense checkpoint."""
+    """Returns the recorded source of a packed checkpoint; None for a dense checkpoint."""
     source = compression_block(config).get("source")
     if source is None:
         return None
@@ -140,7 +140,7 @@ def _check_choices(request: EvaluationRequest) -> None:
 
 
 def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[Path | None, tuple[str, ...]]:
-    """The model to compare with, and a warning when the recorded one has gone."""
+    """Returns the baseline, and a warning when the recorded one does not exist any more."""
     if request.baseline is not None:
         return request.baseline, ()
     source = recorded_source(config)
@@ -152,10 +152,10 @@ def _find_baseline(request: EvaluationRequest, config: dict[str, Any]) -> tuple[
 def quick_check(
     packed: Path, source: Path, tokens: int = QUICK_TOKENS, calibration: SequenceSet | None = None
 ) -> dict[str, Any]:
-    """Perplexity and KL of a fresh checkpoint against its source on a fixed slice of the default text.
+    """Measures perplexity and KL of a new checkpoint against its source on a fixed slice of the default text.
 
     Args:
-        calibration: what the checkpoint was calibrated on, to be compared with that text.
+        calibration: its calibration sequences, to be compared with that text.
 
     Raises:
         CheckpointError: the packed checkpoint does not compute, or both models do not fit in memory.
@@ -166,7 +166,7 @@ def quick_check(
 
 
 def _require_memory(source: Path) -> None:
-    """Compressing streams; measuring holds two whole models. Better no figure than a run that is killed at its end."""
+    """Raises CheckpointError where two whole models do not fit in memory; compression streams them."""
     from compress.common.device import available_bytes, format_bytes, resolve_device
     from runtime.model.loader import resolve_dtype
 

@@ -43,7 +43,7 @@ def test_a_path_that_exists_is_itself(tmp_path: Path):
         ("bundled:nan,pydoc:1", "the weight nan of bundled"),
         ("bundled:inf,pydoc:1", "the weight inf of bundled"),
         ("bundled,", "has no name"),
-        ("bundled:1,bundled:2", "bundled stands twice"),
+        ("bundled:1,bundled:2", "bundled is named twice"),
     ],
 )
 def test_bad_mixtures_are_refused_with_an_example(spec: str, problem: str):
