@@ -9,7 +9,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from runtime.core.model_config import RopeConfig
+from compress.models.spec import Rope
 
 
 class Rotary:
@@ -19,7 +19,7 @@ class Rotary:
     sine are then rounded to the activation dtype.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         frequencies, self.scale = VARIANTS[rope.type](rope, head_dim)
         # rotated = x * cos(angle) + half_turned(x) * (-sin, +sin): a negative frequency gives the sign for nothing.
         self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
@@ -58,17 +58,17 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads.roll(heads.shape[-1] // 2, -1).mul_(sin).add_(heads * cos)
 
 
-def _default(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _default(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     return 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
 
 
-def _linear(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _linear(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """Position interpolation (arXiv:2306.15595): every position counts as `1 / factor` of one."""
     frequencies, scale = _default(rope, head_dim)
     return frequencies / rope.options["factor"], scale
 
 
-def _llama3(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     frequencies, scale = _default(rope, head_dim)
     low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
@@ -77,7 +77,7 @@ def _llama3(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     return (1 - kept) * frequencies / rope.options["factor"] + kept * frequencies, scale
 
 
-def _yarn(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """YaRN (arXiv:2309.00071), sections 3.2 to 3.4: the same blend over dimensions, and a temperature on attention."""
     frequencies, _ = _default(rope, head_dim)
     factor = rope.options["factor"]
@@ -94,7 +94,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     return (1 - kept) * frequencies / factor + kept * frequencies, _yarn_scale(rope)
 
 
-def _yarn_scale(rope: RopeConfig) -> float:
+def _yarn_scale(rope: Rope) -> float:
     explicit = rope.options.get("attention_factor")
     if explicit is not None:
         return float(explicit)
@@ -106,7 +106,7 @@ def _yarn_scale(rope: RopeConfig) -> float:
     return temperature(above) / temperature(below) if above and below else temperature(1.0)
 
 
-VARIANTS: dict[str, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
+VARIANTS: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,

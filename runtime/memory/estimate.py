@@ -10,12 +10,13 @@ from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.packing import num_words
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import MAX_BITS, Scheme
+from compress.models.spec import siblings
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, choose_linear
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import SPARE_RECENT_TOKENS, ExactTokens
 from runtime.core.model_config import DecoderConfig
-from runtime.model.loader import EMBEDDING, HEAD, exclude_kernels, expected_linears, head_is_embedding
+from runtime.model.loader import exclude_kernels, expected_linears, head_is_embedding
 from runtime.speculative.ngram import MAX_TREE_TOKENS, TREES
 
 FLOAT32 = 4
@@ -94,9 +95,6 @@ def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, i
     return model.num_layers * model.num_kv_heads * scheme.head_bytes(model.head_dim, itemsize)
 
 
-FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
-
-
 @dataclass(frozen=True)
 class Weights:
     """The linears of a checkpoint and where they will be multiplied.
@@ -120,7 +118,7 @@ class Weights:
     @property
     def schemes(self) -> dict[str, Scheme | None]:
         """How each linear of the layers is stored; None is dense."""
-        return {module: self.checkpoint.scheme(module) for module in self._shapes() if module != HEAD}
+        return {linear.name: self.checkpoint.scheme(linear.name) for linear in self.config.spec.linears()}
 
     def prepared(self, schemes: Mapping[str, Scheme | None] | None = None) -> int:
         """Bytes after loading.
@@ -128,18 +126,19 @@ class Weights:
         Args:
             schemes: other schemes than the stored ones, by module, to know what they would take.
         """
-        excluded = exclude_kernels(self.checkpoint, self.target, self.kernels, self.free)
+        excluded = exclude_kernels(self.checkpoint, self.config, self.target, self.kernels, self.free)
         chosen = {module: self.checkpoint.scheme(module) for module in self._shapes()} | dict(schemes or {})
         return self._outside(excluded) + sum(
             self._fused(scheme, rows, columns, excluded) for scheme, rows, columns in self._products(chosen)
         )
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
-        return {module: shape for module, shape, _ in expected_linears(self.config, self.checkpoint)}
+        return {linear.name: linear.shape for linear in expected_linears(self.config, self.checkpoint)}
 
     def _products(self, schemes: Mapping[str, Scheme | None]) -> list[tuple[Scheme | None, int, int]]:
         """Scheme, rows and columns of each product: neighbours over the same input, of one scheme, are one."""
-        linears = [(_place(module), schemes[module], shape) for module, shape in self._shapes().items()]
+        leaders = {name: group[0] for group in siblings(self.config.spec.blocks[0]) for name in group}
+        linears = [(_place(module, leaders), schemes[module], shape) for module, shape in self._shapes().items()]
         products: list[tuple[Scheme | None, int, int]] = []
         for (_, scheme), group in groupby(linears, key=lambda linear: linear[:2]):
             shapes = [shape for _, _, shape in group]
@@ -161,9 +160,10 @@ class Weights:
     def _outside(self, excluded: Mapping[str, str]) -> int:
         """The embedding, and the head where that is the embedding: one matrix, or two where products need another
         layout than looking up."""
-        scheme, rows, columns = self.checkpoint.scheme(EMBEDDING), self.config.vocab_size, self.config.hidden_size
+        embedding_name = self.config.spec.names.embedding
+        scheme, rows, columns = self.checkpoint.scheme(embedding_name), self.config.vocab_size, self.config.hidden_size
         embedding = embedding_bytes(scheme, rows, columns, self.target)
-        if not head_is_embedding(self.checkpoint):
+        if not head_is_embedding(self.checkpoint, self.config):
             return embedding
         head = self._fused(scheme, rows, columns, excluded)
         if scheme is None:
@@ -174,10 +174,10 @@ class Weights:
         return head if shared else embedding + head
 
 
-def _place(module: str) -> str:
-    """The same for linears that are multiplied as one."""
-    parent, _, name = module.rpartition(".")
-    return f"{parent}.{FUSED.get(name, name)}"
+def _place(module: str, leaders: Mapping[str, str]) -> str:
+    """Gives one name to linears that are multiplied as one: that of the first."""
+    found = (module.removesuffix(name) + leader for name, leader in leaders.items() if module.endswith(f".{name}"))
+    return next(found, module)
 
 
 def embedding_bytes(scheme: Scheme | None, rows: int, columns: int, target: Target) -> int:

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3, on a flattened token axis: no batch, no padding, no phases."""
+"""The decoder that interprets a family's blocks, on a flattened token axis: no batch, no padding, no phases."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from compress.models.spec import Attention as AttentionSpec
+from compress.models.spec import GatedMLP
 from runtime.backends.base import Attention, Linear, Ops, RunLayers
-from runtime.backends.torch.ops import TorchOps
+from runtime.backends.torch.ops import TorchOps, activate_multiply
 from runtime.core.model_config import DecoderConfig
 from runtime.core.rope import Rotary
 from runtime.model.embedding import Embedding
@@ -71,31 +73,40 @@ class Decoder:
         hidden = self.embedding(token_ids)
         if run_layers is not None:
             return run_layers(hidden, cos, sin)
-        eps, update = self.config.norm_eps, None
-        for index, layer in enumerate(self.layers):
-            normed = self.ops.add_norm(hidden, update, layer.attention_norm, eps)
-            update = self._attend(index, layer, normed, attention, cos, sin)
-            normed = self.ops.add_norm(hidden, update, layer.mlp_norm, eps)
-            update = layer.down(self.ops.silu_multiply(layer.gate_up(normed)))
+        update = None
+        for index, (block, layer) in enumerate(zip(self.config.spec.blocks, self.layers, strict=True)):
+            normed = self.ops.add_norm(hidden, update, layer.attention_norm, block.input_norm.eps)
+            update = self._attend(index, block.mixer, normed, attention, cos, sin)
+            normed = self.ops.add_norm(hidden, update, layer.mlp_norm, block.mlp_norm.eps)
+            update = layer.down(self._gate(block.mlp, layer.gate_up(normed)))
         return hidden if update is None else hidden.add_(update)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """What the output head sees, `[T, H] -> [T, H]`; transformers calls it the last hidden state."""
         return self.ops.add_norm(hidden, None, self.norm, self.config.norm_eps)
 
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Final norm, output head and logit scale: `[T, H] -> [T, V]` in the dtype of the head."""
+        logits, scale = self.head(self.final_norm(hidden)), self.config.spec.logit_scale
+        return logits if scale == 1.0 else logits * scale
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output head: `[T, H] -> [T, V]` in float32, or float64 for a float64 model."""
-        logits = self.head(self.final_norm(hidden))
+        """As `head_logits`, in float32, or float64 for a float64 model."""
+        logits = self.head_logits(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _attend(
-        self, index: int, layer: Layer, normed: Tensor, attention: Attention, cos: Tensor, sin: Tensor
+        self, index: int, mixer: AttentionSpec, normed: Tensor, attention: Attention, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        config = self.config
-        rotated = config.num_heads + config.num_kv_heads
-        heads = layer.qkv(normed).view(-1, rotated + config.num_kv_heads, config.head_dim)
-        query_key = self.ops.rotate(heads[:, :rotated], layer.head_norm, config.norm_eps, cos, sin)
+        layer, rotated = self.layers[index], mixer.num_heads + mixer.num_kv_heads
+        heads = layer.qkv(normed).view(-1, rotated + mixer.num_kv_heads, mixer.head_dim)
+        query_key = self.ops.rotate(heads[:, :rotated], layer.head_norm, self.config.norm_eps, cos, sin)
         attended = attention(
-            index, query_key[:, : config.num_heads], query_key[:, config.num_heads :], heads[:, rotated:]
+            index, query_key[:, : mixer.num_heads], query_key[:, mixer.num_heads :], heads[:, rotated:]
         )
-        return layer.output(attended.reshape(-1, config.num_heads * config.head_dim))
+        return layer.output(attended.reshape(-1, mixer.num_heads * mixer.head_dim))
+
+    def _gate(self, mlp: GatedMLP, gate_up: Tensor) -> Tensor:
+        if mlp.activation in ("silu", "swish"):
+            return self.ops.silu_multiply(gate_up)
+        return activate_multiply(gate_up, mlp.activation)

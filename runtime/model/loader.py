@@ -21,6 +21,8 @@ from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
+from compress.models.spec import Attention, Block
+from compress.models.spec import Linear as LinearSpec
 from runtime.backends.base import Linear, LinearKernel, LowRank, Target, WithOutliers
 from runtime.backends.registry import (
     Choice,
@@ -99,12 +101,7 @@ def fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor
     return torch.cat([present.new_zeros(n) if bias is None else bias for bias, n in zip(biases, sizes, strict=True)])
 
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 REMEDY = "Check that config.json and the weights belong to the same model"
-
-
-Expected = tuple[str, tuple[int, int], bool]
-"""Module, shape of its weight, and whether a bias must be there."""
 
 
 def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
@@ -114,16 +111,18 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
         CheckpointError: the first tensor that is missing, has another shape than config.json says, or holds integers
             that no quantization_config explains.
     """
-    for module, shape, needs_bias in expected_linears(config, checkpoint):
-        _check_shape(f"{module}.weight", checkpoint.shape(module), shape)
-        _check_numbers(checkpoint, module)
-        if needs_bias and f"{module}.bias" not in checkpoint.files:
+    for linear in expected_linears(config, checkpoint):
+        _check_shape(f"{linear.name}.weight", checkpoint.shape(linear.name), linear.shape)
+        _check_numbers(checkpoint, linear.name)
+        if linear.bias and f"{linear.name}.bias" not in checkpoint.files:
             raise CheckpointError(
-                f"{checkpoint.path} has no tensor {module}.bias, which this {config.model_type} model needs", REMEDY
+                f"{checkpoint.path} has no tensor {linear.name}.bias, which this {config.model_type} model needs",
+                REMEDY,
             )
-    _check_shape(f"{EMBEDDING}.weight", checkpoint.shape(EMBEDDING), (config.vocab_size, config.hidden_size))
-    for name, size in expected_norms(config):
-        _check_shape(name, checkpoint.files.shape(name), (size,))
+    embedding = config.spec.names.embedding
+    _check_shape(f"{embedding}.weight", checkpoint.shape(embedding), (config.vocab_size, config.hidden_size))
+    for norm in config.spec.norms():
+        _check_shape(f"{norm.name}.weight", checkpoint.files.shape(f"{norm.name}.weight"), (norm.size,))
 
 
 def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -139,37 +138,16 @@ def _check_numbers(checkpoint: PackedCheckpoint, module: str) -> None:
             raise CheckpointError(f"{module}.weight holds {str(dtype).removeprefix('torch.')}, not weights", REMEDY)
 
 
-def expected_linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[Expected]:
-    """Every linear that is loaded."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for layer in range(config.num_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        yield f"{attention}.q_proj", (queries, hidden), config.qkv_bias
-        yield f"{attention}.k_proj", (keys, hidden), config.qkv_bias
-        yield f"{attention}.v_proj", (keys, hidden), config.qkv_bias
-        yield f"{attention}.o_proj", (hidden, queries), config.output_bias
-        yield f"{mlp}.gate_proj", (inner, hidden), config.mlp_bias
-        yield f"{mlp}.up_proj", (inner, hidden), config.mlp_bias
-        yield f"{mlp}.down_proj", (hidden, inner), config.mlp_bias
-    if not head_is_embedding(checkpoint):
-        yield HEAD, (config.vocab_size, hidden), False
+def expected_linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[LinearSpec]:
+    """Every linear that is loaded, the head last where it is a matrix of its own."""
+    yield from config.spec.linears()
+    if not head_is_embedding(checkpoint, config):
+        yield config.spec.head
 
 
-def expected_norms(config: DecoderConfig) -> Iterator[tuple[str, int]]:
-    """Every norm weight and its length."""
-    for layer in range(config.num_layers):
-        yield f"model.layers.{layer}.input_layernorm.weight", config.hidden_size
-        yield f"model.layers.{layer}.post_attention_layernorm.weight", config.hidden_size
-        if config.qk_norm:
-            yield f"model.layers.{layer}.self_attn.q_norm.weight", config.head_dim
-            yield f"model.layers.{layer}.self_attn.k_norm.weight", config.head_dim
-    yield f"{NORM}.weight", config.hidden_size
-
-
-def head_is_embedding(checkpoint: PackedCheckpoint) -> bool:
+def head_is_embedding(checkpoint: PackedCheckpoint, config: DecoderConfig) -> bool:
     """Whether logits are products with the embedding; a head that was quantized on its own is not."""
-    return checkpoint.tied and HEAD not in checkpoint.schemes
+    return checkpoint.tied and config.spec.names.head not in checkpoint.schemes
 
 
 @dataclass
@@ -232,14 +210,14 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
     chosen_device = resolve_device(device)
     target = Target(chosen_device, resolve_dtype(dtype, config.dtype, chosen_device))
     check_tensors(checkpoint, config)
-    excluded = exclude_kernels(checkpoint, target, kernels, available_bytes(chosen_device))
+    excluded = exclude_kernels(checkpoint, config, target, kernels, available_bytes(chosen_device))
     return _Loader(checkpoint, config, target, kernels, excluded).load()
 
 
 def load_layers(checkpoint: PackedCheckpoint, model: Decoder, kernels: str = "auto") -> tuple[list[Layer], list[str]]:
     """The layers of a model from another form of its checkpoint, and which kernel serves what."""
     target = Target(model.device, model.dtype)
-    excluded = exclude_kernels(checkpoint, target, kernels, available_bytes(model.device))
+    excluded = exclude_kernels(checkpoint, model.config, target, kernels, available_bytes(model.device))
     loader = _Loader(checkpoint, model.config, target, kernels, excluded)
     return loader.layers(), loader.description()
 
@@ -266,7 +244,7 @@ class _Loader:
             device=target.device,
             embedding=embedding,
             layers=layers,
-            norm=self._vector(f"{NORM}.weight"),
+            norm=self._vector(f"{config.spec.names.final_norm}.weight"),
             head=head,
             rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
             ops=ops.kernel,
@@ -274,34 +252,40 @@ class _Loader:
         )
 
     def layers(self) -> list[Layer]:
-        return [self._layer(f"model.layers.{index}") for index in range(self.config.num_layers)]
+        spec = self.config.spec
+        return [self._layer(spec.block_name(index), block) for index, block in enumerate(spec.blocks)]
 
     def description(self) -> list[str]:
         return [f"{count} x {what}" for what, count in self.used.items()]
 
-    def _layer(self, name: str) -> Layer:
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    def _layer(self, name: str, block: Block) -> Layer:
+        mixer, mlp = block.mixer, block.mlp
         return Layer(
-            attention_norm=self._vector(f"{name}.input_layernorm.weight"),
-            qkv=self._linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            head_norm=self._head_norm(attention) if self.config.qk_norm else None,
-            output=self._linear(f"{attention}.o_proj"),
-            mlp_norm=self._vector(f"{name}.post_attention_layernorm.weight"),
-            gate_up=self._linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-            down=self._linear(f"{mlp}.down_proj"),
+            attention_norm=self._vector(f"{name}.{block.input_norm.name}.weight"),
+            qkv=self._linear(*(f"{name}.{linear.name}" for linear in mixer.qkv)),
+            head_norm=self._head_norm(name, mixer),
+            output=self._linear(f"{name}.{mixer.output.name}"),
+            mlp_norm=self._vector(f"{name}.{block.mlp_norm.name}.weight"),
+            gate_up=self._linear(*(f"{name}.{linear.name}" for linear in mlp.gate_up)),
+            down=self._linear(f"{name}.{mlp.down.name}"),
         )
 
-    def _head_norm(self, attention: str) -> Tensor:
-        query, key = self._vector(f"{attention}.q_norm.weight"), self._vector(f"{attention}.k_norm.weight")
-        return torch.cat((query.expand(self.config.num_heads, -1), key.expand(self.config.num_kv_heads, -1)))
+    def _head_norm(self, name: str, mixer: Attention) -> Tensor | None:
+        if mixer.qk_norm is None:
+            return None
+        query, key = (self._vector(f"{name}.{norm.name}.weight") for norm in mixer.qk_norm)
+        return torch.cat((query.expand(mixer.num_heads, -1), key.expand(mixer.num_kv_heads, -1)))
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Embedding and head, with one matrix for both where that is possible."""
-        weight = self._weight(EMBEDDING)
+        names = self.config.spec.names
+        weight = self._weight(names.embedding)
         if not isinstance(weight, IntegerWeight | Tensor):
-            raise CheckpointError(f"{EMBEDDING} is stored as {weight.scheme}", "Pack embeddings as plain integers")
-        if not head_is_embedding(self.checkpoint):
-            return make_embedding(weight, self.target), self._linear(HEAD)
+            raise CheckpointError(
+                f"{names.embedding} is stored as {weight.scheme}", "Pack embeddings as plain integers"
+            )
+        if not head_is_embedding(self.checkpoint, self.config):
+            return make_embedding(weight, self.target), self._linear(names.head)
         head = self._prepare(weight, "head (the embedding)")
         return make_embedding(weight, self.target, head), head
 
@@ -359,13 +343,15 @@ class _Loader:
         return choose_linear(scheme, in_features, self.target, self.kernels, self.excluded)
 
 
-def exclude_kernels(checkpoint: PackedCheckpoint, target: Target, kernels: str, free: int) -> dict[str, str]:
+def exclude_kernels(
+    checkpoint: PackedCheckpoint, config: DecoderConfig, target: Target, kernels: str, free: int
+) -> dict[str, str]:
     """Kernels that may not be chosen for a checkpoint, with the reason.
 
     Weights are dequantized at load only while their dense form takes at most half of the `free` bytes.
     """
     elements = 0
-    looked_up = set() if head_is_embedding(checkpoint) else {EMBEDDING}
+    looked_up = set() if head_is_embedding(checkpoint, config) else {config.spec.names.embedding}
     for module in sorted(set(checkpoint.modules) - looked_up):
         for scheme, rows, columns in checkpoint.schemes[module].matrices(*checkpoint.shape(module)):
             if scheme and choose_linear(scheme, columns, target, kernels).kernel.is_dense:

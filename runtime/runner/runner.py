@@ -245,7 +245,7 @@ class ModelRunner:
 
     def _logits(self, batch: Batch) -> Tensor:
         """Of every row, in the dtype of the head."""
-        return self.decoder.head(self.decoder.final_norm(self._forward(batch)))
+        return self.decoder.head_logits(self._forward(batch))
 
     def _keep_branches(self, batch: Batch, tokens: Mapping[str, list[SampledToken]]) -> None:
         """Brings keys and values of the branches that were said to where the next step looks for them."""

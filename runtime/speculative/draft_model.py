@@ -18,7 +18,7 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.request import Sequence
 from runtime.core.step import Runner, SampledToken, ScheduledSequence, StepPlan
 from runtime.model.decoder import Decoder
-from runtime.model.loader import HEAD, expected_linears, load_layers
+from runtime.model.loader import load_layers
 from runtime.speculative.proposer import DraftRequest
 
 OTHER_NOISE = 0x5DEECE66D1234567
@@ -164,9 +164,7 @@ def skip_layers(target: Decoder, num_skipped: int | None = None) -> Decoder:
         )
     # Kept layers at even distances, from the first to the last.
     kept = [round(index * (count - 1) / (count - skipped - 1)) for index in range(count - skipped)]
-    windows = tuple(target.config.windows[index] for index in kept)
-    config = replace(target.config, num_layers=len(kept), windows=windows)
-    return replace(target, config=config, layers=[target.layers[index] for index in kept])
+    return replace(target, config=target.config.keep_layers(kept), layers=[target.layers[index] for index in kept])
 
 
 def round_layers(target: Decoder, path: str | Path, bits: int, kernels: str = "auto") -> Decoder:
@@ -178,7 +176,7 @@ def round_layers(target: Decoder, path: str | Path, bits: int, kernels: str = "a
         ToolkitError: the weights have `bits` bits or fewer already.
     """
     source = PackedCheckpoint.open(path)
-    modules = [module for module, _, _ in expected_linears(target.config, source) if module != HEAD]
+    modules = [linear.name for linear in target.config.spec.linears()]
     schemes = {module: _scheme(source, module, bits) for module in modules}
     layers, description = load_layers(RoundedCheckpoint.of(source, schemes), target, kernels)
     return replace(target, layers=layers, description=tuple(description))

@@ -7,10 +7,18 @@ from dataclasses import replace
 from runtime.core.model_config import DecoderConfig, parse_config
 
 
-def decoder_config(heads: int, kv_heads: int, head_dim: int, num_layers: int, **fields: object) -> DecoderConfig:
-    """A small bfloat16 decoder of Llama's family; `fields` of the result may be others."""
+def decoder_config(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_layers: int,
+    windows: tuple[int | None, ...] | None = None,
+    qk_norm: bool = False,
+    **sizes: object,
+) -> DecoderConfig:
+    """A small bfloat16 decoder of Llama's kind; `sizes` are those of config.json."""
     config = {
-        "model_type": "llama",
+        "model_type": "qwen3" if qk_norm else "llama",
         "hidden_size": 64,
         "intermediate_size": 64,
         "num_hidden_layers": num_layers,
@@ -19,5 +27,11 @@ def decoder_config(heads: int, kv_heads: int, head_dim: int, num_layers: int, **
         "head_dim": head_dim,
         "vocab_size": 64,
         "max_position_embeddings": 4096,
+        **sizes,
     }
-    return replace(parse_config(config), dtype="bfloat16", **fields)
+    model = replace(parse_config(config), dtype="bfloat16")
+    if windows is None:
+        return model
+    blocks = zip(model.spec.blocks, windows, strict=True)
+    windowed = tuple(replace(block, mixer=replace(block.mixer, window=window)) for block, window in blocks)
+    return replace(model, spec=replace(model.spec, blocks=windowed))

@@ -12,6 +12,7 @@ from torch import Tensor
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, library
 from compress.cpu.linear import NativeLinear
+from compress.models.spec import Block
 from runtime.backends.base import LayerWeights, Linear, Model, Target
 from runtime.backends.cpu.attention import NativeAttention, PagedAttentionCall
 from runtime.backends.cpu.kv_pages import LONGEST_HEAD, NativePages, token_stride
@@ -174,8 +175,15 @@ class NativeLayers:
         return hidden.add_(update)
 
 
+def block_unsupported_reason(block: Block) -> str:
+    """Says why a block cannot be computed here; empty when it can."""
+    return "" if block.mlp.activation in ("silu", "swish") else f"computes silu, not {block.mlp.activation}"
+
+
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     """Why a decoder's layers cannot run in one call; empty when they can."""
+    if reason := block_unsupported_reason(decoder.config.spec.blocks[0]):
+        return reason
     if not isinstance(decoder.ops, NativeOps):
         return "ops between linears are not compiled"
     others = {type(linear).__name__ for layer in decoder.layers for linear in _linears(layer)} - {NativeLinear.__name__}

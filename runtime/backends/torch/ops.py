@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,14 +25,28 @@ class TorchOps:
         return rotate(heads if weight is None else rms_norm(heads, weight, eps), cos, sin)
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return functional.silu(gate).mul_(up)
+        return activate_multiply(gate_up, "silu")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension. 16-bit input is normalized in float32, rounded, and then multiplied by the
     weight."""
     return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def activate_multiply(gate_up: Tensor, activation: str) -> Tensor:
+    """`activation(gate) * up [T, I]` of both side by side, `[T, 2 * I]`, in plain torch."""
+    gate, up = gate_up.chunk(2, -1)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 class TorchSampling:

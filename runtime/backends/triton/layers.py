@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.models.spec import Block
 from runtime.backends.base import LayerWeights, Model, Target
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
@@ -87,8 +88,15 @@ class TritonLayers:
         return products.down.product(self._rows.gate(gate_up, products.down.input_form(tokens), hidden.dtype))
 
 
+def block_unsupported_reason(block: Block) -> str:
+    """Says why a block cannot be computed here; empty when it can."""
+    return "" if block.mlp.activation in ("silu", "swish") else f"computes silu, not {block.mlp.activation}"
+
+
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     """Why a decoder's layers cannot run in fused kernels; "" when they can."""
+    if reason := block_unsupported_reason(decoder.config.spec.blocks[0]):
+        return reason
     if not isinstance(decoder.ops, TritonOps):
         return "ops between linears are not in Triton"
     if memory.attention_window.window is not None and memory.attention_window.sinks:

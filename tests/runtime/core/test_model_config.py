@@ -17,14 +17,16 @@ def test_defaults():
     config = parse_config(CONFIG)
     assert (config.head_dim, config.num_kv_heads, config.windows) == (16, 2, (None, None))
     assert (config.rope.type, config.rope.theta, config.norm_eps) == ("default", 10000.0, 1e-6)
-    assert not any((config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm))
+    assert not any(linear.bias for linear in config.spec.linears())
+    assert config.mixer.qk_norm is None
 
 
 def test_families_differ_as_they_should():
-    assert parse_config(CONFIG | {"model_type": "qwen2"}).qkv_bias
-    assert not parse_config(CONFIG | {"model_type": "qwen2"}).output_bias
-    assert parse_config(CONFIG | {"model_type": "qwen3"}).qk_norm
-    assert parse_config(CONFIG | {"attention_bias": True}).output_bias
+    qwen2 = parse_config(CONFIG | {"model_type": "qwen2"}).mixer
+    assert all(linear.bias for linear in qwen2.qkv)
+    assert not qwen2.output.bias
+    assert parse_config(CONFIG | {"model_type": "qwen3"}).mixer.qk_norm
+    assert parse_config(CONFIG | {"attention_bias": True}).mixer.output.bias
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_end_tokens(config_eos, generation_eos, expected):
     [
         ({"model_type": "gpt2"}, r"model_type.*'gpt2'.*qwen2.*qwen3"),
         ({"model_type": None}, "model_type"),
-        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"hidden_act": "xielu"}, "'xielu'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' lacks low_freq_factor, high_freq"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "lacks rope_theta"),

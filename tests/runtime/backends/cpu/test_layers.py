@@ -43,7 +43,7 @@ class World:
             hidden_size=SIZE,
             intermediate_size=INNER,
             windows=WINDOWS,
-            qkv_bias=True,
+            attention_bias=True,
             qk_norm=True,
         )
         rotary = Rotary(self.config.rope, DIM, torch.bfloat16, CPU)

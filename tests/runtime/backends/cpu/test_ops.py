@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from compress.cpu.binding import best_instruction_set, library, set_threads
+from compress.models.spec import Rope
 from runtime.backends.base import Target
 from runtime.backends.cpu.layers import NativeOps
 from runtime.backends.registry import choose_ops
 from runtime.backends.torch.ops import TorchOps
-from runtime.core.model_config import RopeConfig
 from runtime.core.rope import Rotary
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
@@ -53,7 +53,7 @@ def test_add_and_norm(rows: int, size: int, instruction_set: int) -> None:
 def test_rotation_leaves_values_alone(rows: int, heads: int, dim: int, normed: bool, instruction_set: int) -> None:
     fused = numbers(rows, heads + 2, dim)
     weight = numbers(heads, dim, seed=1) if normed else None
-    rotary = Rotary(RopeConfig("default", 1e4, {}), dim, torch.bfloat16, torch.device("cpu"))
+    rotary = Rotary(Rope("default", 1e4, {}), dim, torch.bfloat16, torch.device("cpu"))
     cos, sin = rotary.at(torch.arange(rows) * 7)
     expected = TorchOps().rotate(fused[:, :heads], weight, EPS, cos, sin)
     ours = fused.clone()

@@ -12,11 +12,11 @@ from poisoned_memory import poison, poisoned_allocations
 
 from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
+from compress.models.spec import Rope
 from runtime.backends.kv_pages import ExactPages, ExactPlaces, QuantizedPages, pack_halves
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.triton.attention import Front, TritonAttention, num_splits, refuse
 from runtime.core.batch import AttentionGroup
-from runtime.core.model_config import RopeConfig
 from runtime.core.rope import Rotary
 from runtime.core.step import ancestor_bits, paths
 
@@ -190,7 +190,7 @@ def test_exact_sinks_beside_quantized_pages(gpu, format: str, window: int | None
 )
 def test_streams_look_at_their_sinks_with_a_second_query(gpu, format: str, exact_sinks: int) -> None:
     """Past the window, with blocks between sinks and window given back."""
-    rotary = Rotary(RopeConfig("default", 10000.0, {}), HEAD_DIM, torch.float16, gpu).exact()
+    rotary = Rotary(Rope("default", 10000.0, {}), HEAD_DIM, torch.float16, gpu).exact()
     options = {"format": format, "spans": ((0, 8), (69, 70), (70, 74)), "exact_sinks": exact_sinks, "hidden": (1, 2)}
     plain = take_steps(lambda keys: StreamingAttention(keys, 6, 20, rotary), gpu, **options)
     assert_close(take_steps(lambda keys: TritonAttention(keys, (20,), 6, rotary), gpu, **options), plain)
