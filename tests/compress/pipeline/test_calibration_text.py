@@ -59,6 +59,7 @@ def evaluation(model: Path, **options) -> EvaluationRequest:
     return EvaluationRequest(model, length=64, max_tokens=2048, backend="transformers", **options)
 
 
+@pytest.mark.full
 def test_a_mixture_is_recorded_and_compared_with_the_evaluation_text(tiny_model, tmp_path: Path, manual: Path):
     out = tmp_path / "out"
     run(prepare(request(tiny_model(), out, f"self:0.25,{manual}:0.75", size=(16, 64))), quiet=True)
@@ -77,6 +78,7 @@ def test_a_mixture_is_recorded_and_compared_with_the_evaluation_text(tiny_model,
     assert changed.to_dict()["calibration_overlap"] is None
 
 
+@pytest.mark.full
 def test_text_off_the_domain_is_said_after_the_run(tmp_path: Path):
     """Digits and letters without sense against the Python manual, on the trained demo model. By the token they are even
     easier to predict; by the byte they are not."""

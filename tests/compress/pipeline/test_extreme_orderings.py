@@ -53,6 +53,7 @@ def divergence(model: Path, out: Path, *stages: Stage, tokens: int) -> float:
     return evaluate(packed, windows, dense).kl_mean
 
 
+@pytest.mark.full
 def test_rotation_undoes_outlier_channels(with_outliers: Path, tmp_path: Path) -> None:
     stage = QuantizeStage("rtn", Scheme(4, None))
     plain = divergence(with_outliers, tmp_path / "plain", stage, tokens=1024)

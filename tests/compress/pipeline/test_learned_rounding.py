@@ -47,6 +47,7 @@ def test_learning_is_reported_and_what_is_written_verifies(tiny_model, tmp_path,
         assert {linear["method"] for linear in block["linears"]} == {"signround"}
 
 
+@pytest.mark.full
 def test_learning_lowers_the_error_of_a_trained_model(tmp_path) -> None:
     stage = QuantizeStage("signround", Scheme(2, 64), options=SignRoundOptions(steps=10, lr=0.005, batch=4))
     text = CalibrationOptions(samples=16, length=64)
@@ -55,6 +56,7 @@ def test_learning_lowers_the_error_of_a_trained_model(tmp_path) -> None:
     assert min(gains) < 0.95
 
 
+@pytest.mark.full
 def test_the_number_of_sequences_in_memory_changes_nothing_but_last_bits(tiny_model, tmp_path) -> None:
     stage = QuantizeStage("signround", Scheme(3, 32), options=SignRoundOptions(steps=6, batch=4))
     reports = [

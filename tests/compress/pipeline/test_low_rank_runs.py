@@ -201,6 +201,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny_model, tmp_path) -> N
     assert whole.read_bytes() == parts.read_bytes()
 
 
+@pytest.mark.full
 def test_whitened_beats_scaled_beats_plain_on_the_trained_model(tmp_path) -> None:
     """At equal size: uniform ranks, 80 % of the weights, 2,048 tokens of other text than the calibration's."""
     windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=2048)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +42,7 @@ def peak_megabytes(model: Path, out: Path) -> float:
     return float(finished.stdout.split()[-1])
 
 
+@pytest.mark.full
 def test_peak_memory_of_6_blocks_is_that_of_2(tiny_model, tmp_path) -> None:
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
     peaks, sizes = {}, {}
