@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from compress.checkpoint.config import HEAD, compression_block, is_embedding, packed_config
 from compress.checkpoint.formats import compress_runtime, dense
 from compress.checkpoint.formats.registry import find_format
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import PackedWeight
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights import Scheme
 from compress.checkpoint.writer import MAX_SHARD_BYTES, PieceStore, assemble
-from compress.common.errors import CheckpointError, SchemeError
+from compress.common.errors import CheckpointError
 from compress.common.files import REPORT_FILE, check_out_folder, partial_folder
 
 
@@ -59,7 +54,7 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
 def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Scheme], store: PieceStore) -> list[str]:
     for number, module in enumerate(packed.modules):
         codec = find_format(format) if module in schemes else dense
-        weight = replace(packed.packed_weight(module), scheme=schemes.get(module, packed.schemes[module]))
+        weight = packed.packed_weight(module).stored_as(schemes.get(module, packed.schemes[module]))
         store.write(f"module-{number:05d}", codec.encode(module, weight, packed.dtype))
         packed.files.release()
     store.write("dense", {name: packed.tensor(name) for name in packed.dense_names()})
@@ -72,19 +67,8 @@ def _target_schemes(packed: PackedCheckpoint, format: str) -> dict[str, Scheme]:
     for embeddings."""
     if format in (dense.NAME, compress_runtime.NAME):
         return packed.schemes
-    if factorized := [module for module, scheme in packed.schemes.items() if scheme.rank]:
-        raise SchemeError(f"{format} has no weights of low rank, e.g. {factorized[0]}", "Use --format dense")
-    if mixed := [module for module, scheme in packed.schemes.items() if scheme.outliers]:
-        raise SchemeError(f"{format} has no 16-bit columns in a weight, e.g. {mixed[0]}", "Use --format dense")
-    if pruned := [module for module, scheme in packed.schemes.items() if scheme.is_float]:
-        raise SchemeError(f"{format} has no 16-bit sparse weights, e.g. {pruned[0]}", "Use --format dense")
-    linears = {module: scheme for module, scheme in packed.schemes.items() if not is_embedding(module)}
-    schemes = {module: replace(scheme, sparsity=None) for module, scheme in linears.items()}
+    schemes = {module: scheme.expanded for module, scheme in packed.schemes.items() if not is_embedding(module)}
     asymmetric = [module for module, scheme in schemes.items() if not scheme.symmetric]
-    if asymmetric and all(_is_symmetric(packed.packed_weight(module)) for module in asymmetric):
-        return {module: replace(scheme, symmetric=True) for module, scheme in schemes.items()}
+    if asymmetric and all(packed.packed_weight(module).is_symmetric for module in asymmetric):
+        return {module: scheme.as_symmetric for module, scheme in schemes.items()}
     return schemes
-
-
-def _is_symmetric(weight: PackedWeight) -> bool:
-    return isinstance(weight, IntegerWeight) and bool(torch.all(weight.zero == weight.scheme.midpoint))

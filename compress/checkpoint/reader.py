@@ -23,12 +23,7 @@ from compress.checkpoint.config import (
 from compress.checkpoint.formats import dense
 from compress.checkpoint.formats.registry import Format, find_format
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import CodedWeight, PackedWeight
-from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
-from compress.checkpoint.weights.low_rank import LowRankWeight
-from compress.checkpoint.weights.outlier_columns import OutlierWeight
-from compress.checkpoint.weights.sparse_nm import PrunedWeight
+from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.common.errors import CheckpointError, ToolkitError
 
 
@@ -97,9 +92,8 @@ class PackedCheckpoint:
         """How a module is quantized; None when it is dense."""
         return self.schemes.get(module)
 
-    def weight(self, module: str) -> CodedWeight | LowRankWeight | OutlierWeight | Tensor:
-        """The weight `[O, I]` of a linear module: codes when quantized (perhaps with outlier columns beside them), two
-        factors when it is of low rank, else the numbers, zeros in place.
+    def weight(self, module: str) -> Weight | Tensor:
+        """The weight `[O, I]` of a linear module, or its values where none of them is quantized, zeros in place.
 
         Raises:
             CheckpointError: tensors missing or contradicting the config.
@@ -107,9 +101,10 @@ class PackedCheckpoint:
         if module not in self.schemes:
             return self.tensor(f"{module}.weight")
         packed = self.packed_weight(module)
-        return packed.values if isinstance(packed, PrunedWeight) else packed
+        expanded = packed.expanded()
+        return expanded if isinstance(expanded, Tensor) else packed
 
-    def packed_weight(self, module: str) -> PackedWeight:
+    def packed_weight(self, module: str) -> Weight:
         """What a packed module holds. Raises CheckpointError for tensors that contradict the config."""
         with self._explained(module):
             return self.codec.decode(module, self.tensor, self.schemes[module], quantization_block(self.config))
@@ -118,7 +113,7 @@ class PackedCheckpoint:
         """`(O, I)` of a linear module. Raises CheckpointError when it is missing or not a matrix."""
         codec = self.codec if module in self.schemes else dense
         with self._explained(module):
-            return codec.shape(module, self.tensor, self.schemes.get(module, Scheme()))
+            return codec.shape(module, self.tensor, self.schemes.get(module, Int()))
 
     @contextmanager
     def _explained(self, module: str) -> Iterator[None]:
@@ -135,7 +130,11 @@ class PackedCheckpoint:
 
     def packed_names(self, module: str) -> list[str]:
         """Stored tensors that make up a quantized weight; its bias is not among them."""
-        return [name for name in (module + suffix for suffix in self.codec.SUFFIXES) if name in self.files]
+        return [
+            name
+            for name in (module + suffix for suffix in self.codec.suffixes(self.schemes[module]))
+            if name in self.files
+        ]
 
     def dense_names(self) -> list[str]:
         """Stored tensors that belong to no quantized weight."""
@@ -171,11 +170,11 @@ class RoundedCheckpoint(PackedCheckpoint):
     def of(cls, source: PackedCheckpoint, schemes: Mapping[str, Scheme]) -> RoundedCheckpoint:
         return cls(source.path, source.config, source.files, dict(schemes), source)
 
-    def packed_weight(self, module: str) -> IntegerWeight:
+    def packed_weight(self, module: str) -> Weight:
         """Rounds the module's stored weight. Raises CheckpointError as the source does, NumericsError for NaN."""
         stored = self.source.weight(module)
         dense = stored if isinstance(stored, Tensor) else stored.dequantize()
-        return encode(dense, search_scales(dense, self.schemes[module]), self.schemes[module])
+        return self.schemes[module].round(dense)
 
     def shape(self, module: str) -> tuple[int, int]:
         return self.source.shape(module)

@@ -1,217 +1,278 @@
-"""How one linear layer is quantized. Free of torch: planning and command lines import it cheaply."""
+"""Descriptions of how one linear layer is stored: a sum of forms, one class per file in `compress.checkpoint.weights`.
+
+Free of torch: planning and command lines import it cheaply.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from compress.common.errors import SchemeError
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from compress.checkpoint.weights.base import StoredTensors, Weight
+    from compress.checkpoint.weights.sparse_nm import Sparsity
+
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 16
-COLUMN_BITS = 32
-"""Of the number of an outlier column."""
 GROUP_SIZES = (32, 64, 128)
 
+FIELDS: Mapping[str, Any] = {
+    "bits": FLOAT_BITS,
+    "group_size": None,
+    "symmetric": True,
+    "activation_bits": None,
+    "sparsity": None,
+    "rank": None,
+    "outliers": None,
+    "fp8": False,
+}
+"""Entries that every stored description has, in this order; a form adds its own behind them."""
 
-@dataclass(frozen=True, slots=True)
-class Sparsity:
-    """N:M sparsity: of every `of` neighbouring inputs of a row at most `kept` are not zero, and only those are stored,
-    each with its place among the `of`."""
 
-    kept: int = 2
-    of: int = 4
+class Activations(StrEnum):
+    """Dynamic rounding of a layer's inputs to 8 bits, one scale per token."""
 
-    def __post_init__(self) -> None:
-        if not (self.of in (4, 8) and 1 <= self.kept < self.of):
-            raise SchemeError(f"sparsity pattern {self} is not supported", "Use 2:4, 4:8 or another N:4 or N:8")
+    INT8 = "int8"
+    FP8 = "fp8"
+
+    @property
+    def bits(self) -> int:
+        return 8
 
     @classmethod
-    def parse(cls, text: str) -> Sparsity:
-        """`2:4` and the like. Raises SchemeError for anything else."""
-        kept, colon, of = text.partition(":")
-        if not (colon and kept.isdigit() and of.isdigit()):
-            raise SchemeError(f"{text!r} is no sparsity pattern", "Use 2:4 or 4:8")
-        return cls(int(kept), int(of))
-
-    @property
-    def index_bits(self) -> int:
-        """Bits that say where a kept value stands."""
-        return (self.of - 1).bit_length()
-
-    def __str__(self) -> str:
-        return f"{self.kept}:{self.of}"
+    def from_bits(cls, bits: int | None, kind: Activations) -> Activations | None:
+        """`kind` for 8 bits, None for 16-bit inputs (None). Raises SchemeError for other widths."""
+        if bits not in (None, kind.bits):
+            raise SchemeError(f"activation_bits={bits} is not supported", "Use 8 or leave it out")
+        return kind if bits else None
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """Quantization of a weight `[O, I]`: `W ~ (codes - zero) * scale`, one scale per row and group.
+class Scheme(ABC):
+    """One stored form of a weight `[O, I]`, without its tensors.
+
+    A form derives from it in a file of its own and registers itself with `register`; planning, containers,
+    verification, memory estimates and the runtime's choice of kernels ask the methods below and name no form.
 
     Attributes:
-        bits: width of a code, 2 to 8.
-        group_size: input columns that share one scale; None means one scale for the whole row (per channel).
-        symmetric: zero point fixed at `2 ** (bits - 1)`; scales may be negative (signed full range).
-        activation_bits: 8 for dynamic per-token int8 inputs (W8A8), None for 16-bit inputs.
-        sparsity: only some of the codes are stored; with it `bits` may be 16, which means values in the model's own
-            dtype, without scales.
-        rank: the weight is the product of two factors `[O, rank]` and `[rank, I]`, each stored so; with it `bits` may
-            be 16, which means factors in the model's own dtype.
-        outliers: so many input columns are stored in the model's own dtype, beside codes that are zero there.
-        fp8: codes are 8-bit floats (e4m3) and there are no zero points, `W ~ codes * scale`; 8-bit activations are such
-            floats too.
+        key: entry of the stored description that says that it is of this form.
+        suffixes: of the stored tensors' names, behind the module's.
+        mark: the one of them that every module of this form has.
+        parts: names below the module of matrices that are stored as modules of their own.
+        wraps: whether its values are stored in another form, which the same description says.
     """
 
-    bits: int = 4
-    group_size: int | None = 128
-    symmetric: bool = True
-    activation_bits: int | None = None
-    sparsity: Sparsity | None = None
-    rank: int | None = None
-    outliers: int | None = None
-    fp8: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sparsity is not None:
-            self._check_sparse(self.sparsity)
-        if self.rank is not None:
-            self._check_rank(self.rank)
-        if self.outliers is not None:
-            self._check_outliers(self.outliers)
-        if self.fp8:
-            self._check_fp8()
-        if self.is_float:
-            return
-        if not MIN_BITS <= self.bits <= MAX_BITS:
-            raise SchemeError(f"bits={self.bits} is outside {MIN_BITS} to {MAX_BITS}", "Choose --bits 4, 3, 2 or 8")
-        if self.group_size is not None and self.group_size < 1:
-            raise SchemeError(f"group size {self.group_size} is not positive", "Choose --group-size 128, 64 or 32")
-        if self.activation_bits not in (None, 8):
-            raise SchemeError(f"activation_bits={self.activation_bits} is not supported", "Use 8 or leave it out")
-
-    def _check_sparse(self, sparsity: Sparsity) -> None:
-        if self.group_size is not None and self.group_size % sparsity.of:
-            raise SchemeError(f"groups of {self.group_size} cut through the {sparsity} pattern", "Use --group-size 128")
-        if self.is_float and self.group_size is not None:
-            raise SchemeError("16-bit values have no groups", "Leave the group size out")
-        if self.activation_bits:
-            raise SchemeError(f"{sparsity} sparsity with 8-bit activations is not supported", "Use 16-bit activations")
-
-    def _check_rank(self, rank: int) -> None:
-        if rank < 1:
-            raise SchemeError(f"a rank of {rank} leaves nothing", "Keep more of the weights")
-        if self.sparsity is not None or self.activation_bits is not None:
-            raise SchemeError(
-                "factors of low rank are neither sparse nor multiplied with 8-bit activations",
-                "Leave the pattern and activation_bits out where layers are factorized",
-            )
-        if self.is_float and self.group_size is not None:
-            raise SchemeError("16-bit values have no groups", "Leave the group size out")
-
-    def _check_outliers(self, outliers: int) -> None:
-        if outliers < 1:
-            raise SchemeError(f"{outliers} outlier columns are none", "Leave outlier columns out")
-        if self.sparsity is not None or self.rank is not None:
-            raise SchemeError(
-                "outlier columns go with neither sparsity nor low rank", "Leave outlier columns out there"
-            )
-
-    def _check_fp8(self) -> None:
-        if (self.bits, self.group_size, self.symmetric) != (8, None, True):
-            raise SchemeError(
-                "8-bit floats have 8 bits, one scale per output channel and no zero points",
-                "Leave bits, group size and asymmetry out beside fp8",
-            )
-        if self.sparsity is not None or self.rank is not None or self.outliers is not None:
-            raise SchemeError(
-                "8-bit floats go with neither N:M sparsity, low rank nor outlier columns", "Use integers there"
-            )
+    __slots__ = ()
+    key: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]
+    mark: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]] = ()
+    wraps: ClassVar[bool] = False
 
     @property
-    def is_float(self) -> bool:
-        """Values in the model's own dtype, without scales: pruned or factorized, but not quantized."""
-        return self.bits == FLOAT_BITS and (self.sparsity is not None or self.rank is not None)
+    @abstractmethod
+    def bits(self) -> int:
+        """Width of a stored value, 16 for values in the model's dtype."""
 
     @property
-    def factor(self) -> Scheme | None:
-        """Of each factor of a weight of low rank; None when factors are plain numbers."""
-        return None if self.is_float else replace(self, rank=None)
+    def group_size(self) -> int | None:
+        """Input columns that share one scale; None means one scale per row."""
+        return None
 
     @property
-    def base(self) -> Scheme:
-        """Of the codes alone, outlier columns left out."""
-        return replace(self, outliers=None)
-
-    def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
-        """What a weight `[O, I]` is multiplied as, in order: itself, or its codes and then its outlier columns, or the
-        right factor and then the left one. Without a scheme: as plain numbers."""
-        if self.outliers is not None:
-            return [(self.base, out_features, in_features), (None, out_features, self.outliers)]
-        if self.rank is None:
-            return [(self, out_features, in_features)]
-        return [(self.factor, self.rank, in_features), (self.factor, out_features, self.rank)]
+    def symmetric(self) -> bool:
+        """Whether there are no stored zero points."""
+        return True
 
     @property
-    def max_code(self) -> int:
-        return (1 << self.bits) - 1
+    def activations(self) -> Activations | None:
+        """Rounding of the inputs; None keeps them in 16 bits."""
+        return None
 
     @property
-    def midpoint(self) -> int:
-        """The zero point of a symmetric code."""
-        return 1 << (self.bits - 1)
+    def activation_bits(self) -> int | None:
+        """Width of rounded inputs; None for 16 bits."""
+        return self.activations.bits if self.activations else None
+
+    @property
+    def sparsity(self) -> Sparsity | None:
+        """Pattern of the zeros that are not stored."""
+        return None
+
+    @property
+    def numbers(self) -> str:
+        """Kind of the codes `[O, I]` that kernels and other tools' formats know: `int` or `float`, else empty."""
+        return ""
+
+    @property
+    def structure(self) -> str:
+        """What the form has beside plain codes and scales, which no format of other tools holds; else empty."""
+        return f"the {self.key} layout"
+
+    @property
+    def codes(self) -> Scheme | None:
+        """The scheme in which a method rounds the values of this form; None when they stay in the model's dtype."""
+        return self
+
+    @property
+    def expanded(self) -> Scheme:
+        """The form of the same codes with structural zeros stored."""
+        return self
+
+    @property
+    def as_symmetric(self) -> Scheme:
+        """The form without zero points, for codes of which every zero point is the midpoint."""
+        return self
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layers over the same input can be one weight, row by row."""
+        return True
+
+    @property
+    def is_exact_size(self) -> bool:
+        """Whether `stored_bits` is what the tensors take, without padding to whole words."""
+        return False
+
+    @property
+    def num_shapes(self) -> int:
+        """Stored `weight_shape` tensors, which are not counted as weights."""
+        return 0
 
     def num_groups(self, in_features: int) -> int:
-        """Groups per row. Raises SchemeError when the group size does not divide `in_features`."""
-        if self.group_size is None:
-            return 1
-        if in_features % self.group_size:
-            fitting = [size for size in GROUP_SIZES if in_features % size == 0]
-            remedy = f"Use --group-size {fitting[-1]}" if fitting else "Use per-channel groups (--group-size -1)"
+        """Scales per row. Raises SchemeError when the group size does not divide `in_features`."""
+        return 1
+
+    def check(self, shape: tuple[int, int]) -> None:
+        """Raises SchemeError when a weight `[O, I]` cannot be stored in this form."""
+        self.num_groups(shape[1])
+
+    def check_plain(self, format: str, *numbers: str) -> None:
+        """Raises SchemeError when a format of other tools, which holds plain codes of `numbers`, cannot hold this."""
+        if self.structure:
+            raise SchemeError(f"{format} cannot hold {self.structure} of {self}", "Use --format dense")
+        if self.numbers not in numbers:
             raise SchemeError(
-                f"group size {self.group_size} does not divide {in_features} input features",
-                f"{remedy}, or leave the layer out with --ignore",
+                f"{format} has no codes for the {self.numbers} values of {self}",
+                "Keep compressed-tensors, or use --format dense",
             )
-        return in_features // self.group_size
 
+    def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
+        """Scheme and shape of each matrix that the layer multiplies by, in order; None means the model's dtype."""
+        return [(self, out_features, in_features)]
+
+    @abstractmethod
     def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
-        """Bits of a packed `[O, I]` weight: codes and their places, scales and (asymmetric) packed zero points, outlier
-        columns and their numbers.
+        """Bits of a packed `[O, I]` weight with all that belongs to it.
 
-        `scale_bits` are those of the model's dtype, in which all that is not quantized is stored too.
+        `scale_bits` are those of the model's dtype, in which scales and unquantized values are stored.
         """
-        if self.outliers is not None:
-            codes = self.base.stored_bits(out_features, in_features, scale_bits)
-            return codes + self.outliers * (out_features * scale_bits + COLUMN_BITS)
-        if self.rank is not None:
-            factors = self.matrices(out_features, in_features)
-            return sum(
-                rows * columns * scale_bits if factor is None else factor.stored_bits(rows, columns, scale_bits)
-                for factor, rows, columns in factors
-            )
-        stored, place = in_features, 0
-        if self.sparsity is not None:
-            stored, place = in_features // self.sparsity.of * self.sparsity.kept, self.sparsity.index_bits
-        groups = 0 if self.is_float else self.num_groups(in_features)
-        zero_bits = 0 if self.symmetric else self.bits
-        return out_features * (stored * (self.bits + place) + groups * (scale_bits + zero_bits))
 
-    def __str__(self) -> str:
-        group = "channel" if self.group_size is None else f"g{self.group_size}"
-        activation = f"a{self.activation_bits}" if self.activation_bits else "a16"
-        structure = f" {self.sparsity}" if self.sparsity else f" rank {self.rank}" if self.rank else ""
-        structure += f" + {self.outliers} columns" if self.outliers else ""
-        if self.is_float:
-            return f"w{self.bits}a16{structure}"
-        if self.fp8:
-            return f"w{self.bits}{activation} fp8 {group}"
-        return f"w{self.bits}{activation} {group} {'sym' if self.symmetric else 'asym'}{structure}"
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        """Bits that are read for one of the weights `[O, I]`, scales left out."""
+        return self.bits
+
+    def unpacked_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
+        """Memory of the weight with one byte per code, as `Weight.nbytes` counts it."""
+        return out_features * (in_features + self.num_groups(in_features) * scale_bytes)
+
+    @classmethod
+    def modules(cls, names: Iterable[str]) -> set[str]:
+        """Modules among tensor names that are stored in this form."""
+        return {name.removesuffix(cls.mark) for name in names if name.endswith(cls.mark)}
+
+    @abstractmethod
+    def read(self, stored: StoredTensors) -> Weight:
+        """The weight from its tensors. Raises CheckpointError or SchemeError when they contradict each other."""
+
+    @abstractmethod
+    def shape(self, stored: StoredTensors) -> tuple[int, int]:
+        """`(O, I)` of a stored weight, without decoding it."""
+
+    def name_problems(self, module: str, suffixes: set[str]) -> list[str]:
+        """Contradictions between the tensors that a module has, judged by their names."""
+        return []
+
+    def wrap(self, values: Weight | Tensor) -> Weight | Tensor:
+        """Rounded values of `codes`, or values in the model's dtype, as a weight of this form."""
+        return values
+
+    def round(self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None) -> Weight:
+        """The nearest representable weight `[O, I]` under the scales with the least squared error.
+
+        Args:
+            importance: `[I]`, mean square of each input; None weighs all columns alike.
+            scale_dtype: dtype in which scales are stored; None is bfloat16.
+
+        Raises:
+            SchemeError: this form cannot be rounded to, or its groups do not divide `I`.
+            NumericsError: NaN or infinity.
+        """
+        raise SchemeError(f"{self} has no rounding to nearest", "Choose integers or 8-bit floats")
+
+    def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
+        """`weight [O, I]` as float32, rounded under scales that span its range; cheap, for searches that try often."""
+        return self.round(weight, None, scale_dtype).dequantize()
+
+    @abstractmethod
+    def fields(self) -> dict[str, Any]:
+        """Entries of the stored description that differ from `FIELDS`, `key` among them."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Scheme:
+        """The scheme of a stored description that has this form's `key`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as config.json and reports hold them."""
-        return asdict(self) | {"sparsity": str(self.sparsity) if self.sparsity else None}
+        return {**FIELDS, **self.fields()}
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Scheme:
-        """The inverse of `to_dict`. Raises SchemeError, or TypeError for fields that do not exist."""
-        sparsity = fields.get("sparsity")
-        return cls(**{**fields, "sparsity": Sparsity.parse(sparsity) if sparsity else None})
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> Scheme:
+        """The inverse of `to_dict`, for every registered form.
+
+        Raises:
+            SchemeError: a contradiction.
+            TypeError: entries of a form that is not known here.
+        """
+        if unknown := fields.keys() - FIELDS.keys() - FORMS.keys():
+            raise TypeError(f"unknown entries of a scheme: {', '.join(sorted(unknown))}")
+        claimed = [form for key, form in FORMS.items() if key != BASE_FORM and fields.get(key)]
+        wrapping = [form for form in claimed if form.wraps]
+        if len(claimed) > 1 and not wrapping:
+            raise SchemeError(f"one weight cannot be {' and '.join(form.key for form in claimed)}", "Keep one of them")
+        return (*wrapping, *claimed, FORMS[BASE_FORM])[0].parse(fields)
+
+
+BASE_FORM = "bits"
+"""Key of the form of descriptions that name no other."""
+
+FORMS: dict[str, type[Scheme]] = {}
+"""The registered forms by key. Importing `compress.checkpoint.weights` registers those of this package."""
+
+Form = TypeVar("Form", bound=type[Scheme])
+
+
+def register(key: str) -> Callable[[Form], Form]:
+    """Registers a form under the entry of stored descriptions that names it."""
+
+    def add(form: Form) -> Form:
+        form.key = key
+        FORMS[key] = form
+        return form
+
+    return add
+
+
+def stored_modules(names: Iterable[str]) -> list[str]:
+    """Packed modules among tensor names, whatever their form; parts of a module are not listed."""
+    listed = frozenset(names)
+    owned = {form: form.modules(listed) for form in FORMS.values()}
+    inside = {f"{module}.{part}" for form, modules in owned.items() for module in modules for part in form.parts}
+    return sorted(set().union(*owned.values()) - inside)

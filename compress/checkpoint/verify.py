@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compress.checkpoint.config import compression_block, quantization_block
-from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.formats import compress_runtime, compressed_tensors
 from compress.checkpoint.kv_cache import measured_kv_caches, stored_kv_cache
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.weights import CodedWeight, PackedWeight
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.low_rank import LowRankWeight
-from compress.checkpoint.weights.outlier_columns import OutlierWeight
-from compress.checkpoint.weights.sparse_nm import PrunedWeight
+from compress.checkpoint.weights.base import Weight, digest
 from compress.common.errors import CheckpointError, SchemeError
 from compress.models.registry import find_family
 
@@ -97,70 +92,46 @@ def implied_shapes(config: Mapping[str, Any]) -> tuple[Shapes, str]:
         return {}, error.problem
 
 
-def weight_problems(packed: PackedCheckpoint, module: str, weight: PackedWeight, implied: Shapes) -> Iterator[str]:
+def weight_problems(packed: PackedCheckpoint, module: str, weight: Weight, implied: Shapes) -> Iterator[str]:
     """Yields a line for everything wrong with the shape, size or numbers of one packed weight."""
     expected = implied.get(f"{module}.weight")
     if expected and expected != weight.shape:
         yield f"{module} is {weight.shape}, but config.json says {expected}"
-    if isinstance(weight, LowRankWeight):
-        yield from _low_rank_problems(packed, module, weight)
-        return
-    if isinstance(weight, OutlierWeight):
-        yield from _outlier_problems(packed, module, weight)
-        return
-    yield from _number_problems(module, weight.values if isinstance(weight, PrunedWeight) else weight)
-    yield from _sparsity_problems(module, weight)
+    yield from weight.problems(module)
+    if weight.scheme.is_exact_size:
+        yield from _size_problems(packed, module, weight)
 
 
-def _low_rank_problems(packed: PackedCheckpoint, module: str, weight: LowRankWeight) -> Iterator[str]:
-    for side, factor in zip(("left", "right"), weight.factors, strict=True):
-        yield from _number_problems(f"{module}.{side}", factor)
-    yield from _size_problems(packed, module, weight)
-    rows, columns = weight.shape
-    if weight.scheme.rank is not None and weight.scheme.rank * (rows + columns) >= rows * columns:
-        yield f"{module} has more weights in its factors than in their product {weight.shape}"
-
-
-def _outlier_problems(packed: PackedCheckpoint, module: str, weight: OutlierWeight) -> Iterator[str]:
-    yield from _number_problems(module, weight.base)
-    yield from _number_problems(f"{module}.outlier_values", weight.values)
-    yield from _size_problems(packed, module, weight)
-
-
-def _size_problems(packed: PackedCheckpoint, module: str, weight: LowRankWeight | OutlierWeight) -> Iterator[str]:
-    stored, promised = 8 * packed.weight_bytes(module), weight.scheme.stored_bits(*weight.shape, _model_bits(packed))
+def _size_problems(packed: PackedCheckpoint, module: str, weight: Weight) -> Iterator[str]:
+    promised = weight.scheme.stored_bits(*weight.shape, 8 * packed.dtype.itemsize)
+    stored = 8 * packed.weight_bytes(module)
     if stored != promised:
         yield f"{module} takes {stored} bits, but {weight.scheme} of {weight.shape} means {promised}"
 
 
-def _model_bits(packed: PackedCheckpoint) -> int:
-    return 8 * packed.dtype.itemsize
+def verify_against(path: str | Path, expected: Mapping[str, str]) -> list[str]:
+    """Compares what is stored with the digests taken when it was made.
 
+    Args:
+        expected: digest by name: of every quantized module, and of any dense tensors.
 
-def _number_problems(name: str, weight: CodedWeight | Tensor) -> Iterator[str]:
-    if not isinstance(weight, Tensor):
-        yield from _code_problems(name, weight)
-    elif not bool(torch.isfinite(weight.to(torch.float32)).all()):
-        yield f"{name} holds NaN or infinity"
-
-
-def _sparsity_problems(module: str, weight: PackedWeight) -> Iterator[str]:
-    sparsity = weight.scheme.sparsity
-    if sparsity is None:
-        return
-    nonzero = weight.dequantize().view(weight.shape[0], -1, sparsity.of) != 0
-    crowded = int((nonzero.sum(-1) > sparsity.kept).sum())
-    if crowded:
-        yield f"{module} has {crowded} groups with more than {sparsity} values"
-
-
-def _code_problems(module: str, weight: CodedWeight) -> Iterator[str]:
-    largest = weight.scheme.max_code
-    if isinstance(weight, IntegerWeight) and max(int(weight.codes.max()), int(weight.zero.max())) > largest:
-        yield f"{module} has codes or zero points above {largest}"
-    bad = int((~torch.isfinite(weight.scale.to(torch.float32))).sum())
-    if bad:
-        yield f"{module} has {bad} scales that are not finite"
+    Returns:
+        One line per name that differs, is missing or was not expected; empty when all agree.
+    """
+    packed = PackedCheckpoint.open(path)
+    problems = [
+        f"{name} is stored quantized but has no recorded digest" for name in packed.modules if name not in expected
+    ]
+    for name, recorded in expected.items():
+        if name in packed.schemes:
+            if digest(packed.packed_weight(name)) != recorded:
+                problems.append(f"{name} reads back with other codes, scales or zero points than were chosen")
+        elif name not in packed.files:
+            problems.append(f"{name} was written but is not stored so any more")
+        elif digest(packed.tensor(name)) != recorded:
+            problems.append(f"{name} reads back with other bytes than were written")
+        packed.files.release()
+    return problems
 
 
 def verify_structure(path: str | Path, source: TensorFiles | None = None) -> StructureReport:
@@ -243,18 +214,12 @@ def _kv_cache_problems(packed: PackedCheckpoint) -> Iterator[str]:
 
 def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied: Shapes) -> Iterator[str]:
     """Every stored tensor must have a role, and every parameter of the model must be stored in one way."""
-    for name in packed.dense_names():
-        suffix = next((suffix for suffix in packed.codec.SUFFIXES if name.endswith(suffix)), None)
-        if suffix not in (None, ".weight") or name.endswith(
-            (".weight_scale", ".qweight", ".weight_packed", ".weight_indices")
-        ):
-            yield f"{name} belongs to no quantized module"
+    known = (*packed.codec.suffixes(), *compress_runtime.suffixes(), ".qweight")
+    suffixes = tuple(suffix for suffix in known if not suffix.endswith(".weight"))
+    yield from (f"{name} belongs to no quantized module" for name in packed.dense_names() if name.endswith(suffixes))
     for module in packed.modules:
-        names = packed.packed_names(module)
-        if f"{module}.weight" in names and f"{module}.weight_packed" in names:
-            yield f"{module} is stored both dense and packed"
-        if packed.schemes[module].symmetric and f"{module}.weight_zero_point" in names:
-            yield f"{module} is symmetric, but stores zero points"
+        found = {name.removeprefix(module) for name in packed.packed_names(module)}
+        yield from packed.schemes[module].name_problems(module, found)
     stored = {*packed.dense_names(), *(f"{module}.weight" for module in packed.modules)}
     if packed.tied:
         stored.add("lm_head.weight")

@@ -8,24 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats.tensors import Get, cast_exactly, owners, refuse_floats, refuse_structure
 from compress.checkpoint.packing import deinterleave_awq, interleave_awq, pack_bits, unpack_bits
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
+from compress.checkpoint.weights.base import Get, about, cast_exactly, owners
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "awq"
-SUFFIXES: tuple[str, ...] = (".qweight", ".qzeros", ".scales")
 BITS = 4
+
+
+def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
+    """Suffixes of a module's stored tensors."""
+    return ".qweight", ".qzeros", ".scales"
 
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
-    refuse_structure(NAME, scheme)
-    refuse_floats(NAME, scheme)
+    scheme.check_plain(NAME, "int")
     scheme.num_groups(shape[1])
     elsewhere = "Export to compressed-tensors instead"
-    if scheme.bits != BITS or scheme.activation_bits:
+    if scheme.bits != BITS or scheme.activations:
         raise SchemeError(f"awq stores 4-bit weights with 16-bit activations, not {scheme}", elsewhere)
     if shape[0] % 8:
         raise SchemeError(f"awq packs 8 outputs per word, and {shape[0]} is not a multiple of 8", elsewhere)
@@ -34,14 +37,15 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
 def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
     """Stored tensors of one linear layer, by full name. Scales are float16 whatever the model's dtype."""
     check(weight.scheme, weight.shape)
-    return {
-        f"{module}.qweight": pack_bits(interleave_awq(weight.codes.T.contiguous()), BITS, 1),
-        f"{module}.qzeros": pack_bits(interleave_awq(weight.zero.T.contiguous()), BITS, 1),
-        f"{module}.scales": cast_exactly(module, weight.scale, torch.float16).T.contiguous(),
-    }
+    with about(module):
+        return {
+            f"{module}.qweight": pack_bits(interleave_awq(weight.codes.T.contiguous()), BITS, 1),
+            f"{module}.qzeros": pack_bits(interleave_awq(weight.zero.T.contiguous()), BITS, 1),
+            f"{module}.scales": cast_exactly(weight.scale, torch.float16).T.contiguous(),
+        }
 
 
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> IntegerWeight:
+def decode(module: str, get: Get, scheme: Int, config: Mapping[str, Any] | None = None) -> IntegerWeight:
     """The integer form of one stored layer."""
     qweight, qzeros = get(f"{module}.qweight"), get(f"{module}.qzeros")
     out_features = qweight.shape[1] * 8
@@ -91,5 +95,5 @@ def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Sche
             "Write it again with version gemm",
         )
     group_size = int(config.get("group_size", config.get("q_group_size", 128)))
-    scheme = Scheme(BITS, None if group_size < 0 else group_size, symmetric=False)
-    return dict.fromkeys(modules, scheme)
+    scheme = Int(BITS, None if group_size < 0 else group_size, symmetric=False)
+    return dict[str, Scheme].fromkeys(modules, scheme)

@@ -13,145 +13,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats.tensors import (
-    Get,
-    cast_exactly,
-    optional,
-    owners,
-    refuse_activation_order,
-    refuse_structure,
-)
-from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import CodedWeight
-from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.common.errors import CheckpointError, SchemeError
-
-FLOAT, NAIVE = "float-quantized", "naive-quantized"
-
-
-def layout(scheme: Scheme) -> str:
-    """The name compressed-tensors has for it: with 8-bit activations, or of weights alone."""
-    return FLOAT if scheme.activation_bits else NAIVE
-
-
-def encode_float(module: str, weight: Fp8Weight, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Stored tensors of one linear layer, by full name. `dtype` is the model's, in which scales are stored."""
-    return {f"{module}.weight": weight.codes, f"{module}.weight_scale": cast_exactly(module, weight.scale, dtype)}
-
-
-def decode_float(module: str, get: Get, scheme: Scheme) -> Fp8Weight:
-    """The weight, also of a file with one scale for the whole matrix.
-
-    Raises:
-        CheckpointError: codes of another dtype, or some that are no numbers.
-    """
-    codes, scale = get(f"{module}.weight"), get(f"{module}.weight_scale")
-    if codes.dtype != FP8:
-        raise CheckpointError(f"{module}.weight should hold 8-bit floats (e4m3), but is {codes.dtype}")
-    if bad := int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum()):
-        raise CheckpointError(f"{module}.weight holds {bad} codes that are no numbers (NaN)", "Quantize it again")
-    if scale.numel() == 1:
-        scale = scale.reshape(1, 1).expand(codes.shape[0], 1)
-    return Fp8Weight(codes, scale.reshape(codes.shape[0], 1).contiguous(), scheme)
-
+from compress.checkpoint.weights import Activations, Fp8, Int, Scheme, Weight
+from compress.checkpoint.weights.base import Get, StoredTensors, named
+from compress.common.errors import CheckpointError
 
 NAME = "compressed-tensors"
-PACKED, INTEGER = "pack-quantized", "int-quantized"
-SUFFIXES: tuple[str, ...] = (
-    ".weight_packed",
-    ".weight_scale",
-    ".weight_shape",
-    ".weight_zero_point",
-    ".weight_g_idx",
-    ".weight",
-)
+LAYOUTS = {
+    ("int", False): "pack-quantized",
+    ("int", True): "int-quantized",
+    ("float", False): "naive-quantized",
+    ("float", True): "float-quantized",
+}
+"""Names of layouts by the kind of codes, and whether activations are rounded."""
 WRITER_VERSION = "0.17.0"
 """Layout generation named in the config: since then every width is packed as one dense bit stream."""
 
 
+def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
+    """Suffixes of a module's stored tensors."""
+    return Int.suffixes
+
+
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
-    refuse_structure(NAME, scheme)
-    scheme.num_groups(shape[1])
-    if scheme.activation_bits and (scheme.bits, scheme.group_size, scheme.symmetric) != (8, None, True):
-        raise SchemeError(
-            f"{scheme} cannot be stored: 8-bit activations need symmetric 8-bit weights per channel",
-            "Use --bits 8 --group-size -1 --symmetric, or 16-bit activations",
-        )
+    scheme.check_plain(NAME, "int", "float")
+    scheme.check(shape)
 
 
-def encode(module: str, weight: CodedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+def encode(module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
     """Stored tensors of one linear layer, by full name. `dtype` is the model's, in which scales are stored."""
     check(weight.scheme, weight.shape)
-    if isinstance(weight, Fp8Weight):
-        return encode_float(module, weight, dtype)
-    bits = weight.scheme.bits
-    scale = cast_exactly(module, weight.scale, dtype)
-    if weight.scheme.activation_bits:
-        return {f"{module}.weight": (weight.codes ^ 0x80).view(torch.int8), f"{module}.weight_scale": scale}
-    tensors = {
-        f"{module}.weight_packed": pack_bits(weight.codes, bits, 1),
-        f"{module}.weight_scale": scale,
-        f"{module}.weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
-    }
-    if not weight.scheme.symmetric:
-        tensors[f"{module}.weight_zero_point"] = pack_bits(weight.zero, bits, 0)
-    return tensors
+    return named(module, weight, dtype)
 
 
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> CodedWeight:
+def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
     """The codes of one stored layer. Raises CheckpointError when tensors contradict each other."""
-    return decode_float(module, get, scheme) if scheme.fp8 else decode_integers(module, get, scheme)
-
-
-def decode_integers(module: str, get: Get, scheme: Scheme) -> IntegerWeight:
-    """The integer form of one stored layer. Raises CheckpointError when tensors contradict each other."""
-    packed = optional(get, f"{module}.weight_packed")
-    scale = get(f"{module}.weight_scale")
-    if packed is None:
-        signed = get(f"{module}.weight")
-        if signed.dtype != torch.int8:
-            raise CheckpointError(f"{module}.weight should hold int8 codes, but is {signed.dtype}")
-        codes = (signed.to(torch.int16) + scheme.midpoint).to(torch.uint8)
-    else:
-        rows, columns = get(f"{module}.weight_shape").tolist()
-        if packed.shape != (rows, num_words(columns, scheme.bits)):
-            raise CheckpointError(
-                f"{module}.weight_packed is {list(packed.shape)}, but {rows} x {columns} codes of {scheme.bits} bits "
-                f"pack to {[rows, num_words(columns, scheme.bits)]}",
-                "Write it again with compressed-tensors 0.16 or newer: before, 3, 5, 6 and 7 bits had another layout",
-            )
-        codes = unpack_bits(packed, scheme.bits, columns, 1)
-    groups = scheme.num_groups(codes.shape[1])
-    refuse_activation_order(module, optional(get, f"{module}.weight_g_idx"), codes.shape[1], scheme.group_size)
-    if scale.numel() == 1:
-        scale = scale.reshape(1, 1).expand(codes.shape[0], 1)
-    scale = scale.reshape(codes.shape[0], groups).contiguous()
-    return IntegerWeight(codes, scale, read_zero(module, get, scheme, codes.shape[0], groups), scheme)
-
-
-def read_zero(module: str, get: Get, scheme: Scheme, rows: int, groups: int) -> Tensor:
-    """Zero points `[O, G]` of a stored layer; the midpoint everywhere when it is symmetric."""
-    stored = None if scheme.symmetric else optional(get, f"{module}.weight_zero_point")
-    if stored is None:
-        return torch.full((rows, groups), scheme.midpoint, dtype=torch.uint8)
-    if stored.dtype == torch.int32:
-        return unpack_bits(stored, scheme.bits, rows, 0)
-    return (stored.to(torch.int16) + scheme.midpoint).to(torch.uint8).reshape(rows, groups)
+    return scheme.read(StoredTensors(module, get))
 
 
 def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
     """`(O, I)` of a stored layer, without decoding it."""
-    unpacked = optional(get, f"{module}.weight")
-    rows, columns = get(f"{module}.weight_shape").tolist() if unpacked is None else unpacked.shape
-    return rows, columns
+    return scheme.shape(StoredTensors(module, get))
 
 
 def modules(names: Iterable[str]) -> list[str]:
     """Quantized modules among tensor names."""
-    return owners(names, ".weight_scale")
+    return sorted(Int.modules(names))
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
@@ -184,10 +91,9 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
 
 
 def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
-    kind = "float" if scheme.fp8 else "int"
     weights = {
         "num_bits": scheme.bits,
-        "type": kind,
+        "type": scheme.numbers,
         "symmetric": scheme.symmetric,
         "strategy": "channel" if scheme.group_size is None else "group",
         "group_size": scheme.group_size,
@@ -195,7 +101,7 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     }
     activations = {
         "num_bits": 8,
-        "type": kind,
+        "type": scheme.numbers,
         "symmetric": True,
         "strategy": "token",
         "group_size": None,
@@ -203,17 +109,11 @@ def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     }
     return {
         "targets": targets,
-        "format": _layout(scheme),
+        "format": LAYOUTS[scheme.numbers, scheme.activations is not None],
         "weights": weights,
-        "input_activations": activations if scheme.activation_bits else None,
+        "input_activations": activations if scheme.activations else None,
         "output_activations": None,
     }
-
-
-def _layout(scheme: Scheme) -> str:
-    if scheme.fp8:
-        return layout(scheme)
-    return INTEGER if scheme.activation_bits else PACKED
 
 
 def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
@@ -256,10 +156,11 @@ def _parse_group(module: str, group: Mapping[str, Any]) -> Scheme:
             f"{module} has activations other than dynamic 8-bit {kind}s, which this toolkit does not read",
             f"Beside its weights it reads 16-bit activations and dynamic 8-bit {kind}s per token",
         )
-    return Scheme(
-        bits=bits,
-        group_size=int(weights["group_size"]) if strategy == "group" else None,
-        symmetric=bool(weights.get("symmetric", True)),
-        activation_bits=8 if activations else None,
-        fp8=kind == "float",
+    if kind == "float":
+        return Fp8(Activations.FP8 if activations else None)
+    return Int(
+        bits,
+        int(weights["group_size"]) if strategy == "group" else None,
+        bool(weights.get("symmetric", True)),
+        Activations.INT8 if activations else None,
     )

@@ -8,26 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats.tensors import Get
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import PackedWeight
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.weights.base import Get
 from compress.common.errors import CheckpointError
 
 NAME = "dense"
-SUFFIXES: tuple[str, ...] = (".weight",)
+
+
+def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
+    """Suffix of a matrix."""
+    return (".weight",)
 
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Every scheme can be written out as plain numbers."""
 
 
-def encode(module: str, weight: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+def encode(module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
     """The dequantized weight in the model's dtype, rounded once."""
     return {f"{module}.weight": weight.dequantize(dtype)}
 
 
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> IntegerWeight:
+def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
     """Always raises CheckpointError: plain numbers carry no codes."""
     raise CheckpointError(f"{module} is dense and has no integer codes", "Quantize it: compress quantize MODEL")
 

@@ -9,23 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats.tensors import (
-    Get,
-    cast_exactly,
-    optional,
-    owners,
-    refuse_activation_order,
-    refuse_floats,
-    refuse_structure,
-)
 from compress.checkpoint.packing import pack_bits, unpack_bits
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
+from compress.checkpoint.weights.base import Get, StoredTensors, about, cast_exactly, check_activation_order, owners
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "gptq"
-SUFFIXES: tuple[str, ...] = (".qweight", ".qzeros", ".scales", ".g_idx")
 WIDTHS = (2, 3, 4, 8)
+
+
+def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
+    """Suffixes of a module's stored tensors."""
+    return ".qweight", ".qzeros", ".scales", ".g_idx"
 
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
@@ -33,8 +29,7 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
 
     Other engines run 4 and 8 bits; 2 and 3 bits are defined by the format but few load them.
     """
-    refuse_structure(NAME, scheme)
-    refuse_floats(NAME, scheme)
+    scheme.check_plain(NAME, "int")
     out_features, in_features = shape
     scheme.num_groups(in_features)
     elsewhere = "Export to compressed-tensors instead"
@@ -42,7 +37,7 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
         raise SchemeError(f"gptq stores 2, 3, 4 or 8 bits, not {scheme.bits}", elsewhere)
     if not scheme.symmetric:
         raise SchemeError(f"{scheme}: v1 zero points of asymmetric codes overflow in other readers", elsewhere)
-    if scheme.activation_bits:
+    if scheme.activations:
         raise SchemeError(f"{scheme}: gptq has no 8-bit activations", elsewhere)
     if in_features * scheme.bits % 32 or out_features * scheme.bits % 32:
         raise SchemeError(
@@ -55,19 +50,20 @@ def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, 
     check(weight.scheme, weight.shape)
     bits, in_features = weight.scheme.bits, weight.shape[1]
     group_size = weight.scheme.group_size or in_features
-    return {
-        f"{module}.qweight": pack_bits(weight.codes.T, bits, 0),
-        f"{module}.qzeros": pack_bits(weight.zero.T - 1, bits, 1),
-        f"{module}.scales": cast_exactly(module, weight.scale, torch.float16).T.contiguous(),
-        f"{module}.g_idx": (torch.arange(in_features) // group_size).to(torch.int32),
-    }
+    with about(module):
+        return {
+            f"{module}.qweight": pack_bits(weight.codes.T, bits, 0),
+            f"{module}.qzeros": pack_bits(weight.zero.T - 1, bits, 1),
+            f"{module}.scales": cast_exactly(weight.scale, torch.float16).T.contiguous(),
+            f"{module}.g_idx": (torch.arange(in_features) // group_size).to(torch.int32),
+        }
 
 
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> IntegerWeight:
+def decode(module: str, get: Get, scheme: Int, config: Mapping[str, Any] | None = None) -> IntegerWeight:
     """The integer form of one stored layer; `config` says whether zero points are v1 or v2."""
     qweight = get(f"{module}.qweight")
     in_features, out_features = qweight.shape[0] * 32 // scheme.bits, qweight.shape[1]
-    refuse_activation_order(module, optional(get, f"{module}.g_idx"), in_features, scheme.group_size)
+    check_activation_order(module, StoredTensors(module, get).optional(".g_idx"), in_features, scheme.group_size)
     codes = unpack_bits(qweight, scheme.bits, in_features, 0).T.contiguous()
     stored = unpack_bits(get(f"{module}.qzeros"), scheme.bits, out_features, 1).T.contiguous()
     version = (config or {}).get("checkpoint_format", NAME)
@@ -75,7 +71,7 @@ def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | No
     return IntegerWeight(codes, get(f"{module}.scales").T.contiguous(), zero, scheme)
 
 
-def _zero(module: str, stored: Tensor, scheme: Scheme, version: str) -> Tensor:
+def _zero(module: str, stored: Tensor, scheme: Int, version: str) -> Tensor:
     """Zero points from what is stored. v1 stores `zero - 1` modulo the code range; some writers say v1 and store v2,
     which shows when codes are symmetric."""
     if version == "gptq_v2" or (scheme.symmetric and bool((stored == scheme.midpoint).all())):
@@ -132,7 +128,7 @@ def _override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
 
 def _parse(fields: Mapping[str, Any]) -> Scheme:
     group_size = int(fields.get("group_size", 128))
-    return Scheme(
+    return Int(
         bits=int(fields["bits"]),
         group_size=None if group_size < 0 else group_size,
         symmetric=bool(fields.get("sym", True)),

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.formats import awq, compress_runtime, compressed_tensors, dense, gptq
-from compress.checkpoint.formats.tensors import Get
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import PackedWeight
+from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.weights.base import Get
 from compress.common.errors import CheckpointError
 
 
@@ -20,13 +19,11 @@ class Format(Protocol):
     """What every format module offers."""
 
     NAME: str
-    SUFFIXES: tuple[str, ...]
 
+    def suffixes(self, scheme: Scheme | None = None) -> tuple[str, ...]: ...
     def check(self, scheme: Scheme, shape: tuple[int, int]) -> None: ...
     def encode(self, module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]: ...
-    def decode(
-        self, module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None
-    ) -> PackedWeight: ...
+    def decode(self, module: str, get: Get, scheme: Any, config: Mapping[str, Any] | None = None) -> Weight: ...
     def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]: ...
     def modules(self, names: Iterable[str]) -> list[str]: ...
     def quantization_config(self, schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]: ...
@@ -55,7 +52,5 @@ def format_for(schemes: Mapping[str, Scheme]) -> Format:
     Args:
         schemes: by module; other engines read no packed embedding, whatever its scheme.
     """
-    special = any(
-        scheme.sparsity or scheme.rank or scheme.outliers or is_embedding(module) for module, scheme in schemes.items()
-    )
+    special = any(scheme.structure or is_embedding(module) for module, scheme in schemes.items())
     return compress_runtime if special else compressed_tensors

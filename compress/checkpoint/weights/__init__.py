@@ -1,15 +1,13 @@
-"""What one packed module can hold."""
+"""The stored forms of a weight, one file each; importing this package registers them. Free of torch until used."""
 
 from __future__ import annotations
 
-from compress.checkpoint.weights.fp8 import Fp8Weight
-from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.low_rank import LowRankWeight
-from compress.checkpoint.weights.outlier_columns import OutlierWeight
-from compress.checkpoint.weights.sparse_nm import PrunedWeight
+from compress.checkpoint.scheme import Activations, Scheme
+from compress.checkpoint.weights.base import Weight
+from compress.checkpoint.weights.fp8 import Fp8
+from compress.checkpoint.weights.integer import Int
+from compress.checkpoint.weights.low_rank import LowRank
+from compress.checkpoint.weights.outlier_columns import OutlierColumns
+from compress.checkpoint.weights.sparse_nm import NM, Sparsity
 
-CodedWeight = IntegerWeight | Fp8Weight
-"""Codes `[O, I]` with scales: what one kernel multiplies by. Every tensor of it has a row for each output."""
-
-PackedWeight = CodedWeight | PrunedWeight | LowRankWeight | OutlierWeight
-"""All know their `scheme` and `shape`, can `dequantize`, and go to host memory with `cpu`."""
+__all__ = ["NM", "Activations", "Fp8", "Int", "LowRank", "OutlierColumns", "Scheme", "Sparsity", "Weight"]

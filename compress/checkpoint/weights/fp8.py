@@ -1,31 +1,114 @@
-"""A weight of 8-bit floats: e4m3, with 4 bits of exponent and 3 of mantissa, and one scale per output channel."""
+"""8-bit floats (e4m3: 4 bits of exponent, 3 of mantissa) with one scale per output channel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from compress.checkpoint.scheme import Activations, Scheme, register
+from compress.checkpoint.weights.base import (
+    PANEL_ELEMENTS,
+    StoredTensors,
+    Weight,
+    cast_exactly,
+    digest_of,
+    exact_dtype,
+    row_scales,
+    scale_problems,
+)
+from compress.common.errors import CheckpointError, SchemeError
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import PANEL_ELEMENTS
-from compress.common.device import divide
-from compress.common.errors import SchemeError
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-MAX_FP8 = 448.0
-"""The largest number; there is no infinity."""
+STEPS = tuple(2 ** (step / 8) for step in range(8))
+"""Factors of the scale that spans a row, which are tried for the least error."""
+
+
+@register("fp8")
+@dataclass(frozen=True, slots=True)
+class Fp8(Scheme):
+    """`W ~ codes * scale`, one scale per row and no zero points.
+
+    Attributes:
+        activations: rounding of the inputs to such floats; None for 16-bit inputs.
+    """
+
+    activations: Activations | None = None
+
+    suffixes = (".weight", ".weight_scale")
+    mark = ".weight_scale"
+    bits = 8
+    numbers = "float"
+    structure = ""
+
+    def __post_init__(self) -> None:
+        if self.activations not in (None, Activations.FP8):
+            raise SchemeError(f"8-bit floats with {self.activations} activations are not supported", "Use fp8 for both")
+
+    def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
+        return out_features * (in_features * self.bits + scale_bits)
+
+    def __str__(self) -> str:
+        return f"w{self.bits}a{self.activation_bits or 16} fp8 channel"
+
+    def fields(self) -> dict[str, Any]:
+        return {"bits": self.bits, "activation_bits": self.activation_bits, "fp8": True}
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Fp8:
+        if (fields.get("bits", 8), fields.get("group_size"), fields.get("symmetric", True)) != (8, None, True):
+            raise SchemeError(
+                "8-bit floats have 8 bits, one scale per output channel and no zero points",
+                "Leave bits, group size and asymmetry out beside fp8",
+            )
+        return cls(Activations.from_bits(fields.get("activation_bits"), Activations.FP8))
+
+    def shape(self, stored: StoredTensors) -> tuple[int, int]:
+        rows, columns = stored[".weight"].shape
+        return rows, columns
+
+    def read(self, stored: StoredTensors) -> Fp8Weight:
+        import torch
+
+        codes, scale = stored[".weight"], stored[".weight_scale"]
+        if codes.dtype != torch.float8_e4m3fn:
+            raise CheckpointError(f"{stored.module}.weight should hold 8-bit floats (e4m3), but is {codes.dtype}")
+        if bad := int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum()):
+            raise CheckpointError(
+                f"{stored.module}.weight holds {bad} codes that are no numbers (NaN)", "Quantize it again"
+            )
+        return Fp8Weight(codes, row_scales(scale, codes.shape[0], 1), self)
+
+    def round(
+        self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None
+    ) -> Fp8Weight:
+        import torch
+
+        from compress.common.device import require_finite
+
+        require_finite(weight, "the weight")
+        rows, dtype = max(1, PANEL_ELEMENTS // weight.shape[1]), scale_dtype or torch.bfloat16
+        scale = torch.cat([_best_scale(part.float(), importance, dtype) for part in weight.split(rows)])
+        codes = torch.cat([_codes(*parts) for parts in zip(weight.split(rows), scale.split(rows), strict=True)])
+        return Fp8Weight(codes, scale.to(dtype), self)
+
+    def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
+        import torch
+
+        scale = _full_scale(weight.float(), scale_dtype or torch.bfloat16)
+        return _codes(weight, scale).float() * scale
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Weight:
+class Fp8Weight(Weight):
     """`W [O, I] ~ codes * scale`.
 
     Attributes:
         codes: float8_e4m3fn `[O, I]`, in the original column order; no NaN.
         scale: `[O, 1]` in the dtype that is stored (bfloat16, float16 or float32).
-        scheme: with `fp8`.
 
     Raises:
         SchemeError: shapes or dtypes that contradict the scheme.
@@ -33,10 +116,12 @@ class Fp8Weight:
 
     codes: Tensor
     scale: Tensor
-    scheme: Scheme
+    scheme: Fp8
 
     def __post_init__(self) -> None:
-        if not self.scheme.fp8 or self.codes.dtype != FP8:
+        import torch
+
+        if not isinstance(self.scheme, Fp8) or self.codes.dtype != torch.float8_e4m3fn:
             raise SchemeError(f"codes of {self.scheme} cannot be {self.codes.dtype}")
         if tuple(self.scale.shape) != (self.codes.shape[0], 1):
             raise SchemeError(f"scale {tuple(self.scale.shape)} must be {(self.codes.shape[0], 1)} for {self.scheme}")
@@ -49,43 +134,65 @@ class Fp8Weight:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight `[O, I]`, exact products rounded once."""
-        exact = torch.float64 if dtype == torch.float64 or self.scale.dtype == torch.float32 else torch.float32
-        values = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        import torch
+
+        exact = exact_dtype(dtype or torch.float32, self.scale)
+        values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.codes.device)
         rows = max(1, PANEL_ELEMENTS // max(1, self.shape[1]))
         for codes, scale, out in zip(*(each.split(rows) for each in (self.codes, self.scale, values)), strict=True):
             out.copy_(codes.to(exact) * scale.to(exact))
         return values
 
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {".weight": self.codes, ".weight_scale": cast_exactly(self.scale, dtype)}
+
     def changed(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
-        """The same with each tensor changed: moved, or some of its rows."""
         return Fp8Weight(change(self.codes), change(self.scale), self.scheme)
 
-    def cpu(self) -> Fp8Weight:
-        """The same in host memory."""
-        return self.changed(Tensor.cpu)
+    def fuse(self, others: Sequence[Weight]) -> Fp8Weight | None:
+        import torch
+
+        parts = [self, *(each for each in others if isinstance(each, Fp8Weight))]
+        same = {(each.scheme, each.scale.dtype) for each in parts}
+        if len(parts) <= len(others) or len(same) > 1:
+            return None
+        codes, scale = torch.cat([each.codes for each in parts]), torch.cat([each.scale for each in parts])
+        return Fp8Weight(codes, scale, self.scheme)
+
+    def problems(self, module: str) -> Iterator[str]:
+        return scale_problems(module, self.scale)
+
+    def digest(self) -> str:
+        import torch
+
+        return digest_of(f"fp8 {self.shape}", self.codes, self.scale.to(torch.float64))
 
 
-MAX_LEVEL = 127
+def _best_scale(weight: Tensor, importance: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`[O, 1]`, float32 with values of `dtype`."""
+    import torch
+
+    from compress.checkpoint.scale_search import storable
+
+    full = _full_scale(weight, dtype)
+    best, least = full, torch.full_like(full, torch.inf)
+    for step in STEPS:
+        scale = storable(full * step, dtype)
+        squares = (_codes(weight, scale).float() * scale - weight).square_()
+        error = (squares if importance is None else squares.mul_(importance)).sum(1, keepdim=True)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    return best
 
 
-def quantize_tokens(x: Tensor, fp8: bool = False) -> tuple[Tensor, Tensor]:
-    """Levels `[M, I]`, whole numbers from -127 to 127, and scales `[M, 1]`, with `x ~ levels * scale`.
+def _full_scale(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    from compress.checkpoint.activations import MAX_FP8
+    from compress.checkpoint.scale_search import storable
 
-    Both are float32 (float64 for float64 input). A token's result never depends on its neighbours in the batch.
-    A row of zeros gets scale 0 and levels 0; a row that is not finite keeps a scale that is not finite.
-
-    Args:
-        fp8: levels are 8-bit floats (e4m3) from -448 to 448 instead, each the nearest one.
-    """
-    exact = x.double() if x.dtype == torch.float64 else x.float()
-    scale = divide(exact.abs().amax(-1, keepdim=True), MAX_FP8 if fp8 else MAX_LEVEL)
-    levels = exact / scale.clamp_min(torch.finfo(exact.dtype).tiny)
-    return (levels.to(FP8).to(exact.dtype) if fp8 else levels.round_()), scale
+    return storable(weight.abs().amax(1, keepdim=True) / MAX_FP8, dtype)
 
 
-def round_tokens(x: Tensor, fp8: bool = False) -> Tensor:
-    """`x [M, I]` as a product with 8-bit activations sees it, in its own dtype."""
-    levels, scale = quantize_tokens(x, fp8)
-    return (levels * scale).to(x.dtype)
+def _codes(weight: Tensor, scale: Tensor) -> Tensor:
+    from compress.checkpoint.activations import FP8, MAX_FP8
+
+    return (weight.float() / scale).clamp_(-MAX_FP8, MAX_FP8).to(FP8)

@@ -1,29 +1,195 @@
-"""Scales and zero points of integer groups, and the codes they give.
-
-The search minimises `sum_i importance_i * (w_i - q_i)^2` of each group. With importance = diag(H), the mean square of
-each input, this is the layer's output error when inputs are taken as uncorrelated; without importance it is plain MSE.
-Every candidate is rounded to the dtype it will be stored in before it is judged.
-"""
+"""Integers of 2 to 8 bits with one scale per row and group of input columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import permutations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from compress.checkpoint.scheme import GROUP_SIZES, MAX_BITS, MIN_BITS, Activations, Scheme, register
+from compress.checkpoint.weights.base import (
+    PANEL_ELEMENTS,
+    StoredTensors,
+    Weight,
+    cast_exactly,
+    check_activation_order,
+    digest_of,
+    exact_dtype,
+    row_scales,
+    scale_problems,
+)
+from compress.common.errors import CheckpointError, SchemeError
 
-from compress.checkpoint.scheme import Scheme
-from compress.common.device import require_finite
-from compress.common.errors import SchemeError
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-PANEL_ELEMENTS = 2**22
-"""Weights whose exact values are in memory at one time while a whole matrix is dequantized."""
+
+@register("bits")
+@dataclass(frozen=True, slots=True)
+class Int(Scheme):
+    """`W ~ (codes - zero) * scale`, one scale per row and group.
+
+    Attributes:
+        bits: width of a code, 2 to 8.
+        group_size: input columns that share one scale; None means one scale for the whole row (per channel).
+        symmetric: zero point fixed at `2 ** (bits - 1)`; scales may be negative (signed full range).
+        activations: rounding of the inputs (W8A8); None for 16-bit inputs.
+    """
+
+    bits: int = 4
+    group_size: int | None = 128
+    symmetric: bool = True
+    activations: Activations | None = None
+
+    suffixes = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".weight")
+    mark = ".weight_scale"
+    numbers = "int"
+    structure = ""
+
+    def __post_init__(self) -> None:
+        if not MIN_BITS <= self.bits <= MAX_BITS:
+            raise SchemeError(f"bits={self.bits} is outside {MIN_BITS} to {MAX_BITS}", "Choose --bits 4, 3, 2 or 8")
+        if self.group_size is not None and self.group_size < 1:
+            raise SchemeError(f"group size {self.group_size} is not positive", "Choose --group-size 128, 64 or 32")
+        if self.activations not in (None, Activations.INT8):
+            raise SchemeError(f"integers with {self.activations} activations are not supported", "Use int8 activations")
+
+    @property
+    def max_code(self) -> int:
+        return (1 << self.bits) - 1
+
+    @property
+    def midpoint(self) -> int:
+        """The zero point of a symmetric code."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def as_symmetric(self) -> Int:
+        return replace(self, symmetric=True)
+
+    @property
+    def num_shapes(self) -> int:
+        return 0 if self.activations else 1
+
+    def num_groups(self, in_features: int) -> int:
+        if self.group_size is None:
+            return 1
+        if in_features % self.group_size:
+            fitting = [size for size in GROUP_SIZES if in_features % size == 0]
+            remedy = f"Use --group-size {fitting[-1]}" if fitting else "Use per-channel groups (--group-size -1)"
+            raise SchemeError(
+                f"group size {self.group_size} does not divide {in_features} input features",
+                f"{remedy}, or leave the layer out with --ignore",
+            )
+        return in_features // self.group_size
+
+    def check(self, shape: tuple[int, int]) -> None:
+        self.num_groups(shape[1])
+        if self.activations and (self.bits, self.group_size, self.symmetric) != (8, None, True):
+            raise SchemeError(
+                f"{self} cannot be stored: 8-bit activations need symmetric 8-bit weights per channel",
+                "Use --bits 8 --group-size -1 --symmetric, or 16-bit activations",
+            )
+
+    def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
+        group_bits = scale_bits + (0 if self.symmetric else self.bits)
+        return out_features * (in_features * self.bits + self.num_groups(in_features) * group_bits)
+
+    def unpacked_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
+        return out_features * (in_features + self.num_groups(in_features) * (scale_bytes + 1))
+
+    def __str__(self) -> str:
+        group = "channel" if self.group_size is None else f"g{self.group_size}"
+        return f"w{self.bits}a{self.activation_bits or 16} {group} {'sym' if self.symmetric else 'asym'}"
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "symmetric": self.symmetric,
+            "activation_bits": self.activation_bits,
+        }
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Int:
+        given = {name: fields[name] for name in ("bits", "group_size", "symmetric") if name in fields}
+        return cls(**given, activations=Activations.from_bits(fields.get("activation_bits"), Activations.INT8))
+
+    def shape(self, stored: StoredTensors) -> tuple[int, int]:
+        unpacked = stored.optional(".weight")
+        rows, columns = stored[".weight_shape"].tolist() if unpacked is None else unpacked.shape
+        return rows, columns
+
+    def read(self, stored: StoredTensors) -> IntegerWeight:
+        packed = stored.optional(".weight_packed")
+        scale = stored[".weight_scale"]
+        codes = self._signed_codes(stored) if packed is None else self._packed_codes(stored, packed)
+        rows, columns = codes.shape
+        groups = self.num_groups(columns)
+        check_activation_order(stored.module, stored.optional(".weight_g_idx"), columns, self.group_size)
+        return IntegerWeight(codes, row_scales(scale, rows, groups), self.read_zero(stored, rows, groups), self)
+
+    def _signed_codes(self, stored: StoredTensors) -> Tensor:
+        import torch
+
+        signed = stored[".weight"]
+        if signed.dtype != torch.int8:
+            raise CheckpointError(f"{stored.module}.weight should hold int8 codes, but is {signed.dtype}")
+        return (signed.to(torch.int16) + self.midpoint).to(torch.uint8)
+
+    def _packed_codes(self, stored: StoredTensors, packed: Tensor) -> Tensor:
+        from compress.checkpoint.packing import num_words, unpack_bits
+
+        rows, columns = stored[".weight_shape"].tolist()
+        if packed.shape != (rows, num_words(columns, self.bits)):
+            raise CheckpointError(
+                f"{stored.module}.weight_packed is {list(packed.shape)}, but {rows} x {columns} codes of {self.bits} "
+                f"bits pack to {[rows, num_words(columns, self.bits)]}",
+                "Write it again with compressed-tensors 0.16 or newer: before, 3, 5, 6 and 7 bits had another layout",
+            )
+        return unpack_bits(packed, self.bits, columns, 1)
+
+    def read_zero(self, stored: StoredTensors, rows: int, groups: int) -> Tensor:
+        """Zero points `[O, G]` of a stored layer; the midpoint everywhere when it is symmetric."""
+        import torch
+
+        from compress.checkpoint.packing import unpack_bits
+
+        zero = None if self.symmetric else stored.optional(".weight_zero_point")
+        if zero is None:
+            return torch.full((rows, groups), self.midpoint, dtype=torch.uint8)
+        if zero.dtype == torch.int32:
+            return unpack_bits(zero, self.bits, rows, 0)
+        return (zero.to(torch.int16) + self.midpoint).to(torch.uint8).reshape(rows, groups)
+
+    def name_problems(self, module: str, suffixes: set[str]) -> list[str]:
+        problems = []
+        if {".weight", ".weight_packed"} <= suffixes:
+            problems.append(f"{module} is stored both dense and packed")
+        if self.symmetric and ".weight_zero_point" in suffixes:
+            problems.append(f"{module} is symmetric, but stores zero points")
+        return problems
+
+    def round(
+        self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None
+    ) -> IntegerWeight:
+        import torch
+
+        from compress.checkpoint.scale_search import encode, search_scales
+
+        return encode(weight, search_scales(weight, self, importance, scale_dtype or torch.bfloat16), self)
+
+    def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
+        import torch
+
+        from compress.checkpoint.scale_search import round_in_range
+
+        return round_in_range(weight, self, scale_dtype or torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerWeight:
+class IntegerWeight(Weight):
     """`W [O, I] ~ (codes - zero) * scale`, with zero and scale repeated over each group of columns.
 
     Attributes:
@@ -39,9 +205,11 @@ class IntegerWeight:
     codes: Tensor
     scale: Tensor
     zero: Tensor
-    scheme: Scheme
+    scheme: Int
 
     def __post_init__(self) -> None:
+        import torch
+
         expected = (self.codes.shape[0], self.scheme.num_groups(self.codes.shape[1]))
         if self.codes.dtype != torch.uint8 or self.zero.dtype != torch.uint8:
             raise SchemeError(f"codes and zero points must be uint8, not {self.codes.dtype} and {self.zero.dtype}")
@@ -57,11 +225,17 @@ class IntegerWeight:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight `[O, I]`. The product is exact in float32 and rounded once, so 16-bit results are the correctly
+    @property
+    def is_symmetric(self) -> bool:
+        return bool((self.zero == self.scheme.midpoint).all())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values `[O, I]`. The product is exact in float32 and rounded once, so 16-bit results are the correctly
         rounded ones that other loaders also compute."""
-        exact = torch.float64 if dtype == torch.float64 or self.scale.dtype == torch.float32 else torch.float32
-        values = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        import torch
+
+        exact = exact_dtype(dtype or torch.float32, self.scale)
+        values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.codes.device)
         rows = max(1, PANEL_ELEMENTS // max(1, self.shape[1]))
         parts = zip(*(each.split(rows) for each in (self.codes, self.zero, self.scale, values)), strict=True)
         for codes, zero, scale, out in parts:
@@ -69,238 +243,55 @@ class IntegerWeight:
             out.copy_((offsets * scale.to(exact).unsqueeze(-1)).flatten(1))
         return values
 
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        import torch
+
+        from compress.checkpoint.packing import pack_bits
+
+        scale = cast_exactly(self.scale, dtype)
+        if self.scheme.activations:
+            return {".weight": (self.codes ^ 0x80).view(torch.int8), ".weight_scale": scale}
+        return {
+            ".weight_packed": pack_bits(self.codes, self.scheme.bits, 1),
+            ".weight_scale": scale,
+            ".weight_shape": torch.tensor(self.shape, dtype=torch.int64),
+            **self.zero_tensors(),
+        }
+
+    def zero_tensors(self) -> dict[str, Tensor]:
+        """Stored zero points; none when symmetric."""
+        from compress.checkpoint.packing import pack_bits
+
+        if self.scheme.symmetric:
+            return {}
+        return {".weight_zero_point": pack_bits(self.zero, self.scheme.bits, 0)}
+
     def changed(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
-        """The same with each tensor changed: moved, or some of its rows."""
         return IntegerWeight(change(self.codes), change(self.scale), change(self.zero), self.scheme)
 
     def cpu(self) -> IntegerWeight:
-        """The same in host memory."""
-        return self.changed(Tensor.cpu)
+        return self.changed(lambda tensor: tensor.cpu())
 
+    def stored_as(self, scheme: Scheme) -> Weight:
+        return replace(self, scheme=scheme) if isinstance(scheme, Int) else Weight.stored_as(self, scheme)
 
-_TINY = torch.finfo(torch.float32).tiny
-# Fractions of the full range that are tried first; clipping to a quarter is already rare at 2 bits.
-_COARSE = tuple(1.0 - 0.04 * step for step in range(20))
-# Fractions of either side of an asymmetric range, in all combinations.
-_SIDES = (1.0, 0.8, 0.6, 0.4, 0.25)
-# Around the best of them, closer than one coarse step.
-_FINE = (0.97, 0.98, 0.99, 1.01, 1.02, 1.03)
+    def fuse(self, others: Sequence[Weight]) -> IntegerWeight | None:
+        import torch
 
+        parts = [self, *(each for each in others if isinstance(each, IntegerWeight))]
+        same = {(each.scheme, each.scale.dtype) for each in parts}
+        if len(parts) <= len(others) or len(same) > 1:
+            return None
+        codes, scale, zero = (torch.cat([getattr(each, name) for each in parts]) for name in ("codes", "scale", "zero"))
+        return IntegerWeight(codes, scale, zero, self.scheme)
 
-@dataclass(frozen=True, slots=True)
-class GroupRange:
-    """What each group `[R, G, 1]` spans: `low <= 0 <= high`, and the signed element of largest magnitude."""
+    def problems(self, module: str) -> Iterator[str]:
+        if max(int(self.codes.max()), int(self.zero.max())) > self.scheme.max_code:
+            yield f"{module} has codes or zero points above {self.scheme.max_code}"
+        yield from scale_problems(module, self.scale)
 
-    low: Tensor
-    high: Tensor
-    scheme: Scheme
+    def digest(self) -> str:
+        import torch
 
-    @classmethod
-    def of(cls, rows: Tensor, scheme: Scheme) -> GroupRange:
-        return cls(rows.amin(-1, keepdim=True).clamp(max=0), rows.amax(-1, keepdim=True).clamp(min=0), scheme)
-
-    def full(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point that cover the range."""
-        return self.shrunk(1.0) if self.scheme.symmetric else self.between(1.0, 1.0)
-
-    def shrunk(self, fraction: float) -> tuple[Tensor, Tensor]:
-        """Symmetric: the element of largest magnitude, with its sign, lands on code 0, i.e. on -midpoint."""
-        peak = torch.where(self.high > -self.low, self.high, self.low)
-        return peak * (-fraction / self.scheme.midpoint), torch.full_like(peak, self.scheme.midpoint)
-
-    def between(self, below: float, above: float) -> tuple[Tensor, Tensor]:
-        """Asymmetric: codes span `below` of the negative side and `above` of the positive one."""
-        low, high = self.low * below, self.high * above
-        scale = (high - low) / self.scheme.max_code
-        return scale, (-low / scale.clamp(min=_TINY)).round_().clamp_(0, self.scheme.max_code)
-
-    def candidates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scales and zero points across the range, from the whole of it down."""
-        if self.scheme.symmetric:
-            half = self.scheme.midpoint
-            # The first fraction clips nothing on the short side either: the range of an unsigned scale.
-            for fraction in (half / (half - 1), *_fractions(self.scheme.bits)):
-                scale, zero = self.shrunk(fraction)
-                yield scale, zero
-                yield -scale, zero
-        else:
-            for fraction in _fractions(self.scheme.bits):
-                yield self.between(fraction, fraction)
-            for below, above in permutations(_SIDES, 2):
-                yield self.between(below, above)
-
-    def neighbours(self, scale: Tensor, zero: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scales and zero points close to those of a good candidate."""
-        for factor in _FINE:
-            yield scale * factor, zero
-        for shift in () if self.scheme.symmetric else (-1, 1):
-            shifted = (zero + shift).clamp_(0, self.scheme.max_code)
-            for factor in (1.0, *_FINE):
-                yield scale * factor, shifted
-
-
-def _fractions(bits: int) -> tuple[float, ...]:
-    """Parts of a range to try: with 16 levels and more not below half, as AWQ's released code stops there."""
-    return _COARSE if bits < 4 else tuple(fraction for fraction in _COARSE if fraction > 0.5)
-
-
-def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as they will be read back; one that would be stored as 0 (a group of zeros) becomes a harmless 1."""
-    limit = torch.finfo(dtype).max
-    rounded = scale.clamp(-limit, limit).to(dtype).float()
-    return torch.where(rounded.abs() < _TINY, torch.ones_like(rounded), rounded)
-
-
-def round_to_grid(rows: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme, out: Tensor) -> Tensor:
-    """The nearest representable values of `rows [R, G, g]`, written to `out`."""
-    codes = torch.mul(rows, scale.reciprocal(), out=out).round_()
-    if scheme.symmetric:
-        codes.clamp_(-scheme.midpoint, scheme.midpoint - 1)
-    else:
-        codes.add_(zero).clamp_(0, scheme.max_code).sub_(zero)
-    return codes.mul_(scale)
-
-
-# Maps the change of a block of groups `[R, G, g]`, which it may overwrite, to its error `[R, G, 1]`.
-Measure = Callable[[Tensor], Tensor]
-
-# A chunk of rows and its scratch copies stay in the processor's cache; a GPU wants more work per launch.
-_CHUNK_ELEMENTS_CPU = 1 << 19
-_CHUNK_ELEMENTS_GPU = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class GroupScales:
-    """`scale [O, G]` in the stored dtype (may be negative, never zero) and `zero [O, G]` uint8."""
-
-    scale: Tensor
-    zero: Tensor
-
-
-def search_scales(
-    weight: Tensor,
-    scheme: Scheme,
-    importance: Tensor | None = None,
-    scale_dtype: torch.dtype = torch.bfloat16,
-    *,
-    inputs: Tensor | None = None,
-) -> GroupScales:
-    """The scales and zero points with the least weighted squared error.
-
-    Symmetric scales use the signed full range: the group's largest element may land on the code `-2^(bits-1)`, which
-    has no positive counterpart, by giving the scale its sign. Asymmetric ranges contain 0, so 0 is stored exactly.
-
-    Args:
-        weight: `[O, I]`, any float dtype.
-        scheme: bits, group size, symmetry.
-        importance: `[I]`, not negative; the mean square of each input. None weighs all columns alike.
-        scale_dtype: dtype in which scales are stored.
-        inputs: `[T, I]` sample inputs in place of importance: the error is then that of each group's share of the
-            outputs, correlations within the group included.
-
-    Raises:
-        SchemeError: the group size does not divide `I`.
-        NumericsError: NaN or infinity in weight, importance or inputs.
-    """
-    groups = scheme.num_groups(weight.shape[1])
-    require_finite(weight, "the weight")
-    if inputs is None:
-        measure = _weighted_error(_column_weights(weight, importance).view(groups, -1))
-    else:
-        measure = _output_error(inputs.to(weight.device), groups)
-    found = [_search_rows(rows, measure, scheme, scale_dtype) for rows in _row_chunks(weight, groups)]
-    return GroupScales(torch.cat([each.scale for each in found]), torch.cat([each.zero for each in found]))
-
-
-def range_scales(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.bfloat16) -> GroupScales:
-    """The scales that span each group's whole range, without a search."""
-    require_finite(weight, "the weight")
-    rows = weight.float().unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
-    scale, zero = GroupRange.of(rows, scheme).full()
-    return _stored(storable(scale, scale_dtype), zero, scale_dtype)
-
-
-def round_in_range(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`weight [O, I]` as float32, rounded under its `range_scales`: what a search over something else tries often."""
-    rounded = torch.empty(weight.shape, device=weight.device)
-    groups = scheme.num_groups(weight.shape[1])
-    # The chunks of `rounded` are views: what is written to them lands there.
-    for rows, out in zip(_row_chunks(weight, groups), _row_chunks(rounded, groups), strict=True):
-        scale, zero = GroupRange.of(rows, scheme).full()
-        round_to_grid(rows, storable(scale, scale_dtype), zero, scheme, out)
-    return rounded
-
-
-def encode(weight: Tensor, scales: GroupScales, scheme: Scheme) -> IntegerWeight:
-    """Rounds `weight [O, I]` to the nearest codes under given scales (half to even)."""
-    grouped = weight.float().unflatten(1, (scales.scale.shape[1], -1))
-    codes = (grouped / scales.scale.float().unsqueeze(-1)).round_().add_(scales.zero.unsqueeze(-1))
-    codes = codes.clamp_(0, scheme.max_code).to(torch.uint8).flatten(1)
-    return IntegerWeight(codes, scales.scale, scales.zero, scheme)
-
-
-def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
-    if importance is None:
-        return torch.ones(weight.shape[1], device=weight.device)
-    require_finite(importance, "the importance of the input columns")
-    importance = importance.to(weight.device, torch.float32)
-    # Columns that calibration never excited still count a little, so their group keeps a sensible range.
-    return importance / importance.mean().clamp(min=torch.finfo(torch.float32).tiny) + 1e-4
-
-
-def _weighted_error(column_weights: Tensor) -> Measure:
-    return lambda change: change.square_().mul_(column_weights).sum(-1, keepdim=True)
-
-
-def _output_error(inputs: Tensor, groups: int) -> Measure:
-    require_finite(inputs, "the sample inputs")
-    grouped = inputs.float().unflatten(1, (groups, -1)).transpose(0, 1)
-    # At most g rows with the same Gram matrix as all T of them, hence the same errors.
-    basis = torch.linalg.qr(grouped, mode="r").R.transpose(1, 2).contiguous()
-    return lambda change: (change.transpose(0, 1) @ basis).square_().sum(-1, keepdim=True).transpose(0, 1)
-
-
-def _row_chunks(weight: Tensor, groups: int) -> Iterator[Tensor]:
-    elements = _CHUNK_ELEMENTS_GPU if weight.is_cuda else _CHUNK_ELEMENTS_CPU
-    for rows in weight.split(max(1, elements // weight.shape[1])):
-        yield rows.float().unflatten(1, (groups, -1))
-
-
-def _search_rows(rows: Tensor, measure: Measure, scheme: Scheme, scale_dtype: torch.dtype) -> GroupScales:
-    span = GroupRange.of(rows, scheme)
-    best = _Best(rows, measure, span, scale_dtype)
-    for scale, zero in span.candidates():
-        best.consider(scale, zero)
-    for scale, zero in span.neighbours(best.scale, best.zero):
-        best.consider(scale, zero)
-    return _stored(best.scale, best.zero, scale_dtype)
-
-
-def _stored(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> GroupScales:
-    return GroupScales(scale.squeeze(-1).to(dtype), zero.squeeze(-1).to(torch.uint8))
-
-
-class _Best:
-    """The best scale and zero point seen so far of each group, over candidates `[R, G, 1]`."""
-
-    def __init__(self, rows: Tensor, measure: Measure, span: GroupRange, scale_dtype: torch.dtype) -> None:
-        self._rows = rows
-        self._measure = measure
-        self._scheme = span.scheme
-        self._dtype = scale_dtype
-        self._scratch = torch.empty_like(rows)
-        scale, self.zero = span.full()
-        self.scale = storable(scale, scale_dtype)
-        self.error = torch.full_like(self.scale, torch.inf)
-
-    def consider(self, scale: Tensor, zero: Tensor) -> None:
-        scale = storable(scale, self._dtype)
-        error = self._error(scale, zero)
-        better = error < self.error
-        self.error = torch.where(better, error, self.error)
-        self.scale = torch.where(better, scale, self.scale)
-        self.zero = torch.where(better, zero, self.zero)
-
-    def _error(self, scale: Tensor, zero: Tensor) -> Tensor:
-        rounded = round_to_grid(self._rows, scale, zero, self._scheme, self._scratch)
-        return self._measure(rounded.sub_(self._rows))
+        kind = f"{self.scheme.bits} {self.scheme.group_size} {self.shape}"
+        return digest_of(kind, self.codes, self.scale.to(torch.float64), self.zero)

@@ -1,27 +1,159 @@
-"""A weight of low rank: the product of two factors, each stored as numbers or as integers."""
+"""Weights of low rank: the product of two factors, each stored as integers or in the model's dtype."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.scheme import FLOAT_BITS, Scheme, register
+from compress.checkpoint.weights.base import StoredTensors, Weight, joint_digest, nonfinite_problems
+from compress.checkpoint.weights.integer import Int, IntegerWeight
 from compress.common.errors import SchemeError
 
-Factor = IntegerWeight | Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    Factor = IntegerWeight | Tensor
+
+SIDES = ("left", "right")
+
+
+@register("rank")
+@dataclass(frozen=True, slots=True)
+class LowRank(Scheme):
+    """`W = left right` with factors `[O, rank]` and `[rank, I]`.
+
+    Attributes:
+        inner: integers of each factor; None keeps factors in the model's dtype.
+        rank: inner dimension of the product.
+    """
+
+    inner: Int | None
+    rank: int
+
+    suffixes = tuple(f".{side}{suffix}" for side in SIDES for suffix in Int.suffixes)
+    mark = ".left.weight_scale"
+    wraps = True
+    parts = SIDES
+    structure = "the two factors"
+    fuses = False
+    is_exact_size = True
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise SchemeError(f"a rank of {self.rank} leaves nothing", "Keep more of the weights")
+        if self.inner is not None and (not isinstance(self.inner, Int) or self.inner.activations):
+            raise SchemeError(
+                "factors of low rank are integers or 16-bit values, and their inputs stay in 16 bits",
+                "Leave the pattern and activation_bits out where layers are factorized",
+            )
+
+    @classmethod
+    def of(cls, inner: Scheme | None, rank: int) -> LowRank:
+        """Factors in `inner`. Raises SchemeError for a form that factors cannot have."""
+        if not isinstance(inner, Int | None):
+            raise SchemeError(f"factors of low rank are not stored as {inner}", "Use integers there")
+        return cls(inner, rank)
+
+    @property
+    def bits(self) -> int:
+        return self.inner.bits if self.inner else FLOAT_BITS
+
+    @property
+    def group_size(self) -> int | None:
+        return self.inner.group_size if self.inner else None
+
+    @property
+    def symmetric(self) -> bool:
+        return self.inner is None or self.inner.symmetric
+
+    @property
+    def codes(self) -> Int | None:
+        return self.inner
+
+    @property
+    def num_shapes(self) -> int:
+        return len(SIDES) * self.inner.num_shapes if self.inner else 0
+
+    def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
+        return [(self.inner, self.rank, in_features), (self.inner, out_features, self.rank)]
+
+    def check(self, shape: tuple[int, int]) -> None:
+        if self.rank > min(shape):
+            raise SchemeError(f"a weight {shape[0]} x {shape[1]} has no rank of {self.rank}", "Leave the layer out")
+        for inner, _, columns in self.matrices(*shape):
+            if inner is not None:
+                inner.num_groups(columns)
+
+    def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
+        return sum(
+            rows * columns * scale_bits if inner is None else inner.stored_bits(rows, columns, scale_bits)
+            for inner, rows, columns in self.matrices(out_features, in_features)
+        )
+
+    def bits_per_weight(self, out_features: int, in_features: int) -> float:
+        return self.stored_bits(out_features, in_features) / (out_features * in_features)
+
+    def __str__(self) -> str:
+        return f"{self.inner or f'w{FLOAT_BITS}a16'} rank {self.rank}"
+
+    def fields(self) -> dict[str, Any]:
+        return {**(self.inner.fields() if self.inner else {"bits": FLOAT_BITS}), "rank": self.rank}
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> LowRank:
+        if fields.get("bits") != FLOAT_BITS:
+            return cls.of(Scheme.from_dict({**fields, "rank": None}), fields["rank"])
+        if fields.get("group_size") is not None:
+            raise SchemeError("16-bit values have no groups", "Leave the group size out")
+        return cls(None, fields["rank"])
+
+    @classmethod
+    def modules(cls, names: Iterable[str]) -> set[str]:
+        listed = list(names)
+        left, right = (
+            {
+                name.removesuffix(f".{side}{suffix}")
+                for name in listed
+                for suffix in (".weight_scale", ".weight")
+                if name.endswith(f".{side}{suffix}")
+            }
+            for side in SIDES
+        )
+        return left & right
+
+    def shape(self, stored: StoredTensors) -> tuple[int, int]:
+        left, right = (self._factor_shape(stored.part(side)) for side in SIDES)
+        return left[0], right[1]
+
+    def _factor_shape(self, stored: StoredTensors) -> tuple[int, int]:
+        if self.inner is not None:
+            return self.inner.shape(stored)
+        rows, columns = stored[".weight"].shape
+        return rows, columns
+
+    def read(self, stored: StoredTensors) -> LowRankWeight:
+        left, right = (
+            stored.part(side)[".weight"] if self.inner is None else self.inner.read(stored.part(side)) for side in SIDES
+        )
+        return LowRankWeight(left, right, self)
+
+    def name_problems(self, module: str, suffixes: set[str]) -> list[str]:
+        inside = {side: {each.removeprefix(f".{side}") for each in suffixes} for side in SIDES}
+        return [
+            each for side in SIDES if self.inner for each in self.inner.name_problems(f"{module}.{side}", inside[side])
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class LowRankWeight:
+class LowRankWeight(Weight):
     """`W [O, I] = left right`.
 
     Attributes:
-        left: `[O, rank]`, float in the model's dtype, or integers of `scheme.factor`.
+        left: `[O, rank]`, float in the model's dtype, or integers of `scheme.inner`.
         right: `[rank, I]`, likewise.
-        scheme: of both, and their rank.
 
     Raises:
         SchemeError: factors that contradict the scheme or each other.
@@ -29,15 +161,15 @@ class LowRankWeight:
 
     left: Factor
     right: Factor
-    scheme: Scheme
+    scheme: LowRank
 
     def __post_init__(self) -> None:
-        if self.scheme.rank is None:
+        if not isinstance(self.scheme, LowRank):
             raise SchemeError(f"{self.scheme} is not a scheme of low rank")
         left, right = tuple(self.left.shape), tuple(self.right.shape)
         if (left[1:], right[:1]) != ((self.scheme.rank,),) * 2 or len(right) != 2:
             raise SchemeError(f"factors {left} and {right} are not of rank {self.scheme.rank}")
-        if any((None if isinstance(each, Tensor) else each.scheme) != self.scheme.factor for each in self.factors):
+        if any((each.scheme if isinstance(each, Weight) else None) != self.scheme.inner for each in self.factors):
             raise SchemeError(f"factors are not stored as {self.scheme} says")
 
     @property
@@ -49,17 +181,45 @@ class LowRankWeight:
     def shape(self) -> tuple[int, int]:
         return self.left.shape[0], self.right.shape[1]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    @property
+    def nbytes(self) -> int:
+        return self.left.nbytes + self.right.nbytes
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight `[O, I]`. The product is taken in float32, or in `dtype` where that is wider, and rounded once."""
+        import torch
+
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         left, right = (values(factor, exact) for factor in self.factors)
-        return (left @ right).to(dtype)
+        return (left @ right).to(dtype or torch.float32)
 
-    def cpu(self) -> LowRankWeight:
-        """The same in host memory."""
-        return LowRankWeight(self.left.cpu(), self.right.cpu(), self.scheme)
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        stored: dict[str, Tensor] = {}
+        for side, factor in zip(SIDES, self.factors, strict=True):
+            tensors = (
+                factor.tensors(dtype) if isinstance(factor, Weight) else {".weight": factor.to(dtype).contiguous()}
+            )
+            stored |= {f".{side}{suffix}": tensor for suffix, tensor in tensors.items()}
+        return stored
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> LowRankWeight:
+        left, right = (
+            factor.changed(change) if isinstance(factor, Weight) else change(factor) for factor in self.factors
+        )
+        return LowRankWeight(left, right, self.scheme)
+
+    def problems(self, module: str) -> Iterator[str]:
+        for side, factor in zip(SIDES, self.factors, strict=True):
+            name = f"{module}.{side}"
+            yield from factor.problems(name) if isinstance(factor, Weight) else nonfinite_problems(name, factor)
+        rows, columns = self.shape
+        if self.scheme.rank * (rows + columns) >= rows * columns:
+            yield f"{module} has more weights in its factors than in their product {self.shape}"
+
+    def digest(self) -> str:
+        return joint_digest(*self.factors)
 
 
 def values(factor: Factor, dtype: torch.dtype) -> Tensor:
     """A factor as plain numbers."""
-    return factor.to(dtype) if isinstance(factor, Tensor) else factor.dequantize(dtype)
+    return factor.dequantize(dtype) if isinstance(factor, Weight) else factor.to(dtype)

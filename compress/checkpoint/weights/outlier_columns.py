@@ -1,26 +1,124 @@
-"""A quantized weight with some of its input columns in 16 bits: those whose inputs are too large for a coarse grid."""
+"""Codes with some input columns in the model's dtype: those whose inputs are too large for a coarse grid."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.scheme import Activations, Scheme, register
+from compress.checkpoint.weights.base import StoredTensors, Weight, joint_digest, nonfinite_problems
+from compress.checkpoint.weights.integer import Int, IntegerWeight
 from compress.common.errors import SchemeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+COLUMN_BITS = 32
+"""Bits of the number of an outlier column."""
+
+
+@register("outliers")
+@dataclass(frozen=True, slots=True)
+class OutlierColumns(Scheme):
+    """Integers beside some columns in the model's dtype.
+
+    Attributes:
+        inner: of the codes, which are zero in outlier columns.
+        count: number of outlier columns.
+    """
+
+    inner: Int
+    count: int
+
+    suffixes = (*Int.suffixes, ".outlier_columns", ".outlier_values")
+    mark = ".outlier_columns"
+    wraps = True
+    structure = "the 16-bit columns"
+    is_exact_size = True
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise SchemeError(f"{self.count} outlier columns are none", "Leave outlier columns out")
+        if not isinstance(self.inner, Int):
+            raise SchemeError(f"outlier columns do not go with {self.inner}", "Leave outlier columns out there")
+
+    @classmethod
+    def of(cls, inner: Scheme, count: int) -> OutlierColumns:
+        """`inner` beside columns. Raises SchemeError for a form that has no room for them."""
+        if not isinstance(inner, Int):
+            raise SchemeError(f"outlier columns do not go with {inner}", "Leave outlier columns out there")
+        return cls(inner, count)
+
+    @property
+    def bits(self) -> int:
+        return self.inner.bits
+
+    @property
+    def group_size(self) -> int | None:
+        return self.inner.group_size
+
+    @property
+    def symmetric(self) -> bool:
+        return self.inner.symmetric
+
+    @property
+    def activations(self) -> Activations | None:
+        return self.inner.activations
+
+    @property
+    def codes(self) -> Int:
+        return self.inner
+
+    @property
+    def num_shapes(self) -> int:
+        return self.inner.num_shapes
+
+    def num_groups(self, in_features: int) -> int:
+        return self.inner.num_groups(in_features)
+
+    def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
+        return [(self.inner, out_features, in_features), (None, out_features, self.count)]
+
+    def check(self, shape: tuple[int, int]) -> None:
+        if self.count >= shape[1]:
+            raise SchemeError(f"{self.count} outlier columns are all of {shape[1]} inputs", "Keep fewer in 16 bits")
+        self.inner.check(shape)
+
+    def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
+        codes = self.inner.stored_bits(out_features, in_features, scale_bits)
+        return codes + self.count * (out_features * scale_bits + COLUMN_BITS)
+
+    def __str__(self) -> str:
+        return f"{self.inner} + {self.count} columns"
+
+    def fields(self) -> dict[str, Any]:
+        return {**self.inner.fields(), "outliers": self.count}
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> OutlierColumns:
+        return cls.of(Scheme.from_dict({**fields, "outliers": None}), fields["outliers"])
+
+    def shape(self, stored: StoredTensors) -> tuple[int, int]:
+        return self.inner.shape(stored)
+
+    def read(self, stored: StoredTensors) -> OutlierWeight:
+        codes = self.inner.read(stored)
+        return OutlierWeight(codes, stored[".outlier_columns"], stored[".outlier_values"], self)
+
+    def name_problems(self, module: str, suffixes: set[str]) -> list[str]:
+        return self.inner.name_problems(module, suffixes)
 
 
 @dataclass(frozen=True, slots=True)
-class OutlierWeight:
+class OutlierWeight(Weight):
     """`W [O, I]`: integers, whose `columns` are zero, plus `values` in their place.
 
     Attributes:
-        base: the integers of `scheme.base`; every code of an outlier column is the zero point.
+        base: the integers of `scheme.inner`; every code of an outlier column is the zero point.
         columns: int32 `[k]`, rising.
         values: `[O, k]`, float in the model's dtype.
-        scheme: with `outliers` k.
 
     Raises:
         SchemeError: parts that contradict the scheme or each other.
@@ -29,41 +127,67 @@ class OutlierWeight:
     base: IntegerWeight
     columns: Tensor
     values: Tensor
-    scheme: Scheme
+    scheme: OutlierColumns
 
     def __post_init__(self) -> None:
-        count, (rows, width) = self.scheme.outliers, self.base.shape
-        if count is None or self.base.scheme != self.scheme.base:
+        if not isinstance(self.scheme, OutlierColumns) or self.base.scheme != self.scheme.inner:
             raise SchemeError(f"{self.base.scheme} is not what {self.scheme} has beside its outlier columns")
+        count, (rows, width) = self.scheme.count, self.base.shape
         if tuple(self.columns.shape) != (count,) or tuple(self.values.shape) != (rows, count):
             shapes = f"{tuple(self.columns.shape)} outlier columns with values {tuple(self.values.shape)}"
             raise SchemeError(f"{shapes} do not fit {rows} outputs and {self.scheme}")
-        places = self.columns.long()
-        if int(places.min()) < 0 or int(places.max()) >= width or bool((places.diff() <= 0).any()):
+        indices = self.columns.long()
+        if int(indices.min()) < 0 or int(indices.max()) >= width or bool((indices.diff() <= 0).any()):
             raise SchemeError(f"outlier columns do not rise from 0 to {width - 1}")
-        groups = places // (width // self.base.zero.shape[1])
-        if not torch.equal(self.base.codes[:, places], self.base.zero[:, groups]):
+        groups = indices // (width // self.base.zero.shape[1])
+        if not bool((self.base.codes[:, indices] == self.base.zero[:, groups]).all()):
             raise SchemeError("codes of outlier columns are not the zero point")
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.base.shape
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight `[O, I]`."""
+    @property
+    def nbytes(self) -> int:
+        return self.base.nbytes + self.columns.nbytes + self.values.nbytes
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         values = self.base.dequantize(dtype)
-        values[:, self.columns.long()] = self.values.to(dtype)
+        values[:, self.columns.long()] = self.values.to(values.dtype)
         return values
 
-    def cpu(self) -> OutlierWeight:
-        """The same in host memory."""
-        return OutlierWeight(self.base.cpu(), self.columns.cpu(), self.values.cpu(), self.scheme)
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        import torch
+
+        return self.base.tensors(dtype) | {
+            ".outlier_columns": self.columns.to(torch.int32),
+            ".outlier_values": self.values.to(dtype).contiguous(),
+        }
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> OutlierWeight:
+        return OutlierWeight(self.base.changed(change), change(self.columns), change(self.values), self.scheme)
+
+    def fuse(self, others: Sequence[Weight]) -> OutlierWeight | None:
+        import torch
+
+        parts = [each for each in others if isinstance(each, OutlierWeight) and torch.equal(each.columns, self.columns)]
+        base = self.base.fuse([each.base for each in parts])
+        if base is None or len(parts) < len(others):
+            return None
+        return OutlierWeight(base, self.columns, torch.cat([each.values for each in (self, *parts)]), self.scheme)
+
+    def problems(self, module: str) -> Iterator[str]:
+        yield from self.base.problems(module)
+        yield from nonfinite_problems(f"{module}.outlier_values", self.values)
+
+    def digest(self) -> str:
+        return joint_digest(self.base, self.columns, self.values)
 
 
 def without_columns(weight: IntegerWeight, columns: Tensor) -> IntegerWeight:
     """The same integers with the zero point in every code of `columns [k]`."""
-    places = columns.long()
-    groups = places // (weight.shape[1] // weight.zero.shape[1])
+    indices = columns.long()
+    groups = indices // (weight.shape[1] // weight.zero.shape[1])
     codes = weight.codes.clone()
-    codes[:, places] = weight.zero[:, groups]
+    codes[:, indices] = weight.zero[:, groups]
     return IntegerWeight(codes, weight.scale, weight.zero, weight.scheme)

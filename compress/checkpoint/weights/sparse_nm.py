@@ -1,50 +1,351 @@
-"""A weight that is pruned and not quantized: values in the model's dtype, most of them stored, the others zero."""
+"""N:M sparse weights: zeros are not stored, other values are, as integers or in the model's dtype, with their index."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from compress.checkpoint.scheme import FLOAT_BITS, Scheme, register
+from compress.checkpoint.weights.base import (
+    StoredTensors,
+    Weight,
+    cast_exactly,
+    digest,
+    nonfinite_problems,
+    row_scales,
+)
+from compress.checkpoint.weights.integer import Int, IntegerWeight
+from compress.common.errors import CheckpointError, SchemeError
 
-from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.common.errors import SchemeError
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class PrunedWeight:
-    """`W [O, I]` with zeros in the pattern of `scheme.sparsity`.
+class Sparsity:
+    """N:M pattern: of every `of` neighbouring inputs of a row at most `kept` are not zero, and only those are stored,
+    each with its index among the `of`."""
 
-    Attributes:
-        values: `[O, I]`, float, zeros in place.
-        scheme: 16 bits and a sparsity.
-
-    Raises:
-        SchemeError: the scheme is one of integers.
-    """
-
-    values: Tensor
-    scheme: Scheme
+    kept: int = 2
+    of: int = 4
 
     def __post_init__(self) -> None:
-        if not self.scheme.is_float:
-            raise SchemeError(f"{self.scheme} is not a scheme of pruned 16-bit values")
+        if not (self.of in (4, 8) and 1 <= self.kept < self.of):
+            raise SchemeError(f"sparsity pattern {self} is not supported", "Use 2:4, 4:8 or another N:4 or N:8")
+
+    @classmethod
+    def parse(cls, text: str) -> Sparsity:
+        """`2:4` and the like. Raises SchemeError for anything else."""
+        kept, colon, of = text.partition(":")
+        if not (colon and kept.isdigit() and of.isdigit()):
+            raise SchemeError(f"{text!r} is no sparsity pattern", "Use 2:4 or 4:8")
+        return cls(int(kept), int(of))
+
+    @property
+    def index_bits(self) -> int:
+        """Bits of the index of a stored value."""
+        return (self.of - 1).bit_length()
+
+    def num_stored(self, in_features: int) -> int:
+        """Stored values of a row."""
+        return in_features // self.of * self.kept
+
+    def __str__(self) -> str:
+        return f"{self.kept}:{self.of}"
+
+
+@register("sparsity")
+@dataclass(frozen=True, slots=True)
+class NM(Scheme):
+    """Values of `inner` in an N:M pattern.
+
+    Attributes:
+        inner: integers; None keeps values in the model's dtype, without scales.
+        pattern: which values are zero.
+    """
+
+    inner: Int | None
+    pattern: Sparsity
+
+    suffixes = (*Int.suffixes, ".weight_values", ".weight_indices")
+    mark = ".weight_indices"
+    wraps = True
+    structure = "the omitted zeros"
+
+    def __post_init__(self) -> None:
+        if self.inner is None:
+            return
+        if not isinstance(self.inner, Int):
+            raise SchemeError(f"{self.inner} does not go with N:M sparsity", "Use integers there")
+        if self.inner.group_size is not None and self.inner.group_size % self.pattern.of:
+            raise SchemeError(
+                f"groups of {self.inner.group_size} cut through the {self.pattern} pattern", "Use --group-size 128"
+            )
+        if self.inner.activations:
+            raise SchemeError(
+                f"{self.pattern} sparsity with 8-bit activations is not supported", "Use 16-bit activations"
+            )
+
+    @classmethod
+    def of(cls, inner: Scheme | None, pattern: Sparsity | None) -> Scheme | None:
+        """`inner` with a pattern, where there is one."""
+        if pattern is None:
+            return inner
+        if not isinstance(inner, Int | None):
+            raise SchemeError(f"{inner} does not go with N:M sparsity", "Use integers there")
+        return cls(inner, pattern)
+
+    @property
+    def bits(self) -> int:
+        return self.inner.bits if self.inner else FLOAT_BITS
+
+    @property
+    def group_size(self) -> int | None:
+        return self.inner.group_size if self.inner else None
+
+    @property
+    def symmetric(self) -> bool:
+        return self.inner is None or self.inner.symmetric
 
     @property
     def sparsity(self) -> Sparsity:
-        """Which values are zero."""
-        if self.scheme.sparsity is None:
-            raise SchemeError(f"{self.scheme} has no sparsity")
-        return self.scheme.sparsity
+        return self.pattern
+
+    @property
+    def numbers(self) -> str:
+        return self.inner.numbers if self.inner else ""
+
+    @property
+    def codes(self) -> Int | None:
+        return self.inner
+
+    @property
+    def expanded(self) -> Scheme:
+        return self.inner or self
+
+    @property
+    def num_shapes(self) -> int:
+        return 1 if self.inner else 0
+
+    def num_groups(self, in_features: int) -> int:
+        return self.inner.num_groups(in_features) if self.inner else 1
+
+    def check(self, shape: tuple[int, int]) -> None:
+        if shape[1] % self.pattern.of:
+            raise SchemeError(
+                f"the {self.pattern} pattern does not divide {shape[1]} input features",
+                "Leave the layer out (--ignore)",
+            )
+        self.num_groups(shape[1])
+
+    def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
+        stored = self.pattern.num_stored(in_features)
+        bits = out_features * stored * (self.bits + self.pattern.index_bits)
+        if self.inner is None:
+            return bits
+        return (
+            bits
+            + self.inner.stored_bits(out_features, in_features, scale_bits)
+            - out_features * in_features * (self.bits)
+        )
+
+    def unpacked_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
+        if self.inner is None:
+            return out_features * in_features * scale_bytes
+        return self.inner.unpacked_bytes(out_features, in_features, scale_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.inner or f'w{FLOAT_BITS}a16'} {self.pattern}"
+
+    def fields(self) -> dict[str, Any]:
+        return {**(self.inner.fields() if self.inner else {"bits": FLOAT_BITS}), "sparsity": str(self.pattern)}
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> NM:
+        pattern = Sparsity.parse(fields["sparsity"])
+        rest = {**fields, "sparsity": None}
+        if fields.get("bits") != FLOAT_BITS:
+            inner = Scheme.from_dict(rest)
+            if not isinstance(inner, Int):
+                raise SchemeError(f"{inner} does not go with N:M sparsity", "Use integers there")
+            return cls(inner, pattern)
+        if fields.get("group_size") is not None:
+            raise SchemeError("16-bit values have no groups", "Leave the group size out")
+        return cls(None, pattern)
+
+    def shape(self, stored: StoredTensors) -> tuple[int, int]:
+        if self.inner:
+            return self.inner.shape(stored)
+        rows, kept = stored[".weight_values"].shape
+        return rows, kept // self.pattern.kept * self.pattern.of
+
+    def read(self, stored: StoredTensors) -> SparseWeight:
+        import torch
+
+        from compress.checkpoint.packing import unpack_bits
+
+        rows, columns = self.shape(stored)
+        indices = _read_indices(stored, self.pattern, rows, columns)
+        if self.inner is None:
+            kept = stored[".weight_values"]
+            return SparseWeight(torch.zeros(rows, columns, dtype=kept.dtype).scatter_(1, indices, kept), self)
+        groups = self.num_groups(columns)
+        zero = self.inner.read_zero(stored, rows, groups)
+        kept = unpack_bits(stored[".weight_packed"], self.bits, indices.shape[1], 1)
+        codes = zero.repeat_interleave(columns // groups, 1).scatter_(1, indices, kept)
+        scale = row_scales(stored[".weight_scale"], rows, groups)
+        return SparseWeight(IntegerWeight(codes, scale, zero, self.inner), self)
+
+    def name_problems(self, module: str, suffixes: set[str]) -> list[str]:
+        return self.inner.name_problems(module, suffixes) if self.inner else []
+
+    def wrap(self, values: Weight | Tensor) -> SparseWeight:
+        if isinstance(values, Weight) and not isinstance(values, IntegerWeight):
+            raise SchemeError(f"{values.scheme} does not go with N:M sparsity", "Use integers there")
+        return SparseWeight(values, self)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWeight(Weight):
+    """`W [O, I]` with zeros in the pattern of its scheme.
+
+    Attributes:
+        values: `[O, I]`, zeros in place: integers of `scheme.inner`, or floats in the model's dtype.
+
+    Raises:
+        SchemeError: values of another kind than the scheme's.
+    """
+
+    values: IntegerWeight | Tensor
+    scheme: NM
+
+    def __post_init__(self) -> None:
+        found = self.values.scheme if isinstance(self.values, Weight) else None
+        if not isinstance(self.scheme, NM) or found != self.scheme.inner:
+            raise SchemeError(f"values of {found or 'the dtype of the model'} are not stored as {self.scheme}")
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight `[O, I]`."""
-        return self.values.to(dtype)
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
 
-    def cpu(self) -> PrunedWeight:
-        """The same in host memory."""
-        return PrunedWeight(self.values.cpu(), self.scheme)
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        import torch
+
+        if isinstance(self.values, Weight):
+            return self.values.dequantize(dtype)
+        return self.values.to(dtype or torch.float32)
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        import torch
+
+        from compress.checkpoint.packing import pack_bits
+
+        pattern = self.scheme.pattern
+        indices = kept_indices(self.is_kept(), pattern)
+        packed = pack_bits((indices % pattern.of).to(torch.uint8), pattern.index_bits, 1)
+        if not isinstance(self.values, Weight):
+            kept = self.values.to(dtype).gather(1, indices).contiguous()
+            return {".weight_values": kept, ".weight_indices": packed}
+        return {
+            ".weight_packed": pack_bits(self.values.codes.gather(1, indices), self.scheme.bits, 1),
+            ".weight_indices": packed,
+            ".weight_scale": cast_exactly(self.values.scale, dtype),
+            ".weight_shape": torch.tensor(self.shape, dtype=torch.int64),
+            **self.values.zero_tensors(),
+        }
+
+    def is_kept(self) -> Tensor:
+        """Bool `[O, I]`: values that are not zero."""
+        if not isinstance(self.values, Weight):
+            return self.values != 0
+        zero = self.values.zero
+        return self.values.codes != zero.repeat_interleave(self.shape[1] // zero.shape[1], 1)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> SparseWeight:
+        values = self.values.changed(change) if isinstance(self.values, Weight) else change(self.values)
+        return SparseWeight(values, self.scheme)
+
+    def expanded(self) -> IntegerWeight | Tensor:
+        return self.values
+
+    def stored_as(self, scheme: Scheme) -> Weight:
+        if scheme == self.scheme or not isinstance(self.values, Weight):
+            return Weight.stored_as(self, scheme)
+        return self.values.stored_as(scheme)
+
+    def fuse(self, others: Sequence[Weight]) -> SparseWeight | None:
+        parts = [each.values for each in others if isinstance(each, SparseWeight) and each.scheme == self.scheme]
+        if len(parts) < len(others):
+            return None
+        values = _fuse_values(self.values, parts)
+        return None if values is None else SparseWeight(values, self.scheme)
+
+    def problems(self, module: str) -> Iterator[str]:
+        if isinstance(self.values, Weight):
+            yield from self.values.problems(module)
+        else:
+            yield from nonfinite_problems(module, self.values)
+        pattern = self.scheme.pattern
+        nonzero = self.dequantize().view(self.shape[0], -1, pattern.of) != 0
+        if crowded := int((nonzero.sum(-1) > pattern.kept).sum()):
+            yield f"{module} has {crowded} groups with more than {pattern} values"
+
+    def digest(self) -> str:
+        return digest(self.values)
+
+
+def _fuse_values(
+    first: IntegerWeight | Tensor, others: Sequence[IntegerWeight | Tensor]
+) -> IntegerWeight | Tensor | None:
+    import torch
+
+    if isinstance(first, Weight):
+        return first.fuse([each for each in others if isinstance(each, Weight)])
+    parts = [first, *(each for each in others if not isinstance(each, Weight))]
+    return torch.cat(parts) if len({each.dtype for each in parts}) == 1 else None
+
+
+def kept_indices(nonzero: Tensor, pattern: Sparsity) -> Tensor:
+    """Columns `[O, I / of * kept]`, rising within each row, of the values that are stored: all that are not zero, and
+    where a group has fewer, the first of its zeros.
+
+    Args:
+        nonzero: bool `[O, I]`.
+
+    Raises:
+        SchemeError: a group has more values than the pattern keeps.
+    """
+    import torch
+
+    rows, columns = nonzero.shape
+    grouped = nonzero.view(rows, columns // pattern.of, pattern.of)
+    crowded = int((grouped.sum(-1) > pattern.kept).sum())
+    if crowded:
+        raise SchemeError(f"{crowded} groups hold more values than {pattern} keeps", "Prune the layer")
+    indices = (~grouped).to(torch.uint8).argsort(dim=-1, stable=True)[..., : pattern.kept].sort(-1).values
+    starts = torch.arange(0, columns, pattern.of).view(1, -1, 1)
+    return (indices + starts).view(rows, -1)
+
+
+def _read_indices(stored: StoredTensors, pattern: Sparsity, rows: int, columns: int) -> Tensor:
+    import torch
+
+    from compress.checkpoint.packing import num_words, unpack_bits
+
+    words, count = stored[".weight_indices"], pattern.num_stored(columns)
+    if tuple(words.shape) != (rows, num_words(count, pattern.index_bits)):
+        raise CheckpointError(
+            f"{stored.module}.weight_indices is {list(words.shape)}, but {rows} x {count} indices of {pattern} pack to "
+            f"{[rows, num_words(count, pattern.index_bits)]}"
+        )
+    inside = unpack_bits(words, pattern.index_bits, count, 1).view(rows, -1, pattern.kept).long()
+    if bool((inside.diff(dim=-1) <= 0).any()):
+        raise CheckpointError(f"{stored.module}.weight_indices has indices that do not rise within their group")
+    starts = torch.arange(0, columns, pattern.of).view(1, -1, 1)
+    return (inside + starts).view(rows, count)

@@ -1,0 +1,245 @@
+"""Scales and zero points of integer groups, and the codes they give.
+
+The search minimises `sum_i importance_i * (w_i - q_i)^2` of each group. With importance = diag(H), the mean square of
+each input, this is the layer's output error when inputs are taken as uncorrelated; without importance it is plain MSE.
+Every candidate is rounded to the dtype it will be stored in before it is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.weights.integer import Int, IntegerWeight
+from compress.common.device import require_finite
+
+_TINY = torch.finfo(torch.float32).tiny
+# Fractions of the full range that are tried first; clipping to a quarter is already rare at 2 bits.
+_COARSE = tuple(1.0 - 0.04 * step for step in range(20))
+# Fractions of either side of an asymmetric range, in all combinations.
+_SIDES = (1.0, 0.8, 0.6, 0.4, 0.25)
+# Around the best of them, closer than one coarse step.
+_FINE = (0.97, 0.98, 0.99, 1.01, 1.02, 1.03)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRange:
+    """What each group `[R, G, 1]` spans: `low <= 0 <= high`, and the signed element of largest magnitude."""
+
+    low: Tensor
+    high: Tensor
+    scheme: Int
+
+    @classmethod
+    def of(cls, rows: Tensor, scheme: Int) -> GroupRange:
+        return cls(rows.amin(-1, keepdim=True).clamp(max=0), rows.amax(-1, keepdim=True).clamp(min=0), scheme)
+
+    def full(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero point that cover the range."""
+        return self.shrunk(1.0) if self.scheme.symmetric else self.between(1.0, 1.0)
+
+    def shrunk(self, fraction: float) -> tuple[Tensor, Tensor]:
+        """Symmetric: the element of largest magnitude, with its sign, lands on code 0, i.e. on -midpoint."""
+        peak = torch.where(self.high > -self.low, self.high, self.low)
+        return peak * (-fraction / self.scheme.midpoint), torch.full_like(peak, self.scheme.midpoint)
+
+    def between(self, below: float, above: float) -> tuple[Tensor, Tensor]:
+        """Asymmetric: codes span `below` of the negative side and `above` of the positive one."""
+        low, high = self.low * below, self.high * above
+        scale = (high - low) / self.scheme.max_code
+        return scale, (-low / scale.clamp(min=_TINY)).round_().clamp_(0, self.scheme.max_code)
+
+    def candidates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scales and zero points across the range, from the whole of it down."""
+        if self.scheme.symmetric:
+            half = self.scheme.midpoint
+            # The first fraction clips nothing on the short side either: the range of an unsigned scale.
+            for fraction in (half / (half - 1), *_fractions(self.scheme.bits)):
+                scale, zero = self.shrunk(fraction)
+                yield scale, zero
+                yield -scale, zero
+        else:
+            for fraction in _fractions(self.scheme.bits):
+                yield self.between(fraction, fraction)
+            for below, above in permutations(_SIDES, 2):
+                yield self.between(below, above)
+
+    def neighbours(self, scale: Tensor, zero: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scales and zero points close to those of a good candidate."""
+        for factor in _FINE:
+            yield scale * factor, zero
+        for shift in () if self.scheme.symmetric else (-1, 1):
+            shifted = (zero + shift).clamp_(0, self.scheme.max_code)
+            for factor in (1.0, *_FINE):
+                yield scale * factor, shifted
+
+
+def _fractions(bits: int) -> tuple[float, ...]:
+    """Parts of a range to try: with 16 levels and more not below half, as AWQ's released code stops there."""
+    return _COARSE if bits < 4 else tuple(fraction for fraction in _COARSE if fraction > 0.5)
+
+
+def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as they will be read back; one that would be stored as 0 (a group of zeros) becomes a harmless 1."""
+    limit = torch.finfo(dtype).max
+    rounded = scale.clamp(-limit, limit).to(dtype).float()
+    return torch.where(rounded.abs() < _TINY, torch.ones_like(rounded), rounded)
+
+
+def round_to_grid(rows: Tensor, scale: Tensor, zero: Tensor, scheme: Int, out: Tensor) -> Tensor:
+    """The nearest representable values of `rows [R, G, g]`, written to `out`."""
+    codes = torch.mul(rows, scale.reciprocal(), out=out).round_()
+    if scheme.symmetric:
+        codes.clamp_(-scheme.midpoint, scheme.midpoint - 1)
+    else:
+        codes.add_(zero).clamp_(0, scheme.max_code).sub_(zero)
+    return codes.mul_(scale)
+
+
+# Maps the change of a block of groups `[R, G, g]`, which it may overwrite, to its error `[R, G, 1]`.
+Measure = Callable[[Tensor], Tensor]
+
+# A chunk of rows and its scratch copies stay in the processor's cache; a GPU wants more work per launch.
+_CHUNK_ELEMENTS_CPU = 1 << 19
+_CHUNK_ELEMENTS_GPU = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScales:
+    """`scale [O, G]` in the stored dtype (may be negative, never zero) and `zero [O, G]` uint8."""
+
+    scale: Tensor
+    zero: Tensor
+
+
+def search_scales(
+    weight: Tensor,
+    scheme: Int,
+    importance: Tensor | None = None,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    *,
+    inputs: Tensor | None = None,
+) -> GroupScales:
+    """The scales and zero points with the least weighted squared error.
+
+    Symmetric scales use the signed full range: the group's largest element may land on the code `-2^(bits-1)`, which
+    has no positive counterpart, by giving the scale its sign. Asymmetric ranges contain 0, so 0 is stored exactly.
+
+    Args:
+        weight: `[O, I]`, any float dtype.
+        scheme: bits, group size, symmetry.
+        importance: `[I]`, not negative; the mean square of each input. None weighs all columns alike.
+        scale_dtype: dtype in which scales are stored.
+        inputs: `[T, I]` sample inputs in place of importance: the error is then that of each group's share of the
+            outputs, correlations within the group included.
+
+    Raises:
+        SchemeError: the group size does not divide `I`.
+        NumericsError: NaN or infinity in weight, importance or inputs.
+    """
+    groups = scheme.num_groups(weight.shape[1])
+    require_finite(weight, "the weight")
+    if inputs is None:
+        measure = _weighted_error(_column_weights(weight, importance).view(groups, -1))
+    else:
+        measure = _output_error(inputs.to(weight.device), groups)
+    found = [_search_rows(rows, measure, scheme, scale_dtype) for rows in _row_chunks(weight, groups)]
+    return GroupScales(torch.cat([each.scale for each in found]), torch.cat([each.zero for each in found]))
+
+
+def range_scales(weight: Tensor, scheme: Int, scale_dtype: torch.dtype = torch.bfloat16) -> GroupScales:
+    """The scales that span each group's whole range, without a search."""
+    require_finite(weight, "the weight")
+    rows = weight.float().unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
+    scale, zero = GroupRange.of(rows, scheme).full()
+    return _stored(storable(scale, scale_dtype), zero, scale_dtype)
+
+
+def round_in_range(weight: Tensor, scheme: Int, scale_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`weight [O, I]` as float32, rounded under its `range_scales`: what a search over something else tries often."""
+    rounded = torch.empty(weight.shape, device=weight.device)
+    groups = scheme.num_groups(weight.shape[1])
+    # The chunks of `rounded` are views: what is written to them lands there.
+    for rows, out in zip(_row_chunks(weight, groups), _row_chunks(rounded, groups), strict=True):
+        scale, zero = GroupRange.of(rows, scheme).full()
+        round_to_grid(rows, storable(scale, scale_dtype), zero, scheme, out)
+    return rounded
+
+
+def encode(weight: Tensor, scales: GroupScales, scheme: Int) -> IntegerWeight:
+    """Rounds `weight [O, I]` to the nearest codes under given scales (half to even)."""
+    grouped = weight.float().unflatten(1, (scales.scale.shape[1], -1))
+    codes = (grouped / scales.scale.float().unsqueeze(-1)).round_().add_(scales.zero.unsqueeze(-1))
+    codes = codes.clamp_(0, scheme.max_code).to(torch.uint8).flatten(1)
+    return IntegerWeight(codes, scales.scale, scales.zero, scheme)
+
+
+def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
+    if importance is None:
+        return torch.ones(weight.shape[1], device=weight.device)
+    require_finite(importance, "the importance of the input columns")
+    importance = importance.to(weight.device, torch.float32)
+    # Columns that calibration never excited still count a little, so their group keeps a sensible range.
+    return importance / importance.mean().clamp(min=torch.finfo(torch.float32).tiny) + 1e-4
+
+
+def _weighted_error(column_weights: Tensor) -> Measure:
+    return lambda change: change.square_().mul_(column_weights).sum(-1, keepdim=True)
+
+
+def _output_error(inputs: Tensor, groups: int) -> Measure:
+    require_finite(inputs, "the sample inputs")
+    grouped = inputs.float().unflatten(1, (groups, -1)).transpose(0, 1)
+    # At most g rows with the same Gram matrix as all T of them, hence the same errors.
+    basis = torch.linalg.qr(grouped, mode="r").R.transpose(1, 2).contiguous()
+    return lambda change: (change.transpose(0, 1) @ basis).square_().sum(-1, keepdim=True).transpose(0, 1)
+
+
+def _row_chunks(weight: Tensor, groups: int) -> Iterator[Tensor]:
+    elements = _CHUNK_ELEMENTS_GPU if weight.is_cuda else _CHUNK_ELEMENTS_CPU
+    for rows in weight.split(max(1, elements // weight.shape[1])):
+        yield rows.float().unflatten(1, (groups, -1))
+
+
+def _search_rows(rows: Tensor, measure: Measure, scheme: Int, scale_dtype: torch.dtype) -> GroupScales:
+    span = GroupRange.of(rows, scheme)
+    best = _Best(rows, measure, span, scale_dtype)
+    for scale, zero in span.candidates():
+        best.consider(scale, zero)
+    for scale, zero in span.neighbours(best.scale, best.zero):
+        best.consider(scale, zero)
+    return _stored(best.scale, best.zero, scale_dtype)
+
+
+def _stored(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> GroupScales:
+    return GroupScales(scale.squeeze(-1).to(dtype), zero.squeeze(-1).to(torch.uint8))
+
+
+class _Best:
+    """The best scale and zero point seen so far of each group, over candidates `[R, G, 1]`."""
+
+    def __init__(self, rows: Tensor, measure: Measure, span: GroupRange, scale_dtype: torch.dtype) -> None:
+        self._rows = rows
+        self._measure = measure
+        self._scheme = span.scheme
+        self._dtype = scale_dtype
+        self._scratch = torch.empty_like(rows)
+        scale, self.zero = span.full()
+        self.scale = storable(scale, scale_dtype)
+        self.error = torch.full_like(self.scale, torch.inf)
+
+    def consider(self, scale: Tensor, zero: Tensor) -> None:
+        scale = storable(scale, self._dtype)
+        error = self._error(scale, zero)
+        better = error < self.error
+        self.error = torch.where(better, error, self.error)
+        self.scale = torch.where(better, scale, self.scale)
+        self.zero = torch.where(better, zero, self.zero)
+
+    def _error(self, scale: Tensor, zero: Tensor) -> Tensor:
+        rounded = round_to_grid(self._rows, scale, zero, self._scheme, self._scratch)
+        return self._measure(rounded.sub_(self._rows))

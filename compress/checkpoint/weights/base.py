@@ -1,0 +1,224 @@
+"""Weights: tensors of one stored form each, with the operations that every part of the project asks of them."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from compress.checkpoint.scheme import Scheme
+from compress.common.errors import CheckpointError, SchemeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    Get = Callable[[str], Tensor]
+    """Gives a stored tensor by its full name; raises CheckpointError when there is none."""
+
+PANEL_ELEMENTS = 2**22
+"""Weights whose exact values are in memory at one time while a whole matrix is dequantized."""
+
+
+class Weight(ABC):
+    """A weight `[O, I]` as stored. Forms are immutable; every tensor of a form that fuses has a row per output.
+
+    Attributes:
+        scheme: how it is stored.
+    """
+
+    __slots__ = ()
+    scheme: Scheme
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory of its tensors."""
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values `[O, I]`, rounded once to `dtype`; None is float32."""
+
+    @abstractmethod
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Stored tensors by suffix. `dtype` is the model's, in which scales and unquantized values are stored.
+
+        Raises:
+            SchemeError: the values cannot be stored exactly, or not in this form.
+        """
+
+    @abstractmethod
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Weight:
+        """The same with each tensor changed: moved, or some of its rows."""
+
+    def cpu(self) -> Weight:
+        """The same in host memory."""
+        return self.changed(lambda tensor: tensor.cpu())
+
+    def expanded(self) -> Weight | Tensor:
+        """The same values without structure: codes with zeros in place, or values in the model's dtype."""
+        return self
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether every zero point is the midpoint of the codes, whatever the scheme says."""
+        return self.scheme.symmetric
+
+    def stored_as(self, scheme: Scheme) -> Weight:
+        """The same values under another scheme that can hold them. Raises SchemeError for one that cannot."""
+        if scheme != self.scheme:
+            raise SchemeError(f"{self.scheme} cannot be stored as {scheme}", "Use --format dense")
+        return self
+
+    def fuse(self, others: Sequence[Weight]) -> Weight | None:
+        """This weight above `others` over the same input, as one; None when they cannot be one weight."""
+        return None
+
+    def problems(self, module: str) -> Iterator[str]:
+        """Contradictions in the values as read back, a line each."""
+        yield from ()
+
+    def digest(self) -> str:
+        """SHA-256 of the stored values, whatever container holds them."""
+        import torch
+
+        stored = self.tensors(torch.float64)
+        return digest_of(f"{self.scheme.key} {self.shape}", *(stored[name] for name in sorted(stored)))
+
+
+def digest(weight: Weight | Tensor) -> str:
+    """SHA-256 of a weight, or of the dtype, shape and bytes of an unquantized tensor."""
+    if isinstance(weight, Weight):
+        return weight.digest()
+    return digest_of(f"{weight.dtype} {tuple(weight.shape)}", weight)
+
+
+def digest_of(kind: str, *parts: Tensor) -> str:
+    """SHA-256 of a text and the bytes of tensors."""
+    from compress.checkpoint.safetensors import tensor_bytes
+
+    state = hashlib.sha256(kind.encode())
+    for part in parts:
+        state.update(tensor_bytes(part))
+    return state.hexdigest()
+
+
+def joint_digest(*parts: Weight | Tensor) -> str:
+    """SHA-256 of the digests of several parts."""
+    return hashlib.sha256(" ".join(map(digest, parts)).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """The tensors of one module, by suffix.
+
+    Attributes:
+        module: full name.
+    """
+
+    module: str
+    get: Get
+
+    def __getitem__(self, suffix: str) -> Tensor:
+        """Raises CheckpointError when the tensor is missing."""
+        return self.get(self.module + suffix)
+
+    def optional(self, suffix: str) -> Tensor | None:
+        """A tensor that may be absent."""
+        try:
+            return self[suffix]
+        except CheckpointError:
+            return None
+
+    def part(self, name: str) -> StoredTensors:
+        """Tensors of a module inside this one."""
+        return StoredTensors(f"{self.module}.{name}", self.get)
+
+
+@contextmanager
+def about(module: str) -> Iterator[None]:
+    """Puts the module's name before what a SchemeError says."""
+    try:
+        yield
+    except SchemeError as error:
+        raise SchemeError(f"{module}: {error.problem}", error.remedy) from error
+
+
+def named(module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Stored tensors by full name. Raises SchemeError, with the module's name, for what cannot be stored."""
+    with about(module):
+        weight.scheme.check(weight.shape)
+        return {module + suffix: tensor for suffix, tensor in weight.tensors(dtype).items()}
+
+
+def owners(names: Iterable[str], suffix: str) -> list[str]:
+    """Modules that own a tensor with this suffix, sorted."""
+    return sorted(name.removesuffix(suffix) for name in names if name.endswith(suffix))
+
+
+def cast_exactly(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale in the dtype that is stored. Raises SchemeError when that would change a value."""
+    import torch
+
+    stored = scale.to(dtype)
+    changed = stored.to(torch.float64) != scale.to(torch.float64)
+    if bool(changed.any()):
+        worst = scale[changed].abs()
+        raise SchemeError(
+            f"{int(changed.sum())} of {scale.numel()} scales (|scale| {float(worst.min()):.3g} to "
+            f"{float(worst.max()):.3g}) have no exact {str(dtype).removeprefix('torch.')} value",
+            "Keep the compressed-tensors format, which stores scales in the model's dtype",
+        )
+    return stored
+
+
+def row_scales(scale: Tensor, rows: int, groups: int) -> Tensor:
+    """Scales `[O, G]` as read, also of a file with one scale for the whole matrix."""
+    if scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(rows, 1)
+    return scale.reshape(rows, groups).contiguous()
+
+
+def exact_dtype(dtype: torch.dtype, scale: Tensor) -> torch.dtype:
+    """The dtype in which codes times scales are exact before they are rounded to `dtype`."""
+    import torch
+
+    return torch.float64 if torch.float64 == dtype or scale.dtype == torch.float32 else torch.float32
+
+
+def check_activation_order(module: str, group_index: Tensor | None, in_features: int, group_size: int | None) -> None:
+    """Raises CheckpointError unless a group index only repeats `column // group_size`: codes are in the original column
+    order here."""
+    import torch
+
+    if group_index is None:
+        return
+    plain = torch.arange(in_features) // (group_size or in_features)
+    if group_index.shape != plain.shape or not torch.equal(group_index.to(torch.int64), plain):
+        raise CheckpointError(
+            f"{module} is stored with an activation-order group index (desc_act), which this toolkit does not read",
+            "Quantize again with static groups (desc_act false)",
+        )
+
+
+def nonfinite_problems(name: str, values: Tensor) -> Iterator[str]:
+    """A line when unquantized values are NaN or infinite."""
+    import torch
+
+    if not bool(torch.isfinite(values.to(torch.float32)).all()):
+        yield f"{name} holds NaN or infinity"
+
+
+def scale_problems(module: str, scale: Tensor) -> Iterator[str]:
+    """A line when scales are NaN or infinite."""
+    import torch
+
+    if bad := int((~torch.isfinite(scale.to(torch.float32))).sum()):
+        yield f"{module} has {bad} scales that are not finite"
