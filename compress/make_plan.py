@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scheme import FLOAT_BITS, GROUP_SIZES, Scheme
+from compress.checkpoint.scheme import GROUP_SIZES
+from compress.checkpoint.weights import NM, LowRank, Scheme
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.methods import base
 from compress.methods.low_rank import rank_step, uniform_rank
@@ -57,7 +58,7 @@ class End:
             )
         if stage.outlier_columns is not None:
             raise RecipeError(f"{name}, the {self.what}, has no outlier columns", "Leave outlier_columns out of it")
-        if stage.scheme.fp8:
+        if stage.scheme.numbers != "int":
             raise RecipeError(f"{name}, the {self.what}, takes no 8-bit floats", "Give it a stage of 8-bit integers")
         if stage.scheme.activation_bits:
             raise RecipeError(f"{name}, the {self.what}, takes no 8-bit activations", "Leave activation_bits out of it")
@@ -153,7 +154,7 @@ def _pruning(stage: PruneStage) -> Pruning:
 
 def _check_outliers(assignments: Mapping[str, LayerPlan]) -> None:
     """Raises RecipeError when pruned weights are to have outlier columns."""
-    mixed = (name for name, each in assignments.items() if each.pruning and each.scheme and each.scheme.outliers)
+    mixed = (name for name, each in assignments.items() if each.pruning and each.scheme and each.scheme.num_outliers)
     if name := next(mixed, None):
         raise RecipeError(f"{name} is pruned and has outlier columns", "Give the stages other targets")
 
@@ -207,16 +208,12 @@ def _with_rank(name: str, assignment: LayerPlan, shape: tuple[int, int]) -> Laye
         )
     if not rank:
         return replace(assignment, factoring=None)
-    stored = Scheme(FLOAT_BITS, None, rank=rank) if scheme is None else replace(scheme, rank=rank)
-    return replace(assignment, scheme=stored, factoring=factoring)
+    return replace(assignment, scheme=LowRank.of(scheme, rank), factoring=factoring)
 
 
 def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:
     """How the weight is stored: the zeros of a pattern are left out, others are not."""
-    pattern = pruning.pattern if pruning else None
-    if scheme is None:
-        return Scheme(FLOAT_BITS, None, sparsity=pattern) if pattern else None
-    return replace(scheme, sparsity=pattern)
+    return NM.of(scheme, pruning.pattern if pruning else None)
 
 
 def check_groups(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None:

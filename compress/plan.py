@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.checkpoint.kv_cache import AUTO, UNCOMPRESSED, KVCacheRecord, KVCacheScheme, MeasuredKVCache
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Scheme, Sparsity
 from compress.common.errors import RecipeError
 from compress.methods import base
 from compress.methods.base import Needs
@@ -108,7 +108,7 @@ class LayerPlan:
         work = [str(self.pruning)] if self.pruning else []
         if self.factoring and self.scheme:
             work.append(f"{self.factoring} {'about ' if self.factoring.is_shared else ''}rank {self.scheme.rank}")
-        stored = self.scheme.factor if self.factoring and self.scheme else self.scheme
+        stored = self.scheme.codes if self.factoring and self.scheme else self.scheme
         return " + ".join([*work, f"{self.method} {stored}"] if self.method else work)
 
 
@@ -227,9 +227,7 @@ class Plan:
 
 def shape_bytes(scheme: Scheme) -> int:
     """Of the shapes that stand beside a packed weight: one for each matrix of packed integers."""
-    if scheme.is_float or scheme.activation_bits or scheme.fp8:
-        return 0
-    return SHAPE_TENSOR_BYTES * (1 if scheme.rank is None else 2)
+    return SHAPE_TENSOR_BYTES * scheme.num_shapes
 
 
 def by_kind(rows: Iterable[PlanRow]) -> dict[tuple[str, tuple[int, ...], LayerPlan | None, str], list[PlanRow]]:

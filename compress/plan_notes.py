@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from compress.checkpoint.config import is_embedding
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Scheme
 from compress.methods import base
 from compress.models.spec import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
@@ -77,7 +77,7 @@ def _scheme_of(assignments: Mapping[str, LayerPlan], module: str) -> Scheme | No
     """Without ranks: siblings of other shapes have others, and engines that fuse them read no factors anyway."""
     assignment = assignments.get(module)
     if assignment and assignment.factoring and assignment.scheme:
-        return assignment.scheme.factor
+        return assignment.scheme.codes
     return assignment.scheme if assignment else None
 
 
@@ -100,7 +100,7 @@ def _own_format_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
             "the packed embedding is looked up by this runtime only; others read `compress export --format "
             "compressed-tensors`, where it is 16 bits again"
         )
-    if any(scheme.outliers for scheme in schemes):
+    if any(scheme.num_outliers for scheme in schemes):
         notes.append(
             "16-bit columns beside the codes are read by this runtime only; others read `compress export --format "
             "dense`, which is as large as the source"
@@ -145,7 +145,7 @@ def _engine_notes(assignments: Collection[LayerPlan]) -> list[str]:
         notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")
     if any(not scheme.symmetric for scheme in schemes):
         notes.append("asymmetric codes: transformers loads them only with CompressedTensorsConfig(dequantize=True)")
-    if odd := sorted({scheme.bits for scheme in schemes if not scheme.is_float} - {4, 8}):
+    if odd := sorted({scheme.bits for scheme in schemes if scheme.codes} - {4, 8}):
         notes.append(f"{', '.join(map(str, odd))}-bit codes: vLLM and this runtime load them, SGLang only 4 and 8 bits")
     return notes
 
@@ -186,7 +186,7 @@ def factor_notes(rows: Iterable[PlanRow]) -> list[str]:
 
 def _whole_bytes(row: PlanRow) -> int:
     """Of the same layer, stored as its factors are but in one piece."""
-    scheme = row.assignment.scheme.factor if row.assignment and row.assignment.scheme else None
+    scheme = row.assignment.scheme.codes if row.assignment and row.assignment.scheme else None
     outputs, inputs = row.shape
     return row.bytes_before if scheme is None else scheme.stored_bits(outputs, inputs) // 8
 

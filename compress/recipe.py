@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from calibration.parts import Part, check_parts, parse_parts, share_out
 from compress.checkpoint.kv_cache import AUTO, KV_FORMATS, KVCacheScheme
-from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS, Scheme, Sparsity
+from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS
+from compress.checkpoint.weights import Activations, Fp8, Int, OutlierColumns, Scheme, Sparsity
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
 from compress.methods import base as methods
@@ -216,7 +217,7 @@ class QuantizeStage:
     """
 
     method: str = DEFAULT_METHOD
-    scheme: Scheme = field(default_factory=Scheme)
+    scheme: Scheme = field(default_factory=Int)
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     options: Any = None
@@ -232,7 +233,7 @@ class QuantizeStage:
         methods.require_supported(method, self.scheme)
         if self.outlier_columns is not None:
             check_amount(self.outlier_columns)
-            methods.require_supported(method, replace(self.scheme, outliers=1))
+            methods.require_supported(method, OutlierColumns.of(self.scheme, 1))
 
     @property
     def needs_calibration(self) -> bool:
@@ -242,12 +243,12 @@ class QuantizeStage:
         """Return the scheme of a layer with `in_features` inputs."""
         if self.outlier_columns is None:
             return self.scheme
-        return replace(self.scheme, outliers=number_of_columns(self.outlier_columns, in_features))
+        return OutlierColumns.of(self.scheme, number_of_columns(self.outlier_columns, in_features))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values. Learned methods' options stand under `tuning`, others beside it, as older readers
         expect them."""
-        values = asdict(self)
+        values = asdict(self) | {"scheme": self.scheme.to_dict()}
         options = values.pop("options")
         learned = methods.quantization(self.method).tunes
         return values | {"alpha": None, "tuning": options if learned else None} | ({} if learned else options)
@@ -260,7 +261,7 @@ def default_method(fp8: bool) -> str:
 
 def default_scheme(method: str, fp8: bool = False) -> Scheme:
     """Return the scheme of a user who names none."""
-    return Scheme(8, None, activation_bits=8, fp8=True) if fp8 else methods.quantization(method).default_scheme()
+    return Fp8(Activations.FP8) if fp8 else methods.quantization(method).default_scheme()
 
 
 def activation_bits_from(value: int) -> int | None:
@@ -277,10 +278,10 @@ def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int 
         stage: what the linears in the blocks get.
     """
     head_method = "gptq" if stage.needs_calibration else "rtn"
-    group_size = Scheme().group_size if stage.scheme.activation_bits else stage.scheme.group_size
+    group_size = Int().group_size if stage.scheme.activation_bits else stage.scheme.group_size
     wanted = ((HEAD_TARGET, head_bits, head_method), (EMBEDDING_TARGET, embedding_bits, "rtn"))
     return tuple(
-        QuantizeStage(method, Scheme(bits, None if bits == MAX_BITS else group_size), targets=(name,))
+        QuantizeStage(method, Int(bits, None if bits == MAX_BITS else group_size), targets=(name,))
         for name, bits, method in wanted
         if bits is not None
     )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Scheme, Sparsity
 from compress.common.errors import RecipeError
 from compress.methods import base
 from compress.recipe import (
@@ -81,14 +81,15 @@ class QuantizeKeys:
     @property
     def scheme(self) -> Scheme:
         """The stored form of the weights. Raises RecipeError, SchemeError."""
+        values: dict[str, Any] = {"symmetric": self.symmetric}
+        if self.bits is not None:
+            values["bits"] = self.bits
+        if self.group_size is not None:
+            values["group_size"] = group_size_from(self.group_size)
+        if self.activation_bits is not None:
+            values["activation_bits"] = activation_bits_from(self.activation_bits)
         default = default_scheme(self.method or default_method(self.fp8), self.fp8)
-        return Scheme(
-            default.bits if self.bits is None else self.bits,
-            default.group_size if self.group_size is None else group_size_from(self.group_size),
-            self.symmetric,
-            default.activation_bits if self.activation_bits is None else activation_bits_from(self.activation_bits),
-            fp8=self.fp8,
-        )
+        return Scheme.from_dict({**default.fields(), **values})
 
 
 @dataclass(frozen=True)

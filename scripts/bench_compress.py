@@ -25,7 +25,7 @@ from benchmarking.machine import in_own_process, leave_with, peak_device_bytes, 
 from benchmarking.tables import Row, describe, print_table, write_json
 from rich.console import Console
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.recipe import METHODS, CalibrationOptions, QuantizeStage, group_size_from
 
 DENSE_PASS = "dense forward"
@@ -157,11 +157,11 @@ def _run(options: argparse.Namespace, work: Path, console: Console) -> int:
     facts |= {
         "shape": f"{options.shape}{layers} ({parameters / 1e9:.3f}e9 random weights, bfloat16)",
         "calibration": f"{options.samples} x {options.length} tokens",
-        "scheme": str(Scheme(options.bits, group_size_from(options.group_size))),
+        "scheme": str(Int(options.bits, group_size_from(options.group_size))),
     }
     console.print(describe(facts))
     calibration = CalibrationOptions(str(work / "calibration.jsonl"), options.samples, options.length)
-    scheme = Scheme(options.bits, group_size_from(options.group_size))
+    scheme = Int(options.bits, group_size_from(options.group_size))
     setup = Setup(work / "model", calibration, scheme, options.device, options.dtype)
     rows = [in_own_process(measure_dense_pass, setup)]
     console.print(f"  {rows[0].name}: {rows[0].seconds:.1f} s")

@@ -17,9 +17,9 @@ MAX_LEVEL = 127
 def quantize_tokens(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:
     """Quantized activations q8 `[M, I]` and scales `[M, 1]`, with `x ~ q8 * scale`.
 
-    Both are float32 (float64 for float64 input) with integral values from -127 to 127, or those of e4m3 from -448 to
-    448. A token's result never depends on its neighbours in the batch. A row of zeros gets scale 0 and zeros; a row that
-    is not finite keeps a scale that is not finite.
+    Both are float32 (float64 for float64 input), q8 with integral values from -127 to 127, or those of e4m3 from
+    -448 to 448. A token's result never depends on its neighbours in the batch. A row of zeros gets scale 0 and zeros; a
+    row that is not finite keeps a scale that is not finite.
     """
     exact = x.double() if x.dtype == torch.float64 else x.float()
     fp8 = kind is Activations.FP8

@@ -106,6 +106,16 @@ class Scheme(ABC):
         return None
 
     @property
+    def rank(self) -> int | None:
+        """Inner dimension of two factors; None for a weight in one piece."""
+        return None
+
+    @property
+    def num_outliers(self) -> int:
+        """Input columns that stay in 16 bits beside the codes."""
+        return 0
+
+    @property
     def numbers(self) -> str:
         """Kind of the codes `[O, I]` that kernels and other tools' formats know: `int` or `float`, else empty."""
         return ""
@@ -218,6 +228,10 @@ class Scheme(ABC):
 
     def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
         """`weight [O, I]` as float32, rounded under scales that span its range; cheap, for searches that try often."""
+        if self.codes is None:
+            return weight.float()
+        if self.codes is not self:
+            return self.codes.round_in_range(weight, scale_dtype)
         return self.round(weight, None, scale_dtype).dequantize()
 
     @abstractmethod
@@ -243,7 +257,7 @@ class Scheme(ABC):
         """
         if unknown := fields.keys() - FIELDS.keys() - FORMS.keys():
             raise TypeError(f"unknown entries of a scheme: {', '.join(sorted(unknown))}")
-        claimed = [form for key, form in FORMS.items() if key != BASE_FORM and fields.get(key)]
+        claimed = [form for key, form in FORMS.items() if key != BASE_FORM and is_set(fields.get(key))]
         wrapping = [form for form in claimed if form.wraps]
         if len(claimed) > 1 and not wrapping:
             raise SchemeError(f"one weight cannot be {' and '.join(form.key for form in claimed)}", "Keep one of them")
@@ -252,6 +266,12 @@ class Scheme(ABC):
 
 BASE_FORM = "bits"
 """Key of the form of descriptions that name no other."""
+
+
+def is_set(value: Any) -> bool:
+    """Whether an entry of a stored description says something; 0 does."""
+    return value is not None and value is not False
+
 
 FORMS: dict[str, type[Scheme]] = {}
 """The registered forms by key. Importing `compress.checkpoint.weights` registers those of this package."""

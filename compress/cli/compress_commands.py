@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.cli.options import (
     DEFAULT_OUT,
     EndOptions,
@@ -138,7 +138,7 @@ def quantize(
     """
     stage = rounding.stage(ignore=tuple(ignore or ()))
     stages: list[Stage] = [stage, *end_stages(stage, ends.head_bits, ends.embedding_bits)]
-    name = f"{'fp' if stage.scheme.fp8 else 'int'}{stage.scheme.bits}-{stage.method}"
+    name = f"{'int' if stage.scheme.numbers == 'int' else 'fp'}{stage.scheme.bits}-{stage.method}"
     if rotate:
         stages, name = [RotateStage(), *stages], f"{name}-rotated"
     if kv_cache is not None:
@@ -172,7 +172,7 @@ def prune(
     name = f"{pruning.method}-{pruning.pattern}"
     name += "" if pruning.layerwise == "uniform" else f"-{pruning.layerwise}"
     if bits is not None:
-        scheme = Scheme(bits) if group_size is None else Scheme(bits, group_size_from(group_size))
+        scheme = Int(bits) if group_size is None else Int(bits, group_size_from(group_size))
         stages.append(QuantizeStage("gptq", scheme, ignore=left_out))
         name += f"-int{bits}"
     carry_out(model, text.recipe(tuple(stages), name), out, job)
@@ -206,7 +206,7 @@ def factorize(
     name = f"{stage.method}-{factors.target_size or f'{stage.keep:g}'}"
     if bits is not None:
         rounding = "gptq" if stage.needs_calibration else "rtn"
-        scheme = Scheme(bits, None if group_size is None else group_size_from(group_size))
+        scheme = Int(bits, None if group_size is None else group_size_from(group_size))
         stages.append(QuantizeStage(rounding, scheme, ignore=left_out))
         name += f"-int{bits}"
     carry_out(model, text.recipe(tuple(stages), name), out, job)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.common.files import REPORT_FILE
 from compress.plan import LayerPlan, Plan, by_kind
 from compress.recipe import EMBEDDING_TARGET
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LEAST_SAVING = 0.1
 """Least saved share of the file that is worth a tip."""
-_SCHEME = Scheme(8, None)
+_SCHEME = Int(8, None)
 
 
 def embedding_tip(plan: Plan, total_bytes: int) -> str:

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Scheme, Sparsity
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError, ToolkitError
 from compress.cpu.binding import BEST, INSTRUCTION_SETS, absence, best_instruction_set, library

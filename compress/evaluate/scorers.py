@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import PackedWeight
+from compress.checkpoint.weights import Weight
 from compress.common.errors import CheckpointError
 
 BACKENDS = ("runtime", "transformers")
@@ -126,5 +126,5 @@ def _dense_state(checkpoint: PackedCheckpoint, model: Any, dtype: torch.dtype) -
     return state | {name: checkpoint.tensor(name).to(dtype) for name in stored - packed}
 
 
-def _dequantized(weight: PackedWeight | Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantized(weight: Weight | Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.methods.base import Layer, Needs, QuantizationMethod, ScaleSearch, register
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compress.checkpoint.weights.integer import GroupScales, IntegerWeight
+    from compress.checkpoint.scale_search import GroupScales
+    from compress.checkpoint.weights.integer import IntegerWeight
     from compress.methods.shared.smoothing import Candidate, Loss, SmoothingResult
 
 NUM_RATIOS = 10
@@ -50,9 +51,9 @@ class AWQ(QuantizationMethod):
 
     def compress(self, layer: Layer) -> IntegerWeight:
         rows = None if any(part in layer.name for part in _UNCLIPPED) else layer.inputs.sample(CLIP_ROWS)
-        clip = None if rows is None else search_clip(layer.weight, rows, layer.scheme, layer.dtype)
+        clip = None if rows is None else search_clip(layer.weight, rows, layer.integers, layer.dtype)
         layer.details["clipped"] = clip is not None
-        return quantize_awq(layer.weight, layer.scheme, layer.importance, clip, layer.dtype)
+        return quantize_awq(layer.weight, layer.integers, layer.importance, clip, layer.dtype)
 
 
 def search_smoothing(
@@ -108,7 +109,7 @@ def search_smoothing(
 def search_clip(
     weight: Tensor,
     inputs: Tensor,
-    scheme: Scheme,
+    scheme: Int,
     scale_dtype: torch.dtype | None = None,
 ) -> GroupScales:
     """Each group's range, clipped where that lowers the error of the group's share of the output on real inputs.
@@ -128,14 +129,14 @@ def search_clip(
     """
     import torch
 
-    from compress.checkpoint.weights.integer import search_scales
+    from compress.checkpoint.scale_search import search_scales
 
     return search_scales(weight, scheme, None, scale_dtype or torch.bfloat16, inputs=inputs)
 
 
 def quantize_awq(
     weight: Tensor,
-    scheme: Scheme,
+    scheme: Int,
     importance: Tensor | None = None,
     clip: GroupScales | None = None,
     scale_dtype: torch.dtype | None = None,
@@ -149,7 +150,7 @@ def quantize_awq(
     """
     import torch
 
-    from compress.checkpoint.weights.integer import encode, search_scales
+    from compress.checkpoint.scale_search import encode, search_scales
 
     return encode(weight, clip or search_scales(weight, scheme, importance, scale_dtype or torch.bfloat16), scheme)
 

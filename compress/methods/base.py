@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Int, Scheme, Sparsity
+from compress.checkpoint.weights.integer import integers
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calibration.statistics import InputStatistics
-    from compress.checkpoint.weights import PackedWeight
+    from compress.checkpoint.weights import Weight
     from compress.checkpoint.weights.integer import IntegerWeight
     from compress.checkpoint.weights.low_rank import LowRankWeight
     from compress.checkpoint.weights.outlier_columns import OutlierWeight
@@ -65,7 +66,7 @@ class Layer:
     Attributes:
         name: full module name.
         weight: float32 `[O, I]`, after smoothing and pruning.
-        scheme: the stored form that is wanted.
+        scheme: of the codes that are wanted.
         options: the method's `Options`.
         dtype: dtype of stored scales and of values that are not quantized.
         inputs: statistics of the inputs, and factorized Hessians of them.
@@ -81,6 +82,11 @@ class Layer:
     inputs: HessianCache
     kept: Tensor | None = None
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def integers(self) -> Int:
+        """The scheme, for methods that choose integers. Raises SchemeError for another one."""
+        return integers(self.scheme)
 
     @property
     def importance(self) -> Tensor | None:
@@ -218,13 +224,13 @@ class QuantizationMethod(Method):
     matrices: ClassVar[frozenset[str]] = frozenset()
 
     def unsupported(self, scheme: Scheme) -> str:
-        return f"it chooses integers, and {scheme} has none" if scheme.fp8 else ""
+        return "" if scheme.codes and scheme.codes.numbers == "int" else f"it chooses integers, and {scheme} has none"
 
     def default_scheme(self) -> Scheme:
         """Return the scheme of a user who names none."""
-        return Scheme()
+        return Int()
 
-    def compress(self, layer: Layer) -> PackedWeight:
+    def compress(self, layer: Layer) -> Weight:
         """Quantize one layer.
 
         Raises:
@@ -269,7 +275,7 @@ class PruningMethod(Method):
     kind: ClassVar[str] = "prune"
 
     def prune(
-        self, layer: Layer, pattern: Sparsity | None, sparsity: float, joint: Scheme | None
+        self, layer: Layer, pattern: Sparsity | None, sparsity: float, joint: Int | None
     ) -> Pruned | IntegerWeight:
         """Prune one layer, and quantize it too where a scheme for both is given and the method can.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.common.errors import RecipeError
 from compress.methods.base import Layer, Needs, QuantizationMethod, register
 from compress.methods.gptq import compress_gptq, quantize_gptq
@@ -59,7 +59,7 @@ class GPTAQ(QuantizationMethod):
         return Needs(inputs=True, hessian=True, dense_inputs=True)
 
     def unsupported(self, scheme: Scheme) -> str:
-        return "it keeps no outlier columns" if scheme.outliers else QuantizationMethod.unsupported(self, scheme)
+        return "it keeps no outlier columns" if scheme.num_outliers else QuantizationMethod.unsupported(self, scheme)
 
     def compress(self, layer: Layer) -> IntegerWeight:
         difference = layer.inputs.difference
@@ -70,7 +70,7 @@ class GPTAQ(QuantizationMethod):
         factor = layer.inputs.factor()
         layer.details |= factor.facts()
         drifted = layer.inputs.shared(("gptaq", alpha), lambda: DriftedFactor.of(factor, difference, alpha))
-        return quantize_gptaq(layer.weight, drifted, layer.scheme, layer.dtype, layer.kept)
+        return quantize_gptaq(layer.weight, drifted, layer.integers, layer.dtype, layer.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class DriftedFactor:
 def quantize_gptaq(
     weight: Tensor,
     drifted: DriftedFactor,
-    scheme: Scheme,
+    scheme: Int,
     scale_dtype: torch.dtype | None = None,
     kept: Tensor | None = None,
 ) -> IntegerWeight:

@@ -8,10 +8,9 @@ block of H.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, LowRank, OutlierColumns
 from compress.methods.base import HEAD, Layer, Needs, QuantizationMethod, register
 
 if TYPE_CHECKING:
@@ -46,7 +45,9 @@ class GPTQ(QuantizationMethod):
 
         factor = layer.inputs.factor(HessianOptions(last=tuple(columns.tolist())))
         layer.details |= factor.facts()
-        return quantize_gptq_beside(layer.weight, factor, layer.scheme, columns, layer.dtype)
+        return quantize_gptq_beside(
+            layer.weight, factor, OutlierColumns(layer.integers, len(columns)), columns, layer.dtype
+        )
 
     def round_factors(self, left: Tensor, right: Tensor, layer: Layer) -> LowRankWeight:
         """Round `right [r, I]` by the layer's inputs, then `left [O, r]` by the outputs of the rounded right factor."""
@@ -57,24 +58,24 @@ class GPTQ(QuantizationMethod):
 
         factor = layer.inputs.factor()
         layer.details["recovery"] = "; ".join(filter(None, (layer.details.get("recovery", ""), factor.recovery)))
-        first = quantize_gptq(right, factor, layer.scheme, layer.dtype)
+        first = quantize_gptq(right, factor, layer.integers, layer.dtype)
         passed = values(first, torch.float32)
         between = factorize(passed @ layer.inputs.hessian @ passed.T)
-        last = quantize_gptq(left, between, layer.scheme, layer.dtype)
-        return LowRankWeight(last, first, replace(layer.scheme, rank=len(right)))
+        last = quantize_gptq(left, between, layer.integers, layer.dtype)
+        return LowRankWeight(last, first, LowRank(layer.integers, len(right)))
 
 
 def compress_gptq(layer: Layer) -> IntegerWeight:
     """Quantize a layer against the Hessian of its inputs. Raises as `quantize_gptq`."""
     factor = layer.inputs.factor()
     layer.details |= factor.facts()
-    return quantize_gptq(layer.weight, factor, layer.scheme, layer.dtype, layer.kept)
+    return quantize_gptq(layer.weight, factor, layer.integers, layer.dtype, layer.kept)
 
 
 def quantize_gptq(
     weight: Tensor,
     factor: HessianFactor,
-    scheme: Scheme,
+    scheme: Int,
     scale_dtype: torch.dtype | None = None,
     kept: Tensor | None = None,
 ) -> IntegerWeight:
@@ -90,7 +91,8 @@ def quantize_gptq(
     """
     import torch
 
-    from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+    from compress.checkpoint.scale_search import encode, search_scales
+    from compress.checkpoint.weights.integer import IntegerWeight
     from compress.methods.shared.column_solver import GPTQSolver, Grid
 
     # At 2 bits most of the error is clipping, which adds up over correlated inputs; diag(H) cannot see that.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.methods.base import Layer, QuantizationMethod, register
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class HQQ(QuantizationMethod):
     help: ClassVar[str] = "half-quadratic quantization, without calibration"
 
     def compress(self, layer: Layer) -> IntegerWeight:
-        return quantize_hqq(layer.weight, layer.scheme, layer.dtype)
+        return quantize_hqq(layer.weight, layer.integers, layer.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Splitting:
 
 
 def quantize_hqq(
-    weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype | None = None, options: Splitting = Splitting()
+    weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None, options: Splitting = Splitting()
 ) -> IntegerWeight:
     """Quantize `weight [O, I]` without calibration.
 
@@ -67,7 +67,7 @@ def quantize_hqq(
     """
     import torch
 
-    from compress.checkpoint.weights.integer import GroupScales, encode, search_scales
+    from compress.checkpoint.scale_search import GroupScales, encode, search_scales
 
     dtype = scale_dtype or torch.bfloat16
     start = search_scales(weight, scheme, None, dtype)
@@ -86,7 +86,7 @@ def norm_error(change: Tensor, exponent: float) -> Tensor:
 class _Groups:
     """Groups `[O, G, g]` with the best scale and zero point `[O, G, 1]` of each."""
 
-    def __init__(self, rows: Tensor, scheme: Scheme, scale_dtype: torch.dtype, options: Splitting) -> None:
+    def __init__(self, rows: Tensor, scheme: Int, scale_dtype: torch.dtype, options: Splitting) -> None:
         self._rows, self._scheme, self._dtype, self._options = rows, scheme, scale_dtype, options
         self.scale = self.zero = rows.new_zeros(*rows.shape[:2], 1)
         self._error = self.scale.new_full(self.scale.shape, float("inf"))
@@ -102,7 +102,7 @@ class _Groups:
         """The rounded groups, which are remembered where they are the best so far."""
         import torch
 
-        from compress.checkpoint.weights.integer import round_to_grid
+        from compress.checkpoint.scale_search import round_to_grid
 
         rounded = round_to_grid(self._rows, scale, zero, self._scheme, torch.empty_like(self._rows))
         error = norm_error(rounded - self._rows, self._options.exponent)
@@ -116,7 +116,7 @@ class _Groups:
         """The best zero point, then the best scale, for these codes once outliers are set aside."""
         import torch
 
-        from compress.checkpoint.weights.integer import storable
+        from compress.checkpoint.scale_search import storable
 
         outliers = _shrink((self._rows - rounded) / scale, self._options.exponent, beta) * scale
         wanted = self._rows - outliers

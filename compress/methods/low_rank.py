@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Scheme
 from compress.methods.base import FactorizationMethod, Needs, register
 
 if TYPE_CHECKING:

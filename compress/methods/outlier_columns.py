@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, OutlierColumns
 from compress.common.errors import RecipeError
 from compress.methods.base import Layer, QuantizationMethod
 
@@ -39,12 +39,12 @@ def number_of_columns(wanted: float, in_features: int) -> int:
 
 def compress_rest(method: QuantizationMethod, layer: Layer, columns: Tensor) -> OutlierWeight:
     """Quantize a layer by any method, with `columns [k]` in 16 bits. Raises as the method."""
-    rest = replace(layer, weight=layer.weight.index_fill(1, columns, 0.0), scheme=layer.scheme.base)
+    rest = replace(layer, weight=layer.weight.index_fill(1, columns, 0.0), scheme=layer.integers)
     codes = cast("IntegerWeight", method.compress(rest))
-    return beside_outliers(layer.weight, codes, columns, layer.scheme)
+    return beside_outliers(layer.weight, codes, columns, OutlierColumns(layer.integers, len(columns)))
 
 
-def sensitivity(weights: Sequence[Tensor], scheme: Scheme, importance: Tensor | None) -> Tensor:
+def sensitivity(weights: Sequence[Tensor], scheme: Int, importance: Tensor | None) -> Tensor:
     """What rounding each input column costs at the outputs of all `weights [O_k, I]`, which share it: `[I]` float32.
 
     Args:
@@ -53,7 +53,7 @@ def sensitivity(weights: Sequence[Tensor], scheme: Scheme, importance: Tensor | 
     """
     import torch
 
-    from compress.checkpoint.weights.integer import round_in_range
+    from compress.checkpoint.scale_search import round_in_range
 
     errors = [(round_in_range(weight, scheme) - weight.float()).square().sum(0) for weight in weights]
     total = torch.stack(errors).sum(0)
@@ -65,7 +65,7 @@ def highest(score: Tensor, count: int) -> Tensor:
     return score.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def beside_outliers(weight: Tensor, codes: IntegerWeight, columns: Tensor, scheme: Scheme) -> OutlierWeight:
+def beside_outliers(weight: Tensor, codes: IntegerWeight, columns: Tensor, scheme: OutlierColumns) -> OutlierWeight:
     """Codes of any method, with `columns [k]` of `weight [O, I]` as they are."""
     from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
 
@@ -76,7 +76,7 @@ def beside_outliers(weight: Tensor, codes: IntegerWeight, columns: Tensor, schem
 def quantize_gptq_beside(
     weight: Tensor,
     factor: HessianFactor,
-    scheme: Scheme,
+    scheme: OutlierColumns,
     columns: Tensor,
     scale_dtype: torch.dtype | None = None,
 ) -> OutlierWeight:
@@ -92,10 +92,11 @@ def quantize_gptq_beside(
     """
     import torch
 
-    from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+    from compress.checkpoint.scale_search import encode, search_scales
+    from compress.checkpoint.weights.integer import IntegerWeight
     from compress.methods.shared.column_solver import GPTQSolver, Grid
 
-    base = scheme.base
+    base = scheme.inner
     rest = weight.index_fill(1, columns, 0.0)
     inputs = factor.equivalent_inputs() if base.bits == 2 and base.group_size else None
     scales = search_scales(rest, base, factor.importance, scale_dtype or torch.bfloat16, inputs=inputs)

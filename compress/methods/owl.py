@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.scheme import Sparsity
+from compress.checkpoint.weights import Sparsity
 from compress.methods.pruning import scores
 
 if TYPE_CHECKING:

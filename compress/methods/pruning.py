@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Scheme, Sparsity
 from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
 
 if TYPE_CHECKING:

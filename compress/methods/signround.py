@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations, Scheme
 from compress.common.errors import RecipeError
 from compress.methods.base import BlockObjective, Layer, Needs, QuantizationMethod, TunedBlock, TuningRecord, register
 from compress.methods.gptq import compress_gptq
@@ -62,9 +62,9 @@ class SignRound(QuantizationMethod):
         return Needs(inputs=True, hessian=True, learning_batch=options.batch)
 
     def unsupported(self, scheme: Scheme) -> str:
-        if scheme.activation_bits and not scheme.fp8:
+        if scheme.activations is Activations.INT8:
             return "it learns with 16-bit activations, so leave activation_bits out"
-        return "it learns no outlier columns" if scheme.outliers else QuantizationMethod.unsupported(self, scheme)
+        return "it learns no outlier columns" if scheme.num_outliers else QuantizationMethod.unsupported(self, scheme)
 
     def compress(self, layer: Layer) -> IntegerWeight:
         return compress_gptq(layer)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.common.errors import RecipeError
 from compress.methods.base import Layer, Needs, QuantizationMethod, ScaleSearch, register
 from compress.methods.rtn import round_to_nearest
@@ -18,7 +18,7 @@ from compress.methods.rtn import round_to_nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from compress.checkpoint.weights import CodedWeight
+    from compress.checkpoint.weights import Weight
     from compress.methods.shared.smoothing import Candidate, Loss, SmoothingResult
 
 ALPHAS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
@@ -55,7 +55,7 @@ class SmoothQuant(QuantizationMethod):
         return "" if scheme.activation_bits else "it makes room for 8-bit activations, so set activation_bits: 8"
 
     def default_scheme(self) -> Scheme:
-        return Scheme(8, None, activation_bits=8)
+        return Int(8, None, activations=Activations.INT8)
 
     def smoothing_scale(self, search: ScaleSearch, options: Any) -> SmoothingResult:
         return search_alpha(
@@ -69,7 +69,7 @@ class SmoothQuant(QuantizationMethod):
             head_dim=search.head_dim,
         )
 
-    def compress(self, layer: Layer) -> CodedWeight:
+    def compress(self, layer: Layer) -> Weight:
         return round_to_nearest(layer)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Int, Sparsity
 from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
 from compress.methods.pruning import keep_pattern, keep_share, scores
 
@@ -32,7 +32,7 @@ class SparseGPT(PruningMethod):
         return Needs(inputs=True, hessian=True)
 
     def prune(
-        self, layer: Layer, pattern: Sparsity | None, sparsity: float, joint: Scheme | None
+        self, layer: Layer, pattern: Sparsity | None, sparsity: float, joint: Int | None
     ) -> Pruned | IntegerWeight:
         from torch import Tensor
 
@@ -49,7 +49,7 @@ def prune_sparsegpt(
     factor: HessianFactor,
     pattern: Sparsity | None,
     share: float,
-    scheme: Scheme | None = None,
+    scheme: Int | None = None,
     scale_dtype: torch.dtype | None = None,
 ) -> IntegerWeight | Tensor:
     """Prunes `weight [O, I]`, and quantizes what is kept when there is a scheme; zeros are exact either way.
@@ -67,7 +67,8 @@ def prune_sparsegpt(
     """
     import torch
 
-    from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+    from compress.checkpoint.scale_search import encode, search_scales
+    from compress.checkpoint.weights.integer import IntegerWeight
     from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
 
     likely_kept = _keep(scores("wanda", weight, factor.importance), pattern, share)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import PackedWeight
+from compress.checkpoint.weights import Scheme, Weight
 from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import TuningRecord
 from compress.models.spec import SmoothingMapping
@@ -69,7 +68,7 @@ class BlockOutcome:
         relative_error: squared error of the block's output over the square of what the block adds, on search sequences.
     """
 
-    weights: dict[str, PackedWeight] = field(default_factory=dict)
+    weights: dict[str, Weight] = field(default_factory=dict)
     pruned: dict[str, Tensor] = field(default_factory=dict)
     dense: dict[str, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
@@ -79,7 +78,7 @@ class BlockOutcome:
     edges: list[EdgeRecord] = field(default_factory=list)
     tuning: TuningRecord | None = None
 
-    def keep(self, stored: PackedWeight | Tensor, record: LinearRecord) -> None:
+    def keep(self, stored: Weight | Tensor, record: LinearRecord) -> None:
         """Adds what became of one linear, in host memory."""
         stored = stored.cpu()
         if isinstance(stored, Tensor):

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
-from compress.checkpoint.scheme import FLOAT_BITS, Scheme
-from compress.checkpoint.weights import PackedWeight
+from compress.checkpoint.weights import Int, LowRank, Scheme, Weight
+from compress.checkpoint.weights.integer import integers
 from compress.checkpoint.weights.low_rank import LowRankWeight
-from compress.checkpoint.weights.outlier_columns import OutlierWeight
-from compress.checkpoint.weights.sparse_nm import PrunedWeight
 from compress.methods import base
 from compress.methods.base import Layer, Pruned, QuantizationMethod
 from compress.methods.outlier_columns import highest, sensitivity
@@ -23,7 +21,7 @@ from compress.pipeline.block import LinearRecord
 from compress.pipeline.low_rank import UNREACHED, WHOLE, Ranked
 from compress.plan import LayerPlan, Pruning
 
-Stored = PackedWeight | Tensor
+Stored = Weight | Tensor
 """The stored form of a weight `[O, I]`: packed, or a dense tensor in the model's dtype, zeros and all."""
 
 
@@ -60,7 +58,7 @@ class LayerCompressor:
         if self.ranked is not None:
             self.details["kept_whole"] = WHOLE
         pruned = self._prune(self.plan.pruning) if self.plan.pruning else Pruned(self.weight, None)
-        return self.finish(self._quantize(pruned) if isinstance(pruned, Pruned) else pruned)
+        return self.finish(self._quantize(pruned) if isinstance(pruned, Pruned) else self._wrapped(pruned))
 
     @property
     def is_learned(self) -> bool:
@@ -90,19 +88,19 @@ class LayerCompressor:
     def _scheme(self) -> Scheme | None:
         """The scheme of the weight, or of both its factors; None when they are not quantized."""
         scheme = self.plan.scheme
-        return scheme.factor if scheme and self.plan.factoring else scheme
+        return scheme.codes if scheme and self.plan.factoring else scheme
 
     def _layer(self, weight: Tensor, scheme: Scheme, options: Any, kept: Tensor | None = None) -> Layer:
         return Layer(self.module, weight, scheme, options, self.model_dtype, self.inputs, kept, self.details)
 
     def _quantize(self, pruned: Pruned) -> Stored:
         scheme, weight = self._scheme, pruned.values
-        if scheme is None or self.plan.method is None:
-            return self._unquantized(weight)
+        if scheme is None or scheme.codes is None or self.plan.method is None:
+            return self._wrapped(weight.to(self.model_dtype))
         method = self._known(base.quantization(self.plan.method))
         if self.outliers is not None:
-            return method.compress_beside(self._layer(weight, scheme, self.plan.options), self.outliers)
-        return method.compress(self._layer(weight, scheme, self.plan.options, pruned.kept))
+            return method.compress_beside(self._layer(weight, scheme.codes, self.plan.options), self.outliers)
+        return self._wrapped(method.compress(self._layer(weight, scheme.codes, self.plan.options, pruned.kept)))
 
     def _known(self, method: QuantizationMethod) -> QuantizationMethod:
         """Return the method, or the one that takes over where nothing reached the layer."""
@@ -112,18 +110,19 @@ class LayerCompressor:
         self.details["recovery"] = f"{instead.name}: {UNREACHED}"
         return base.quantization(instead.name)
 
-    def _unquantized(self, weight: Tensor) -> Stored:
-        values, scheme = weight.to(self.model_dtype), self._scheme
-        return values if scheme is None else PrunedWeight(values, scheme)
+    def _wrapped(self, values: Stored) -> Stored:
+        """Return rounded or unquantized values in the form that stores them."""
+        return values if self._scheme is None else self._scheme.wrap(values)
 
-    def _prune(self, pruning: Pruning) -> Pruned | PackedWeight:
+    def _prune(self, pruning: Pruning) -> Pruned | Weight:
         method = base.pruning(pruning.method)
         if method.needs(None).inputs and self.inputs.statistics is None:
             method = base.pruning(base.fallback("prune").name)
             self.details["recovery"] = f"pruned by {method.name}: {UNREACHED}"
         # Quantized in the same loop where both methods can, so that the errors of both are compensated at once.
-        joint = self.plan.quantized if self.plan.method and base.quantization(self.plan.method).joins_pruning else None
-        layer = self._layer(self.weight, self._scheme or Scheme(), None)
+        joined = self.plan.method is not None and base.quantization(self.plan.method).joins_pruning
+        joint = integers(self.plan.quantized.codes) if joined and self.plan.quantized else None
+        layer = self._layer(self.weight, self._scheme or Int(), None)
         return method.prune(layer, pruning.pattern, pruning.sparsity, joint)
 
     def _factorize(self, ranked: Ranked, rank: int) -> LowRankWeight:
@@ -133,7 +132,7 @@ class LayerCompressor:
         scheme = self._scheme
         if self.plan.method is None or scheme is None:
             stored = left.to(self.model_dtype), right.to(self.model_dtype)
-            return LowRankWeight(*stored, Scheme(FLOAT_BITS, None, rank=rank))
+            return LowRankWeight(*stored, LowRank(None, rank))
         method = base.quantization(self.plan.method)
         if method.needs(self.plan.options).inputs and self.inputs.statistics is None:
             method = base.quantization(base.fallback("quantize").name)
@@ -180,7 +179,7 @@ def choose_columns(
     members: dict[Scheme, list[str]] = {}
     for name in weights:
         scheme = plans[name].quantized
-        if scheme is not None and scheme.outliers is not None:
+        if scheme is not None and scheme.num_outliers:
             members.setdefault(scheme, []).append(name)
     chosen: dict[str, Tensor] = {}
     for scheme, names in members.items():
@@ -189,15 +188,15 @@ def choose_columns(
             score = statistics.abs_max / divided
         else:
             importance = None if statistics is None else statistics.mean_square / torch.as_tensor(divided) ** 2
-            score = sensitivity([weights[name] for name in names], scheme.base, importance)
-        chosen |= dict.fromkeys(names, highest(score, scheme.outliers or 0))
+            score = sensitivity([weights[name] for name in names], integers(scheme.codes), importance)
+        chosen |= dict.fromkeys(names, highest(score, scheme.num_outliers))
     return chosen
 
 
-def outlier_columns(weights: Mapping[str, PackedWeight], block: str) -> dict[str, Tensor]:
+def outlier_columns(weights: Mapping[str, Weight], block: str) -> dict[str, Tensor]:
     """Columns `[k]`, int64, of those packed weights that have some, by name inside the block."""
     return {
-        module.removeprefix(f"{block}."): weight.columns.long()
+        module.removeprefix(f"{block}."): weight.outlier_columns.long()
         for module, weight in weights.items()
-        if isinstance(weight, OutlierWeight)
+        if weight.outlier_columns is not None
     }

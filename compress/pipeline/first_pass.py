@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import NM, LowRank, Scheme
 from compress.make_plan import packed_bytes
 from compress.methods.base import Needs
 from compress.methods.low_rank import RankedLinear, rank_step, share_out_over_blocks
@@ -202,7 +202,7 @@ def _with_shares(members: Mapping[str, LayerPlan], shares: Sequence[BlockShare])
         for name in [name for name in members if name.startswith(f"{found.block}.")]:
             assignment = members[name]
             pruning = Pruning(assignment.pruning.method, found.pattern, found.share) if assignment.pruning else None
-            scheme = replace(assignment.scheme, sparsity=found.pattern) if assignment.scheme else None
+            scheme = NM.of(assignment.scheme.codes, found.pattern) if assignment.scheme else None
             changed[name] = replace(assignment, pruning=pruning, scheme=scheme)
     return changed
 
@@ -230,7 +230,7 @@ def _with_ranks(
 ) -> dict[str, LayerPlan]:
     """Final ranks; a linear that had better stay whole loses its rank, and its record says why."""
     shapes = {row.tensor.removesuffix(".weight"): row.shape for row in plan.rows}
-    steps = {name: rank_step(each.scheme.factor) for name, each in members.items() if each.scheme}
+    steps = {name: rank_step(each.scheme.codes) for name, each in members.items() if each.scheme}
 
     def ranked(name: str, values: list[float]) -> RankedLinear:
         rows, columns = shapes[name]
@@ -245,9 +245,8 @@ def _with_ranks(
 
 
 def _ranked_scheme(assignment: LayerPlan, rank: int | None) -> Scheme | None:
-    if assignment.scheme is None or rank is None:
-        return assignment.scheme.factor if assignment.scheme else None
-    return replace(assignment.scheme, rank=rank)
+    codes = assignment.scheme.codes if assignment.scheme else None
+    return codes if assignment.scheme is None or rank is None else LowRank.of(codes, rank)
 
 
 def _replaced(plan: Plan, changed: Mapping[str, LayerPlan]) -> Plan:

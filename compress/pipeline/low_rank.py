@@ -84,7 +84,7 @@ def _ranks(
     for factoring in {each.factoring for each in chosen.values() if each.factoring and each.factoring.is_shared}:
         members = {
             name: RankedLinear(
-                *_shape(weights[name]), rank_step(each.scheme.factor), _comparable(each, parts[name].energies).tolist()
+                *_shape(weights[name]), rank_step(each.scheme.codes), _comparable(each, parts[name].energies).tolist()
             )
             for name, each in chosen.items()
             if each.factoring == factoring and each.scheme

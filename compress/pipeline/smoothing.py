@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.fp8 import quantize_tokens
-from compress.checkpoint.weights.integer import round_in_range
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.weights import Activations, Scheme
 from compress.methods import base
 from compress.methods.base import ScaleSearch
-from compress.methods.rtn import round_to_fp8
 from compress.methods.shared.smoothing import (
     SmoothingResult,
     one_per_value_head,
@@ -82,7 +80,7 @@ def search_edge(
     parent = block.module.get_submodule(edge.parent)
 
     def fake_quantize(weight: Tensor) -> Tensor:
-        return round_to_fp8(weight) if scheme.fp8 else round_in_range(weight, scheme)
+        return scheme.round_in_range(weight)
 
     def loss(weights: list[Tensor], scale: Tensor) -> float:
         for name, weight in zip(edge.balance_layers, weights, strict=True):
@@ -118,22 +116,23 @@ def activations_quantized(
         outliers: columns `[k]` of inputs that stay as they are, by linear.
     """
 
-    def round_input(args: tuple[Any, ...], columns: Tensor | None, fp8: bool) -> tuple[Any, ...]:
+    def round_input(args: tuple[Any, ...], columns: Tensor | None, kind: Activations) -> tuple[Any, ...]:
         inputs = args[0] if scale is None else args[0].float() / scale
-        levels, steps = quantize_tokens(inputs if columns is None else inputs.index_fill(-1, columns, 0.0), fp8)
+        levels, steps = quantize_tokens(inputs if columns is None else inputs.index_fill(-1, columns, 0.0), kind)
         rounded = levels * steps if scale is None else levels * steps * scale
         rounded = rounded.to(args[0].dtype)
         if columns is not None:
             rounded[..., columns] = args[0][..., columns]
         return (rounded, *args[1:])
 
-    def hook(columns: Tensor | None, fp8: bool) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-        return lambda _module, args: round_input(args, columns, fp8)
+    def hook(columns: Tensor | None, kind: Activations) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+        return lambda _module, args: round_input(args, columns, kind)
 
     kept = outliers or {}
     handles = [
-        block.linear(name).register_forward_pre_hook(hook(kept.get(name), scheme.fp8))
+        block.linear(name).register_forward_pre_hook(hook(kept.get(name), scheme.activations))
         for name, scheme in schemes.items()
+        if scheme.activations
     ]
     try:
         yield

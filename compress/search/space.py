@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from compress.checkpoint.scheme import FLOAT_BITS, Scheme, Sparsity
+from compress.checkpoint.scheme import FLOAT_BITS
+from compress.checkpoint.weights import NM, Int, Scheme, Sparsity
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
 from compress.methods import base
@@ -50,7 +51,7 @@ class Form:
         if self.pattern and self.factorizing:
             raise RecipeError(f"{self} is both pruned and factorized", "Choose one: factors are not sparse")
         if self.pattern and self.scheme:
-            Scheme(self.scheme.bits, self.scheme.group_size, self.scheme.symmetric, sparsity=self.pattern)
+            NM(Int(self.scheme.bits, self.scheme.group_size, self.scheme.symmetric), self.pattern)
         self.stages("gptq", ("any",))
 
     @property
@@ -130,7 +131,7 @@ def _form(word: str) -> Form:
         )
     bits, group = found["bits"], found["group"]
     return Form(
-        Scheme(int(bits), int(group) if group else None, found["asym"] is None) if bits else None,
+        Int(int(bits), int(group) if group else None, found["asym"] is None) if bits else None,
         Sparsity.parse(found["pattern"]) if found["pattern"] else None,
         RANK_WORDS.get(found["method"]),
         float(found["keep"] or 1),
@@ -291,7 +292,7 @@ class SearchRequest:
         text = CalibrationOptions(
             self.calibration.source, self.calibration.samples + self.measured, self.calibration.length
         )
-        return Recipe((QuantizeStage("gptq", Scheme(8, None), ignore=self.ignore),), text, self.seed, self.name)
+        return Recipe((QuantizeStage("gptq", Int(8, None), ignore=self.ignore),), text, self.seed, self.name)
 
     def method_of(self, unit: Unit) -> str:
         """How a unit is rounded. Rows of an embedding are looked up, not multiplied: nothing can make up for errors."""

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Scheme
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
@@ -300,12 +300,12 @@ class Backend:
 
 def is_integer(scheme: Scheme) -> bool:
     """Whether weights of a scheme are integers with scales."""
-    return not scheme.fp8
+    return scheme.numbers == "int"
 
 
 def is_fp8(scheme: Scheme) -> bool:
     """Whether weights of a scheme are 8-bit floats."""
-    return scheme.fp8
+    return scheme.numbers == "float"
 
 
 @dataclass(frozen=True, slots=True)

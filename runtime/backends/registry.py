@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import CodedWeight
+from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
 from runtime.backends.base import (
     AttentionKernel,
@@ -52,7 +51,7 @@ class Choice(Generic[Chosen]):
     reason: str
 
 
-def _prepare_dequantized(weight: CodedWeight, bias: Tensor | None, target: Target) -> Linear:
+def _prepare_dequantized(weight: Weight, bias: Tensor | None, target: Target) -> Linear:
     kernel = choose_dense(*weight.shape, target).kernel
     linear = kernel.prepare(weight.dequantize(target.dtype).to(target.device), bias)
     return RoundedInputs(linear) if weight.scheme.activation_bits else linear
@@ -67,7 +66,7 @@ DEQUANTIZED = LinearKernel(
     "dequantized once at load: dense speed, dense memory",
     lambda scheme: True,
     lambda scheme, in_features, target: (
-        "keeps activations in 16 bits" if scheme.activation_bits and not scheme.fp8 else ""
+        "keeps activations in 16 bits" if scheme.activations is Activations.INT8 else ""
     ),
     _prepare_dequantized,
     _dequantized_nbytes,

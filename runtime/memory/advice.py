@@ -9,7 +9,8 @@ from typing import Any
 
 from compress.checkpoint.kv_cache import KV_FORMATS
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import GROUP_SIZES, Scheme
+from compress.checkpoint.scheme import GROUP_SIZES
+from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
@@ -132,10 +133,10 @@ def _fewer_bits(path: Path, weights: Weights, now: Capacity) -> Iterator[Remedy]
 
 def _schemes(weights: Weights) -> Iterator[tuple[Scheme, str]]:
     columns = {weights.checkpoint.shape(module)[1] for module in weights.schemes}
-    yield Scheme(8, None, True, 8), "--method smoothquant"
+    yield Int(8, None, True, Activations.INT8), "--method smoothquant"
     group = next((size for size in reversed(GROUP_SIZES) if all(n % size == 0 for n in columns)), None)
     for bits in BIT_WIDTHS:
-        yield Scheme(bits, group), f"--method gptq --bits {bits} --group-size {group or -1}"
+        yield Int(bits, group), f"--method gptq --bits {bits} --group-size {group or -1}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from itertools import groupby
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.packing import num_words
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import MAX_BITS, Scheme
+from compress.checkpoint.scheme import MAX_BITS
+from compress.checkpoint.weights import Scheme
 from compress.models.spec import siblings
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, choose_linear
@@ -142,7 +143,7 @@ class Weights:
         products: list[tuple[Scheme | None, int, int]] = []
         for (_, scheme), group in groupby(linears, key=lambda linear: linear[:2]):
             shapes = [shape for _, _, shape in group]
-            if scheme is not None and scheme.rank is not None:
+            if scheme is not None and not scheme.fuses:
                 # Factors are not fused: each layer has a right one of its own.
                 products += [matrix for shape in shapes for matrix in scheme.matrices(*shape)]
             elif scheme is not None:

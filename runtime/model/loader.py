@@ -13,9 +13,7 @@ from torch import Tensor
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import CodedWeight
-from compress.checkpoint.weights.fp8 import Fp8Weight
+from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight
@@ -39,8 +37,6 @@ from runtime.core.rope import Rotary
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import Embedding, make_embedding
 
-Weight = CodedWeight | LowRankWeight | OutlierWeight | Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
@@ -56,41 +52,16 @@ class SideBySide:
         return torch.cat([part(x) for part in self.parts], -1)
 
 
-def fuse_weights(weights: Sequence[Weight]) -> Weight | None:
-    """Weights over the same input as one weight along the output features; None when their schemes or dtypes differ, or
-    when one is of low rank: each has a right factor of its own. With outlier columns they must be the same."""
+def fuse_weights(weights: Sequence[Weight | Tensor]) -> Weight | Tensor | None:
+    """Weights over the same input as one weight along the output features; None when they cannot be one: their forms or
+    dtypes differ, or their form does not allow it."""
     if len(weights) == 1:
         return weights[0]
-    if any(isinstance(weight, LowRankWeight) for weight in weights):
-        return None
-    mixed = [weight for weight in weights if isinstance(weight, OutlierWeight)]
-    if mixed:
-        return _fuse_outliers(mixed) if len(mixed) == len(weights) else None
+    packed = [weight for weight in weights if isinstance(weight, Weight)]
+    if len(packed) == len(weights):
+        return packed[0].fuse(packed[1:])
     dense = [weight for weight in weights if isinstance(weight, Tensor)]
-    packed = [weight for weight in weights if isinstance(weight, CodedWeight)]
-    kinds = {weight.dtype for weight in dense} | {(weight.scheme, weight.scale.dtype) for weight in packed}
-    if len(kinds) > 1:
-        return None
-    if dense:
-        return torch.cat(dense)
-    return _stacked(packed)
-
-
-def _stacked(weights: Sequence[CodedWeight]) -> CodedWeight:
-    """Weights of one scheme as one, along the output features."""
-    codes, scale = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scale"))
-    zeros = [weight.zero for weight in weights if isinstance(weight, IntegerWeight)]
-    scheme = weights[0].scheme
-    return IntegerWeight(codes, scale, torch.cat(zeros), scheme) if zeros else Fp8Weight(codes, scale, scheme)
-
-
-def _fuse_outliers(weights: Sequence[OutlierWeight]) -> OutlierWeight | None:
-    first = weights[0]
-    base = fuse_weights([weight.base for weight in weights])
-    same = all(torch.equal(weight.columns, first.columns) for weight in weights)
-    if not isinstance(base, IntegerWeight) or not same:
-        return None
-    return OutlierWeight(base, first.columns, torch.cat([weight.values for weight in weights]), first.scheme)
+    return torch.cat(dense) if len(dense) == len(weights) and len({weight.dtype for weight in dense}) == 1 else None
 
 
 def fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
@@ -170,9 +141,7 @@ def unpacked_on(checkpoint: PackedCheckpoint, device: torch.device) -> PackedChe
 
 def unpacks_anywhere(scheme: Scheme | None) -> bool:
     """Whether a module is plain integers, unpacked by operations on one matrix at a time."""
-    if scheme is None:
-        return False
-    return not (scheme.fp8 or scheme.sparsity or scheme.rank is not None or scheme.outliers is not None)
+    return scheme is not None and scheme.numbers == "int" and not scheme.structure
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -289,7 +258,7 @@ class _Loader:
         head = self._prepare(weight, "head (the embedding)")
         return make_embedding(weight, self.target, head), head
 
-    def _weight(self, module: str) -> Weight:
+    def _weight(self, module: str) -> Weight | Tensor:
         """A weight as stored; plain integers on the device."""
         device = self.target.device
         # A checkpoint that makes its weights itself (`RoundedCheckpoint`) reads more than one matrix for each.
@@ -297,7 +266,7 @@ class _Loader:
         if device.type == "cpu" or not is_read or not unpacks_anywhere(self.checkpoint.scheme(module)):
             return self.checkpoint.weight(module)
         weight = unpacked_on(self.checkpoint, device).weight(module)
-        return weight.changed(lambda tensor: tensor.to(device)) if isinstance(weight, IntegerWeight) else weight
+        return weight if isinstance(weight, Tensor) else weight.changed(lambda tensor: tensor.to(device))
 
     def _vector(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.target.device, self.target.dtype)
@@ -316,20 +285,20 @@ class _Loader:
     def _bias(self, module: str) -> Tensor | None:
         return self._vector(f"{module}.bias") if f"{module}.bias" in self.checkpoint.files else None
 
-    def _prepare(self, weight: Weight, name: str, bias: Tensor | None = None) -> Linear:
+    def _prepare(self, weight: Weight | Tensor, name: str, bias: Tensor | None = None) -> Linear:
         if isinstance(weight, LowRankWeight):
             right = self._prepare(weight.right, f"{name}, right factor")
             return LowRank(right, self._prepare(weight.left, f"{name}, left factor", bias))
         if isinstance(weight, OutlierWeight):
             columns = weight.columns.to(self.target.device, torch.int64)
             values = weight.values.to(self.target.device, self.target.dtype).T.contiguous()
-            what = f"{name} beside {weight.scheme.outliers} columns in 16 bits"
+            what = f"{name} beside {len(columns)} columns in 16 bits"
             return WithOutliers(self._prepare(weight.base, what, bias), columns, values)
         if isinstance(weight, Tensor):
             return self._prepare_dense(weight, name, bias)
         choice = self._choose(weight.scheme, weight.shape[1])
         self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1
-        return choice.kernel.prepare(weight, bias, self.target)
+        return choice.kernel.prepare(weight.expanded(), bias, self.target)
 
     def _prepare_dense(self, weight: Tensor, name: str, bias: Tensor | None) -> Linear:
         dtype = str(self.target.dtype).removeprefix("torch.")

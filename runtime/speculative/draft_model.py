@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compress.checkpoint.reader import PackedCheckpoint, RoundedCheckpoint
-from compress.checkpoint.scheme import GROUP_SIZES, Scheme
+from compress.checkpoint.scheme import GROUP_SIZES
+from compress.checkpoint.weights import Int, Scheme
 from compress.common.errors import ToolkitError
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Sequence
@@ -189,9 +190,9 @@ def _scheme(source: PackedCheckpoint, module: str, bits: int) -> Scheme:
             f"{module} has {_taken(stored, rows, columns):g} bits already, so {bits} bits make no faster draft",
             "Use --speculative-model self:skip, ngram, or fewer bits",
         )
-    return Scheme(bits, next((size for size in GROUP_SIZES if columns % size == 0), None), symmetric=False)
+    return Int(bits, next((size for size in GROUP_SIZES if columns % size == 0), None), symmetric=False)
 
 
 def _taken(stored: Scheme, rows: int, columns: int) -> float:
     """Returns the bits per weight; low-rank factors count with their stored size."""
-    return stored.bits if stored.rank is None else stored.stored_bits(rows, columns) / (rows * columns)
+    return stored.bits_per_weight(rows, columns)

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations as InputRounding
+from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
@@ -63,7 +64,11 @@ def contenders(in_features: int, out_features: int, group_size: int = 128) -> li
     numbers = torch.randn(out_features, in_features, generator=generator).to(torch.bfloat16)
 
     def codes(bits: int, activation_bits: int | None = None) -> IntegerWeight:
-        scheme = Scheme(bits, None if activation_bits else group_size, activation_bits=activation_bits)
+        scheme = Int(
+            bits,
+            None if activation_bits else group_size,
+            activations=InputRounding.from_bits(activation_bits, InputRounding.INT8),
+        )
         shape = out_features, scheme.num_groups(in_features)
         values = torch.randint(0, 1 << bits, numbers.shape, generator=generator).to(torch.uint8)
         scale = (torch.rand(shape, generator=generator) * 0.01 + 0.01).to(torch.bfloat16)

@@ -242,12 +242,12 @@ NAMES = ("llama.cpp Q4_0", "int4", "int4 w4a8", "transformers bf16")
 def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
     """The models: dense, packed with a 4-bit body and an 8-bit head, and as GGUF."""
     from benchmarking.models import SHAPES, compress, write_gguf, write_model
-    from compress.checkpoint.scheme import Scheme
+    from compress.checkpoint.weights import Int
     from compress.recipe import HEAD_TARGET, CalibrationOptions, QuantizeStage
 
     dense = work / "dense"
     write_model(dense, SHAPES[shape])
-    stages = [QuantizeStage("rtn", Scheme(4, 128)), QuantizeStage("rtn", Scheme(8, 128), targets=(HEAD_TARGET,))]
+    stages = [QuantizeStage("rtn", Int(4, 128)), QuantizeStage("rtn", Int(8, 128), targets=(HEAD_TARGET,))]
     compress(dense, work / "packed", stages, CalibrationOptions())
     if NAMES[0] in names:
         write_gguf(work / "model.gguf", SHAPES[shape])

@@ -27,10 +27,10 @@ from torch.nn import functional
 from benchmarking.cpu_kernels import Case, decoder_config
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
+from compress.checkpoint.activations import FP8
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import CodedWeight
-from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
+from compress.checkpoint.weights import Activations, Fp8, Int, Scheme, Weight
+from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
@@ -197,12 +197,12 @@ def _fill(pages: ExactPages | QuantizedPages) -> None:
 SHAPES = ("4096x4096", "6144x4096", "28672x4096", "4096x14336", "8192x8192")
 TOKENS = (1, 4, 16, 64, 256, 2048)
 KERNELS = {
-    "int4 g128": (PLANES, Scheme(4, 128)),
-    "int2 g64": (PLANES, Scheme(2, 64)),
-    "int8": (BYTES, Scheme(8, None)),
-    "w8a8": (LEVEL_PRODUCT, Scheme(8, None, True, 8)),
-    "fp8": (WIDENED, Scheme(8, None, fp8=True)),
-    "fp8 w8a8": (NATIVE, Scheme(8, None, activation_bits=8, fp8=True)),
+    "int4 g128": (PLANES, Int(4, 128)),
+    "int2 g64": (PLANES, Int(2, 64)),
+    "int8": (BYTES, Int(8, None)),
+    "w8a8": (LEVEL_PRODUCT, Int(8, None, True, Activations.INT8)),
+    "fp8": (WIDENED, Fp8()),
+    "fp8 w8a8": (NATIVE, Fp8(Activations.FP8)),
 }
 DENSE = "cuBLAS bf16"
 
@@ -216,10 +216,10 @@ class Measured:
     nbytes: int
 
 
-def random_codes(rows: int, columns: int, scheme: Scheme, device: torch.device) -> CodedWeight:
+def random_codes(rows: int, columns: int, scheme: Scheme, device: torch.device) -> Weight:
     groups = rows, scheme.num_groups(columns)
     scale = torch.rand(groups, device=device).mul_(0.01).add_(0.001).bfloat16()
-    if scheme.fp8:
+    if scheme.numbers == "float":
         return Fp8Weight(torch.randn(rows, columns, device=device).to(FP8), scale, scheme)
     codes = torch.randint(0, scheme.max_code + 1, (rows, columns), dtype=torch.uint8, device=device)
     zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8, device=device)
@@ -247,7 +247,7 @@ def weight_bytes(name: str, rows: int, columns: int) -> int:
         return rows * columns * 2
     if name == SPARSE:
         return semi_structured_bytes(rows, columns)
-    scheme = Scheme(4, 128) if name in PEERS else KERNELS[name][1]
+    scheme = Int(4, 128) if name in PEERS else KERNELS[name][1]
     return rows * columns * scheme.bits // 8 + rows * scheme.num_groups(columns) * (4 if name in PEERS else 2)
 
 

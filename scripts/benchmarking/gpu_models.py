@@ -279,7 +279,7 @@ UNKNOWN = "-"
 def prepare(work: Path, shape: str, device: str) -> dict[str, Path]:
     """The model dense, and packed by rounding: 8 bits, and 4 bits with an 8-bit head."""
     from benchmarking.models import SHAPES, compress, write_model
-    from compress.checkpoint.scheme import Scheme
+    from compress.checkpoint.weights import Int
     from compress.common.cli import demo_model_path
     from compress.recipe import HEAD_TARGET, CalibrationOptions, QuantizeStage
 
@@ -288,8 +288,8 @@ def prepare(work: Path, shape: str, device: str) -> dict[str, Path]:
         dense = work / "dense"
         write_model(dense, SHAPES[shape], device=device)
     folders = {"dense": dense}
-    head = [QuantizeStage("rtn", Scheme(8, 64), targets=(HEAD_TARGET,))] if shape != "demo" else []
-    for name, scheme in (("int8", Scheme(8, None)), ("int4", Scheme(4, 64 if shape == "demo" else 128))):
+    head = [QuantizeStage("rtn", Int(8, 64), targets=(HEAD_TARGET,))] if shape != "demo" else []
+    for name, scheme in (("int8", Int(8, None)), ("int4", Int(4, 64 if shape == "demo" else 128))):
         folders[name] = compress(
             dense, work / name, [QuantizeStage("rtn", scheme), *head], CalibrationOptions(), device=device
         ).out

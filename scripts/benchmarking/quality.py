@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarking.tables import Row
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Activations, Int, Sparsity
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import Evaluation
 from compress.recipe import METHODS, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
@@ -77,7 +77,7 @@ def stages_of(setting: str, method: str) -> tuple[Stage, ...]:
         pruning, _, rounding = method.partition("+")
         return (*stages_of(pattern, pruning), *stages_of(scheme, rounding))
     if setting == "w8a8":
-        return (QuantizeStage(method, Scheme(8, None, activation_bits=8)),)
+        return (QuantizeStage(method, Int(8, None, activations=Activations.INT8)),)
     try:
         return (_stage(setting, method),)
     except ValueError as error:
@@ -87,7 +87,7 @@ def stages_of(setting: str, method: str) -> tuple[Stage, ...]:
 def _stage(setting: str, method: str) -> Stage:
     if setting.startswith("w"):
         bits, _, group_size = setting.removeprefix("w").partition("g")
-        return QuantizeStage(method, Scheme(int(bits), int(group_size)))
+        return QuantizeStage(method, Int(int(bits), int(group_size)))
     if setting.startswith("rank"):
         return FactorizeStage(method, float(setting.removeprefix("rank")), allocation="uniform")
     if setting.endswith("%"):

@@ -26,7 +26,7 @@ from benchmarking.tables import Row, describe, print_with_markdown, write_json
 def prepare(work: Path, shape: str) -> tuple[Path, Path]:
     """A dense model and its int4 packing."""
     from benchmarking.models import SHAPES, compress, write_model
-    from compress.checkpoint.scheme import Scheme
+    from compress.checkpoint.weights import Int
     from compress.common.cli import demo_model_path
     from compress.recipe import CalibrationOptions, QuantizeStage
 
@@ -34,7 +34,7 @@ def prepare(work: Path, shape: str) -> tuple[Path, Path]:
     if shape != "demo":
         dense = work / "dense"
         write_model(dense, SHAPES[shape])
-    stage = QuantizeStage("rtn", Scheme(4, 128))
+    stage = QuantizeStage("rtn", Int(4, 128))
     return dense, compress(dense, work / "packed", [stage], CalibrationOptions()).out
 
 

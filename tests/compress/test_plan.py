@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Int, Sparsity
 from compress.common.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.skeleton import check_supported
@@ -30,7 +30,7 @@ def plan_for(path: Path, *stages: Stage) -> Plan:
 
 
 def test_every_tensor_has_a_row_and_a_fate(tiny_model) -> None:
-    plan = plan_for(tiny_model("llama_biased"), QuantizeStage("awq", Scheme(4, 64), ignore=("down_proj",)))
+    plan = plan_for(tiny_model("llama_biased"), QuantizeStage("awq", Int(4, 64), ignore=("down_proj",)))
     fates = {row.kind: (str(row.assignment.scheme) if row.assignment else row.reason) for row in plan.rows}
     assert fates["model.layers.*.self_attn.q_proj.weight"] == "w4a16 g64 sym"
     assert fates["model.layers.*.self_attn.q_proj.bias"] == "norm, bias or other vector"
@@ -43,16 +43,16 @@ def test_every_tensor_has_a_row_and_a_fate(tiny_model) -> None:
 
 def test_bits_per_weight_count_codes_scales_and_zero_points(tiny_model) -> None:
     path = tiny_model()
-    assert plan_for(path, QuantizeStage("rtn", Scheme(4, 128))).bits_per_weight == 4 + 16 / 128
-    assert plan_for(path, QuantizeStage("rtn", Scheme(3, 32, False))).bits_per_weight == 3 + (16 + 3) / 32
+    assert plan_for(path, QuantizeStage("rtn", Int(4, 128))).bits_per_weight == 4 + 16 / 128
+    assert plan_for(path, QuantizeStage("rtn", Int(3, 32, False))).bits_per_weight == 3 + (16 + 3) / 32
 
 
 def test_layers_that_get_no_smaller_are_noted(tiny_model) -> None:
-    stage = QuantizeStage("rtn", Scheme(8, 32), outlier_columns=0.99, targets=("*.down_proj",))
+    stage = QuantizeStage("rtn", Int(8, 32), outlier_columns=0.99, targets=("*.down_proj",))
     (note,) = [note for note in plan_for(tiny_model(), stage).notes if "no smaller" in note]
     assert note.startswith("3 tensors would get no smaller (e.g. model.layers.")
     assert "down_proj.weight" in note
-    assert not any("no smaller" in note for note in plan_for(tiny_model(), QuantizeStage("rtn", Scheme(4, 128))).notes)
+    assert not any("no smaller" in note for note in plan_for(tiny_model(), QuantizeStage("rtn", Int(4, 128))).notes)
 
 
 def test_pruning_what_a_rotation_spreads_is_noted(tiny_model) -> None:
@@ -64,18 +64,18 @@ def test_pruning_what_a_rotation_spreads_is_noted(tiny_model) -> None:
 def test_later_stages_win(tiny_model) -> None:
     plan = plan_for(
         tiny_model(),
-        QuantizeStage("rtn", Scheme(4, 128)),
-        QuantizeStage("rtn", Scheme(8, None), targets=("*.down_proj",)),
+        QuantizeStage("rtn", Int(4, 128)),
+        QuantizeStage("rtn", Int(8, None), targets=("*.down_proj",)),
     )
     schemes = {row.kind.split(".")[-2]: row.assignment.scheme for row in plan.packed}
-    assert schemes["down_proj"] == Scheme(8, None)
-    assert schemes["up_proj"] == Scheme(4, 128)
+    assert schemes["down_proj"] == Int(8, None)
+    assert schemes["up_proj"] == Int(4, 128)
 
 
 def test_group_size_that_does_not_divide_names_every_layer_and_what_fits(tiny_model) -> None:
     path = tiny_model(intermediate_size=192)
     with pytest.raises(SchemeError) as caught:
-        plan_for(path, QuantizeStage("rtn", Scheme(4, 128)))
+        plan_for(path, QuantizeStage("rtn", Int(4, 128)))
     assert "model.layers.*.mlp.down_proj (3 layers, 192 inputs)" in str(caught.value)
     assert "q_proj" not in str(caught.value)
     assert "--group-size 64" in caught.value.remedy
@@ -93,7 +93,7 @@ def test_tensors_that_are_not_the_model_s_are_refused_before_anything_runs(tiny_
     name = "model.layers.1.mlp.down_proj.weight"
     save_file({**tensors, name: change(tensors[name]).contiguous()}, file)
     with pytest.raises(CheckpointError, match=rf"{name} .*{words}"):
-        plan_for(path, QuantizeStage("rtn", Scheme(8, None)))
+        plan_for(path, QuantizeStage("rtn", Int(8, None)))
 
 
 def test_ignoring_everything_is_an_error(tiny_model) -> None:
@@ -102,7 +102,7 @@ def test_ignoring_everything_is_an_error(tiny_model) -> None:
 
 
 def test_smoothing_edges_need_all_their_targets(tiny_model) -> None:
-    plan = plan_for(tiny_model(), QuantizeStage("awq", Scheme(4, 64), ignore=("up_proj",)))
+    plan = plan_for(tiny_model(), QuantizeStage("awq", Int(4, 64), ignore=("up_proj",)))
     assert {edge.smooth_layer for edge in plan.edges[0]} == {"input_layernorm", "self_attn.v_proj"}
     assert any(
         "post_attention_layernorm -> mlp.gate_proj, mlp.up_proj is not smoothed in 3 of 3 blocks" in note
@@ -112,7 +112,7 @@ def test_smoothing_edges_need_all_their_targets(tiny_model) -> None:
 
 
 def test_unknown_family_is_quantized_without_smoothing_and_says_so(tiny_model) -> None:
-    plan = plan_for(tiny_model("phi3"), QuantizeStage("awq", Scheme(4, 64)))
+    plan = plan_for(tiny_model("phi3"), QuantizeStage("awq", Int(4, 64)))
     assert plan.edges == ((), (), ())
     assert {row.kind.split(".")[-2] for row in plan.packed} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert any("'phi3' has no known smoothing mappings" in note for note in plan.notes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compress.checkpoint.scheme import FLOAT_BITS, Scheme
+from compress.checkpoint.scheme import FLOAT_BITS
+from compress.checkpoint.weights import Int, LowRank, Scheme
 from compress.plan import LayerPlan, PlanRow
 from compress.plan_notes import LAUNCH_SECONDS, READ_RATE, factor_notes, slower_seconds
 
@@ -34,8 +35,8 @@ def test_a_second_product_pays_when_it_saves_more_than_its_launch() -> None:
     ],
 )
 def test_small_layers_and_small_savings_are_named(shape, bits: int, rank: int, is_slower: bool) -> None:
-    scheme = Scheme(bits, None if bits == FLOAT_BITS else 128, rank=rank)
-    notes = factor_notes([row(*shape, scheme), row(64, 64, Scheme(4, 32)), row(64, 64, None)])
+    scheme = LowRank(None if bits == FLOAT_BITS else Int(bits), rank)
+    notes = factor_notes([row(*shape, scheme), row(64, 64, Int(4, 32)), row(64, 64, None)])
     assert bool(notes) is is_slower
     if notes:
         assert notes[0].startswith("1 of 1 factorized layers")
@@ -43,4 +44,4 @@ def test_small_layers_and_small_savings_are_named(shape, bits: int, rank: int, i
 
 
 def test_without_factors_nothing_is_said() -> None:
-    assert factor_notes([row(64, 64, Scheme(4, 32)), row(64, 64, None)]) == []
+    assert factor_notes([row(64, 64, Int(4, 32)), row(64, 64, None)]) == []

@@ -8,29 +8,29 @@ import re
 import pytest
 
 from calibration.parts import Part
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Activations, Fp8, Int, Sparsity
 from compress.common.errors import RecipeError
 from compress.methods.signround import SignRoundOptions
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
 from compress.recipe_file import bundled_recipes, load_recipe, parse_recipe
 
 BUNDLED = {
-    "int2-gptq-outliers": ("gptq", Scheme(2, 64)),
-    "int2-rotate-gptaq": ("gptaq", Scheme(2, 64)),
-    "int2-signround": ("signround", Scheme(2, 64)),
-    "int3-signround": ("signround", Scheme(3, 64)),
-    "int4-awq": ("awq", Scheme(4, 128)),
-    "int4-awq-kv4": ("awq", Scheme(4, 128)),
-    "int4-gptq": ("gptq", Scheme(4, 128)),
-    "int4-gptq-embedding8": ("gptq", Scheme(4, 128), Scheme(8, None)),
-    "int4-rtn": ("rtn", Scheme(4, 128)),
-    "int8-rtn": ("rtn", Scheme(8, None)),
-    "lowrank-int4": ("svd-llm", Scheme(4, 32)),
-    "lowrank-int8": ("svd-llm", Scheme(8, None)),
+    "int2-gptq-outliers": ("gptq", Int(2, 64)),
+    "int2-rotate-gptaq": ("gptaq", Int(2, 64)),
+    "int2-signround": ("signround", Int(2, 64)),
+    "int3-signround": ("signround", Int(3, 64)),
+    "int4-awq": ("awq", Int(4, 128)),
+    "int4-awq-kv4": ("awq", Int(4, 128)),
+    "int4-gptq": ("gptq", Int(4, 128)),
+    "int4-gptq-embedding8": ("gptq", Int(4, 128), Int(8, None)),
+    "int4-rtn": ("rtn", Int(4, 128)),
+    "int8-rtn": ("rtn", Int(8, None)),
+    "lowrank-int4": ("svd-llm", Int(4, 32)),
+    "lowrank-int8": ("svd-llm", Int(8, None)),
     "sparse24": ("sparsegpt",),
-    "sparse24-int4": ("sparsegpt", Scheme(4, 128)),
-    "w8a8-smoothquant": ("smoothquant", Scheme(8, None, activation_bits=8)),
-    "w8a8-fp8": ("rtn", Scheme(8, None, activation_bits=8, fp8=True)),
+    "sparse24-int4": ("sparsegpt", Int(4, 128)),
+    "w8a8-smoothquant": ("smoothquant", Int(8, None, activations=Activations.INT8)),
+    "w8a8-fp8": ("rtn", Fp8(Activations.FP8)),
 }
 
 SEARCH = "smallest-kl"
@@ -55,7 +55,7 @@ def test_bundled_recipes_say_what_their_names_say(name: str) -> None:
 def test_learned_rounding_in_a_recipe() -> None:
     text = "stages:\n  - quantize: {method: signround, bits: 2, steps: 50, lr: 0.01, batch: 8}\n"
     (stage,) = parse_recipe(text, "r.yaml").stages
-    assert stage == QuantizeStage("signround", Scheme(2, 128), options=SignRoundOptions(50, 0.01, 8))
+    assert stage == QuantizeStage("signround", Int(2, 128), options=SignRoundOptions(50, 0.01, 8))
 
 
 def test_low_rank_in_a_recipe() -> None:
@@ -77,8 +77,8 @@ def test_a_whole_recipe(tmp_path) -> None:
     )
     assert load_recipe(str(path)) == Recipe(
         stages=(
-            QuantizeStage("gptq", Scheme(3, 64, False), ignore=("lm_head",)),
-            QuantizeStage("rtn", Scheme(8, None), targets=("*.down_proj",)),
+            QuantizeStage("gptq", Int(3, 64, False), ignore=("lm_head",)),
+            QuantizeStage("rtn", Int(8, None), targets=("*.down_proj",)),
         ),
         calibration=CalibrationOptions("pydoc", 8, 128),
         seed=7,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import load_reference, pack_model, put_weights, save_tiny_model
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import RequestError
 from runtime.core.config import RuntimeConfig
@@ -102,7 +102,7 @@ def test_packed_weights_and_windows_in_a_crowd_equal_transformers(family: str, t
     """Random int4 weights; transformers gets their dequantized values. Mistral's window is shorter than the text."""
     options = {"sliding_window": 16} if family == "mistral" else {}
     dense = save_tiny_model(tmp_path / "dense", family, **options)
-    weights = pack_model(dense, tmp_path / "packed", lambda module: Scheme(bits=4, group_size=32))
+    weights = pack_model(dense, tmp_path / "packed", lambda module: Int(bits=4, group_size=32))
     model = put_weights(load_reference(dense), weights)
     num_blocks = 9 if options else 24  # blocks out of the window's reach go back
     settings = config(num_blocks=num_blocks, block_size=4, max_model_len=96, prefill_chunk=5)

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from compress.checkpoint.activations import FP8
 from compress.checkpoint.config import packed_config, read_config, write_config
 from compress.checkpoint.formats.registry import find_format
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import CodedWeight
-from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
+from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 
 FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -65,10 +65,10 @@ def reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return model(tokens, use_cache=False).logits
 
 
-def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> CodedWeight:
+def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> Weight:
     """Every code value, scales of both signs, zero points that fit the scheme."""
     generator = torch.Generator().manual_seed(seed)
-    if scheme.fp8:
+    if scheme.numbers == "float":
         return _random_floats(shape, scheme, generator, dtype)
     groups = (shape[0], scheme.num_groups(shape[1]))
     codes = torch.randint(0, scheme.max_code + 1, shape, generator=generator).to(torch.uint8)
@@ -94,7 +94,7 @@ def pack_model(
     scheme: Callable[[str], Scheme | None],
     format: str = "compressed-tensors",
     scale_dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, CodedWeight]:
+) -> dict[str, Weight]:
     """Copies `dense` with random codes in place of the chosen linears; gives the packed weights."""
     codec = find_format(format)
     tensors = load_file(dense / "model.safetensors")
@@ -113,7 +113,7 @@ def pack_model(
     return weights
 
 
-def put_weights(model: PreTrainedModel, weights: dict[str, CodedWeight]) -> PreTrainedModel:
+def put_weights(model: PreTrainedModel, weights: dict[str, Weight]) -> PreTrainedModel:
     """Puts dequantized weights into transformers' model."""
     for module, weight in weights.items():
         model.get_submodule(module).weight.data = weight.dequantize(torch.float64).to(model.dtype)

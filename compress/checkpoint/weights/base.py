@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from compress.checkpoint.scheme import Scheme
 from compress.common.errors import CheckpointError, SchemeError
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    Get = Callable[[str], Tensor]
-    """Gives a stored tensor by its full name; raises CheckpointError when there is none."""
+Get: TypeAlias = "Callable[[str], Tensor]"
+"""Gives a stored tensor by its full name; raises CheckpointError when there is none."""
 
 PANEL_ELEMENTS = 2**22
 """Weights whose exact values are in memory at one time while a whole matrix is dequantized."""
@@ -70,6 +70,11 @@ class Weight(ABC):
     def is_symmetric(self) -> bool:
         """Whether every zero point is the midpoint of the codes, whatever the scheme says."""
         return self.scheme.symmetric
+
+    @property
+    def outlier_columns(self) -> Tensor | None:
+        """Input columns `[k]` that are stored in 16 bits; None when there are none."""
+        return None
 
     def stored_as(self, scheme: Scheme) -> Weight:
         """The same values under another scheme that can hold them. Raises SchemeError for one that cannot."""

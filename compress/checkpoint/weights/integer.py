@@ -188,6 +188,13 @@ class Int(Scheme):
         return round_in_range(weight, self, scale_dtype or torch.bfloat16)
 
 
+def integers(scheme: Scheme | None) -> Int:
+    """The scheme of codes that a method rounds to. Raises SchemeError unless they are integers."""
+    if isinstance(scheme, Int):
+        return scheme
+    raise SchemeError(f"integers are wanted, not {scheme or '16-bit values'}", "Use method rtn, or integer bits")
+
+
 @dataclass(frozen=True, slots=True)
 class IntegerWeight(Weight):
     """`W [O, I] ~ (codes - zero) * scale`, with zero and scale repeated over each group of columns.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme, register
 from compress.checkpoint.weights.base import StoredTensors, Weight, joint_digest, nonfinite_problems
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    Factor = IntegerWeight | Tensor
-
+Factor: TypeAlias = "IntegerWeight | Tensor"
 SIDES = ("left", "right")
 
 
@@ -46,7 +45,7 @@ class LowRank(Scheme):
             raise SchemeError(f"a rank of {self.rank} leaves nothing", "Keep more of the weights")
         if self.inner is not None and (not isinstance(self.inner, Int) or self.inner.activations):
             raise SchemeError(
-                "factors of low rank are integers or 16-bit values, and their inputs stay in 16 bits",
+                "factors of low rank are not multiplied with 8-bit activations",
                 "Leave the pattern and activation_bits out where layers are factorized",
             )
 

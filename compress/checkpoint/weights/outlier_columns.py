@@ -26,11 +26,11 @@ class OutlierColumns(Scheme):
 
     Attributes:
         inner: of the codes, which are zero in outlier columns.
-        count: number of outlier columns.
+        num_outliers: number of outlier columns.
     """
 
     inner: Int
-    count: int
+    num_outliers: int
 
     suffixes = (*Int.suffixes, ".outlier_columns", ".outlier_values")
     mark = ".outlier_columns"
@@ -39,8 +39,8 @@ class OutlierColumns(Scheme):
     is_exact_size = True
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise SchemeError(f"{self.count} outlier columns are none", "Leave outlier columns out")
+        if self.num_outliers < 1:
+            raise SchemeError(f"{self.num_outliers} outlier columns are none", "Leave outlier columns out")
         if not isinstance(self.inner, Int):
             raise SchemeError(f"outlier columns do not go with {self.inner}", "Leave outlier columns out there")
 
@@ -79,22 +79,24 @@ class OutlierColumns(Scheme):
         return self.inner.num_groups(in_features)
 
     def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
-        return [(self.inner, out_features, in_features), (None, out_features, self.count)]
+        return [(self.inner, out_features, in_features), (None, out_features, self.num_outliers)]
 
     def check(self, shape: tuple[int, int]) -> None:
-        if self.count >= shape[1]:
-            raise SchemeError(f"{self.count} outlier columns are all of {shape[1]} inputs", "Keep fewer in 16 bits")
+        if self.num_outliers >= shape[1]:
+            raise SchemeError(
+                f"{self.num_outliers} outlier columns are all of {shape[1]} inputs", "Keep fewer in 16 bits"
+            )
         self.inner.check(shape)
 
     def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
         codes = self.inner.stored_bits(out_features, in_features, scale_bits)
-        return codes + self.count * (out_features * scale_bits + COLUMN_BITS)
+        return codes + self.num_outliers * (out_features * scale_bits + COLUMN_BITS)
 
     def __str__(self) -> str:
-        return f"{self.inner} + {self.count} columns"
+        return f"{self.inner} + {self.num_outliers} columns"
 
     def fields(self) -> dict[str, Any]:
-        return {**self.inner.fields(), "outliers": self.count}
+        return {**self.inner.fields(), "outliers": self.num_outliers}
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> OutlierColumns:
@@ -132,7 +134,7 @@ class OutlierWeight(Weight):
     def __post_init__(self) -> None:
         if not isinstance(self.scheme, OutlierColumns) or self.base.scheme != self.scheme.inner:
             raise SchemeError(f"{self.base.scheme} is not what {self.scheme} has beside its outlier columns")
-        count, (rows, width) = self.scheme.count, self.base.shape
+        count, (rows, width) = self.scheme.num_outliers, self.base.shape
         if tuple(self.columns.shape) != (count,) or tuple(self.values.shape) != (rows, count):
             shapes = f"{tuple(self.columns.shape)} outlier columns with values {tuple(self.values.shape)}"
             raise SchemeError(f"{shapes} do not fit {rows} outputs and {self.scheme}")
@@ -150,6 +152,10 @@ class OutlierWeight(Weight):
     @property
     def nbytes(self) -> int:
         return self.base.nbytes + self.columns.nbytes + self.values.nbytes
+
+    @property
+    def outlier_columns(self) -> Tensor:
+        return self.columns
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         values = self.base.dequantize(dtype)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.checkpoint.weights.integer import GroupScales
+from compress.checkpoint.scale_search import GroupScales
+from compress.checkpoint.weights import Int, Sparsity
 from compress.cpu.binding import BEST, absence, library
 from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, ColumnPattern, NativeColumns
 from compress.methods.pruning import keep_pattern, keep_share
@@ -27,7 +27,7 @@ class Grid:
     """Where values may lie: scales of a weight `[O, I]` and its scheme."""
 
     scales: GroupScales
-    scheme: Scheme
+    scheme: Int
 
 
 class OrderedGrid:

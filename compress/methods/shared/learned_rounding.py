@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights.integer import IntegerWeight, storable
+from compress.checkpoint.scale_search import storable
+from compress.checkpoint.weights.integer import IntegerWeight
 
 LARGEST_OFFSET = 0.5
 # How far a range factor moves for every step of an offset.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set
 from compress.cpu.linear import (

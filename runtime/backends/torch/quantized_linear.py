@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import CodedWeight
-from compress.checkpoint.weights.fp8 import quantize_tokens, round_tokens
+from compress.checkpoint.activations import quantize_tokens, round_tokens
+from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import Linear, LinearKernel, Target, is_integer
 from runtime.backends.torch.linear import has_byte_products, has_vector_nibbles
@@ -210,7 +209,7 @@ class RoundedInputs:
         return self.linear.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.linear(round_tokens(x, fp8=True))
+        return self.linear(round_tokens(x, Activations.FP8))
 
 
 PANEL_ELEMENTS = 2**22
@@ -222,7 +221,7 @@ class ReferenceLinear:
 
     reads_rows = True
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None, target: Target) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, target: Target) -> None:
         (features, inputs), self.scheme = weight.shape, weight.scheme
         rows = max(1, PANEL_ELEMENTS // inputs)
         self.weight = weight.changed(lambda tensor: tensor.to(target.device))
@@ -231,8 +230,8 @@ class ReferenceLinear:
         self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.scheme.activation_bits:
-            levels, scale = quantize_tokens(x, self.scheme.fp8)
+        if self.scheme.activations:
+            levels, scale = quantize_tokens(x, self.scheme.activations)
             y = (self._multiply(levels) * scale).to(x.dtype)
         else:
             y = self._multiply(x)
@@ -241,7 +240,7 @@ class ReferenceLinear:
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         return self.weight.changed(lambda tensor: tensor.index_select(0, indices)).dequantize(dtype)
 
-    def _slice(self, first: int, stop: int) -> CodedWeight:
+    def _slice(self, first: int, stop: int) -> Weight:
         return self.weight.changed(lambda tensor: tensor[first:stop])
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -249,7 +248,7 @@ class ReferenceLinear:
 
 
 def _reference_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.fp8 else ZERO_BYTES)))
+    return scheme.unpacked_bytes(rows, columns, SCALE_BYTES)
 
 
 REFERENCE = LinearKernel(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import LinearKernel, Target, is_fp8, is_integer

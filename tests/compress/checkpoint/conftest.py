@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.checkpoint.activations import FP8
 from compress.checkpoint.config import packed_config, read_config
 from compress.checkpoint.formats.registry import find_format
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import CodedWeight
-from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
+from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.writer import PieceStore, assemble
 
@@ -27,10 +27,10 @@ SIDE_FILES = {
 }
 
 
-def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> CodedWeight:
+def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> Weight:
     """Any codes, signed scales of a trained model's size, and zero points that fit the scheme."""
     generator = torch.Generator().manual_seed(seed)
-    if scheme.fp8:
+    if scheme.numbers == "float":
         codes = (torch.randn(shape, generator=generator) * 100).to(FP8)
         scale = (torch.rand(shape[0], 1, generator=generator) + 0.5) * 1e-3
         return Fp8Weight(codes, scale.to(dtype), scheme)
@@ -45,7 +45,7 @@ def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=t
 
 
 @pytest.fixture(scope="session")
-def make_weight() -> Callable[..., CodedWeight]:
+def make_weight() -> Callable[..., Weight]:
     return random_weight
 
 
@@ -86,7 +86,7 @@ def linears(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture(scope="session")
-def pack() -> Callable[..., dict[str, CodedWeight]]:
+def pack() -> Callable[..., dict[str, Weight]]:
     """Writes `dense` to `out` with random codes for the chosen modules; gives the weights it wrote."""
 
     def write(
@@ -95,10 +95,10 @@ def pack() -> Callable[..., dict[str, CodedWeight]]:
         scheme: Callable[[str], Scheme | None],
         format: str = "compressed-tensors",
         shapes: dict[str, tuple[int, int]] | None = None,
-    ) -> dict[str, CodedWeight]:
+    ) -> dict[str, Weight]:
         files, config = TensorFiles.open(dense), read_config(dense)
         codec = find_format(format)
-        weights: dict[str, CodedWeight] = {}
+        weights: dict[str, Weight] = {}
         tensors: dict[str, Tensor] = {name: files.tensor(name) for name in files.names()}
         for number, (module, shape) in enumerate((shapes or linears(dense)).items()):
             chosen = scheme(module)

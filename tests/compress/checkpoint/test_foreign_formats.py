@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.common.errors import CheckpointError
 
 ROWS, COLUMNS = 32, 64  # outputs, inputs
@@ -89,14 +89,14 @@ def assert_reads(folder, scheme: Scheme) -> None:
 def test_gptq(tmp_path, bits, symmetric, version, offset):
     block = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": symmetric, "checkpoint_format": version}
     save(tmp_path, gptq_tensors(bits, 32, symmetric, offset), {**block, "desc_act": False, "meta": {"any": 1}})
-    assert_reads(tmp_path, Scheme(bits, 32, symmetric))
+    assert_reads(tmp_path, Int(bits, 32, symmetric))
 
 
 def test_gptq_v1_that_stores_v2_zeros(tmp_path):
     """A widely used writer said v1 and stored v2; symmetric codes show it."""
     block = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "checkpoint_format": "gptq"}
     save(tmp_path, gptq_tensors(4, 32, True, 0), block)
-    assert_reads(tmp_path, Scheme(4, 32))
+    assert_reads(tmp_path, Int(4, 32))
 
 
 def test_gptq_per_channel_in_an_old_folder(tmp_path):
@@ -104,14 +104,14 @@ def test_gptq_per_channel_in_an_old_folder(tmp_path):
     tensors = gptq_tensors(4, COLUMNS, True, 1)
     tensors.pop("g_idx")
     save(tmp_path, tensors, {"bits": 4, "group_size": -1, "sym": True}, "gptq_model-4bit--1g.safetensors", legacy=True)
-    assert_reads(tmp_path, Scheme(4, None))
+    assert_reads(tmp_path, Int(4, None))
 
 
 def test_gptq_dynamic_overrides(tmp_path):
     block = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True}
     dynamic = {r"-:.*lm_head": {}, r"+:.*\.up_proj$": {"bits": 8, "group_size": 32}, r".*": {"bits": 2}}
     save(tmp_path, gptq_tensors(8, 32, True, 1), {**block, "dynamic": dynamic})
-    assert_reads(tmp_path, Scheme(8, 32))
+    assert_reads(tmp_path, Int(8, 32))
 
 
 def test_gptq_activation_order_is_refused(tmp_path):
@@ -125,7 +125,7 @@ def test_gptq_activation_order_is_refused(tmp_path):
 def test_gptq_sorted_index_with_desc_act_is_read(tmp_path):
     block = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
     save(tmp_path, gptq_tensors(4, 32, True, 1), block)
-    assert_reads(tmp_path, Scheme(4, 32))
+    assert_reads(tmp_path, Int(4, 32))
 
 
 @pytest.mark.parametrize(("group_size", "symmetric"), [(32, False), (64, True), (-1, False)])
@@ -139,7 +139,7 @@ def test_awq(tmp_path, group_size, symmetric):
     }
     block = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
     save(tmp_path, tensors, block)
-    assert_reads(tmp_path, Scheme(4, None if group_size < 0 else group_size, symmetric=False))
+    assert_reads(tmp_path, Int(4, None if group_size < 0 else group_size, symmetric=False))
 
 
 def test_unreadable_kinds_are_named(tmp_path):

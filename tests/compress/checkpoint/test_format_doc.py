@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from compress.checkpoint.activations import FP8
 from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.packing import pack_bits
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.fp8 import FP8, Fp8Weight
+from compress.checkpoint.weights import Fp8, Int
+from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 
 
-@pytest.mark.parametrize(
-    "scheme", [Scheme(4, 64), Scheme(3, 32, False), Scheme(5, None), Scheme(8, 128, False)], ids=str
-)
+@pytest.mark.parametrize("scheme", [Int(4, 64), Int(3, 32, False), Int(5, None), Int(8, 128, False)], ids=str)
 def test_the_loader_in_the_page(scheme, dense_folder, pack, tmp_path):
     weights = pack(dense_folder, tmp_path / "packed", lambda module: scheme)
     loader: dict = {}
@@ -32,7 +31,7 @@ def test_the_loader_in_the_page(scheme, dense_folder, pack, tmp_path):
 
 def test_the_floats_in_the_page():
     codes = torch.tensor([[0x38, 0xB8, 0x7E, 0x01], [0x00, 0x80, 0x40, 0x3C]], dtype=torch.uint8).view(FP8)
-    weight = Fp8Weight(codes, torch.tensor([[0.5], [0.25]]), Scheme(8, None, fp8=True))
+    weight = Fp8Weight(codes, torch.tensor([[0.5], [0.25]]), Fp8())
     assert weight.dequantize().tolist() == [[0.5, -0.5, 224.0, 0.0009765625], [0.0, 0.0, 0.5, 0.375]]
     stored = compressed_tensors.encode("m", weight, torch.bfloat16)
     assert {name: tensor.dtype for name, tensor in stored.items()} == {
@@ -46,7 +45,7 @@ def test_the_examples_in_the_page():
     assert three.tolist() == [[0x77FAC688, 0x00000009]]
     codes = torch.tensor([[8, 9, 10, 11, 12, 13, 14, 15], [7, 6, 5, 4, 3, 2, 1, 0]], dtype=torch.uint8)
     scale, zero = torch.tensor([[0.5], [0.25]]), torch.tensor([[3], [7]], dtype=torch.uint8)
-    weight = IntegerWeight(codes, scale, zero, Scheme(4, None, symmetric=False))
+    weight = IntegerWeight(codes, scale, zero, Int(4, None, symmetric=False))
     stored = compressed_tensors.encode("m", weight, torch.bfloat16)
     assert stored["m.weight_packed"].tolist() == [[0xFEDCBA98 - 2**32], [0x01234567]]
     assert stored["m.weight_zero_point"].tolist() == [[0x73]]

@@ -6,17 +6,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compress.checkpoint.activations import FP8, quantize_tokens, round_tokens
 from compress.checkpoint.config import read_config, write_config
-from compress.checkpoint.digest import digest, verify_against
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.formats import awq, compressed_tensors, gptq
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.checkpoint.verify import verify_structure
-from compress.checkpoint.weights.fp8 import FP8, Fp8Weight, quantize_tokens, round_tokens
+from compress.checkpoint.verify import verify_against, verify_structure
+from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
+from compress.checkpoint.weights.base import digest
+from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.common.errors import CheckpointError, SchemeError
 
-W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
+W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)
 
 
 @pytest.mark.parametrize(("scheme", "layout"), [(W8A8, "float-quantized"), (W8A16, "naive-quantized")], ids=str)
@@ -99,7 +100,7 @@ def test_other_floats_are_refused_by_name(dense_folder, pack, tmp_path, change, 
 def test_what_export_makes_of_it(dense_folder, pack, tmp_path):
     weights = pack(dense_folder, tmp_path / "packed", lambda module: W8A8)
     for format in (gptq.NAME, awq.NAME):
-        with pytest.raises(SchemeError, match=f"{format} has no 8-bit floats.*--format dense"):
+        with pytest.raises(SchemeError, match=f"{format} has no codes for the float values.*--format dense"):
             export_checkpoint(tmp_path / "packed", format, tmp_path / format)
         assert not (tmp_path / format).exists()
     export_checkpoint(tmp_path / "packed", "compressed-tensors", tmp_path / "again")
@@ -117,7 +118,7 @@ def test_what_export_makes_of_it(dense_folder, pack, tmp_path):
         {"bits": 4},
         {"group_size": 64},
         {"symmetric": False},
-        {"sparsity": Sparsity()},
+        {"sparsity": "2:4"},
         {"rank": 8},
         {"outliers": 2},
         {"activation_bits": 4},
@@ -126,7 +127,7 @@ def test_what_export_makes_of_it(dense_folder, pack, tmp_path):
 )
 def test_schemes_that_do_not_exist(options):
     with pytest.raises(SchemeError):
-        Scheme(**({"bits": 8, "group_size": None, "fp8": True} | options))
+        Scheme.from_dict({"bits": 8, "group_size": None, "fp8": True} | options)
 
 
 def test_a_scheme_survives_its_dictionary():
@@ -142,7 +143,7 @@ def test_parts_that_contradict_the_scheme():
     with pytest.raises(SchemeError, match="must be"):
         Fp8Weight(codes.to(FP8), scale[:1], W8A8)
     with pytest.raises(SchemeError, match="cannot be"):
-        Fp8Weight(codes.to(FP8), scale, Scheme(8, None))
+        Fp8Weight(codes.to(FP8), scale, Int(8, None))
     with pytest.raises(SchemeError, match="bfloat16"):
         compressed_tensors.encode("m", Fp8Weight(codes.to(FP8), scale + 1e-4, W8A8), torch.bfloat16)
 
@@ -151,15 +152,15 @@ def test_tokens_are_rounded_to_the_nearest_float():
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[1] = 0
     x[2, 0] = 1000
-    levels, scale = quantize_tokens(x, fp8=True)
+    levels, scale = quantize_tokens(x, Activations.FP8)
     numbers = torch.arange(0x7F, dtype=torch.uint8).view(FP8).double()
     grid = torch.cat((-numbers.flip(0), numbers))
     nearest = (x.unsqueeze(-1) / scale.clamp_min(1e-300).unsqueeze(-1) - grid).abs().amin(-1)
     assert torch.allclose((x / scale.clamp_min(1e-300) - levels).abs(), nearest, atol=1e-6)
     assert torch.equal(levels.abs().amax(-1), torch.tensor([448.0, 0, 448, 448, 448], dtype=torch.float64))
-    assert torch.equal(round_tokens(x, fp8=True), levels * scale)
+    assert torch.equal(round_tokens(x, Activations.FP8), levels * scale)
     x[3, 1] = float("nan")
-    assert not torch.isfinite(quantize_tokens(x, fp8=True)[1][3])
+    assert not torch.isfinite(quantize_tokens(x, Activations.FP8)[1][3])
 
 
 def change_tensor(folder, name, change):

@@ -10,23 +10,23 @@ import torch
 from compress.checkpoint.config import read_config, write_config
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 
 pytest.importorskip("compressed_tensors")
 TOKENS = torch.randint(0, 96, (2, 17), generator=torch.Generator().manual_seed(1))
 DEFAULT_LOAD = [
-    Scheme(4, 128),
-    Scheme(4, 64),
-    Scheme(4, 32),
-    Scheme(4, None),
-    Scheme(8, 128),
-    Scheme(8, None),
-    Scheme(3, 64),
-    Scheme(2, 32),
-    Scheme(8, None, activation_bits=8),
-    Scheme(8, None, fp8=True),
-    Scheme(8, None, activation_bits=8, fp8=True),
+    Int(4, 128),
+    Int(4, 64),
+    Int(4, 32),
+    Int(4, None),
+    Int(8, 128),
+    Int(8, None),
+    Int(3, 64),
+    Int(2, 32),
+    Int(8, None, activations=Activations.INT8),
+    Fp8(),
+    Fp8(Activations.FP8),
 ]
 
 
@@ -78,7 +78,7 @@ def test_symmetric_loads_by_default(scheme, dense_folder, pack, tmp_path):
         assert torch.equal(theirs.get_submodule(module).weight, weight.dequantize(torch.bfloat16)), module
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 64, False), Scheme(3, None, False), Scheme(8, 32, False)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(4, 64, False), Int(3, None, False), Int(8, 32, False)], ids=str)
 def test_asymmetric_loads_dequantized(scheme, dense_folder, pack, tmp_path):
     from transformers import CompressedTensorsConfig
 
@@ -91,7 +91,7 @@ def test_mixed_schemes_and_ignored_layers(dense_folder, pack, tmp_path):
     def scheme(module: str) -> Scheme | None:
         if module.endswith("layers.1.mlp.down_proj"):
             return None
-        return Scheme(8, 64) if "down_proj" in module else Scheme(4, 32 if "mlp" in module else 64)
+        return Int(8, 64) if "down_proj" in module else Int(4, 32 if "mlp" in module else 64)
 
     weights = pack(dense_folder, tmp_path / "packed", scheme)
     block = read_config(tmp_path / "packed")["quantization_config"]
@@ -101,7 +101,7 @@ def test_mixed_schemes_and_ignored_layers(dense_folder, pack, tmp_path):
 
 
 def test_quantized_head_unties(dense_folder, pack, tmp_path):
-    weights = pack(dense_folder, tmp_path / "packed", lambda module: Scheme(8, 128), shapes={"lm_head": (96, 128)})
+    weights = pack(dense_folder, tmp_path / "packed", lambda module: Int(8, 128), shapes={"lm_head": (96, 128)})
     config = read_config(tmp_path / "packed")
     assert config["tie_word_embeddings"] is False
     theirs = load(tmp_path / "packed")
@@ -126,14 +126,14 @@ def test_fused_projections(pack, tmp_path):
     )
     torch.manual_seed(0)
     Phi3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
-    weights = pack(tmp_path / "dense", tmp_path / "packed", lambda module: Scheme(4, 64))
+    weights = pack(tmp_path / "dense", tmp_path / "packed", lambda module: Int(4, 64))
     assert {module.rpartition(".")[2] for module in weights} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert verify_structure(tmp_path / "packed").problems == ()
     assert_same_model(load(tmp_path / "packed"), reference_model(tmp_path / "dense", weights), weights)
 
 
 def test_dense_export_is_the_dequantized_model(dense_folder, pack, tmp_path):
-    weights = pack(dense_folder, tmp_path / "packed", lambda module: Scheme(4, 64))
+    weights = pack(dense_folder, tmp_path / "packed", lambda module: Int(4, 64))
     export_checkpoint(tmp_path / "packed", "dense", tmp_path / "dense")
     assert "quantization_config" not in read_config(tmp_path / "dense")
     assert torch.equal(logits(load(tmp_path / "dense")), logits(reference_model(dense_folder, weights)))
@@ -143,10 +143,10 @@ def test_our_reader_takes_what_compressed_tensors_writes(dense_folder, pack, tmp
     """The config block as the package itself writes it, with all its optional keys, parses to the same schemes."""
     from compressed_tensors.quantization import QuantizationConfig
 
-    pack(dense_folder, tmp_path / "packed", lambda module: Scheme(4, 64))
+    pack(dense_folder, tmp_path / "packed", lambda module: Int(4, 64))
     config = read_config(tmp_path / "packed")
     block = config["quantization_config"]
     theirs = QuantizationConfig.model_validate({key: block[key] for key in ("config_groups", "ignore", "format")})
     config["quantization_config"] = {**json.loads(theirs.model_dump_json()), "quant_method": "compressed-tensors"}
     write_config(tmp_path / "packed", config)
-    assert set(PackedCheckpoint.open(tmp_path / "packed").schemes.values()) == {Scheme(4, 64)}
+    assert set(PackedCheckpoint.open(tmp_path / "packed").schemes.values()) == {Int(4, 64)}

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.digest import digest
 from compress.checkpoint.formats import compress_runtime, compressed_tensors, gptq
-from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.checkpoint.weights.integer import IntegerWeight, encode, search_scales
+from compress.checkpoint.scale_search import encode, search_scales
+from compress.checkpoint.weights import Int, LowRank, Scheme
+from compress.checkpoint.weights.base import digest
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -29,20 +30,20 @@ def make(scheme: Scheme, rows: int = 48, columns: int = 96) -> LowRankWeight:
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(rows, scheme.rank, generator=generator).bfloat16()
     right = torch.randn(scheme.rank, columns, generator=generator).bfloat16()
-    if scheme.factor is None:
+    if scheme.inner is None:
         return LowRankWeight(left, right, scheme)
-    parts = [encode(each.float(), search_scales(each.float(), scheme.factor), scheme.factor) for each in (left, right)]
+    parts = [encode(each.float(), search_scales(each.float(), scheme.inner), scheme.inner) for each in (left, right)]
     return LowRankWeight(*parts, scheme)
 
 
 @pytest.mark.parametrize(
     "scheme",
     [
-        Scheme(16, None, rank=24),
-        Scheme(8, None, rank=24),
-        Scheme(4, 8, rank=16),
-        Scheme(4, None, False, rank=8),
-        Scheme(3, 32, rank=32),
+        LowRank(None, 24),
+        LowRank(Int(8, None), 24),
+        LowRank(Int(4, 8), 16),
+        LowRank(Int(4, None, False), 8),
+        LowRank(Int(3, 32), 32),
     ],
     ids=str,
 )
@@ -60,16 +61,16 @@ def test_factors_come_back_in_the_bits_promised(scheme) -> None:
 
 def test_worked_example() -> None:
     """The one of docs/checkpoint-format.md."""
-    scheme = Scheme(4, None, rank=2)
+    scheme = LowRank(Int(4, None), 2)
     zero = torch.full((2, 1), 8, dtype=torch.uint8)
     left = IntegerWeight(
-        torch.tensor([[9, 8], [7, 10]], dtype=torch.uint8), torch.tensor([[1.0], [0.5]]).bfloat16(), zero, scheme.factor
+        torch.tensor([[9, 8], [7, 10]], dtype=torch.uint8), torch.tensor([[1.0], [0.5]]).bfloat16(), zero, scheme.inner
     )
     right = IntegerWeight(
         torch.tensor([[9, 10, 11], [4, 8, 12]], dtype=torch.uint8),
         torch.tensor([[2.0], [0.25]]).bfloat16(),
         zero,
-        scheme.factor,
+        scheme.inner,
     )
     weight = LowRankWeight(left, right, scheme)
     tensors = compress_runtime.encode(M, weight, torch.bfloat16)
@@ -83,31 +84,31 @@ def test_worked_example() -> None:
 
 
 def test_bits_of_a_factorized_weight() -> None:
-    assert Scheme(16, None, rank=64).stored_bits(256, 256) == 16 * 64 * 512
-    assert Scheme(8, None, rank=64).stored_bits(256, 768) == 8 * 64 * (256 + 768) + 16 * (256 + 64)
-    assert Scheme(4, 32, rank=64).stored_bits(256, 768) == (4 + 0.5) * 64 * (256 + 768)
+    assert LowRank(None, 64).stored_bits(256, 256) == 16 * 64 * 512
+    assert LowRank(Int(8, None), 64).stored_bits(256, 768) == 8 * 64 * (256 + 768) + 16 * (256 + 64)
+    assert LowRank(Int(4, 32), 64).stored_bits(256, 768) == (4 + 0.5) * 64 * (256 + 768)
 
 
 def test_config_says_every_rank() -> None:
-    schemes = {"a": Scheme(16, None, rank=8), "b": Scheme(4, 32, rank=32), "c": Scheme(), "d": Scheme(16, None, rank=9)}
+    schemes = {"a": LowRank(None, 8), "b": LowRank(Int(4, 32), 32), "c": Int(), "d": LowRank(None, 9)}
     assert compress_runtime.schemes(compress_runtime.quantization_config(schemes, []), schemes) == schemes
 
 
 def test_factors_that_contradict_each_other_are_refused() -> None:
-    scheme = Scheme(16, None, rank=4)
+    scheme = LowRank(None, 4)
     with pytest.raises(SchemeError, match="rank 4"):
         LowRankWeight(torch.ones(6, 4), torch.ones(3, 8), scheme)
     with pytest.raises(SchemeError, match="not a scheme of low rank"):
-        LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Scheme())
+        LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Int())
     with pytest.raises(SchemeError, match="not stored as"):
-        LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Scheme(8, None, rank=4))
+        LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), LowRank(Int(8, None), 4))
     tensors = compress_runtime.encode(M, LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), scheme), torch.bfloat16)
     with pytest.raises(SchemeError, match="rank 5"):
-        compress_runtime.decode(M, stored(tensors), Scheme(16, None, rank=5))
+        compress_runtime.decode(M, stored(tensors), LowRank(None, 5))
     with pytest.raises(SchemeError, match="40"):
-        compress_runtime.check(Scheme(16, None, rank=40), (32, 64))
+        compress_runtime.check(LowRank(None, 40), (32, 64))
     with pytest.raises(SchemeError, match="does not divide"):
-        compress_runtime.check(Scheme(4, 32, rank=24), (64, 64))
+        compress_runtime.check(LowRank(Int(4, 32), 24), (64, 64))
 
 
 @pytest.mark.parametrize(
@@ -115,17 +116,17 @@ def test_factors_that_contradict_each_other_are_refused() -> None:
     [
         ({"bits": 16, "group_size": None, "rank": 0}, "a rank of 0"),
         ({"bits": 16, "group_size": 32, "rank": 8}, "16-bit"),
-        ({"bits": 4, "rank": 8, "sparsity": Sparsity(2, 4)}, "neither sparse"),
+        ({"bits": 4, "rank": 8, "sparsity": "2:4"}, "2:4"),
         ({"bits": 8, "group_size": None, "activation_bits": 8, "rank": 8}, "8-bit activations"),
         ({"bits": 9, "rank": 8}, "bits=9"),
     ],
 )
 def test_schemes_that_cannot_be(options, problem) -> None:
     with pytest.raises(SchemeError, match=problem):
-        Scheme(**options)
+        Scheme.from_dict(options)
 
 
 @pytest.mark.parametrize("codec", [compressed_tensors, gptq])
 def test_other_formats_refuse_factors(codec) -> None:
     with pytest.raises(SchemeError, match="cannot hold the two factors"):
-        codec.check(Scheme(4, 32, rank=32), (64, 64))
+        codec.check(LowRank(Int(4, 32), 32), (64, 64))

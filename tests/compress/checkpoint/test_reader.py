@@ -9,7 +9,7 @@ import torch
 
 from compress.checkpoint.config import is_tied, read_config, write_config
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError
 
@@ -29,11 +29,11 @@ def test_dense(dense_folder):
 
 
 def test_packed(dense_folder, pack, tmp_path):
-    weights = pack(dense_folder, tmp_path / "p", lambda module: Scheme(3, 32, False) if "mlp" in module else None)
+    weights = pack(dense_folder, tmp_path / "p", lambda module: Int(3, 32, False) if "mlp" in module else None)
     packed = PackedCheckpoint.open(tmp_path / "p")
     assert packed.format == "compressed-tensors"
     assert packed.modules == sorted(weights)
-    assert packed.scheme(UP) == Scheme(3, 32, False)
+    assert packed.scheme(UP) == Int(3, 32, False)
     assert packed.shape(UP) == (256, 128)
     weight = packed.weight(UP)
     assert isinstance(weight, IntegerWeight)
@@ -60,7 +60,7 @@ def test_tied_when_the_config_does_not_say():
     ],
 )
 def test_schemes_out_of_reach(dense_folder, pack, tmp_path, change, complaint):
-    pack(dense_folder, tmp_path / "p", lambda module: Scheme(4, 64))
+    pack(dense_folder, tmp_path / "p", lambda module: Int(4, 64))
     config = read_config(tmp_path / "p")
     config["quantization_config"]["config_groups"]["group_0"]["weights"].update(change)
     write_config(tmp_path / "p", config)
@@ -70,7 +70,7 @@ def test_schemes_out_of_reach(dense_folder, pack, tmp_path, change, complaint):
 
 @pytest.mark.parametrize("format", ["gptq", "compressed-tensors"])
 def test_config_blocks_that_say_too_little(dense_folder, pack, tmp_path, format):
-    pack(dense_folder, tmp_path / "p", lambda module: Scheme(4, 64), format=format)
+    pack(dense_folder, tmp_path / "p", lambda module: Int(4, 64), format=format)
     config = read_config(tmp_path / "p")
     block = {"quant_method": format, "config_groups": [1]}
     (tmp_path / "p" / "config.json").write_text(json.dumps({**config, "quantization_config": block}))

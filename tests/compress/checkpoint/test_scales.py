@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import encode, range_scales, round_in_range, search_scales
+from compress.checkpoint.scale_search import encode, range_scales, round_in_range, search_scales
+from compress.checkpoint.weights import Int, Scheme
 from compress.common.errors import NumericsError, SchemeError
 
 
@@ -49,7 +49,7 @@ def brute_force_errors(weight: Tensor, importance: Tensor, scheme: Scheme) -> Te
 def test_search_is_close_to_brute_force(bits: int, symmetric: bool, weighted: bool) -> None:
     weight = heavy_tailed(6, 128)
     importance = uneven_importance(128) if weighted else torch.ones(128)
-    scheme = Scheme(bits, 32, symmetric)
+    scheme = Int(bits, 32, symmetric)
     found = encode(weight, search_scales(weight, scheme, importance if weighted else None), scheme)
     errors = group_errors(weight, found.dequantize(torch.float64), importance, 4)
     best = brute_force_errors(weight, importance, scheme)
@@ -62,7 +62,7 @@ def test_search_is_close_to_brute_force(bits: int, symmetric: bool, weighted: bo
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_search_never_loses_to_the_plain_range(bits: int, group_size: int | None, symmetric: bool) -> None:
     weight, importance = heavy_tailed(24, 256), uneven_importance(256)
-    scheme = Scheme(bits, group_size, symmetric)
+    scheme = Int(bits, group_size, symmetric)
     groups = scheme.num_groups(256)
     searched = encode(weight, search_scales(weight, scheme, importance), scheme)
     plain = encode(weight, range_scales(weight, scheme), scheme)
@@ -80,7 +80,7 @@ def test_search_never_loses_to_the_plain_range(bits: int, group_size: int | None
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_rounding_in_the_plain_range_skips_no_step(bits: int, symmetric: bool) -> None:
-    weight, scheme = heavy_tailed(40, 128), Scheme(bits, 64, symmetric)
+    weight, scheme = heavy_tailed(40, 128), Int(bits, 64, symmetric)
     expected = encode(weight, range_scales(weight, scheme), scheme).dequantize()
     found = round_in_range(weight.to(torch.float64), scheme)
     assert found.dtype == torch.float32
@@ -90,7 +90,7 @@ def test_rounding_in_the_plain_range_skips_no_step(bits: int, symmetric: bool) -
 def test_enormous_and_minute_weights_keep_finite_scales() -> None:
     for magnitude in (1e30, 1e-30):
         weight = heavy_tailed(4, 64) * magnitude
-        coded = encode(weight, search_scales(weight, Scheme(4, 32)), Scheme(4, 32))
+        coded = encode(weight, search_scales(weight, Int(4, 32)), Int(4, 32))
         assert torch.isfinite(coded.scale).all()
         assert (coded.scale != 0).all()
         assert (coded.dequantize() - weight).norm(dtype=torch.float64) < 0.2 * weight.norm(dtype=torch.float64)
@@ -99,8 +99,8 @@ def test_enormous_and_minute_weights_keep_finite_scales() -> None:
 def test_signed_full_range_reaches_the_largest_element_on_either_side() -> None:
     rising = torch.tensor([[0.1, 0.2, -0.3, 0.8]]).repeat(1, 8)
     for weight in (rising, -rising):
-        scales = range_scales(weight, Scheme(4, 32, True))
-        coded = encode(weight, scales, Scheme(4, 32, True))
+        scales = range_scales(weight, Int(4, 32, True))
+        coded = encode(weight, scales, Int(4, 32, True))
         assert coded.codes[0, 3] == 0, "the element of largest magnitude takes the code -8"
         assert scales.scale.sign().item() == -weight[0, 3].sign()
 
@@ -109,7 +109,7 @@ def test_negative_scales_are_found_when_they_pay() -> None:
     weight = torch.full((1, 32), -0.7)
     weight[0, 0] = 0.8
     for each in (weight, -weight):
-        coded = encode(each, search_scales(each, Scheme(2, 32, True)), Scheme(2, 32, True))
+        coded = encode(each, search_scales(each, Int(2, 32, True)), Int(2, 32, True))
         assert (coded.dequantize() - each).square().mean() < 0.1
 
 
@@ -119,7 +119,7 @@ def test_groups_of_zeros_get_a_harmless_scale(symmetric: bool, dtype: torch.dtyp
     weight = torch.zeros(4, 64)
     weight[0, 32:] = torch.linspace(-1, 1, 32)
     weight[1, :32] = 1e-42
-    scheme = Scheme(4, 32, symmetric)
+    scheme = Int(4, 32, symmetric)
     coded = encode(weight, search_scales(weight, scheme, scale_dtype=dtype), scheme)
     assert coded.scale.dtype == dtype
     assert torch.isfinite(coded.scale).all()
@@ -129,14 +129,14 @@ def test_groups_of_zeros_get_a_harmless_scale(symmetric: bool, dtype: torch.dtyp
 
 def test_small_weights_survive_float16_scales() -> None:
     weight = heavy_tailed(8, 64) * 0.01
-    coded = encode(weight, search_scales(weight, Scheme(8, 32), scale_dtype=torch.float16), Scheme(8, 32))
+    coded = encode(weight, search_scales(weight, Int(8, 32), scale_dtype=torch.float16), Int(8, 32))
     assert (coded.dequantize() - weight).norm() < 0.02 * weight.norm()
 
 
 def test_asymmetric_ranges_store_zero_exactly() -> None:
     weight = heavy_tailed(8, 64).abs() + 0.01
     weight[:, ::2] = 0
-    scheme = Scheme(3, 32, False)
+    scheme = Int(3, 32, False)
     restored = encode(weight, search_scales(weight, scheme), scheme).dequantize()
     assert (restored[:, ::2] == 0).all()
 
@@ -144,7 +144,7 @@ def test_asymmetric_ranges_store_zero_exactly() -> None:
 def test_scales_are_judged_as_they_are_stored() -> None:
     """Codes are the nearest ones under the rounded scale, so re-encoding what was stored changes nothing."""
     weight = heavy_tailed(32, 128)
-    for scheme in (Scheme(8, 64, True), Scheme(8, 64, False), Scheme(4, 64, True)):
+    for scheme in (Int(8, 64, True), Int(8, 64, False), Int(4, 64, True)):
         scales = search_scales(weight, scheme)
         coded = encode(weight, scales, scheme)
         exact = weight.double().unflatten(1, (2, -1)) / scales.scale.double().unsqueeze(-1)
@@ -158,7 +158,7 @@ def test_search_on_inputs_minimises_the_groups_output_error() -> None:
     generator = torch.Generator().manual_seed(3)
     weight = heavy_tailed(16, 64)
     inputs = torch.randn(300, 8, generator=generator) @ torch.randn(8, 64, generator=generator)
-    scheme = Scheme(3, 32, True)
+    scheme = Int(3, 32, True)
 
     def output_error(restored: Tensor) -> float:
         change = (restored - weight).unflatten(1, (2, -1))
@@ -171,9 +171,9 @@ def test_search_on_inputs_minimises_the_groups_output_error() -> None:
 
 
 def test_chunking_over_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, scheme = heavy_tailed(40, 128), Scheme(4, 64, True)
+    weight, scheme = heavy_tailed(40, 128), Int(4, 64, True)
     whole = search_scales(weight, scheme)
-    monkeypatch.setattr("compress.checkpoint.weights.integer._CHUNK_ELEMENTS_CPU", 3 * 128)
+    monkeypatch.setattr("compress.checkpoint.scale_search._CHUNK_ELEMENTS_CPU", 3 * 128)
     chunked = search_scales(weight, scheme)
     assert torch.equal(whole.scale, chunked.scale)
     assert torch.equal(whole.zero, chunked.zero)
@@ -181,8 +181,8 @@ def test_chunking_over_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_16_bit_weights_are_accepted() -> None:
     weight = heavy_tailed(8, 64).to(torch.bfloat16)
-    coded = encode(weight, search_scales(weight, Scheme(4, 32)), Scheme(4, 32))
-    same = encode(weight.float(), search_scales(weight.float(), Scheme(4, 32)), Scheme(4, 32))
+    coded = encode(weight, search_scales(weight, Int(4, 32)), Int(4, 32))
+    same = encode(weight.float(), search_scales(weight.float(), Int(4, 32)), Int(4, 32))
     assert torch.equal(coded.codes, same.codes)
 
 
@@ -191,8 +191,8 @@ def test_refusals() -> None:
     broken = weight.clone()
     broken[1, 2], broken[3, 4] = torch.nan, torch.inf
     with pytest.raises(NumericsError, match=r"2 NaN.*256"):
-        search_scales(broken, Scheme(4, 32))
+        search_scales(broken, Int(4, 32))
     with pytest.raises(NumericsError, match="importance"):
-        search_scales(weight, Scheme(4, 32), torch.full((64,), torch.nan))
+        search_scales(weight, Int(4, 32), torch.full((64,), torch.nan))
     with pytest.raises(SchemeError, match="does not divide"):
-        search_scales(weight, Scheme(4, 48))
+        search_scales(weight, Int(4, 48))

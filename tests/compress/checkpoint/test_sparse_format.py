@@ -10,9 +10,9 @@ from tiers import examples
 from torch import Tensor
 
 from compress.checkpoint.formats import compress_runtime, compressed_tensors
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import NM, Int, Scheme, Sparsity
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.sparse_nm import PrunedWeight
+from compress.checkpoint.weights.sparse_nm import SparseWeight
 from compress.common.errors import CheckpointError, SchemeError
 
 TWO_OF_FOUR, FOUR_OF_EIGHT = Sparsity(2, 4), Sparsity(4, 8)
@@ -33,16 +33,18 @@ def random_mask(rows: int, columns: int, sparsity: Sparsity, generator: torch.Ge
     return (order < sparsity.kept).view(rows, columns)
 
 
-def make_integers(scheme: Scheme, rows: int, columns: int, seed: int) -> IntegerWeight:
+def make_integers(sparse: NM, rows: int, columns: int, seed: int) -> SparseWeight:
+    scheme = sparse.inner
     generator = torch.Generator().manual_seed(seed)
     groups = scheme.num_groups(columns)
     zero = torch.full((rows, groups), scheme.midpoint, dtype=torch.uint8)
     if not scheme.symmetric:
         zero = torch.randint(0, scheme.max_code + 1, (rows, groups), generator=generator, dtype=torch.uint8)
     codes = torch.randint(0, scheme.max_code + 1, (rows, columns), generator=generator, dtype=torch.uint8)
-    kept = random_mask(rows, columns, scheme.sparsity, generator)
+    kept = random_mask(rows, columns, sparse.pattern, generator)
     codes = torch.where(kept, codes, zero.repeat_interleave(columns // groups, 1))
-    return IntegerWeight(codes, torch.rand(rows, groups, generator=generator).bfloat16() + 0.1, zero, scheme)
+    scale = torch.rand(rows, groups, generator=generator).bfloat16() + 0.1
+    return SparseWeight(IntegerWeight(codes, scale, zero, scheme), sparse)
 
 
 @examples(60)
@@ -56,23 +58,23 @@ def make_integers(scheme: Scheme, rows: int, columns: int, seed: int) -> Integer
     seed=st.integers(0, 2**31),
 )
 def test_integers_come_back(bits, symmetric, group_size, sparsity, rows, blocks, seed) -> None:
-    scheme = Scheme(bits, group_size, symmetric, sparsity=sparsity)
+    scheme = NM(Int(bits, group_size, symmetric), sparsity)
     weight = make_integers(scheme, rows, 32 * blocks, seed)
     tensors = compress_runtime.encode(M, weight, torch.bfloat16)
     again = compress_runtime.decode(M, stored(tensors), scheme)
-    assert torch.equal(again.codes, weight.codes)
-    assert torch.equal(again.scale, weight.scale)
-    assert torch.equal(again.zero, weight.zero)
+    assert torch.equal(again.values.codes, weight.values.codes)
+    assert torch.equal(again.values.scale, weight.values.scale)
+    assert torch.equal(again.values.zero, weight.values.zero)
     assert compress_runtime.shape(M, stored(tensors), scheme) == weight.shape
 
 
 @pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, FOUR_OF_EIGHT])
 def test_pruned_values_come_back(sparsity) -> None:
     generator = torch.Generator().manual_seed(0)
-    scheme = Scheme(16, None, sparsity=sparsity)
+    scheme = NM(None, sparsity)
     values = torch.randn(12, 64, generator=generator).bfloat16()
     values = values.masked_fill(~random_mask(12, 64, sparsity, generator), 0)
-    tensors = compress_runtime.encode(M, PrunedWeight(values, scheme), torch.bfloat16)
+    tensors = compress_runtime.encode(M, SparseWeight(values, scheme), torch.bfloat16)
     assert tensors[f"{M}.weight_values"].shape == (12, 32)
     assert torch.equal(compress_runtime.decode(M, stored(tensors), scheme).values, values)
     assert compress_runtime.shape(M, stored(tensors), scheme) == (12, 64)
@@ -80,9 +82,10 @@ def test_pruned_values_come_back(sparsity) -> None:
 
 def test_worked_example() -> None:
     """The one of docs/checkpoint-format.md."""
-    scheme = Scheme(4, None, sparsity=TWO_OF_FOUR)
+    scheme = NM(Int(4, None), TWO_OF_FOUR)
     codes = torch.tensor([[8, 1, 8, 15, 2, 3, 8, 8]], dtype=torch.uint8)
-    weight = IntegerWeight(codes, torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8), scheme)
+    scale, zero = torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8)
+    weight = scheme.wrap(IntegerWeight(codes, scale, zero, scheme.inner))
     tensors = compress_runtime.encode(M, weight, torch.bfloat16)
     # Kept: places 1 and 3 of the first group, 0 and 1 of the second.
     assert tensors[f"{M}.weight_packed"].tolist() == [[0x32F1]]
@@ -94,19 +97,19 @@ def test_worked_example() -> None:
 @pytest.mark.parametrize(
     ("scheme", "expected"),
     [
-        (Scheme(16, None, sparsity=TWO_OF_FOUR), 9.0),
-        (Scheme(16, None, sparsity=FOUR_OF_EIGHT), 9.5),
-        (Scheme(4, 128, sparsity=TWO_OF_FOUR), 3 + 16 / 128),
-        (Scheme(8, 128, sparsity=TWO_OF_FOUR), 5 + 16 / 128),
-        (Scheme(4, 128, False, sparsity=TWO_OF_FOUR), 3 + 20 / 128),
+        (NM(None, TWO_OF_FOUR), 9.0),
+        (NM(None, FOUR_OF_EIGHT), 9.5),
+        (NM(Int(4, 128), TWO_OF_FOUR), 3 + 16 / 128),
+        (NM(Int(8, 128), TWO_OF_FOUR), 5 + 16 / 128),
+        (NM(Int(4, 128, False), TWO_OF_FOUR), 3 + 20 / 128),
     ],
 )
 def test_bits_per_weight_are_those_promised(scheme, expected) -> None:
     rows, columns = 16, 256
-    if scheme.is_float:
+    if scheme.inner is None:
         values = torch.randn(rows, columns).bfloat16()
         kept = random_mask(rows, columns, scheme.sparsity, torch.Generator().manual_seed(0))
-        weight = PrunedWeight(values.masked_fill(~kept, 0), scheme)
+        weight = SparseWeight(values.masked_fill(~kept, 0), scheme)
     else:
         weight = make_integers(scheme, rows, columns, 0)
     tensors = compress_runtime.encode(M, weight, torch.bfloat16)
@@ -115,21 +118,21 @@ def test_bits_per_weight_are_those_promised(scheme, expected) -> None:
 
 
 def test_a_group_that_is_too_full_is_refused() -> None:
-    scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
+    scheme = NM(None, TWO_OF_FOUR)
     with pytest.raises(SchemeError, match=r"2 groups.*2:4"):
-        compress_runtime.encode(M, PrunedWeight(torch.tensor([[1.0, 2, 3, 0, 1, 1, 1, 1]]), scheme), torch.bfloat16)
+        compress_runtime.encode(M, SparseWeight(torch.tensor([[1.0, 2, 3, 0, 1, 1, 1, 1]]), scheme), torch.bfloat16)
 
 
 def test_kept_values_that_are_zero_keep_their_number() -> None:
-    scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
+    scheme = NM(None, TWO_OF_FOUR)
     values = torch.tensor([[0, 0, 0, 5.0, 0, 0, 0, 0]])
-    tensors = compress_runtime.encode(M, PrunedWeight(values, scheme), torch.float32)
+    tensors = compress_runtime.encode(M, SparseWeight(values, scheme), torch.float32)
     assert tensors[f"{M}.weight_values"].shape == (1, 4)
     assert torch.equal(compress_runtime.decode(M, stored(tensors), scheme).values, values)
 
 
 def test_places_that_contradict_each_other_are_refused() -> None:
-    scheme = Scheme(16, None, sparsity=TWO_OF_FOUR)
+    scheme = NM(None, TWO_OF_FOUR)
     tensors = {f"{M}.weight_values": torch.ones(1, 4), f"{M}.weight_indices": torch.tensor([[0]], dtype=torch.int32)}
     with pytest.raises(CheckpointError, match="do not rise"):
         compress_runtime.decode(M, stored(tensors), scheme)
@@ -139,7 +142,7 @@ def test_places_that_contradict_each_other_are_refused() -> None:
 
 
 def test_config_says_every_scheme() -> None:
-    schemes = {"a": Scheme(4, 128, sparsity=TWO_OF_FOUR), "b": Scheme(16, None, sparsity=FOUR_OF_EIGHT), "c": Scheme()}
+    schemes = {"a": NM(Int(4, 128), TWO_OF_FOUR), "b": NM(None, FOUR_OF_EIGHT), "c": Int()}
     config = compress_runtime.quantization_config(schemes, ["lm_head"])
     assert compress_runtime.schemes(config, schemes) == schemes
     with pytest.raises(CheckpointError, match="quantization_config"):
@@ -150,19 +153,19 @@ def test_config_says_every_scheme() -> None:
     ("options", "problem"),
     [
         ({"bits": 16, "group_size": None}, "bits=16"),
-        ({"bits": 16, "group_size": 32, "sparsity": TWO_OF_FOUR}, "16-bit"),
-        ({"bits": 8, "group_size": None, "activation_bits": 8, "sparsity": TWO_OF_FOUR}, "8-bit"),
-        ({"bits": 4, "group_size": 6, "sparsity": TWO_OF_FOUR}, "2:4 pattern"),
+        ({"bits": 16, "group_size": 32, "sparsity": "2:4"}, "16-bit"),
+        ({"bits": 8, "group_size": None, "activation_bits": 8, "sparsity": "2:4"}, "8-bit"),
+        ({"bits": 4, "group_size": 6, "sparsity": "2:4"}, "2:4 pattern"),
     ],
 )
 def test_schemes_that_cannot_be(options, problem) -> None:
     with pytest.raises(SchemeError, match=problem):
-        Scheme(**options)
+        Scheme.from_dict(options)
 
 
 def test_other_formats_refuse_to_leave_zeros_out() -> None:
-    with pytest.raises(SchemeError, match="cannot leave out the zeros"):
-        compressed_tensors.check(Scheme(4, 128, sparsity=TWO_OF_FOUR), (8, 128))
+    with pytest.raises(SchemeError, match="omitted zeros"):
+        compressed_tensors.check(NM(Int(4, 128), TWO_OF_FOUR), (8, 128))
 
 
 @pytest.mark.parametrize("text", ["2", "2:x", "3:3", "2:16", "0:4", ":"])

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config, write_config
-from compress.checkpoint.digest import digest, verify_against
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.verify import verify_against, verify_structure
+from compress.checkpoint.weights import Activations, Int
+from compress.checkpoint.weights.base import digest
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import CheckpointError, SchemeError
 
@@ -23,7 +23,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 @pytest.fixture
 def packed(dense_folder, pack, tmp_path):
-    weights = pack(dense_folder, tmp_path / "packed", lambda module: Scheme(4, 64))
+    weights = pack(dense_folder, tmp_path / "packed", lambda module: Int(4, 64))
     return tmp_path / "packed", {module: digest(weight) for module, weight in weights.items()}
 
 
@@ -49,7 +49,7 @@ def test_sound_checkpoint(packed, dense_folder):
 
 
 def test_left_out_layers_have_a_reason(dense_folder, pack, tmp_path):
-    pack(dense_folder, tmp_path / "p", lambda module: None if "down_proj" in module else Scheme(4, 32, False))
+    pack(dense_folder, tmp_path / "p", lambda module: None if "down_proj" in module else Int(4, 32, False))
     report = verify_structure(tmp_path / "p")
     assert {tensor.reason for tensor in report.dense if "down_proj" in tensor.name} == {"left out (ignore)"}
     assert report.bits_per_weight == 4 + 20 / 32
@@ -110,11 +110,11 @@ def test_one_flipped_code_is_found(packed):
 @pytest.mark.parametrize(
     ("format", "scheme"),
     [
-        ("gptq", Scheme(4, 64)),
-        ("gptq", Scheme(8, None)),
-        ("gptq", Scheme(3, 32)),
-        ("awq", Scheme(4, 64)),
-        ("awq", Scheme(4, 128, False)),
+        ("gptq", Int(4, 64)),
+        ("gptq", Int(8, None)),
+        ("gptq", Int(3, 32)),
+        ("awq", Int(4, 64)),
+        ("awq", Int(4, 128, False)),
     ],
     ids=str,
 )
@@ -133,7 +133,7 @@ def test_export_there_and_back(dense_folder, pack, tmp_path, format, scheme):
 
 def test_exported_words(dense_folder, pack, tmp_path):
     """What other engines check first: v1 zero points, float16 scales, shapes."""
-    pack(dense_folder, tmp_path / "packed", lambda module: Scheme(4, 64))
+    pack(dense_folder, tmp_path / "packed", lambda module: Int(4, 64))
     gptq = TensorFiles.open(export_checkpoint(tmp_path / "packed", "gptq", tmp_path / "gptq"))
     assert gptq.tensor(f"{DOWN}.qzeros").unique().tolist() == [0x77777777]
     assert gptq.tensor(f"{DOWN}.g_idx").tolist() == [column // 64 for column in range(256)]
@@ -162,10 +162,10 @@ def refuse_export(folder, format, complaint):
 
 
 def test_export_refusals(dense_folder, pack, tmp_path):
-    pack(dense_folder, tmp_path / "asym", lambda module: Scheme(4, 64, False))
-    pack(dense_folder, tmp_path / "w5", lambda module: Scheme(5, 64))
-    pack(dense_folder, tmp_path / "mixed", lambda module: Scheme(8 if "down" in module else 4, 64))
-    pack(dense_folder, tmp_path / "w8a8", lambda module: Scheme(8, None, activation_bits=8))
+    pack(dense_folder, tmp_path / "asym", lambda module: Int(4, 64, False))
+    pack(dense_folder, tmp_path / "w5", lambda module: Int(5, 64))
+    pack(dense_folder, tmp_path / "mixed", lambda module: Int(8 if "down" in module else 4, 64))
+    pack(dense_folder, tmp_path / "w8a8", lambda module: Int(8, None, activations=Activations.INT8))
     refuse_export(tmp_path / "asym", "gptq", "zero points of asymmetric codes")
     refuse_export(tmp_path / "w5", "gptq", "2, 3, 4 or 8 bits, not 5")
     refuse_export(tmp_path / "w5", "awq", "4-bit weights")
@@ -187,7 +187,7 @@ def test_scales_outside_of_float16_are_refused(packed):
 
 
 def test_digest_sees_every_part(make_weight):
-    weight = make_weight((8, 64), Scheme(4, 32, False))
+    weight = make_weight((8, 64), Int(4, 32, False))
     same = IntegerWeight(weight.codes.clone(), weight.scale.to(torch.float32), weight.zero.clone(), weight.scheme)
     assert digest(same) == digest(weight), "the dtype of exact scales does not matter"
     for name in ("codes", "scale", "zero"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.checkpoint.weights.integer import GroupScales, search_scales
+from compress.checkpoint.scale_search import GroupScales, search_scales
+from compress.checkpoint.weights import Int, Scheme, Sparsity
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, NativeColumns
 from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
@@ -15,7 +15,7 @@ from compress.methods.shared.hessian import HessianFactor, HessianOptions, facto
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
-SCHEMES = (Scheme(4, 32), Scheme(3, 32, symmetric=False), Scheme(8, None))
+SCHEMES = (Int(4, 32), Int(3, 32, symmetric=False), Int(8, None))
 
 
 def layer(outputs: int, inputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def test_codes_are_those_of_float64(instruction_set: int, scheme: Scheme) -> Non
 def test_every_instruction_set_gives_the_same_bits(outputs: int, pruned: str) -> None:
     weight, hessian = layer(outputs, 192, seed=outputs)
     factor = factorize(hessian, HessianOptions(activation_order=False))
-    scheme = Scheme(4, 32)
+    scheme = Int(4, 32)
     more = how_pruned(pruned, weight, factor)
     grid = Grid(search_scales(weight, scheme), scheme)
     first, *others = (changed(weight, factor, grid, instruction_set, **more) for instruction_set in SETS)
@@ -99,7 +99,7 @@ def how_pruned(pruned: str, weight: Tensor, factor: HessianFactor) -> dict:
 def test_as_good_as_torch_where_something_is_pruned(pruned: str, rounded: bool) -> None:
     weight, hessian = layer(96, 256)
     factor = factorize(hessian, HessianOptions(activation_order=False))
-    scheme, more = Scheme(4, 32), how_pruned(pruned, weight, factor)
+    scheme, more = Int(4, 32), how_pruned(pruned, weight, factor)
     grid = Grid(search_scales(weight, scheme), scheme) if rounded else None
     by_torch, compiled = (changed(weight, factor, grid, instruction_set, **more) for instruction_set in (None, -1))
     assert (by_torch.kept != compiled.kept).float().mean() < 0.01
@@ -115,7 +115,7 @@ def test_as_good_as_torch_where_something_is_pruned(pruned: str, rounded: bool) 
 def test_threads_change_nothing() -> None:
     weight, hessian = layer(700, 128)
     factor = factorize(hessian)
-    grid = Grid(search_scales(weight, Scheme(4, 32)), Scheme(4, 32))
+    grid = Grid(search_scales(weight, Int(4, 32)), Int(4, 32))
     try:
         found = []
         for threads in (1, 2):
@@ -130,7 +130,7 @@ def test_threads_change_nothing() -> None:
 def test_neighbours_are_not_touched() -> None:
     weight, hessian = layer(19, 128)
     factor = factorize(hessian)
-    scheme = Scheme(4, 32)
+    scheme = Int(4, 32)
     columns = GPTQSolver(weight, factor.order, factor.feedback, Grid(search_scales(weight, scheme), scheme))
     columns.codes.fill_(77)
     before = columns.errors.clone()

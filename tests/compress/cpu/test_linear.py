@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tiers import examples
 from tiny_models import random_weight
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations as InputRounding
+from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
@@ -60,7 +61,7 @@ def test_any_weight(
     bits, symmetric, group, groups, out_features, rows, scale_dtype, dtype, with_bias, instruction_set, seed
 ):
     shape = out_features, (group or 32 * (1 + seed % 9)) * groups
-    weight = random_weight(shape, Scheme(bits, group, symmetric), seed, dtype=scale_dtype)
+    weight = random_weight(shape, Int(bits, group, symmetric), seed, dtype=scale_dtype)
     bias = activations(1, out_features, seed=seed)[0] if with_bias else None
     x = activations(rows, shape[1], dtype, seed)
     found = NativeLinear(weight, bias, instruction_set=instruction_set)(x)
@@ -83,7 +84,7 @@ def test_numbers(shape, dtype, instruction_set):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_every_code_value_and_place(bits, dtype, instruction_set):
     """Identity activations read the weights back, exactly: all codes, zero points and scales in their places."""
-    base = random_weight((70, 128), Scheme(bits, 32, symmetric=False))
+    base = random_weight((70, 128), Int(bits, 32, symmetric=False))
     codes = torch.arange(70 * 128).view(70, 128).remainder(1 << bits).to(torch.uint8)
     weight = IntegerWeight(codes, base.scale, base.zero, base.scheme)
     linear = NativeLinear(weight, instruction_set=instruction_set)
@@ -96,7 +97,7 @@ def test_every_code_value_and_place(bits, dtype, instruction_set):
 @every_set
 @pytest.mark.parametrize("bits", [2, 4])
 def test_any_codebook(bits, instruction_set):
-    weight = random_weight((80, 128), Scheme(bits, 64))
+    weight = random_weight((80, 128), Int(bits, 64))
     codebook = activations(1, 1 << bits, torch.bfloat16)[0]
     dense = codebook.double()[weight.codes.int()].unflatten(1, (-1, 64)) * weight.scale.double().unsqueeze(-1)
     linear = NativeLinear(weight, codebook=codebook.float(), instruction_set=instruction_set)
@@ -110,7 +111,7 @@ def test_any_codebook(bits, instruction_set):
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 128), (4, None), (8, 64), (8, None)])
 def test_8_bit_activations(bits, group, symmetric, instruction_set):
     """The same levels as plain torch makes, and sums that are exact but for one rounding per group."""
-    weight = random_weight((100, 384), Scheme(bits, group, symmetric), 3)
+    weight = random_weight((100, 384), Int(bits, group, symmetric), 3)
     x = activations(15, 384)
     dense, runs = weight.dequantize(torch.float64), min(group or 128, 128)
     for kind, size in ((Activations.INT8_ROW, 384), (Activations.INT8_GROUP, runs)):
@@ -132,7 +133,7 @@ def test_a_row_depends_on_itself_alone(bits, kind, dtype, instruction_set):
             pytest.skip("numbers have no 8-bit products")
         weight = activations(200, 384, torch.bfloat16, seed=5)
     else:
-        weight = random_weight((200, 384), Scheme(bits, 128, symmetric=False))
+        weight = random_weight((200, 384), Int(bits, 128, symmetric=False))
     linear = NativeLinear(weight, activations=kind, instruction_set=instruction_set)
     x = activations(150, 384, dtype)
     alone = torch.cat([linear(row) for row in x.split(1)])
@@ -151,7 +152,7 @@ def test_a_row_depends_on_itself_alone(bits, kind, dtype, instruction_set):
 @every_set
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nothing_beyond_the_result_is_written_or_beside_the_input_read(dtype, instruction_set):
-    weight = random_weight((75, 96), Scheme(4, 32, symmetric=False))
+    weight = random_weight((75, 96), Int(4, 32, symmetric=False))
     for kind in Activations:
         linear = NativeLinear(weight, activations=kind, instruction_set=instruction_set)
         band = torch.full((12, 96 + 40), float("nan"), dtype=dtype)
@@ -165,7 +166,7 @@ def test_nothing_beyond_the_result_is_written_or_beside_the_input_read(dtype, in
 
 @every_set
 def test_special_activations(instruction_set):
-    weight = random_weight((64, 64), Scheme(8, None, True, 8))
+    weight = random_weight((64, 64), Int(8, None, True, InputRounding.INT8))
     linear = NativeLinear(weight, activations=Activations.INT8_ROW, instruction_set=instruction_set)
     x = activations(4, 64)
     x[0], x[1, 5], x[2, 7] = 0, float("nan"), float("inf")
@@ -177,11 +178,11 @@ def test_special_activations(instruction_set):
 
 
 def test_no_rows():
-    assert NativeLinear(random_weight((64, 64), Scheme(4, 32)))(torch.empty(0, 64)).shape == (0, 64)
+    assert NativeLinear(random_weight((64, 64), Int(4, 32)))(torch.empty(0, 64)).shape == (0, 64)
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(SchemeError, match="16 inputs"):
-        NativeLinear(random_weight((64, 64), Scheme(4, 16)))
+        NativeLinear(random_weight((64, 64), Int(4, 16)))
     with pytest.raises(SchemeError, match="40 inputs"):
         NativeLinear(torch.zeros(8, 40))

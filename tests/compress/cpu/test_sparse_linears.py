@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from tiny_models import random_weight
 
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Int, Scheme, Sparsity
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError
 from compress.cpu import linear as cpu_linear
@@ -25,14 +23,10 @@ TWO_OF_FOUR = Sparsity(2, 4)
 
 def sparse_weight(shape: tuple[int, int], bits: int = 4, group: int | None = 32, seed: int = 0) -> IntegerWeight:
     """Two of every four codes are kept, sometimes fewer because a kept one is zero, too."""
-    weight = random_weight(shape, Scheme(bits, group), seed, dtype=torch.float16)
+    weight = random_weight(shape, Int(bits, group), seed, dtype=torch.float16)
     order = torch.rand(shape[0], shape[1] // 4, 4, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     codes = weight.codes.clone().masked_fill_((order >= 2).flatten(1), weight.scheme.midpoint)
-    return IntegerWeight(codes, weight.scale, weight.zero, replace(weight.scheme, sparsity=TWO_OF_FOUR))
-
-
-def dense_form(weight: IntegerWeight) -> IntegerWeight:
-    return IntegerWeight(weight.codes, weight.scale, weight.zero, replace(weight.scheme, sparsity=None))
+    return IntegerWeight(codes, weight.scale, weight.zero, weight.scheme)
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -60,14 +54,14 @@ def test_any_sparse_weight(bits, group, groups, out_features, rows, dtype, instr
     magnitude = x.double().abs() @ weight.dequantize(torch.float64).abs().T + 1e-6
     rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0
     assert bool(((found.double() - expected).abs() <= 4e-6 * magnitude + rounding).all())
-    assert linear.nbytes < NativeLinear(dense_form(weight), instruction_set=instruction_set).nbytes
+    assert linear.nbytes < NativeLinear(weight, instruction_set=instruction_set).nbytes
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("rows", [1, 4, 13, 150])
 def test_the_bits_of_the_expanded_weight(rows: int, instruction_set: int) -> None:
     weight, x = sparse_weight((200, 384), group=128), numbers(rows, 384)
-    dense = NativeLinear(dense_form(weight), instruction_set=instruction_set)
+    dense = NativeLinear(weight, instruction_set=instruction_set)
     assert torch.equal(NativeLinear(weight, sparse=True, instruction_set=instruction_set)(x), dense(x))
 
 
@@ -102,7 +96,7 @@ def test_a_row_depends_on_itself_alone() -> None:
 
 
 def test_what_keeps_more_than_it_says_is_refused() -> None:
-    weight = random_weight((64, 64), replace(Scheme(4, 32), sparsity=TWO_OF_FOUR))
+    weight = random_weight((64, 64), Int(4, 32))
     with pytest.raises(SchemeError, match="keeps more"):
         NativeLinear(weight, sparse=True)
 
@@ -113,7 +107,7 @@ def test_what_keeps_more_than_it_says_is_refused() -> None:
         ({}, ""),
         ({"bits": 3}, ""),
         ({"sparsity": None}, "2:4"),
-        ({"sparsity": Sparsity(4, 8)}, "2:4"),
+        ({"sparsity": "4:8"}, "2:4"),
         ({"bits": 8}, "3 and 4 bits"),
         ({"symmetric": False}, "symmetric"),
     ],
@@ -122,7 +116,8 @@ def test_what_keeps_more_than_it_says_is_refused() -> None:
 @pytest.mark.parametrize("best", range(len(INSTRUCTION_SETS)))
 def test_where_it_is_chosen(changed: dict, said: str, best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_linear, "best_instruction_set", lambda: best)
-    refusal = sparse_unsupported_reason(replace(Scheme(4, 32), **({"sparsity": TWO_OF_FOUR} | changed)))
+    fields = {"bits": 4, "group_size": 32, "sparsity": "2:4"}
+    refusal = sparse_unsupported_reason(Scheme.from_dict(fields | changed))
     faster = INSTRUCTION_SETS[best] in ("avx2", "avx512")
     assert (said or ("" if faster else "was not seen to be faster")) in refusal
     assert bool(refusal) == bool(said or not faster)

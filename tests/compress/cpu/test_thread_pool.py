@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_models import random_weight
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.cpu import binding
 from compress.cpu.binding import absence, library, set_threads
 from compress.cpu.linear import NativeLinear
@@ -25,7 +25,7 @@ needs_library = pytest.mark.skipif(library() is None, reason=absence())
 
 @pytest.fixture
 def linear() -> Iterator[NativeLinear]:
-    yield NativeLinear(random_weight((1024, 512), Scheme(4, 128)))
+    yield NativeLinear(random_weight((1024, 512), Int(4, 128)))
     set_threads(0)
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.checkpoint.config import packed_config, read_config, write_config
 from compress.checkpoint.formats import compressed_tensors
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import demo_model_path
 from compress.methods.rtn import quantize_rtn
 
@@ -54,7 +54,7 @@ def make_model(tmp_path: Path) -> MakeModel:
 def make_packed(make_model: MakeModel, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
     """Rounds the blocks of a random model to nearest: `(packed, the same weights dequantized)`."""
 
-    def make(scheme: Scheme = Scheme(4, 32), provenance: dict | None = None, **options) -> tuple[Path, Path]:
+    def make(scheme: Scheme = Int(4, 32), provenance: dict | None = None, **options) -> tuple[Path, Path]:
         dense = make_model("source", **options)
         tensors = load_file(dense / "model.safetensors")
         packed, dequantized, modules = {}, {}, []

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
 from compress.evaluate.perplexity import cut_windows, evaluate
@@ -69,7 +69,7 @@ def test_packed_weights_give_the_logits_of_their_dequantized_twin(make_packed, o
     assert torch.equal(TransformersScorer(packed).logits(TOKENS), expected)
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, 64, symmetric=False), Scheme(8, None), Scheme(3, 32)])
+@pytest.mark.parametrize("scheme", [Int(4, 32), Int(4, 64, symmetric=False), Int(8, None), Int(3, 32)])
 def test_both_backends_agree_on_packed_checkpoints(make_packed, scheme: Scheme):
     packed, _ = make_packed(scheme, attention_bias=True)
     assert_backends_agree(packed, load_tokenizer(packed))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from calibration.sources import load_texts
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, DataError
 from compress.evaluate.session import EvaluationRequest, quick_check, recorded_source, run_evaluation
@@ -110,7 +110,7 @@ def test_calibration_on_a_part_of_the_text_is_a_warning(make_packed, text: Path)
 
 def test_what_the_pipeline_records_is_what_the_check_reads(make_model, text: Path, tmp_path: Path):
     source = make_model()
-    recipe = Recipe((QuantizeStage("gptq", Scheme(4, 32)),), CalibrationOptions(str(text), 8, 64), seed=5)
+    recipe = Recipe((QuantizeStage("gptq", Int(4, 32)),), CalibrationOptions(str(text), 8, 64), seed=5)
     run(prepare(RunRequest(source, str(source), recipe, tmp_path / "out", measure=False)), quiet=True)
     report = run_evaluation(request_for(tmp_path / "out", max_tokens=2048))
     assert report.baseline == source

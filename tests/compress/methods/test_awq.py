@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import IntegerWeight, encode, range_scales
+from compress.checkpoint.scale_search import encode, range_scales
+from compress.checkpoint.weights import Int, Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError
 from compress.methods.awq import quantize_awq, search_clip, search_smoothing
 from compress.methods.rtn import quantize_rtn
@@ -66,7 +67,7 @@ def brute_force_smoothing(
     return points
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 64), Scheme(3, 32, False), Scheme(4, None)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(4, 64), Int(3, 32, False), Int(4, None)], ids=str)
 def test_smoothing_finds_the_best_grid_point(scheme: Scheme) -> None:
     inputs = outlier_inputs(256, 128)
     weights = [random_weight(32, 128, 1), random_weight(16, 128, 2)]
@@ -104,7 +105,7 @@ def test_identity_is_kept_when_nothing_is_better() -> None:
     weight[:, ::32] = -8
     inputs = outlier_inputs(64, 64)
     result = search_smoothing(
-        [weight], inputs.abs().mean(0), fake_quantizer(Scheme(4, 32)), output_loss([weight], inputs), group_size=32
+        [weight], inputs.abs().mean(0), fake_quantizer(Int(4, 32)), output_loss([weight], inputs), group_size=32
     )
     assert torch.equal(result.scale, torch.ones(64))
     assert (result.ratio, result.duo) == (0.0, False)
@@ -114,7 +115,7 @@ def test_identity_is_kept_when_nothing_is_better() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_smoothing_is_never_worse_than_none(bits: int, seed: int) -> None:
-    scheme, inputs, weight = Scheme(bits, 64), outlier_inputs(128, 128, seed, 0.3), random_weight(16, 128, seed)
+    scheme, inputs, weight = Int(bits, 64), outlier_inputs(128, 128, seed, 0.3), random_weight(16, 128, seed)
     loss = output_loss([weight], inputs)
     result = search_smoothing([weight], inputs.abs().mean(0), fake_quantizer(scheme), loss, 5, group_size=64)
     restored = fake_quantizer(scheme)(weight * result.scale) / result.scale
@@ -128,7 +129,7 @@ def test_query_heads_of_one_value_head_share_their_scale() -> None:
     result = search_smoothing(
         [weight],
         inputs.abs().mean(0),
-        fake_quantizer(Scheme(3, 32)),
+        fake_quantizer(Int(3, 32)),
         output_loss([weight], inputs),
         group_size=32,
         heads_per_group=2,
@@ -140,7 +141,7 @@ def test_query_heads_of_one_value_head_share_their_scale() -> None:
 
 
 def test_silent_inputs_and_wild_magnitudes_keep_scales_finite() -> None:
-    weight, scheme = random_weight(8, 64), Scheme(4, 32)
+    weight, scheme = random_weight(8, 64), Int(4, 32)
     for magnitude in (torch.zeros(64), torch.logspace(-30, 30, 64), torch.eye(64)[0]):
         inputs = magnitude.clamp(max=1e4) * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
         result = search_smoothing([weight], magnitude, fake_quantizer(scheme), output_loss([weight], inputs))
@@ -156,7 +157,7 @@ def group_output_errors(weight: Tensor, quantized: IntegerWeight, inputs: Tensor
 
 
 @pytest.mark.parametrize("tokens", [20, 400])
-@pytest.mark.parametrize("scheme", [Scheme(3, 32), Scheme(2, 64), Scheme(4, None)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(3, 32), Int(2, 64), Int(4, None)], ids=str)
 def test_ranges_beat_every_limit_of_the_released_recipe(scheme: Scheme, tokens: int) -> None:
     generator = torch.Generator().manual_seed(5)
     inputs = outlier_inputs(tokens, 128) @ (torch.eye(128) + 0.3 * torch.randn(128, 128, generator=generator))
@@ -177,7 +178,7 @@ def test_ranges_beat_every_limit_of_the_released_recipe(scheme: Scheme, tokens: 
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_every_scheme_is_at_least_as_good_as_rounding(bits: int, group_size: int | None, symmetric: bool) -> None:
-    scheme = Scheme(bits, group_size, symmetric)
+    scheme = Int(bits, group_size, symmetric)
     inputs, weight = outlier_inputs(256, 128), random_weight(16, 128)
     loss = output_loss([weight], inputs)
     smoothing = search_smoothing([weight], inputs.abs().mean(0), fake_quantizer(scheme), loss, 5, group_size=group_size)
@@ -190,19 +191,19 @@ def test_every_scheme_is_at_least_as_good_as_rounding(bits: int, group_size: int
 
 def test_without_ranges_the_importance_decides() -> None:
     weight, importance = random_weight(16, 64), outlier_inputs(64, 64).square().mean(0)
-    by_awq = quantize_awq(weight, Scheme(4, 32), importance)
-    assert torch.equal(by_awq.codes, quantize_rtn(weight, Scheme(4, 32), importance).codes)
+    by_awq = quantize_awq(weight, Int(4, 32), importance)
+    assert torch.equal(by_awq.codes, quantize_rtn(weight, Int(4, 32), importance).codes)
 
 
 def test_refusals() -> None:
     weight, inputs = random_weight(4, 64), outlier_inputs(16, 64)
     inputs[0, 0] = torch.nan
     with pytest.raises(NumericsError, match="sample inputs"):
-        search_clip(weight, inputs, Scheme(4, 32))
+        search_clip(weight, inputs, Int(4, 32))
     with pytest.raises(NumericsError, match="input magnitude"):
         search_smoothing([weight], inputs.abs().mean(0), lambda w: w, lambda w, s: 0.0)
     with pytest.raises(NumericsError, match="before smoothing is nan"):
         search_smoothing([weight], torch.ones(64), lambda w: w, lambda w, s: float("nan"))
     weight[0, 0] = torch.inf
     with pytest.raises(NumericsError, match="weight"):
-        quantize_awq(weight, Scheme(4, 32))
+        quantize_awq(weight, Int(4, 32))

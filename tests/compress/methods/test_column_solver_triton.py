@@ -7,8 +7,8 @@ import torch
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme, Sparsity
-from compress.checkpoint.weights.integer import GroupScales, search_scales
+from compress.checkpoint.scale_search import GroupScales, search_scales
+from compress.checkpoint.weights import Int, Scheme, Sparsity
 from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid, column_kernel
 from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 
@@ -34,7 +34,7 @@ def loss(columns: GPTQSolver, hessian: Tensor) -> float:
     return float(((errors @ hessian.double()) * errors).sum())
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(3, 32, symmetric=False), Scheme(8, None)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(4, 32), Int(3, 32, symmetric=False), Int(8, None)], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(20, 96), (33, 64)])
 def test_nearly_all_codes_are_those_of_torch(gpu, outputs: int, inputs: int, scheme: Scheme) -> None:
     weight, hessian = layer(outputs, inputs, gpu)
@@ -59,7 +59,7 @@ def test_the_same_bits_as_torch_where_sums_are_exact(gpu) -> None:
     feedback.diagonal(1)[:] = torch.randint(-2, 3, (47,), generator=random) / 2
     factor = HessianFactor(feedback.to(gpu), None, torch.arange(48, device=gpu), torch.ones(48), 0.01, "", 0)
     scales = GroupScales(torch.full((40, 3), 0.5, device=gpu), torch.full((40, 3), 8, dtype=torch.uint8, device=gpu))
-    grid = Grid(scales, Scheme(4, 16))
+    grid = Grid(scales, Int(4, 16))
     by_torch, in_triton = (changed(weight, factor, grid, on_gpu) for on_gpu in (False, True))
     assert torch.equal(in_triton.codes, by_torch.codes)
     assert torch.equal(in_triton.errors, by_torch.errors)
@@ -72,7 +72,7 @@ def test_the_same_bits_as_torch_where_sums_are_exact(gpu) -> None:
 def test_as_good_as_torch_where_something_is_pruned(gpu, pruned: str, rounded: bool) -> None:
     weight, hessian = layer(40, 64, gpu)
     factor = factorize(hessian, HessianOptions(activation_order=False))
-    scheme, more = Scheme(4, 32), how_pruned(pruned, weight, factor)
+    scheme, more = Int(4, 32), how_pruned(pruned, weight, factor)
     grid = Grid(search_scales(weight, scheme), scheme) if rounded else None
     by_torch, in_triton = (changed(weight, factor, grid, on_gpu, **more) for on_gpu in (False, True))
     assert (by_torch.kept != in_triton.kept).float().mean() < 0.02
@@ -93,7 +93,7 @@ def how_pruned(pruned: str, weight: Tensor, factor: HessianFactor) -> dict:
 def test_neighbours_are_not_touched(gpu) -> None:
     weight, hessian = layer(33, 128, gpu)
     factor = factorize(hessian)
-    scheme = Scheme(4, 32)
+    scheme = Int(4, 32)
     grid = Grid(search_scales(weight, scheme), scheme)
     columns = GPTQSolver(weight, factor.order, factor.feedback, grid, on_gpu=True)
     columns.codes.fill_(77)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputDifference
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import GroupScales, search_scales
+from compress.checkpoint.scale_search import GroupScales, search_scales
+from compress.checkpoint.weights import Int, Scheme
 from compress.methods.gptaq import DriftedFactor, quantize_gptaq
 from compress.methods.gptq import quantize_gptq
 from compress.methods.shared.hessian import HessianOptions, factorize
@@ -60,7 +60,7 @@ def paper(
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("scheme", [Scheme(3, 32), Scheme(4, None, symmetric=False)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(3, 32), Int(4, None, symmetric=False)], ids=str)
 def test_codes_are_those_of_the_papers_formula(layer, scheme: Scheme, alpha: float) -> None:
     weight, inputs, dense = layer
     hessian, difference = moments(inputs, dense)
@@ -74,7 +74,7 @@ def test_codes_are_those_of_the_papers_formula(layer, scheme: Scheme, alpha: flo
 
 def test_without_a_difference_it_is_gptq(layer) -> None:
     weight, inputs, _ = layer
-    factor, scheme = factorize(2 * inputs.T @ inputs / TOKENS), Scheme(3, 32)
+    factor, scheme = factorize(2 * inputs.T @ inputs / TOKENS), Int(3, 32)
     plain = quantize_gptq(weight, factor, scheme)
     for difference, alpha in ((torch.zeros(INPUTS, INPUTS), 1.0), (torch.randn(INPUTS, INPUTS), 0.0)):
         packed = quantize_gptaq(weight, DriftedFactor.of(factor, difference, alpha), scheme)
@@ -86,7 +86,7 @@ def test_without_a_difference_it_is_gptq(layer) -> None:
 def test_the_dense_output_is_met_better_than_by_gptq(layer, bits: int) -> None:
     weight, inputs, dense = layer
     hessian, difference = moments(inputs, dense)
-    factor, scheme = factorize(hessian), Scheme(bits, 32)
+    factor, scheme = factorize(hessian), Int(bits, 32)
     packed = quantize_gptaq(weight, DriftedFactor.of(factor, difference), scheme)
     plain = quantize_gptq(weight, factor, scheme)
     wanted = dense @ weight.T
@@ -99,7 +99,7 @@ def test_pruned_weights_stay_zero(layer) -> None:
     hessian, difference = moments(inputs, dense)
     kept = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5
     drifted = DriftedFactor.of(factorize(hessian), difference)
-    packed = quantize_gptaq(weight, drifted, Scheme(3, 32), kept=kept)
+    packed = quantize_gptaq(weight, drifted, Int(3, 32), kept=kept)
     assert bool((packed.dequantize()[~kept] == 0).all())
 
 
@@ -107,7 +107,7 @@ def test_inputs_that_were_never_excited_round_to_nearest(layer) -> None:
     weight = layer[0]
     drifted = DriftedFactor.of(factorize(torch.zeros(INPUTS, INPUTS)), torch.zeros(INPUTS, INPUTS))
     assert drifted.targets(weight) is weight
-    assert quantize_gptaq(weight, drifted, Scheme(4, 32)).codes.shape == weight.shape
+    assert quantize_gptaq(weight, drifted, Int(4, 32)).codes.shape == weight.shape
 
 
 def test_differences_add_up_over_batches(layer) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.integer import IntegerWeight, encode, range_scales, search_scales
+from compress.checkpoint.scale_search import encode, range_scales, search_scales
+from compress.checkpoint.weights import Int, Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError, SchemeError
 from compress.methods.gptq import quantize_gptq
 from compress.methods.rtn import quantize_rtn
@@ -69,9 +70,7 @@ def optimal_brain_quantizer(weight: Tensor, hessian: Tensor, options: HessianOpt
 
 
 @pytest.mark.parametrize("options", [HessianOptions(), PLAIN], ids=["activation order", "plain order"])
-@pytest.mark.parametrize(
-    "scheme", [Scheme(4, 32), Scheme(3, 64, False), Scheme(2, 32), Scheme(2, None), Scheme(8, 128)], ids=str
-)
+@pytest.mark.parametrize("scheme", [Int(4, 32), Int(3, 64, False), Int(2, 32), Int(2, None), Int(8, 128)], ids=str)
 def test_codes_are_those_of_the_paper(scheme: Scheme, options: HessianOptions) -> None:
     inputs, weight = correlated_inputs(1024, 128), random_weight(48, 128)
     hessian = hessian_of(inputs)
@@ -91,7 +90,7 @@ def test_codes_are_those_of_the_paper(scheme: Scheme, options: HessianOptions) -
 def test_every_scheme_beats_rounding(bits: int, group_size: int | None, symmetric: bool) -> None:
     inputs, weight = correlated_inputs(1024, 256), random_weight(32, 256)
     hessian = hessian_of(inputs)
-    scheme = Scheme(bits, group_size, symmetric)
+    scheme = Int(bits, group_size, symmetric)
     found = quantize_gptq(weight, factorize(hessian), scheme)
     assert found.codes.shape == weight.shape
     assert found.codes.max() <= scheme.max_code
@@ -99,7 +98,7 @@ def test_every_scheme_beats_rounding(bits: int, group_size: int | None, symmetri
     assert output_error(weight, found, inputs) < 0.7 * output_error(weight, rounded, inputs)
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, 128), Scheme(3, 128), Scheme(2, 64)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(4, 32), Int(4, 128), Int(3, 128), Int(2, 64)], ids=str)
 def test_each_default_earns_its_place(scheme: Scheme) -> None:
     """The ablation behind the defaults: each step lowers the relative output error."""
     inputs, weight = correlated_inputs(2048, 256), random_weight(128, 256)
@@ -124,7 +123,7 @@ def test_equivalent_inputs_have_the_damped_hessian_as_their_second_moments(optio
 def test_clipping_at_two_bits_sees_correlations() -> None:
     generator = torch.Generator().manual_seed(2)
     inputs = 1.0 + 0.5 * torch.randn(512, 64, generator=generator)
-    weight, scheme = random_weight(64, 64).abs(), Scheme(2, 32)
+    weight, scheme = random_weight(64, 64).abs(), Int(2, 32)
     hessian = hessian_of(inputs)
     by_diagonal = encode(weight, search_scales(weight, scheme, hessian.diagonal()), scheme)
     found = quantize_gptq(weight, factorize(hessian), scheme)
@@ -135,14 +134,14 @@ def test_siblings_share_one_factor_and_rows_are_independent() -> None:
     inputs = correlated_inputs(512, 128)
     factor = factorize(hessian_of(inputs))
     query, key = random_weight(16, 128, 1), random_weight(24, 128, 2)
-    together = quantize_gptq(torch.cat([query, key]), factor, Scheme(4, 64))
-    apart = torch.cat([quantize_gptq(each, factor, Scheme(4, 64)).codes for each in (query, key)])
+    together = quantize_gptq(torch.cat([query, key]), factor, Int(4, 64))
+    apart = torch.cat([quantize_gptq(each, factor, Int(4, 64)).codes for each in (query, key)])
     assert (together.codes != apart).float().mean() < 1e-3
 
 
 def test_same_input_gives_the_same_bits() -> None:
     inputs, weight = correlated_inputs(512, 128), random_weight(32, 128)
-    runs = [quantize_gptq(weight, factorize(hessian_of(inputs)), Scheme(3, 64)) for _ in range(2)]
+    runs = [quantize_gptq(weight, factorize(hessian_of(inputs)), Int(3, 64)) for _ in range(2)]
     assert torch.equal(runs[0].codes, runs[1].codes)
     assert torch.equal(runs[0].scale, runs[1].scale)
 
@@ -151,17 +150,17 @@ def test_a_rank_deficient_hessian_needs_no_recovery() -> None:
     inputs, weight = correlated_inputs(20, 128), random_weight(16, 128)
     factor = factorize(hessian_of(inputs))
     assert (factor.damping, factor.recovery) == (0.01, "")
-    rounded = output_error(weight, quantize_rtn(weight, Scheme(4, 64)), inputs)
-    assert output_error(weight, quantize_gptq(weight, factor, Scheme(4, 64)), inputs) < 0.1 * rounded
+    rounded = output_error(weight, quantize_rtn(weight, Int(4, 64)), inputs)
+    assert output_error(weight, quantize_gptq(weight, factor, Int(4, 64)), inputs) < 0.1 * rounded
 
 
 @pytest.mark.parametrize("magnitude", [1e-18, 1e-6, 1e6, 1e17])
 def test_the_unit_of_the_inputs_does_not_matter(magnitude: float) -> None:
     inputs, weight = correlated_inputs(512, 64), random_weight(16, 64)
-    usual = quantize_gptq(weight, factorize(hessian_of(inputs)), Scheme(4, 32))
+    usual = quantize_gptq(weight, factorize(hessian_of(inputs)), Int(4, 32))
     scaled = factorize(hessian_of(inputs) * magnitude**2)
     assert scaled.recovery == ""
-    assert (quantize_gptq(weight, scaled, Scheme(4, 32)).codes != usual.codes).float().mean() < 0.01
+    assert (quantize_gptq(weight, scaled, Int(4, 32)).codes != usual.codes).float().mean() < 0.01
 
 
 def test_a_huge_condition_number_still_factorizes() -> None:
@@ -171,7 +170,7 @@ def test_a_huge_condition_number_still_factorizes() -> None:
     factor = factorize(hessian)
     assert factor.feedback is not None
     assert torch.isfinite(factor.feedback).all()
-    found = quantize_gptq(random_weight(8, 64), factor, Scheme(4, 32))
+    found = quantize_gptq(random_weight(8, 64), factor, Int(4, 32))
     assert torch.isfinite(found.dequantize()).all()
 
 
@@ -182,8 +181,8 @@ def test_dead_columns_are_rounded_and_disturb_nothing() -> None:
     inputs[:, dead] = 0
     factor = factorize(hessian_of(inputs))
     assert (factor.dead_columns, factor.recovery) == (3, "")
-    found = quantize_gptq(weight, factor, Scheme(4, 64))
-    nearest = encode(weight, search_scales(weight, Scheme(4, 64), factor.importance), Scheme(4, 64))
+    found = quantize_gptq(weight, factor, Int(4, 64))
+    nearest = encode(weight, search_scales(weight, Int(4, 64), factor.importance), Int(4, 64))
     assert torch.equal(found.codes[:, dead], nearest.codes[:, dead])
     assert output_error(weight, found, inputs) < output_error(weight, nearest, inputs)
 
@@ -195,7 +194,7 @@ def test_a_zero_hessian_falls_back_to_rounding_and_says_so() -> None:
     assert factor.damping is None
     assert factor.recovery == "rtn: every calibration input was zero"
     assert factor.dead_columns == 64
-    assert torch.equal(quantize_gptq(weight, factor, Scheme(4, 32)).codes, quantize_rtn(weight, Scheme(4, 32)).codes)
+    assert torch.equal(quantize_gptq(weight, factor, Int(4, 32)).codes, quantize_rtn(weight, Int(4, 32)).codes)
 
 
 def indefinite(excess: float) -> Tensor:
@@ -218,7 +217,7 @@ def test_the_ladder_climbs_as_far_as_it_must(excess: float, damping: float | Non
     factor = factorize(indefinite(excess))
     assert (factor.damping, factor.recovery) == (damping, recovery)
     assert factor.feedback is not None
-    quantize_gptq(random_weight(8, 64), factor, Scheme(4, 32))
+    quantize_gptq(random_weight(8, 64), factor, Int(4, 32))
 
 
 def test_the_last_rung_is_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +239,6 @@ def test_refusals() -> None:
     weight = random_weight(4, 64)
     weight[0, 0] = torch.nan
     with pytest.raises(NumericsError, match="weight"):
-        quantize_gptq(weight, factorize(hessian), Scheme(4, 32))
+        quantize_gptq(weight, factorize(hessian), Int(4, 32))
     with pytest.raises(SchemeError, match="does not divide"):
-        quantize_gptq(random_weight(4, 64), factorize(hessian), Scheme(4, 128))
+        quantize_gptq(random_weight(4, 64), factorize(hessian), Int(4, 128))

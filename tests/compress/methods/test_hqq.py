@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError
 from compress.methods.hqq import Splitting, norm_error, quantize_hqq
 from compress.methods.rtn import quantize_rtn
 
-SCHEMES = [Scheme(bits, group, symmetric) for bits in (2, 3, 4) for group in (64, None) for symmetric in (True, False)]
+SCHEMES = [Int(bits, group, symmetric) for bits in (2, 3, 4) for group in (64, None) for symmetric in (True, False)]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_no_group_is_worse_than_round_to_nearest(scheme: Scheme, weight: Tensor)
 def test_one_outlier_does_not_widen_the_grid() -> None:
     weight = torch.linspace(-1, 1, 64).repeat(1, 1)
     weight[0, 63] = 8.0
-    scheme = Scheme(3, 64, symmetric=False)
+    scheme = Int(3, 64, symmetric=False)
     typical = (quantize_hqq(weight, scheme).dequantize() - weight).abs()[0, :63].mean()
     nearest = (quantize_rtn(weight, scheme).dequantize() - weight).abs()[0, :63].mean()
     assert float(typical) < 0.7 * float(nearest)
@@ -55,7 +55,7 @@ def test_one_outlier_does_not_widen_the_grid() -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_of_zeros_stay_zero(symmetric: bool, weight: Tensor) -> None:
     weight[:, :64] = 0
-    packed = quantize_hqq(weight, Scheme(3, 64, symmetric))
+    packed = quantize_hqq(weight, Int(3, 64, symmetric))
     assert bool((packed.dequantize()[:, :64] == 0).all())
     assert bool(torch.isfinite(packed.scale).all())
 
@@ -63,12 +63,12 @@ def test_groups_of_zeros_stay_zero(symmetric: bool, weight: Tensor) -> None:
 def test_zeros_of_pruning_stay_zero(weight: Tensor) -> None:
     weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5] = 0
     for symmetric in (True, False):
-        packed = quantize_hqq(weight, Scheme(4, 64, symmetric))
+        packed = quantize_hqq(weight, Int(4, 64, symmetric))
         assert bool((packed.dequantize()[weight == 0] == 0).all())
 
 
 def test_the_same_weight_gives_the_same_codes(weight: Tensor) -> None:
-    first, second = (quantize_hqq(weight, Scheme(4, 64, False)) for _ in range(2))
+    first, second = (quantize_hqq(weight, Int(4, 64, False)) for _ in range(2))
     assert torch.equal(first.codes, second.codes)
     assert torch.equal(first.scale, second.scale)
 
@@ -76,4 +76,4 @@ def test_the_same_weight_gives_the_same_codes(weight: Tensor) -> None:
 def test_numbers_that_are_none_are_refused(weight: Tensor) -> None:
     weight[3, 5] = torch.nan
     with pytest.raises(NumericsError):
-        quantize_hqq(weight, Scheme(4, 64))
+        quantize_hqq(weight, Int(4, 64))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from compress.checkpoint.digest import digest
+from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.scale_search import round_in_range
 from compress.checkpoint.verify import verify_structure
-from compress.checkpoint.weights.fp8 import quantize_tokens
-from compress.checkpoint.weights.integer import IntegerWeight, round_in_range
+from compress.checkpoint.weights import Activations, Int, OutlierColumns, Scheme
+from compress.checkpoint.weights.base import digest
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.evaluate.scorers import open_scorer
@@ -54,11 +54,11 @@ def compress(model: Path, out: Path, *stages: Stage) -> RunResult:
     return run(prepared(model, out, *stages), quiet=True)
 
 
-@pytest.mark.parametrize("scheme", [Scheme(2, 32), Scheme(3, 64, False), Scheme(8, None, activation_bits=8)])
+@pytest.mark.parametrize("scheme", [Int(2, 32), Int(3, 64, False), Int(8, None, activations=Activations.INT8)])
 def test_what_is_stored_is_read_back_and_as_large_as_computed(scheme) -> None:
     _, weight = inputs_and_weight()
-    columns, scheme = torch.tensor([3, 40, 127]), replace(scheme, outliers=3)
-    stored = beside_outliers(weight, quantize_rtn(weight.index_fill(1, columns, 0), scheme.base), columns, scheme)
+    columns, scheme = torch.tensor([3, 40, 127]), OutlierColumns(scheme, 3)
+    stored = beside_outliers(weight, quantize_rtn(weight.index_fill(1, columns, 0), scheme.inner), columns, scheme)
     tensors = compress_runtime.encode("m", stored, torch.bfloat16)
 
     def get(name: str) -> torch.Tensor:
@@ -77,10 +77,10 @@ def test_what_is_stored_is_read_back_and_as_large_as_computed(scheme) -> None:
 
 
 def test_the_example_of_the_format_page() -> None:
-    scheme = Scheme(4, None, outliers=1)
+    scheme = OutlierColumns(Int(4, None), 1)
     codes = torch.tensor([[9, 7, 8, 10]], dtype=torch.uint8)
     scale, zero = torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8)
-    base = IntegerWeight(codes, scale, zero, scheme.base)
+    base = IntegerWeight(codes, scale, zero, scheme.inner)
     weight = OutlierWeight(base, torch.tensor([2]), torch.tensor([[3.25]]).bfloat16(), scheme)
     tensors = compress_runtime.encode("m", weight, torch.bfloat16)
     assert f"0x{int(tensors['m.weight_packed'][0, 0]):08x}" in PAGE.read_text()
@@ -89,8 +89,8 @@ def test_the_example_of_the_format_page() -> None:
 
 def test_parts_that_contradict_each_other_are_refused() -> None:
     _, weight = inputs_and_weight()
-    scheme, columns = Scheme(4, 32, outliers=2), torch.tensor([5, 9], dtype=torch.int32)
-    base = without_columns(quantize_rtn(weight, scheme.base), columns)
+    scheme, columns = OutlierColumns(Int(4, 32), 2), torch.tensor([5, 9], dtype=torch.int32)
+    base = without_columns(quantize_rtn(weight, scheme.inner), columns)
     values = weight[:, columns.long()].bfloat16()
     OutlierWeight(base, columns, values, scheme)
     with pytest.raises(SchemeError, match="do not fit"):
@@ -100,18 +100,18 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(SchemeError, match="do not rise"):
         OutlierWeight(base, torch.tensor([5, 128], dtype=torch.int32), values, scheme)
     with pytest.raises(SchemeError, match="zero point"):
-        OutlierWeight(quantize_rtn(weight, scheme.base), columns, values, scheme)
-    with pytest.raises(SchemeError, match="neither sparsity nor low rank"):
-        Scheme(4, 32, sparsity=Sparsity(2, 4), outliers=2)
+        OutlierWeight(quantize_rtn(weight, scheme.inner), columns, values, scheme)
+    with pytest.raises(SchemeError, match="do not go with"):
+        Scheme.from_dict({"bits": 4, "group_size": 32, "sparsity": "2:4", "outliers": 2})
     with pytest.raises(SchemeError, match="128 inputs"):
-        compress_runtime.check(Scheme(4, 32, outliers=128), (96, 128))
+        compress_runtime.check(OutlierColumns(Int(4, 32), 128), (96, 128))
 
 
 def test_the_costly_columns_are_chosen() -> None:
     x, weight = inputs_and_weight()
     importance = x.square().mean(0)
-    score = sensitivity([weight, weight], Scheme(3, 32), importance)
-    error = (round_in_range(weight, Scheme(3, 32)) - weight).square().sum(0) * importance
+    score = sensitivity([weight, weight], Int(3, 32), importance)
+    error = (round_in_range(weight, Int(3, 32)) - weight).square().sum(0) * importance
     torch.testing.assert_close(score, 2 * error)
     assert highest(score, 4).tolist() == [3, 40, 41, 127]
 
@@ -119,13 +119,13 @@ def test_the_costly_columns_are_chosen() -> None:
 def test_columns_in_16_bits_make_up_for_the_others() -> None:
     x, weight = inputs_and_weight()
     hessian = x.T @ x / len(x)
-    scheme, columns = Scheme(2, 32, outliers=4), torch.tensor([3, 40, 41, 127])
+    scheme, columns = OutlierColumns(Int(2, 32), 4), torch.tensor([3, 40, 41, 127])
     factor = factorize(hessian, HessianOptions(last=tuple(columns.tolist())))
     assert sorted(factor.order[-4:].tolist()) == columns.tolist()
     joint = quantize_gptq_beside(weight, factor, scheme, columns)
     rest = weight.index_fill(1, columns, 0.0)
-    apart = beside_outliers(weight, quantize_gptq(rest, factorize(hessian), scheme.base), columns, scheme)
-    plain = quantize_gptq(weight, factorize(hessian), scheme.base)
+    apart = beside_outliers(weight, quantize_gptq(rest, factorize(hessian), scheme.inner), columns, scheme)
+    plain = quantize_gptq(weight, factorize(hessian), scheme.inner)
 
     def error(values: torch.Tensor) -> float:
         return float((x @ (values - weight).T).square().mean())
@@ -139,15 +139,15 @@ def test_columns_in_16_bits_make_up_for_the_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(3, 64, False), Scheme(8, None), Scheme(8, None, True, 8)])
+@pytest.mark.parametrize("scheme", [Int(4, 32), Int(3, 64, False), Int(8, None), Int(8, None, True, Activations.INT8)])
 def test_products_equal_the_dequantized_weight(scheme, dtype) -> None:
     x, weight = inputs_and_weight()
-    columns, scheme = torch.tensor([3, 40, 41, 127]), replace(scheme, outliers=4)
-    stored = beside_outliers(weight, quantize_rtn(weight.index_fill(1, columns, 0), scheme.base), columns, scheme)
+    columns, scheme = torch.tensor([3, 40, 41, 127]), OutlierColumns(scheme, 4)
+    stored = beside_outliers(weight, quantize_rtn(weight.index_fill(1, columns, 0), scheme.inner), columns, scheme)
     target = Target(torch.device("cpu"), dtype)
     x = x[:5].to(dtype)
     for kernels in ("auto", "reference"):
-        kernel = choose_linear(scheme.base, 128, target, kernels).kernel
+        kernel = choose_linear(scheme.inner, 128, target, kernels).kernel
         base = kernel.prepare(stored.base, None, target)
         linear = WithOutliers(base, columns, stored.values.to(dtype).T.contiguous())
         seen = x.float()
@@ -161,9 +161,9 @@ def test_products_equal_the_dequantized_weight(scheme, dtype) -> None:
 @pytest.mark.parametrize(
     "stage",
     [
-        QuantizeStage("gptq", Scheme(2, 32), outlier_columns=0.02),
-        QuantizeStage("awq", Scheme(4, 64), outlier_columns=3),
-        QuantizeStage("rtn", Scheme(8, None, activation_bits=8), outlier_columns=4),
+        QuantizeStage("gptq", Int(2, 32), outlier_columns=0.02),
+        QuantizeStage("awq", Int(4, 64), outlier_columns=3),
+        QuantizeStage("rtn", Int(8, None, activations=Activations.INT8), outlier_columns=4),
     ],
     ids=["w2-gptq", "w4-awq", "w8a8"],
 )
@@ -209,7 +209,7 @@ def test_eight_bit_inputs_lose_less_when_their_largest_columns_are_apart(tiny_mo
     dense = open_scorer(source, dtype="float32").logits(tokens)
     error = {}
     for count in (None, 4):
-        stage = QuantizeStage("rtn", Scheme(8, None, activation_bits=8), outlier_columns=count)
+        stage = QuantizeStage("rtn", Int(8, None, activations=Activations.INT8), outlier_columns=count)
         compress(source, tmp_path / str(count), stage, *([] if count else [at_least_one_pass()]))
         error[count] = (open_scorer(tmp_path / str(count), dtype="float32").logits(tokens) - dense).square().mean()
     assert error[4] < 0.5 * error[None]
@@ -217,7 +217,7 @@ def test_eight_bit_inputs_lose_less_when_their_largest_columns_are_apart(tiny_mo
 
 def at_least_one_pass() -> Stage:
     """A stage that needs a calibration and changes next to nothing, so that both runs have one."""
-    return QuantizeStage("gptq", Scheme(8, None), targets=("model.layers.0.mlp.down_proj",))
+    return QuantizeStage("gptq", Int(8, None), targets=("model.layers.0.mlp.down_proj",))
 
 
 def outlier_model(source: Path, out: Path) -> Path:
@@ -246,18 +246,18 @@ def test_recipes_and_stages_say_what_makes_no_sense(tiny_model, tmp_path) -> Non
     recipe = parse_recipe("stages:\n  - quantize: {method: gptq, bits: 2, group_size: 64, outlier_columns: 0.01}", "r")
     assert recipe.stages[0].outlier_columns == 0.01
     assert recipe.stages[0].scheme_for(4096).outliers == 41
-    assert QuantizeStage("rtn", Scheme(), outlier_columns=5).scheme_for(4096).outliers == 5
-    assert QuantizeStage("rtn", Scheme(), outlier_columns=5).needs_calibration
+    assert QuantizeStage("rtn", Int(), outlier_columns=5).scheme_for(4096).outliers == 5
+    assert QuantizeStage("rtn", Int(), outlier_columns=5).needs_calibration
     for wrong in (0, -1, 1.5, float("nan"), float("inf")):
         with pytest.raises(RecipeError, match="below 1"):
-            QuantizeStage("gptq", Scheme(), outlier_columns=wrong)
+            QuantizeStage("gptq", Int(), outlier_columns=wrong)
     with pytest.raises(RecipeError, match="pruned and has outlier columns"):
         prepared(
             tiny_model("llama"),
             tmp_path / "unwritten",
             PruneStage("wanda", None, 0.5),
-            QuantizeStage("gptq", Scheme(4, 64), outlier_columns=2),
+            QuantizeStage("gptq", Int(4, 64), outlier_columns=2),
         )
-    stage = QuantizeStage("rtn", Scheme(8, None), outlier_columns=2, targets=("embed_tokens",))
+    stage = QuantizeStage("rtn", Int(8, None), outlier_columns=2, targets=("embed_tokens",))
     with pytest.raises(RecipeError, match="has no outlier columns"):
         prepared(tiny_model("llama"), tmp_path / "unwritten", stage)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.checkpoint.scheme import Sparsity
+from compress.checkpoint.weights import Sparsity
 from compress.common.errors import RecipeError
 from compress.methods.owl import block_patterns, block_shares, outlier_ratio
 from compress.recipe import PruneStage

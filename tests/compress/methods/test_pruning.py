@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Int, Sparsity
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError
 from compress.methods.gptq import quantize_gptq
@@ -135,7 +135,7 @@ def test_sparsegpt_beats_wanda_beats_magnitude(pattern) -> None:
 )
 def test_zeros_are_exact_in_every_scheme(bits, symmetric, pattern, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight, scheme = torch.randn(8, 64, generator=generator), Scheme(bits, 32, symmetric)
+    weight, scheme = torch.randn(8, 64, generator=generator), Int(bits, 32, symmetric)
     hessian = hessian_of(correlated_inputs(64, seed))
     joint = values_of(
         prune_sparsegpt(weight, factorize(hessian, HessianOptions(activation_order=False)), pattern, 0.5, scheme)
@@ -154,7 +154,7 @@ def test_zeros_are_exact_in_every_scheme(bits, symmetric, pattern, seed) -> None
 def test_joint_rounding_beats_rounding_afterwards() -> None:
     inputs = correlated_inputs(128)
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
-    factor, scheme = factorize(hessian_of(inputs), HessianOptions(activation_order=False)), Scheme(4, 32)
+    factor, scheme = factorize(hessian_of(inputs), HessianOptions(activation_order=False)), Int(4, 32)
     joint = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5, scheme))
     pruned = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5))
     after = quantize_rtn(pruned, scheme, inputs.square().mean(0)).dequantize()

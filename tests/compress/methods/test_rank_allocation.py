@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.methods.low_rank import RankedLinear, largest_rank, rank_step, share_out, uniform_rank
 
 
@@ -17,11 +17,11 @@ from compress.methods.low_rank import RankedLinear, largest_rank, rank_step, sha
     ("scheme", "step"),
     [
         (None, 8),
-        (Scheme(8, None), 8),
-        (Scheme(4, None), 8),
-        (Scheme(3, None), 32),
-        (Scheme(2, None), 16),
-        (Scheme(4, 64), 64),
+        (Int(8, None), 8),
+        (Int(4, None), 8),
+        (Int(3, None), 32),
+        (Int(2, None), 16),
+        (Int(4, 64), 64),
     ],
 )
 def test_ranks_fill_words_and_groups(scheme, step) -> None:

@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.gptq import quantize_gptq
 from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.methods.shared.learned_rounding import LARGEST_OFFSET, Learned, LearnedRounding, learn
 
-SCHEMES = [
-    Scheme(bits, group, symmetric) for bits in (2, 3, 4, 8) for group in (32, None) for symmetric in (True, False)
-]
+SCHEMES = [Int(bits, group, symmetric) for bits in (2, 3, 4, 8) for group in (32, None) for symmetric in (True, False)]
 STEPS = 200
 
 
@@ -101,7 +99,7 @@ def by_autograd(rounding: LearnedRounding, weight: Tensor, start: IntegerWeight)
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gradients_pass_straight_through_rounding_and_end_at_the_clamp(symmetric: bool) -> None:
-    weight, scheme = random_weight(), Scheme(3, 32, symmetric)
+    weight, scheme = random_weight(), Int(3, 32, symmetric)
     start = quantize_rtn(weight, scheme, scale_dtype=torch.float32)
     # Values between the codes' borders, so that both ways of writing it begin with the same numbers.
     weight = start.dequantize() + 0.1 * start.scale.float().repeat_interleave(32, 1)
@@ -112,7 +110,7 @@ def test_gradients_pass_straight_through_rounding_and_end_at_the_clamp(symmetric
         assert torch.allclose(mine, other, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", [Scheme(2, 32), Scheme(3, 32), Scheme(3, None, False), Scheme(4, 64)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(2, 32), Int(3, 32), Int(3, None, False), Int(4, 64)], ids=str)
 def test_learning_beats_where_it_begins(scheme: Scheme) -> None:
     weight, inputs = random_weight(), correlated_inputs()
     start = quantize_rtn(weight, scheme, inputs.square().mean(0))
@@ -123,7 +121,7 @@ def test_learning_beats_where_it_begins(scheme: Scheme) -> None:
 
 def test_equal_seeds_give_equal_codes() -> None:
     weight, inputs = random_weight(), correlated_inputs()
-    start = quantize_rtn(weight, Scheme(3, 32))
+    start = quantize_rtn(weight, Int(3, 32))
     first, second = taught(weight, start, inputs), taught(weight, start, inputs)
     assert equal(first[0], second[0])
     assert first[1] == second[1]
@@ -135,7 +133,7 @@ def never_better() -> Callable[[], float]:
 
 
 def test_keeps_the_start_when_nothing_is_better() -> None:
-    weight, start = random_weight(), quantize_rtn(random_weight(), Scheme(3, 32))
+    weight, start = random_weight(), quantize_rtn(random_weight(), Int(3, 32))
     rounding = LearnedRounding(weight, start)
     learned = learn([rounding], lambda _: rounding.values().sum().backward(), never_better(), 20, 0.05)
     assert learned == Learned(0, 1.0, 1.0)
@@ -144,7 +142,7 @@ def test_keeps_the_start_when_nothing_is_better() -> None:
 
 def test_the_best_state_is_kept_not_the_last() -> None:
     weight = random_weight()
-    rounding, losses = started(weight, Scheme(3, 32)), iter([3.0, 2.0, 1.0, *[4.0] * 20])
+    rounding, losses = started(weight, Int(3, 32)), iter([3.0, 2.0, 1.0, *[4.0] * 20])
     seen: list[IntegerWeight] = []
 
     def judge() -> float:

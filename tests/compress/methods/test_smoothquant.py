@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.fp8 import quantize_tokens
-from compress.checkpoint.weights.integer import round_in_range
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.scale_search import round_in_range
+from compress.checkpoint.weights import Activations, Int
 from compress.common.errors import NumericsError
 from compress.methods.smoothquant import ALPHAS, search_alpha
 
-SCHEME = Scheme(8, None, activation_bits=8)
+SCHEME = Int(8, None, activations=Activations.INT8)
 
 
 def make_problem(outlier: float) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 
 from calibration.sources import load_texts
 from compress.checkpoint.config import compression_block, read_config
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, DataError
 from compress.evaluate.session import EvaluationRequest, run_evaluation
@@ -18,7 +18,7 @@ from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 
 def request(model: Path, out: Path, source: str, seed: int = 0, size: tuple[int, int] = (4, 32)) -> RunRequest:
-    recipe = Recipe((QuantizeStage("gptq", Scheme(4, 32)),), CalibrationOptions(source, *size), seed)
+    recipe = Recipe((QuantizeStage("gptq", Int(4, 32)),), CalibrationOptions(source, *size), seed)
     return RunRequest(model, str(model), recipe, out, measure=False, dtype="float32")
 
 
@@ -84,7 +84,7 @@ def test_text_off_the_domain_is_said_after_the_run(tmp_path: Path):
     easier to predict; by the byte they are not."""
     gibberish = tmp_path / "gibberish.txt"
     gibberish.write_text(" ".join(f"{number * 7919 % 100003:x}q{number * 104729 % 997}" for number in range(3000)))
-    recipe = Recipe((QuantizeStage("rtn", Scheme(8, None)), QuantizeStage("gptq", Scheme(8, None), ("*.0.*.q_proj",))))
+    recipe = Recipe((QuantizeStage("rtn", Int(8, None)), QuantizeStage("gptq", Int(8, None), ("*.0.*.q_proj",))))
     outcomes = {}
     for name, source in {"off": str(gibberish), "on": "bundled"}.items():
         options = CalibrationOptions(source, 8, 128)

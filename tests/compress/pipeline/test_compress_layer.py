@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calibration.statistics import InputStatistics
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import NM, Int, Sparsity
 from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.compress_layer import LayerCompressor, values_of
 from compress.plan import LayerPlan, Pruning
@@ -22,7 +22,7 @@ def test_sparsegpt_sees_smoothed_inputs(method: str | None) -> None:
     # Uneven, so that the inputs before smoothing say something quite different.
     scale = torch.logspace(-0.5, 0.5, 64)[torch.randperm(64, generator=generator)]
     pattern = Sparsity(2, 4)
-    scheme = Scheme(16, None, sparsity=pattern) if method is None else Scheme(8, 32, sparsity=pattern)
+    scheme = NM(None, pattern) if method is None else NM(Int(8, 32), pattern)
     assignment = LayerPlan(method, scheme, pruning=Pruning("sparsegpt", pattern, 0.5))
 
     def error(scale: torch.Tensor | None) -> float:

@@ -9,7 +9,7 @@ import torch
 from killed_runs import killed_after_block
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.common.errors import RecipeError
 from compress.methods.base import make_options, quantization
 from compress.methods.gptaq import GPTAQOptions
@@ -28,7 +28,7 @@ def compress(model: Path, out: Path, *stages, **options) -> RunResult:
 
 
 def test_hqq_needs_no_calibration_and_writes_its_codes(tiny_model, tmp_path: Path) -> None:
-    model, scheme = tiny_model(), Scheme(3, 64, symmetric=False)
+    model, scheme = tiny_model(), Int(3, 64, symmetric=False)
     stage = QuantizeStage("hqq", scheme)
     assert not stage.needs_calibration
     result = compress(model, tmp_path / "out", stage)
@@ -41,7 +41,7 @@ def test_hqq_needs_no_calibration_and_writes_its_codes(tiny_model, tmp_path: Pat
 
 
 def gptaq(bits: int = 2, alpha: float | None = None, **options) -> QuantizeStage:
-    return QuantizeStage("gptaq", Scheme(bits, 64), options=GPTAQOptions(alpha), **options)
+    return QuantizeStage("gptaq", Int(bits, 64), options=GPTAQOptions(alpha), **options)
 
 
 def codes(path: Path, module: str) -> torch.Tensor:
@@ -51,7 +51,7 @@ def codes(path: Path, module: str) -> torch.Tensor:
 def test_gptaq_is_gptq_in_the_first_block_and_not_in_the_next(tiny_model, tmp_path: Path) -> None:
     model = tiny_model()
     result = compress(model, tmp_path / "gptaq", gptaq())
-    compress(model, tmp_path / "gptq", QuantizeStage("gptq", Scheme(2, 64)))
+    compress(model, tmp_path / "gptq", QuantizeStage("gptq", Int(2, 64)))
     first, later = "model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"
     assert codes(tmp_path / "gptaq", first).equal(codes(tmp_path / "gptq", first))
     assert not codes(tmp_path / "gptaq", later).equal(codes(tmp_path / "gptq", later))
@@ -59,7 +59,7 @@ def test_gptaq_is_gptq_in_the_first_block_and_not_in_the_next(tiny_model, tmp_pa
 
 
 def test_only_gptaq_follows_the_dense_model_and_counts_what_that_takes(tiny_model, tmp_path: Path) -> None:
-    recipes = {name: Recipe((QuantizeStage(name, Scheme(2, 64)),), CALIBRATION) for name in ("gptq", "gptaq")}
+    recipes = {name: Recipe((QuantizeStage(name, Int(2, 64)),), CALIBRATION) for name in ("gptq", "gptaq")}
     model = tiny_model()
     plain, beside = (prepare(RunRequest(model, "m", each, tmp_path / "out")) for each in recipes.values())
     assert not plain.plan.needs.dense_inputs

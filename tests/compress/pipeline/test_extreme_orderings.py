@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import demo_model_path
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
@@ -55,7 +55,7 @@ def divergence(model: Path, out: Path, *stages: Stage, tokens: int) -> float:
 
 @pytest.mark.full
 def test_rotation_undoes_outlier_channels(with_outliers: Path, tmp_path: Path) -> None:
-    stage = QuantizeStage("rtn", Scheme(4, None))
+    stage = QuantizeStage("rtn", Int(4, None))
     plain = divergence(with_outliers, tmp_path / "plain", stage, tokens=1024)
     rotated = divergence(with_outliers, tmp_path / "rotated", RotateStage(), stage, tokens=1024)
     assert rotated < 0.6 * plain
@@ -65,14 +65,14 @@ def test_rotation_undoes_outlier_channels(with_outliers: Path, tmp_path: Path) -
 @pytest.mark.parametrize("bits", [3, 2])
 def test_gptaq_is_nearer_to_the_dense_model_than_gptq(bits: int, tmp_path: Path) -> None:
     gptaq, gptq = (
-        divergence(demo_model_path(), tmp_path / method, QuantizeStage(method, Scheme(bits, 64)), tokens=16384)
+        divergence(demo_model_path(), tmp_path / method, QuantizeStage(method, Int(bits, 64)), tokens=16384)
         for method in ("gptaq", "gptq")
     )
     assert gptaq < gptq
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", [Scheme(4, None), Scheme(3, None), Scheme(2, 64)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(4, None), Int(3, None), Int(2, 64)], ids=str)
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_rotation_is_no_worse_without_outliers(method: str, scheme: Scheme, tmp_path: Path) -> None:
     stage = QuantizeStage(method, scheme)

@@ -7,15 +7,14 @@ import torch
 
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
+from compress.checkpoint.activations import MAX_FP8
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.fp8 import MAX_FP8
+from compress.checkpoint.weights import Activations, Fp8
 from compress.cli.options import RoundingOptions
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
-from compress.methods.rtn import quantize_fp8, round_to_fp8
 from compress.methods.smoothquant import SmoothQuantOptions
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
@@ -26,7 +25,7 @@ from runtime.core.model_config import parse_config
 from runtime.memory.estimate import Weights
 from runtime.model.loader import load_model
 
-W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
+W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)
 SMALL = CalibrationOptions(samples=8, length=256)
 
 
@@ -99,14 +98,16 @@ def test_scales_have_the_least_error_and_clip_nothing():
     weight = torch.randn(16, 96, generator=generator)
     weight[3] = 0
     importance = torch.rand(96, generator=generator)
-    found = quantize_fp8(weight, W8A16, importance)
+    found = W8A16.round(weight, importance)
     assert (weight.abs().amax(1) / found.scale[:, 0].float() < MAX_FP8 * 1.01).all()
-    errors = [((each - weight).square() * importance).sum(1) for each in (found.dequantize(), round_to_fp8(weight))]
+    errors = [
+        ((each - weight).square() * importance).sum(1) for each in (found.dequantize(), W8A16.round_in_range(weight))
+    ]
     assert (errors[0] <= errors[1]).all()
     assert errors[0].sum() < errors[1].sum()
     assert torch.equal(found.dequantize()[3], torch.zeros(96))
     for dtype in (torch.bfloat16, torch.float16):
-        tiny = quantize_fp8(weight * 1e-9, W8A16, scale_dtype=dtype)
+        tiny = W8A16.round(weight * 1e-9, scale_dtype=dtype)
         assert torch.isfinite(tiny.dequantize()).all()
 
 
@@ -132,5 +133,5 @@ def test_other_refusals(tmp_path):
         RoundingOptions(bits=4, fp8=True).stage(())
     with pytest.raises(RecipeError, match="8-bit"):
         prepare(request(tmp_path / "a", QuantizeStage("rtn", W8A16, targets=("embed_tokens",))))
-    with pytest.raises(SchemeError, match="nor outlier columns"):
+    with pytest.raises(SchemeError, match="outlier columns"):
         prepare(request(tmp_path / "b", QuantizeStage("rtn", W8A8, outlier_columns=4)))

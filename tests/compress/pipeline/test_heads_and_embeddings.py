@@ -11,8 +11,8 @@ import torch
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.cli.tables import embedding_tip
 from compress.common.errors import RecipeError
 from compress.evaluate.scorers import open_scorer
@@ -30,7 +30,7 @@ from runtime.model.loader import load_model
 
 SMALL = CalibrationOptions(samples=6, length=48)
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-INSIDE = QuantizeStage("rtn", Scheme(4, 64))
+INSIDE = QuantizeStage("rtn", Int(4, 64))
 
 
 def prepared(model: Path, out: Path, *stages: Stage) -> RunContext:
@@ -54,7 +54,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(10, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("scheme", [Scheme(8, None), Scheme(4, 32), Scheme(6, 64, symmetric=False)])
+@pytest.mark.parametrize("scheme", [Int(8, None), Int(4, 32), Int(6, 64, symmetric=False)])
 def test_a_tied_matrix_is_stored_once_and_serves_both(tiny_model, tmp_path, scheme) -> None:
     source = tiny_model("llama", tie_word_embeddings=True)
     plan = prepared(source, tmp_path / "packed", *at_ends(embedding=scheme)).plan
@@ -80,10 +80,10 @@ def test_a_tied_matrix_is_stored_once_and_serves_both(tiny_model, tmp_path, sche
 @pytest.mark.parametrize(("method", "bits"), [("rtn", 8), ("gptq", 4)])
 def test_a_head_of_its_own_is_a_linear_that_every_engine_reads(tiny_model, tmp_path, method, bits) -> None:
     source = tiny_model("llama", tie_word_embeddings=False)
-    compress(source, tmp_path / "packed", *at_ends(head=Scheme(bits, None), method=method))
+    compress(source, tmp_path / "packed", *at_ends(head=Int(bits, None), method=method))
     packed = PackedCheckpoint.open(tmp_path / "packed")
     assert packed.format == "compressed-tensors"
-    assert packed.schemes[HEAD] == Scheme(bits, None)
+    assert packed.schemes[HEAD] == Int(bits, None)
     assert packed.config["quantization_config"]["ignore"] == []
     from transformers import AutoModelForCausalLM
 
@@ -99,7 +99,7 @@ def test_gptq_makes_a_head_better_than_rounding_to_nearest(tiny_model, tmp_path)
     dense = open_scorer(source, dtype="float32").logits(tokens())
     error = {}
     for method in ("rtn", "gptq"):
-        stages = [QuantizeStage(method, Scheme(3, 64), targets=("lm_head",))]
+        stages = [QuantizeStage(method, Int(3, 64), targets=("lm_head",))]
         recipe = Recipe(tuple(stages), CalibrationOptions(samples=32, length=128))
         run(prepare(RunRequest(source, str(source), recipe, tmp_path / method, measure=False)), quiet=True)
         error[method] = (open_scorer(tmp_path / method, dtype="float32").logits(tokens()) - dense).square().mean()
@@ -110,8 +110,8 @@ def test_gptq_makes_a_head_better_than_rounding_to_nearest(tiny_model, tmp_path)
 
 def test_blocks_are_calibrated_on_the_embedding_that_is_looked_up(tiny_model, tmp_path, monkeypatch) -> None:
     source = tiny_model("llama", tie_word_embeddings=True)
-    coarse = QuantizeStage("rtn", Scheme(2, None), targets=("embed_tokens",))
-    stages = [QuantizeStage("gptq", Scheme(4, 64)), coarse]
+    coarse = QuantizeStage("rtn", Int(2, None), targets=("embed_tokens",))
+    stages = [QuantizeStage("gptq", Int(4, 64)), coarse]
     compress(source, tmp_path / "aware", *stages)
     monkeypatch.setattr("compress.pipeline.run.stored_embedding", lambda prepared, progress: None)
     compress(source, tmp_path / "blind", *stages)
@@ -122,7 +122,7 @@ def test_blocks_are_calibrated_on_the_embedding_that_is_looked_up(tiny_model, tm
 
 def test_rows_are_rounded_some_at_a_time_without_a_difference(tiny_model, tmp_path, monkeypatch) -> None:
     source = tiny_model("llama", tie_word_embeddings=False)
-    stages = at_ends(embedding=Scheme(8, None), head=Scheme(4, 64), method="gptq")
+    stages = at_ends(embedding=Int(8, None), head=Int(4, 64), method="gptq")
     compress(source, tmp_path / "whole", *stages)
     monkeypatch.setattr(embed_and_head, "ELEMENTS_AT_ONCE", 128 * 1000)
     compress(source, tmp_path / "chunks", *stages)
@@ -135,7 +135,7 @@ def test_a_killed_run_keeps_the_embedding_and_makes_the_head_from_saved_inputs(
     tiny_model, tmp_path, monkeypatch
 ) -> None:
     source = tiny_model("llama", tie_word_embeddings=False)
-    stages = at_ends(embedding=Scheme(8, None), head=Scheme(4, 64), method="gptq")
+    stages = at_ends(embedding=Int(8, None), head=Int(4, 64), method="gptq")
     compress(source, tmp_path / "whole", *stages)
 
     def killed(*_: object) -> None:
@@ -152,7 +152,7 @@ def test_a_killed_run_keeps_the_embedding_and_makes_the_head_from_saved_inputs(
 
 def test_exports_write_the_embedding_as_numbers(tiny_model, tmp_path) -> None:
     source = tiny_model("llama", tie_word_embeddings=True)
-    compress(source, tmp_path / "packed", *at_ends(embedding=Scheme(8, None)))
+    compress(source, tmp_path / "packed", *at_ends(embedding=Int(8, None)))
     logits = open_scorer(tmp_path / "packed", dtype="float32", backend="transformers").logits(tokens())
     for name in ("compressed-tensors", "dense"):
         exported = export_checkpoint(tmp_path / "packed", name, tmp_path / name)
@@ -168,7 +168,7 @@ def test_exports_write_the_embedding_as_numbers(tiny_model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("scheme", [Scheme(8, None), Scheme(4, 64), None])
+@pytest.mark.parametrize("scheme", [Int(8, None), Int(4, 64), None])
 def test_memory_is_what_was_foreseen_and_shared_where_the_kernel_can(tiny_model, tmp_path, tied, scheme) -> None:
     source = tiny_model("llama", tie_word_embeddings=tied)
     head = None if tied else scheme
@@ -190,11 +190,15 @@ def test_memory_is_what_was_foreseen_and_shared_where_the_kernel_can(tiny_model,
 def test_what_cannot_be_done_at_the_ends_is_said_before_anything_runs(tiny_model, tmp_path) -> None:
     tied, own = (tiny_model("llama", tie_word_embeddings=each) for each in (True, False))
     cases = [
-        (tied, QuantizeStage("rtn", Scheme(8, None), targets=("lm_head",)), "lm_head, which is the embedding"),
-        (own, QuantizeStage("awq", Scheme(4, 64), targets=("lm_head",)), "awq cannot change lm_head"),
-        (own, QuantizeStage("gptq", Scheme(4, 64), targets=("embed_tokens",)), "gptq cannot change model.embed_tokens"),
+        (tied, QuantizeStage("rtn", Int(8, None), targets=("lm_head",)), "lm_head, which is the embedding"),
+        (own, QuantizeStage("awq", Int(4, 64), targets=("lm_head",)), "awq cannot change lm_head"),
+        (own, QuantizeStage("gptq", Int(4, 64), targets=("embed_tokens",)), "gptq cannot change model.embed_tokens"),
         (own, FactorizeStage("svd", targets=("lm_head",)), "factorize cannot change lm_head"),
-        (own, QuantizeStage("rtn", Scheme(8, None, activation_bits=8), targets=("lm_head",)), "no 8-bit activations"),
+        (
+            own,
+            QuantizeStage("rtn", Int(8, None, activations=Activations.INT8), targets=("lm_head",)),
+            "no 8-bit activations",
+        ),
     ]
     for source, stage, problem in cases:
         with pytest.raises(RecipeError, match=problem):
@@ -203,7 +207,7 @@ def test_what_cannot_be_done_at_the_ends_is_said_before_anything_runs(tiny_model
 
 def test_the_plan_says_what_becomes_of_both_ends(tiny_model, tmp_path) -> None:
     source = tiny_model("llama", tie_word_embeddings=False)
-    plan = prepared(source, tmp_path / "unwritten", *at_ends(embedding=Scheme(8, None))).plan
+    plan = prepared(source, tmp_path / "unwritten", *at_ends(embedding=Int(8, None))).plan
     fates = {row.tensor: row for row in plan.rows}
     assert str(fates[f"{EMBEDDING}.weight"].assignment) == "rtn w8a16 channel sym"
     assert fates[f"{HEAD}.weight"].reason == "output head"
@@ -214,7 +218,7 @@ def test_the_plan_says_what_becomes_of_both_ends(tiny_model, tmp_path) -> None:
 def test_a_tip_says_what_8_bits_would_save(tiny_model, tmp_path) -> None:
     source = tiny_model("llama", tie_word_embeddings=True)
     dense, packed = (
-        prepared(source, tmp_path / "unwritten", *at_ends(embedding=each)).plan for each in (None, Scheme(8, None))
+        prepared(source, tmp_path / "unwritten", *at_ends(embedding=each)).plan for each in (None, Int(8, None))
     )
     assert size(packed.bytes_after) in embedding_tip(dense, dense.bytes_after)
     assert embedding_tip(packed, packed.bytes_after) == ""
@@ -222,11 +226,11 @@ def test_a_tip_says_what_8_bits_would_save(tiny_model, tmp_path) -> None:
 
 
 def test_options_become_stages_of_their_own() -> None:
-    calibrated = QuantizeStage("awq", Scheme(4, 64))
+    calibrated = QuantizeStage("awq", Int(4, 64))
     head, embedding = end_stages(calibrated, 4, 8)
-    assert (head.method, head.scheme, head.targets) == ("gptq", Scheme(4, 64), ("lm_head",))
-    assert (embedding.method, embedding.scheme, embedding.targets) == ("rtn", Scheme(8, None), ("embed_tokens",))
-    assert end_stages(QuantizeStage("rtn", Scheme(4, 64)), 4, None)[0].method == "rtn"
+    assert (head.method, head.scheme, head.targets) == ("gptq", Int(4, 64), ("lm_head",))
+    assert (embedding.method, embedding.scheme, embedding.targets) == ("rtn", Int(8, None), ("embed_tokens",))
+    assert end_stages(QuantizeStage("rtn", Int(4, 64)), 4, None)[0].method == "rtn"
     assert end_stages(calibrated, None, None) == ()
-    eight_bits = QuantizeStage("rtn", Scheme(8, None, activation_bits=8))
+    eight_bits = QuantizeStage("rtn", Int(8, None, activations=Activations.INT8))
     assert [stage.scheme.group_size for stage in end_stages(eight_bits, 8, 4)] == [None, 128]

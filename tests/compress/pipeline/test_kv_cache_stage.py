@@ -18,8 +18,8 @@ from compress.checkpoint.kv_cache import (
     measured_kv_caches,
     stored_kv_cache,
 )
-from compress.checkpoint.scheme import Scheme
 from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, RecipeError
 from compress.evaluate.kv_cache import measure_kv_caches
@@ -102,7 +102,7 @@ def test_figures_are_those_of_the_scorer_with_such_a_cache() -> None:
 
 def test_the_default_is_stored_measured_and_verified(tmp_path) -> None:
     stage = KVCacheStage("auto", max_kl=0.5, tokens=256, length=128)
-    result = compress(demo_model_path(), tmp_path / "out", QuantizeStage("rtn", Scheme(4, 128)), stage)
+    result = compress(demo_model_path(), tmp_path / "out", QuantizeStage("rtn", Int(4, 128)), stage)
     assert result.structure.ok
     config = read_config(tmp_path / "out")
     assert stored_kv_cache(config) == INT4

@@ -10,7 +10,7 @@ import torch
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Activations, Int, Sparsity
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import cut_windows, evaluate
@@ -35,7 +35,7 @@ def same_weights(left: Path, right: Path) -> bool:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
-@pytest.mark.parametrize("scheme", [Scheme(2, 32), Scheme(3, None, symmetric=False)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(2, 32), Int(3, None, symmetric=False)], ids=str)
 def test_learning_is_reported_and_what_is_written_verifies(tiny_model, tmp_path, family, scheme) -> None:
     result = compress(tiny_model(family), tmp_path / "packed", QuantizeStage("signround", scheme, options=SHORT))
     assert result.structure.ok
@@ -49,7 +49,7 @@ def test_learning_is_reported_and_what_is_written_verifies(tiny_model, tmp_path,
 
 @pytest.mark.full
 def test_learning_lowers_the_error_of_a_trained_model(tmp_path) -> None:
-    stage = QuantizeStage("signround", Scheme(2, 64), options=SignRoundOptions(steps=10, lr=0.005, batch=4))
+    stage = QuantizeStage("signround", Int(2, 64), options=SignRoundOptions(steps=10, lr=0.005, batch=4))
     text = CalibrationOptions(samples=16, length=64)
     report = compress(demo_model_path(), tmp_path / "packed", stage, calibration=text).report
     gains = [block["tuning"]["loss_after"] / block["tuning"]["loss_before"] for block in report["blocks"]]
@@ -58,7 +58,7 @@ def test_learning_lowers_the_error_of_a_trained_model(tmp_path) -> None:
 
 @pytest.mark.full
 def test_the_number_of_sequences_in_memory_changes_nothing_but_last_bits(tiny_model, tmp_path) -> None:
-    stage = QuantizeStage("signround", Scheme(3, 32), options=SignRoundOptions(steps=6, batch=4))
+    stage = QuantizeStage("signround", Int(3, 32), options=SignRoundOptions(steps=6, batch=4))
     reports = [
         compress(tiny_model(), tmp_path / str(size), stage, micro_batch=size, dtype="float32").report for size in (2, 4)
     ]
@@ -68,8 +68,8 @@ def test_the_number_of_sequences_in_memory_changes_nothing_but_last_bits(tiny_mo
 
 def test_a_start_that_cannot_be_bettered_is_kept_and_that_is_said(tiny_model, tmp_path) -> None:
     wild = SignRoundOptions(steps=1, lr=0.5, batch=1)
-    result = compress(tiny_model(), tmp_path / "tuned", QuantizeStage("signround", Scheme(8, 32), options=wild))
-    compress(tiny_model(), tmp_path / "gptq", QuantizeStage("gptq", Scheme(8, 32)))
+    result = compress(tiny_model(), tmp_path / "tuned", QuantizeStage("signround", Int(8, 32), options=wild))
+    compress(tiny_model(), tmp_path / "gptq", QuantizeStage("gptq", Int(8, 32)))
     assert same_weights(tmp_path / "tuned", tmp_path / "gptq")
     assert len(result.report["recovered"]) == len(PackedCheckpoint.open(tmp_path / "gptq").modules)
     assert "did not lower" in result.report["recovered"][0]["recovery"]
@@ -77,8 +77,8 @@ def test_a_start_that_cannot_be_bettered_is_kept_and_that_is_said(tiny_model, tm
 
 def test_goes_with_other_methods_in_the_same_block(tiny_model, tmp_path) -> None:
     stages = (
-        QuantizeStage("awq", Scheme(4, 32)),
-        QuantizeStage("signround", Scheme(2, 32), targets=("down_proj",), options=SHORT),
+        QuantizeStage("awq", Int(4, 32)),
+        QuantizeStage("signround", Int(2, 32), targets=("down_proj",), options=SHORT),
     )
     result = compress(tiny_model(), tmp_path / "packed", *stages)
     assert result.structure.ok
@@ -111,7 +111,7 @@ def test_refuses_before_anything_runs(tiny_model, tmp_path, stages, problem) -> 
 
 def test_refuses_options_that_mean_nothing() -> None:
     with pytest.raises(RecipeError, match="16-bit activations"):
-        QuantizeStage("signround", Scheme(8, None, activation_bits=8))
+        QuantizeStage("signround", Int(8, None, activations=Activations.INT8))
     with pytest.raises(RecipeError, match="no options of gptq"):
         QuantizeStage("gptq", options=SignRoundOptions(100))
     for options in ({"steps": 0}, {"lr": 0.0}, {"lr": 0.7}, {"batch": 0}):
@@ -120,7 +120,7 @@ def test_refuses_options_that_mean_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", [Scheme(3, 64), Scheme(2, 64)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(3, 64), Int(2, 64)], ids=str)
 def test_beats_gptq_on_a_trained_model(tmp_path, scheme) -> None:
     windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=512, max_tokens=16384)
     dense, kl = RuntimeScorer(demo_model_path(), dtype="float32"), {}

@@ -12,8 +12,8 @@ from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights import Int, LowRank, Sparsity
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError, ToolkitError
@@ -43,7 +43,7 @@ def compress(model: Path, out: Path, *stages: Stage, calibration: CalibrationOpt
 
 
 @pytest.mark.parametrize("method", ["svd-llm", "asvd", "svd"])
-@pytest.mark.parametrize("quantize", [None, QuantizeStage("rtn", Scheme(8, None)), QuantizeStage("gptq", Scheme(4, 8))])
+@pytest.mark.parametrize("quantize", [None, QuantizeStage("rtn", Int(8, None)), QuantizeStage("gptq", Int(4, 8))])
 def test_factors_are_packed_verified_and_served(tiny_model, tmp_path, method, quantize) -> None:
     source, out = tiny_model("llama"), tmp_path / "packed"
     stages = [FactorizeStage(method, 0.8, "uniform"), *([quantize] if quantize else [])]
@@ -77,7 +77,7 @@ def test_factors_are_packed_verified_and_served(tiny_model, tmp_path, method, qu
 @pytest.mark.parametrize("family", ["llama_biased", "qwen2", "qwen3", "mistral"])
 def test_biases_and_other_families(tiny_model, tmp_path, family) -> None:
     out = tmp_path / "packed"
-    compress(tiny_model(family), out, FactorizeStage("asvd", 0.6), QuantizeStage("gptq", Scheme(8, None)))
+    compress(tiny_model(family), out, FactorizeStage("asvd", 0.6), QuantizeStage("gptq", Int(8, None)))
     tokens = torch.randint(10, 4000, (1, 32), generator=torch.Generator().manual_seed(0))
     served = RuntimeScorer(out, dtype="float32").logits(tokens)
     dense = export_checkpoint(out, "dense", tmp_path / "dense")
@@ -88,7 +88,7 @@ def test_rounding_by_gptq_loses_less_than_to_nearest(tiny_model, tmp_path) -> No
     stage, errors = FactorizeStage("svd-llm", 0.8, "uniform"), {}
     for method in ("gptq", "rtn"):
         out = tmp_path / method
-        blocks = compress(tiny_model("llama"), out, stage, QuantizeStage(method, Scheme(4, None))).report["blocks"]
+        blocks = compress(tiny_model("llama"), out, stage, QuantizeStage(method, Int(4, None))).report["blocks"]
         errors[method] = blocks[0]["relative_error"]
     assert errors["gptq"] < errors["rtn"]
 
@@ -98,7 +98,7 @@ def test_factorized_layers_stand_beside_smoothed_ones(tiny_model, tmp_path) -> N
     errors = {}
     for method in ("awq", "rtn"):
         out = tmp_path / method
-        quantize = QuantizeStage(method, Scheme(4, 64), ignore=("v_proj",))
+        quantize = QuantizeStage(method, Int(4, 64), ignore=("v_proj",))
         result = compress(
             tiny_model("llama", num_key_value_heads=4),
             out,
@@ -116,7 +116,7 @@ def test_factorized_layers_stand_beside_smoothed_ones(tiny_model, tmp_path) -> N
 def test_unreached_layers_say_that_they_were_decomposed_plainly() -> None:
     ranked = decompose_block(
         {"up": torch.randn(32, 64)},
-        {"up": LayerPlan(None, Scheme(16, None, rank=8), factoring=Factoring("svd-llm", 0.8))},
+        {"up": LayerPlan(None, LowRank(None, 8), factoring=Factoring("svd-llm", 0.8))},
         {},
     )
     assert ranked["up"].rank == 8
@@ -141,7 +141,7 @@ def test_served_as_two_products_that_are_not_fused(tiny_model, tmp_path) -> None
 @pytest.mark.parametrize("bits", [None, 8])
 def test_self_drafts_by_rounding_multiply_factors_out(tiny_model, tmp_path, bits) -> None:
     out = tmp_path / "packed"
-    quantize = [QuantizeStage("rtn", Scheme(bits, None))] if bits else []
+    quantize = [QuantizeStage("rtn", Int(bits, None))] if bits else []
     compress(tiny_model("llama"), out, FactorizeStage("svd", 0.8, "uniform"), *quantize)
     target = load_model(out, dtype="float32")
     assert any("w4a16" in line for line in round_layers(target, out, 4).description)
@@ -180,12 +180,12 @@ def test_blocks_share_their_ranks_out_and_keep_what_would_not_shrink(tmp_path) -
 
 def test_layers_kept_whole_are_quantized_like_others(tmp_path) -> None:
     out = tmp_path / "packed"
-    stages = FactorizeStage("svd", 0.8), QuantizeStage("rtn", Scheme(4, 32))
+    stages = FactorizeStage("svd", 0.8), QuantizeStage("rtn", Int(4, 32))
     result = compress(demo_model_path(), out, *stages)
     assert result.structure.total_bytes == pytest.approx(result.report["plan"]["bytes_after"], rel=0.02)
     schemes = PackedCheckpoint.open(out).schemes
     assert len(schemes) == 42
-    assert Scheme(4, 32) in schemes.values()
+    assert Int(4, 32) in schemes.values()
     assert any(scheme.rank for scheme in schemes.values())
     assert result.structure.ok
     assert compare_with_report(out) == []
@@ -234,8 +234,8 @@ def test_stages_that_mean_nothing_are_refused(options, problem) -> None:
     ("stages", "error", "problem"),
     [
         ((PruneStage("magnitude", Sparsity(2, 4)), FactorizeStage("svd")), RecipeError, "is pruned and factorized"),
-        ((FactorizeStage("svd"), QuantizeStage("awq", Scheme(4, 8))), RecipeError, "awq is not for factors"),
-        ((FactorizeStage("svd"), QuantizeStage("rtn", Scheme(4, 64))), SchemeError, "are multiples of 64"),
+        ((FactorizeStage("svd"), QuantizeStage("awq", Int(4, 8))), RecipeError, "awq is not for factors"),
+        ((FactorizeStage("svd"), QuantizeStage("rtn", Int(4, 64))), SchemeError, "are multiples of 64"),
     ],
 )
 def test_stages_that_do_not_go_together_are_refused(tiny_model, tmp_path, stages, error, problem) -> None:

@@ -17,14 +17,14 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.pipeline.run import run
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.recipe import CalibrationOptions, Recipe
 from compress.recipe import QuantizeStage
 
 model, out = map(Path, sys.argv[1:])
-recipe = Recipe((QuantizeStage("gptq", Scheme(4, 64)),), CalibrationOptions(samples=4, length=64))
+recipe = Recipe((QuantizeStage("gptq", Int(4, 64)),), CalibrationOptions(samples=4, length=64))
 run(prepare(RunRequest(model, "test", recipe, out, measure=False)), quiet=True)
 # Not ru_maxrss: that one starts from the memory of the process that forked this one.
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import demo_model_path
 from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
@@ -51,11 +51,11 @@ def measure(method: str, scheme: Scheme, samples: int, windows: Windows, dense: 
 @pytest.mark.parametrize(
     ("scheme", "samples", "num_tokens"),
     [
-        (Scheme(3, 64), 8, 4096),
-        pytest.param(Scheme(3, 64), 32, 16384, marks=pytest.mark.slow),
-        pytest.param(Scheme(4, 64), 32, 16384, marks=pytest.mark.slow),
-        pytest.param(Scheme(4, 128), 32, 16384, marks=pytest.mark.slow),
-        pytest.param(Scheme(2, 64), 32, 16384, marks=pytest.mark.slow),
+        (Int(3, 64), 8, 4096),
+        pytest.param(Int(3, 64), 32, 16384, marks=pytest.mark.slow),
+        pytest.param(Int(4, 64), 32, 16384, marks=pytest.mark.slow),
+        pytest.param(Int(4, 128), 32, 16384, marks=pytest.mark.slow),
+        pytest.param(Int(2, 64), 32, 16384, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError, NumericsError, ToolkitError
 from compress.pipeline.memory import is_out_of_memory, with_smaller_batches
 from compress.pipeline.prepare import RunRequest, prepare
@@ -19,7 +19,7 @@ from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
 
 def make_request(model: Path, out: Path, method: str = "gptq", **options) -> RunRequest:
-    recipe = Recipe((QuantizeStage(method, Scheme(4, 64)),), CalibrationOptions(samples=4, length=48))
+    recipe = Recipe((QuantizeStage(method, Int(4, 64)),), CalibrationOptions(samples=4, length=48))
     return RunRequest(model, str(model), recipe, out, measure=False, **options)
 
 

@@ -12,7 +12,7 @@ from covering import covering
 from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Scheme
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
@@ -34,7 +34,7 @@ def test_every_family_and_method_verifies_and_loads_in_transformers(tiny_model, 
     from transformers import AutoModelForCausalLM
 
     source, out = tiny_model(family), tmp_path / "packed"
-    result = compress(source, out, QuantizeStage(method, Scheme(4, 64)))
+    result = compress(source, out, QuantizeStage(method, Int(4, 64)))
     assert result.structure.ok
     packed = PackedCheckpoint.open(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
@@ -53,7 +53,7 @@ def test_every_family_and_method_verifies_and_loads_in_transformers(tiny_model, 
 
 @pytest.mark.parametrize(("bits", "symmetric", "group_size"), covering(range(2, 9), [True, False], [32, None]))
 def test_rtn_at_every_width(tiny_model, tmp_path, bits, symmetric, group_size) -> None:
-    scheme = Scheme(bits, group_size, symmetric)
+    scheme = Int(bits, group_size, symmetric)
     result = compress(tiny_model(), tmp_path / "packed", QuantizeStage("rtn", scheme))
     packed = PackedCheckpoint.open(tmp_path / "packed")
     assert set(packed.schemes.values()) == {scheme}
@@ -70,7 +70,7 @@ def expected_bits(scheme: Scheme) -> float:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-@pytest.mark.parametrize("scheme", [Scheme(2, 32, False), Scheme(3, None), Scheme(8, 128)])
+@pytest.mark.parametrize("scheme", [Int(2, 32, False), Int(3, None), Int(8, 128)])
 def test_calibrated_methods_at_other_widths(tiny_model, tmp_path, method, scheme) -> None:
     result = compress(tiny_model(), tmp_path / "packed", QuantizeStage(method, scheme))
     assert result.structure.ok
@@ -91,8 +91,8 @@ def test_gptq_gives_outputs_closer_to_the_dense_blocks(tiny_model, tmp_path) -> 
     for method in ("rtn", "gptq"):
         # One 8-bit GPTQ layer makes the RTN run calibrate too, so both measure their blocks alike.
         stages = (
-            QuantizeStage(method, Scheme(3, 64)),
-            QuantizeStage("gptq", Scheme(8, 128), targets=("*.0.self_attn.k_proj",)),
+            QuantizeStage(method, Int(3, 64)),
+            QuantizeStage("gptq", Int(8, 128), targets=("*.0.self_attn.k_proj",)),
         )
         result = compress(tiny_model(), tmp_path / method, *stages)
         errors[method] = [block["relative_error"] for block in result.report["blocks"]]
@@ -100,7 +100,7 @@ def test_gptq_gives_outputs_closer_to_the_dense_blocks(tiny_model, tmp_path) -> 
 
 
 def test_smoothing_is_recorded_and_never_worse(tiny_model, tmp_path) -> None:
-    report = compress(tiny_model(), tmp_path / "packed", QuantizeStage("awq", Scheme(3, 64))).report
+    report = compress(tiny_model(), tmp_path / "packed", QuantizeStage("awq", Int(3, 64))).report
     edges = [edge for block in report["blocks"] for edge in block["smoothing"]]
     assert len(edges) == 3 * 4
     assert all(edge["loss_after"] <= edge["loss_before"] for edge in edges)
@@ -110,14 +110,14 @@ def test_different_layers_may_get_different_methods_and_widths(tiny_model, tmp_p
     compress(
         tiny_model(),
         tmp_path / "packed",
-        QuantizeStage("awq", Scheme(4, 64)),
-        QuantizeStage("gptq", Scheme(3, 32, False), targets=("*.down_proj",)),
-        QuantizeStage("rtn", Scheme(8, None), targets=("model.layers.0",)),
+        QuantizeStage("awq", Int(4, 64)),
+        QuantizeStage("gptq", Int(3, 32, False), targets=("*.down_proj",)),
+        QuantizeStage("rtn", Int(8, None), targets=("model.layers.0",)),
     )
     packed = PackedCheckpoint.open(tmp_path / "packed")
-    assert packed.scheme("model.layers.0.mlp.down_proj") == Scheme(8, None)
-    assert packed.scheme("model.layers.1.mlp.down_proj") == Scheme(3, 32, False)
-    assert packed.scheme("model.layers.1.mlp.up_proj") == Scheme(4, 64)
+    assert packed.scheme("model.layers.0.mlp.down_proj") == Int(8, None)
+    assert packed.scheme("model.layers.1.mlp.down_proj") == Int(3, 32, False)
+    assert packed.scheme("model.layers.1.mlp.up_proj") == Int(4, 64)
 
 
 def test_dense_tensors_and_side_files_survive_bit_for_bit(tiny_model, tmp_path) -> None:
@@ -135,7 +135,7 @@ def test_dense_tensors_and_side_files_survive_bit_for_bit(tiny_model, tmp_path) 
 
 def test_config_and_report_say_where_it_came_from(tiny_model, tmp_path) -> None:
     source = tiny_model()
-    compress(source, tmp_path / "packed", QuantizeStage("gptq", Scheme(4, 64)), measure=True)
+    compress(source, tmp_path / "packed", QuantizeStage("gptq", Int(4, 64)), measure=True)
     recorded = read_config(tmp_path / "packed")["compression_config"]
     assert recorded["source"] == str(source)
     assert recorded["recipe"]["stages"][0]["method"] == "gptq"
@@ -151,7 +151,7 @@ def test_config_and_report_say_where_it_came_from(tiny_model, tmp_path) -> None:
 def test_micro_batch_changes_the_result_no_more_than_rounding(tiny_model, tmp_path) -> None:
     source = tiny_model(dtype=torch.float32)
     for size in (1, 6):
-        compress(source, tmp_path / str(size), QuantizeStage("gptq", Scheme(4, 64)), micro_batch=size)
+        compress(source, tmp_path / str(size), QuantizeStage("gptq", Int(4, 64)), micro_batch=size)
     one, six = PackedCheckpoint.open(tmp_path / "1"), PackedCheckpoint.open(tmp_path / "6")
     for module in one.modules:
         assert (one.weight(module).codes != six.weight(module).codes).float().mean() < 0.02

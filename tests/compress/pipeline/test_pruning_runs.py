@@ -11,8 +11,8 @@ from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme, Sparsity
 from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights import NM, Int, Sparsity
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError
 from compress.evaluate.perplexity import cut_windows, evaluate
@@ -32,14 +32,14 @@ def compress(model: Path, out: Path, *stages: Stage, calibration: CalibrationOpt
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "ria", "sparsegpt"])
-@pytest.mark.parametrize("quantize", [None, QuantizeStage("gptq", Scheme(4, 64)), QuantizeStage("rtn", Scheme(8, 64))])
+@pytest.mark.parametrize("quantize", [None, QuantizeStage("gptq", Int(4, 64)), QuantizeStage("rtn", Int(8, 64))])
 def test_two_of_four_is_packed_verified_and_served(tiny_model, tmp_path, method, quantize) -> None:
     source, out = tiny_model("llama"), tmp_path / "packed"
     result = compress(source, out, PruneStage(method, TWO_OF_FOUR), *([quantize] if quantize else []))
     assert result.structure.ok
-    expected = Scheme(16, None, sparsity=TWO_OF_FOUR)
+    expected = NM(None, TWO_OF_FOUR)
     if quantize:
-        expected = Scheme(quantize.scheme.bits, 64, sparsity=TWO_OF_FOUR)
+        expected = NM(Int(quantize.scheme.bits, 64), TWO_OF_FOUR)
     packed = PackedCheckpoint.open(out)
     assert packed.format == "compress-runtime"
     assert set(packed.schemes.values()) == {expected}
@@ -71,11 +71,11 @@ def test_transformers_reads_the_dense_export(tiny_model, tmp_path) -> None:
 
 def test_sparse_integers_export_to_what_others_read(tiny_model, tmp_path) -> None:
     compress(
-        tiny_model("llama"), tmp_path / "packed", PruneStage("wanda", TWO_OF_FOUR), QuantizeStage("gptq", Scheme(4, 64))
+        tiny_model("llama"), tmp_path / "packed", PruneStage("wanda", TWO_OF_FOUR), QuantizeStage("gptq", Int(4, 64))
     )
     out = export_checkpoint(tmp_path / "packed", "compressed-tensors", tmp_path / "exported")
     packed, exported = PackedCheckpoint.open(tmp_path / "packed"), PackedCheckpoint.open(out)
-    assert set(exported.schemes.values()) == {Scheme(4, 64)}
+    assert set(exported.schemes.values()) == {Int(4, 64)}
     for module in packed.modules:
         assert torch.equal(packed.packed_weight(module).codes, exported.packed_weight(module).codes)
 
@@ -105,7 +105,7 @@ def test_unstructured_zeros_are_stored_and_load_everywhere(tiny_model, tmp_path,
 
 def test_pruned_then_quantized_without_a_pattern_keeps_its_zeros(tiny_model, tmp_path) -> None:
     out = tmp_path / "packed"
-    compress(tiny_model("llama"), out, PruneStage("wanda", sparsity=0.5), QuantizeStage("gptq", Scheme(4, 64, False)))
+    compress(tiny_model("llama"), out, PruneStage("wanda", sparsity=0.5), QuantizeStage("gptq", Int(4, 64, False)))
     packed = PackedCheckpoint.open(out)
     assert packed.format == "compressed-tensors"
     for module in packed.modules:
@@ -118,12 +118,12 @@ def test_stages_apply_where_they_are_told(tiny_model, tmp_path) -> None:
         tiny_model("llama"),
         out,
         PruneStage("wanda", TWO_OF_FOUR, targets=("*.mlp.*",)),
-        QuantizeStage("rtn", Scheme(4, 64), ignore=("gate_proj",)),
+        QuantizeStage("rtn", Int(4, 64), ignore=("gate_proj",)),
     )
     schemes = PackedCheckpoint.open(out).schemes
-    assert schemes["model.layers.0.mlp.gate_proj"] == Scheme(16, None, sparsity=TWO_OF_FOUR)
-    assert schemes["model.layers.0.mlp.up_proj"] == Scheme(4, 64, sparsity=TWO_OF_FOUR)
-    assert schemes["model.layers.0.self_attn.q_proj"] == Scheme(4, 64)
+    assert schemes["model.layers.0.mlp.gate_proj"] == NM(None, TWO_OF_FOUR)
+    assert schemes["model.layers.0.mlp.up_proj"] == NM(Int(4, 64), TWO_OF_FOUR)
+    assert schemes["model.layers.0.self_attn.q_proj"] == Int(4, 64)
 
 
 def test_sparsegpt_beats_wanda_beats_magnitude_on_the_trained_model(tmp_path) -> None:

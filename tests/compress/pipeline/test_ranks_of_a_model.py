@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.common.errors import RecipeError
 from compress.methods.low_rank import RankedLinear, share_out, share_out_over_blocks
@@ -52,7 +52,7 @@ def test_the_size_of_outputs_does_not_count_between_blocks() -> None:
 
 
 @pytest.mark.parametrize("method", ["svd-llm", "svd"])
-@pytest.mark.parametrize("quantize", [None, QuantizeStage("rtn", Scheme(8, None))])
+@pytest.mark.parametrize("quantize", [None, QuantizeStage("rtn", Int(8, None))])
 def test_a_model_keeps_its_share_whatever_its_layers_do(tiny_model, tmp_path, method, quantize) -> None:
     stages = [FactorizeStage(method, 0.7, "model"), *([quantize] if quantize else [])]
     plan = prepared(tiny_model(), tmp_path / "out", *stages).plan

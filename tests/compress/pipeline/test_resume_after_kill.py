@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.checkpoint.writer import PieceStore
 from compress.common.errors import CheckpointError
 from compress.methods.signround import SignRoundOptions
@@ -32,7 +32,7 @@ SPAWN.set_forkserver_preload(
 
 def make_request(model: Path, out: Path, method: str = "awq", **options) -> RunRequest:
     options = SignRoundOptions(steps=4, lr=0.002, batch=2) if method == "signround" else None
-    recipe = Recipe((QuantizeStage(method, Scheme(4, 64), options=options),), CalibrationOptions(samples=4, length=48))
+    recipe = Recipe((QuantizeStage(method, Int(4, 64), options=options),), CalibrationOptions(samples=4, length=48))
     return RunRequest(model, str(model), recipe, out, measure=False, **options)
 
 

@@ -12,7 +12,7 @@ from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.common.errors import RecipeError
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
@@ -112,7 +112,7 @@ def test_the_seed_decides_and_heads_may_be_left_out(tmp_path: Path) -> None:
 
 
 def test_a_rotated_and_quantized_run_that_was_killed_ends_in_the_same_bytes(tiny_model, tmp_path) -> None:
-    model, stages = tiny_model(tie_word_embeddings=True), (RotateStage(), QuantizeStage("gptq", Scheme(3, None)))
+    model, stages = tiny_model(tie_word_embeddings=True), (RotateStage(), QuantizeStage("gptq", Int(3, None)))
     rotate(model, tmp_path / "whole", *stages)
     with killed_after_block(1):
         rotate(model, tmp_path / "killed", *stages)

@@ -10,19 +10,19 @@ import torch
 from second_device import SECOND, SecondDevice
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Activations, Int, Sparsity
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
 
 SEQUENCES, LENGTH = 6, 32
 STAGES = {
-    "gptq": [QuantizeStage("gptq", Scheme(4, 64))],
-    "awq": [QuantizeStage("awq", Scheme(4, 64))],
-    "gptaq": [QuantizeStage("gptaq", Scheme(3, 64))],
-    "hqq": [QuantizeStage("hqq", Scheme(4, 64))],
-    "smoothquant": [QuantizeStage("smoothquant", Scheme(8, None, True, 8))],
-    "sparsegpt": [PruneStage("sparsegpt", Sparsity(2, 4)), QuantizeStage("gptq", Scheme(4, 64))],
+    "gptq": [QuantizeStage("gptq", Int(4, 64))],
+    "awq": [QuantizeStage("awq", Int(4, 64))],
+    "gptaq": [QuantizeStage("gptaq", Int(3, 64))],
+    "hqq": [QuantizeStage("hqq", Int(4, 64))],
+    "smoothquant": [QuantizeStage("smoothquant", Int(8, None, True, Activations.INT8))],
+    "sparsegpt": [PruneStage("sparsegpt", Sparsity(2, 4)), QuantizeStage("gptq", Int(4, 64))],
 }
 
 

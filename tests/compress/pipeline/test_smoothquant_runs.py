@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations, Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import cut_windows, evaluate
@@ -22,7 +22,7 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 
-W8A8 = Scheme(8, None, activation_bits=8)
+W8A8 = Int(8, None, activations=Activations.INT8)
 SMALL = CalibrationOptions(samples=16, length=256)
 OUTLIER = 256.0
 
@@ -97,7 +97,7 @@ def test_a_fixed_alpha_is_used_everywhere(outlier_model, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"method": "smoothquant", "scheme": Scheme(8, None)}, "8-bit"),
+        ({"method": "smoothquant", "scheme": Int(8, None)}, "8-bit"),
         ({"method": "awq", "options": SmoothQuantOptions(0.5)}, "no options of awq"),
     ],
 )

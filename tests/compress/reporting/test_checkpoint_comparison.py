@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.cli import main
 from compress.common.errors import ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
@@ -25,7 +25,7 @@ def folders(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made = []
     for bits in (8, 3):
         out = tmp_path_factory.mktemp("compared") / f"w{bits}"
-        recipe = Recipe((QuantizeStage("rtn", Scheme(bits, 64)),))
+        recipe = Recipe((QuantizeStage("rtn", Int(bits, 64)),))
         run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, out)), quiet=True)
         made.append(out)
     return made

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from browser import browser
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
@@ -24,7 +24,7 @@ def pages(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("pages")
     reports = []
     for method in ("rtn", "awq"):
-        recipe = Recipe((QuantizeStage(method, Scheme(4, 64)),), CalibrationOptions(samples=4, length=32))
+        recipe = Recipe((QuantizeStage(method, Int(4, 64)),), CalibrationOptions(samples=4, length=32))
         name = f"{method}-{'a-long-name-' * 6}"
         run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, folder / name)), quiet=True)
         reports.append(read_report(folder / name))

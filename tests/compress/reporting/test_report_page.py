@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.cli import main
 from compress.common.errors import ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
@@ -72,7 +72,7 @@ def runs(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     made = {}
     for method in ("awq", "rtn"):
         out = tmp_path_factory.mktemp("runs") / method
-        recipe = Recipe((QuantizeStage(method, Scheme(4, 64)),), CalibrationOptions(samples=6, length=48))
+        recipe = Recipe((QuantizeStage(method, Int(4, 64)),), CalibrationOptions(samples=6, length=48))
         request = RunRequest(tiny_model(), str(tiny_model()), recipe, out, measure=method == "awq")
         run(prepare(request), quiet=True)
         made[method] = out

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from calibration.parts import Part
-from compress.checkpoint.scheme import Scheme, Sparsity
+from compress.checkpoint.weights import Int, Sparsity
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
 from compress.recipe_file import load_recipe, load_work, parse_recipe, parse_work
@@ -16,9 +16,7 @@ from compress.search.space import DEFAULT_MENU, Form, Goal, SearchRequest, Unit,
 
 
 def test_menu_words() -> None:
-    assert parse_menu("w2g64, w3g64asym,w8,w2g64") == tuple(
-        map(Form, (Scheme(2, 64), Scheme(3, 64, False), Scheme(8, None)))
-    )
+    assert parse_menu("w2g64, w3g64asym,w8,w2g64") == tuple(map(Form, (Int(2, 64), Int(3, 64, False), Int(8, None))))
     assert ",".join(map(str, parse_menu(DEFAULT_MENU))) == DEFAULT_MENU
 
 
@@ -28,12 +26,12 @@ def test_menu_words() -> None:
         ("rank0.8", (FactorizeStage("svd-llm", 0.8, "uniform", ("q",)),)),
         (
             "asvd0.75w8",
-            (FactorizeStage("asvd", 0.75, "uniform", ("q",)), QuantizeStage("gptq", Scheme(8, None), ("q",))),
+            (FactorizeStage("asvd", 0.75, "uniform", ("q",)), QuantizeStage("gptq", Int(8, None), ("q",))),
         ),
         ("2:4", (PruneStage(pattern=Sparsity(2, 4), targets=("q",)),)),
         (
             "4:8w4g128asym",
-            (PruneStage(pattern=Sparsity(4, 8), targets=("q",)), QuantizeStage("gptq", Scheme(4, 128, False), ("q",))),
+            (PruneStage(pattern=Sparsity(4, 8), targets=("q",)), QuantizeStage("gptq", Int(4, 128, False), ("q",))),
         ),
         ("dense", ()),
     ],
@@ -99,7 +97,7 @@ def test_a_search_in_a_recipe() -> None:
     )
     expected = SearchRequest(
         Goal(size=5_000_000),
-        (Form(Scheme(2, 64)), Form(Scheme(4, 128))),
+        (Form(Int(2, 64)), Form(Int(4, 128))),
         "rtn",
         4,
         ignore=("o_proj",),
@@ -146,7 +144,7 @@ UNITS = (
 @pytest.mark.parametrize("source", ["it's mine: #1.txt", (Part("bundled", 0.25), Part("a.txt", 0.75))])
 def test_a_written_recipe_reads_as_what_was_meant(source) -> None:
     search = SearchRequest(Goal(kl=0.1), calibration=CalibrationOptions(source, 8, 64), seed=5, name="search-kl0.1")
-    narrow, wide = Scheme(3, 64, False), Scheme(8, None)
+    narrow, wide = Int(3, 64, False), Int(8, None)
     recipe = search.recipe(dict(zip(UNITS, map(Form, (wide, narrow, narrow)), strict=True)))
     assert recipe.stages == (
         QuantizeStage("gptq", narrow, ("b.0.o", "b.1.o")),
@@ -185,7 +183,7 @@ def test_menus_of_recipes_have_patterns_without_quotes() -> None:
 
 
 def test_only_recipes_of_searches_are_written_over(tmp_path) -> None:
-    recipe = Recipe((QuantizeStage("gptq", Scheme(4, 128), ("o",)),))
+    recipe = Recipe((QuantizeStage("gptq", Int(4, 128), ("o",)),))
     path = tmp_path / "r.yaml"
     write_recipe(path, recipe, ["first"])
     write_recipe(path, recipe, ["second"])

@@ -6,15 +6,15 @@ import pytest
 import torch
 from tiny_models import random_weight
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.fp8 import quantize_tokens
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.weights import Activations, Fp8, Int
 from compress.common.errors import SchemeError
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.model.loader import fuse_weights
 
 CPU = torch.device("cpu")
-W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
+W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 6e-3}
 """In bfloat16 the weights and the rounded inputs are rounded too."""
 
@@ -28,7 +28,7 @@ def test_products_and_sizes(name, scheme, dtype):
     x, bias = (torch.randn(rows, generator=generator, dtype=torch.float64).to(dtype) for rows in ((7, 160), (100,)))
     seen = x.double()
     if scheme.activation_bits:
-        levels, scale = quantize_tokens(x, fp8=True)
+        levels, scale = quantize_tokens(x, Activations.FP8)
         seen = levels.double() * scale.double()
     expected = seen @ weight.dequantize(torch.float64).T + bias.double()
     kernel = choose_linear(scheme, 160, target, name).kernel
@@ -56,7 +56,7 @@ def test_kernels_of_the_other_numbers_are_refused():
     with pytest.raises(SchemeError, match=r"w8a8.*fp8"):
         choose_linear(W8A8, 256, target, "native")
     with pytest.raises(SchemeError, match=r"triton_fp8.*w4a16.*g128"):
-        choose_linear(Scheme(), 256, target, "triton_fp8")
+        choose_linear(Int(), 256, target, "triton_fp8")
     with pytest.raises(SchemeError, match=r"'fp8'.*triton_fp8"):
         choose_linear(W8A8, 256, target, "fp8")
     assert choose_linear(W8A8, 7, Target(CPU, torch.float64), "reference").kernel.name == "reference"
@@ -68,4 +68,4 @@ def test_siblings_become_one_weight():
     assert fused.shape == (48, 64)
     assert torch.equal(fused.dequantize(), torch.cat([part.dequantize() for part in parts]))
     assert fuse_weights([parts[0], random_weight((16, 64), W8A16)]) is None
-    assert fuse_weights([parts[0], random_weight((16, 64), Scheme(8, None, activation_bits=8))]) is None
+    assert fuse_weights([parts[0], random_weight((16, 64), Int(8, None, activations=Activations.INT8))]) is None

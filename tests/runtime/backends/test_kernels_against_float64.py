@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tiers import examples
 from tiny_models import random_weight
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.fp8 import quantize_tokens
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.weights import Activations, Int
 from runtime.backends.base import Target
 from runtime.backends.registry import DEQUANTIZED
 from runtime.backends.torch import quantized_linear
@@ -18,9 +18,9 @@ from runtime.backends.torch.quantized_linear import INT4PACK, INT8_DYNAMIC, REFE
 
 CPU = torch.device("cpu")
 BF16 = Target(CPU, torch.bfloat16)
-needs_int4pack = pytest.mark.skipif(bool(INT4PACK.unsupported_reason(Scheme(), 128, BF16)), reason="no AVX2")
+needs_int4pack = pytest.mark.skipif(bool(INT4PACK.unsupported_reason(Int(), 128, BF16)), reason="no AVX2")
 needs_int8 = pytest.mark.skipif(
-    bool(INT8_DYNAMIC.unsupported_reason(Scheme(8, None, True, 8), 128, BF16)), reason="no VNNI"
+    bool(INT8_DYNAMIC.unsupported_reason(Int(8, None, True, Activations.INT8), 128, BF16)), reason="no VNNI"
 )
 
 
@@ -42,7 +42,7 @@ def relative_error(found, expected):
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_plain_torch_kernels(bits, group_size, symmetric, dtype):
-    weight = random_weight((44, 96), Scheme(bits, group_size, symmetric), dtype=torch.float16)
+    weight = random_weight((44, 96), Int(bits, group_size, symmetric), dtype=torch.float16)
     bias = activations(1, 44, dtype)[0]
     x = activations(5, 96, dtype)
     bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
@@ -53,7 +53,7 @@ def test_plain_torch_kernels(bits, group_size, symmetric, dtype):
 
 
 def test_reference_dequantizes_a_panel_at_a_time(monkeypatch):
-    weight = random_weight((50, 64), Scheme(3, 32))
+    weight = random_weight((50, 64), Int(3, 32))
     x = activations(4, 64, torch.float64)
     monkeypatch.setattr(quantized_linear, "PANEL_ELEMENTS", 64 * 7)
     linear = REFERENCE.prepare(weight, None, Target(CPU, torch.float64))
@@ -74,7 +74,7 @@ def test_reference_dequantizes_a_panel_at_a_time(monkeypatch):
 )
 def test_int4pack_rounds_no_more_than_bfloat16(bits, symmetric, group_size, groups, out_features, rows, seed):
     """The result is rounded once, and (8 - zero point) * scale once: 2^-8 of each at most."""
-    weight = random_weight((out_features, (group_size or 160) * groups), Scheme(bits, group_size, symmetric), seed)
+    weight = random_weight((out_features, (group_size or 160) * groups), Int(bits, group_size, symmetric), seed)
     x = activations(rows, weight.shape[1])
     found = INT4PACK.prepare(weight, None, BF16)(x)
     assert found.shape == (rows, out_features)
@@ -89,8 +89,8 @@ def test_int4pack_rounds_no_more_than_bfloat16(bits, symmetric, group_size, grou
 def test_int4pack_error_figures(rows, bits):
     """Symmetric codes with bfloat16 scales: only the rounding of the result (about 1.7e-3), as long as the packed
     product serves; panels of bfloat16 weights add as much again, and so do the rounded zero points."""
-    symmetric = random_weight((200, 1024), Scheme(bits, 128))
-    asymmetric = random_weight((200, 1024), Scheme(bits, 128, symmetric=False))
+    symmetric = random_weight((200, 1024), Int(bits, 128))
+    asymmetric = random_weight((200, 1024), Int(bits, 128, symmetric=False))
     for weight, mean, bound in ((symmetric, 0.0, 1.9e-3), (asymmetric, 0.0, 2.7e-3), (asymmetric, 1.0, 2.7e-3)):
         x = activations(rows, 1024, mean=mean)
         bias = activations(1, 200)[0]
@@ -103,7 +103,7 @@ def test_int4pack_error_figures(rows, bits):
 
 @needs_int4pack
 def test_int4pack_float16_scales_cost_what_bfloat16_weights_cost():
-    weight = random_weight((256, 1024), Scheme(4, 128, symmetric=False), dtype=torch.float16)
+    weight = random_weight((256, 1024), Int(4, 128, symmetric=False), dtype=torch.float16)
     x = activations(8, 1024)
     packed = relative_error(INT4PACK.prepare(weight, None, BF16)(x), exact(x, weight))
     rounded = relative_error(REFERENCE.prepare(weight, None, BF16)(x), exact(x, weight))
@@ -115,7 +115,7 @@ def test_int4pack_float16_scales_cost_what_bfloat16_weights_cost():
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_int4pack_panels_are_the_dequantized_weight(bits, symmetric, monkeypatch):
     monkeypatch.setattr(quantized_linear, "PANEL_COLUMNS", 64)
-    weight = random_weight((150, 256), Scheme(bits, 64, symmetric))
+    weight = random_weight((150, 256), Int(bits, 64, symmetric))
     linear = INT4PACK.prepare(weight, None, BF16)
     assert quantized_linear.tile_columns() in (32, 64)
     panel = torch.cat([linear._panel(start, start + 64) for start in (0, 64, 128)], 1)
@@ -126,7 +126,7 @@ def test_int4pack_panels_are_the_dequantized_weight(bits, symmetric, monkeypatch
 def test_int4pack_every_code_value():
     """Identity activations read the weights back: all sixteen codes, exactly."""
     codes = torch.arange(64 * 128).view(64, 128).remainder(16).to(torch.uint8)
-    base = random_weight((64, 128), Scheme(4, 128))
+    base = random_weight((64, 128), Int(4, 128))
     weight = type(base)(codes, base.scale, base.zero, base.scheme)
     linear = INT4PACK.prepare(weight, None, BF16)
     found = torch.cat([linear(rows) for rows in torch.eye(128, dtype=torch.bfloat16).split(16)])
@@ -143,7 +143,7 @@ def test_int4pack_every_code_value():
     seed=st.integers(0, 9),
 )
 def test_int8_dynamic_is_the_exact_integer_product(bits, out_features, in_features, rows, seed):
-    weight = random_weight((out_features, in_features), Scheme(bits, None, True, 8), seed)
+    weight = random_weight((out_features, in_features), Int(bits, None, True, Activations.INT8), seed)
     x, bias = activations(rows, in_features, torch.float32), activations(1, out_features, torch.float32)[0]
     expected = REFERENCE.prepare(weight, bias.double(), Target(CPU, torch.float64))(x.double())
     found = INT8_DYNAMIC.prepare(weight, bias, Target(CPU, torch.float32))(x)
@@ -155,7 +155,7 @@ def test_int8_dynamic_is_the_exact_integer_product(bits, out_features, in_featur
 
 @needs_int8
 def test_int8_dynamic_rows_do_not_know_each_other():
-    weight = random_weight((48, 128), Scheme(8, None, True, 8))
+    weight = random_weight((48, 128), Int(8, None, True, Activations.INT8))
     linear = INT8_DYNAMIC.prepare(weight, None, BF16)
     x = activations(5, 128)
     alone = linear(x[:1])

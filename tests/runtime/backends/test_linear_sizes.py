@@ -6,18 +6,18 @@ import pytest
 import torch
 from tiny_models import random_weight
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations, Int, Scheme
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, linear_kernels
 
 TARGETS = [Target(torch.device("cpu"), dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
 SCHEMES = [
-    Scheme(4, 128),
-    Scheme(4, 64, symmetric=False),
-    Scheme(3, 32),
-    Scheme(2, None),
-    Scheme(8, 128),
-    Scheme(8, None, True, 8),
+    Int(4, 128),
+    Int(4, 64, symmetric=False),
+    Int(3, 32),
+    Int(2, None),
+    Int(8, 128),
+    Int(8, None, True, Activations.INT8),
 ]
 SHAPES = [(64, 256), (192, 128), (100, 384)]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations, Int
 from compress.common.errors import SchemeError
 from compress.cpu.binding import absence
 from runtime.backends.base import Target
@@ -13,7 +13,7 @@ from runtime.backends.torch import quantized_linear
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = Target(CPU, torch.bfloat16)
-W8A8 = Scheme(8, None, True, activation_bits=8)
+W8A8 = Int(8, None, True, Activations.INT8)
 needs_native = pytest.mark.skipif(bool(absence()), reason=absence())
 
 
@@ -21,23 +21,23 @@ needs_native = pytest.mark.skipif(bool(absence()), reason=absence())
 @pytest.mark.parametrize(
     ("scheme", "in_features", "target", "name"),
     [
-        (Scheme(4, 128), 256, BF16, "int4pack"),
-        (Scheme(4, 128, symmetric=False), 256, BF16, "int4pack"),
-        (Scheme(4, None), 256, BF16, "int4pack"),
-        (Scheme(3, 64), 256, BF16, "int4pack"),
-        (Scheme(2, 32), 256, BF16, "int4pack"),
-        (Scheme(4, 16), 256, BF16, "dequantized"),
-        (Scheme(4, None), 100, BF16, "dequantized"),
-        (Scheme(5, 128), 256, BF16, "dequantized"),
-        (Scheme(8, 128), 256, BF16, "dequantized"),
-        (Scheme(4, 128), 256, Target(CPU, torch.float32), "dequantized"),
-        (Scheme(4, 128), 256, Target(CPU, torch.float64), "dequantized"),
-        (Scheme(4, 128), 256, Target(CUDA, torch.float32), "dequantized"),
+        (Int(4, 128), 256, BF16, "int4pack"),
+        (Int(4, 128, symmetric=False), 256, BF16, "int4pack"),
+        (Int(4, None), 256, BF16, "int4pack"),
+        (Int(3, 64), 256, BF16, "int4pack"),
+        (Int(2, 32), 256, BF16, "int4pack"),
+        (Int(4, 16), 256, BF16, "dequantized"),
+        (Int(4, None), 100, BF16, "dequantized"),
+        (Int(5, 128), 256, BF16, "dequantized"),
+        (Int(8, 128), 256, BF16, "dequantized"),
+        (Int(4, 128), 256, Target(CPU, torch.float32), "dequantized"),
+        (Int(4, 128), 256, Target(CPU, torch.float64), "dequantized"),
+        (Int(4, 128), 256, Target(CUDA, torch.float32), "dequantized"),
         (W8A8, 256, BF16, "int8_dynamic"),
         (W8A8, 256, Target(CPU, torch.float32), "int8_dynamic"),
         (W8A8, 256, Target(CPU, torch.float64), "reference"),
         (W8A8, 256, Target(CUDA, torch.float32), "reference"),
-        (Scheme(8, 128, True, activation_bits=8), 256, BF16, "reference"),
+        (Int(8, 128, True, Activations.INT8), 256, BF16, "reference"),
     ],
 )
 def test_the_table_without_native_kernels(scheme, in_features, target, name, monkeypatch):
@@ -54,16 +54,16 @@ def test_the_table_without_native_kernels(scheme, in_features, target, name, mon
 @pytest.mark.parametrize(
     ("scheme", "in_features", "target", "mode", "name"),
     [
-        *((Scheme(bits, 128), 256, BF16, "auto", "native") for bits in range(2, 9)),
-        (Scheme(4, None, symmetric=False), 96, Target(CPU, torch.float32), "auto", "native"),
-        (Scheme(4, 128), 256, BF16, "w4a8", "native_w4a8"),
-        (Scheme(4, 16), 256, BF16, "w4a8", "dequantized"),
+        *((Int(bits, 128), 256, BF16, "auto", "native") for bits in range(2, 9)),
+        (Int(4, None, symmetric=False), 96, Target(CPU, torch.float32), "auto", "native"),
+        (Int(4, 128), 256, BF16, "w4a8", "native_w4a8"),
+        (Int(4, 16), 256, BF16, "w4a8", "dequantized"),
         (W8A8, 256, BF16, "auto", "native_int8"),
         (W8A8, 256, BF16, "w4a8", "native_int8"),
-        (Scheme(8, 64, False, activation_bits=8), 256, BF16, "auto", "native_int8"),
-        (Scheme(4, 16), 256, BF16, "auto", "dequantized"),
-        (Scheme(4, None), 100, BF16, "auto", "dequantized"),
-        (Scheme(4, 128), 256, Target(CPU, torch.float64), "auto", "dequantized"),
+        (Int(8, 64, False, Activations.INT8), 256, BF16, "auto", "native_int8"),
+        (Int(4, 16), 256, BF16, "auto", "dequantized"),
+        (Int(4, None), 100, BF16, "auto", "dequantized"),
+        (Int(4, 128), 256, Target(CPU, torch.float64), "auto", "dequantized"),
     ],
 )
 def test_the_table_with_native_kernels(scheme, in_features, target, mode, name):
@@ -73,17 +73,17 @@ def test_the_table_with_native_kernels(scheme, in_features, target, mode, name):
 
 
 def test_excluded_kernels_say_why():
-    choice = choose_linear(Scheme(8, 16), 256, BF16, excluded={"dequantized": "would need 9 GiB of 1 GiB"})
+    choice = choose_linear(Int(8, 16), 256, BF16, excluded={"dequantized": "would need 9 GiB of 1 GiB"})
     assert choice.kernel.name == "reference"
     assert "dequantized would need 9 GiB of 1 GiB" in choice.reason
 
 
 def test_a_named_kernel_must_fit():
-    assert choose_linear(Scheme(4, 128), 256, BF16, "reference").kernel.name == "reference"
+    assert choose_linear(Int(4, 128), 256, BF16, "reference").kernel.name == "reference"
     with pytest.raises(SchemeError, match=r"int4pack.*w8a16.*g128"):
-        choose_linear(Scheme(8, 128), 256, BF16, "int4pack")
+        choose_linear(Int(8, 128), 256, BF16, "int4pack")
     with pytest.raises(SchemeError, match=r"'marlin'.*int4pack"):
-        choose_linear(Scheme(4, 128), 256, BF16, "marlin")
+        choose_linear(Int(4, 128), 256, BF16, "marlin")
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_a_named_kernel_must_fit():
     [(128, 512, 128), (512, 512, 256), (96, 192, 32), (None, 320, 64), (None, 100, 0), (16, 64, 0)],
 )
 def test_groups_are_repeated_to_one_that_the_kernel_knows(group_size, in_features, expected):
-    assert quantized_linear.kernel_group_size(Scheme(4, group_size), in_features) == expected
+    assert quantized_linear.kernel_group_size(Int(4, group_size), in_features) == expected

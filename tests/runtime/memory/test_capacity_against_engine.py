@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import pack_model, save_tiny_model
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.common.cli import demo_model_path
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.config import RuntimeConfig
@@ -22,10 +22,10 @@ from runtime.memory.plan import Capacity, activation_bytes, estimate
 GIB = 2**30
 CONFIG = RuntimeConfig(device="cpu", kv_memory_bytes=4 * 2**20)
 SCHEMES: dict[str, Callable[[str], Scheme | None]] = {
-    "w4": lambda module: Scheme(4, 32),
-    "w4 but v": lambda module: None if "v_proj" in module else Scheme(4, 32),
-    "mixed": lambda module: Scheme(8, None, True, 8) if "mlp" in module else Scheme(3, 32, symmetric=False),
-    "w8": lambda module: Scheme(8, 32),
+    "w4": lambda module: Int(4, 32),
+    "w4 but v": lambda module: None if "v_proj" in module else Int(4, 32),
+    "mixed": lambda module: Int(8, None, True, Activations.INT8) if "mlp" in module else Int(3, 32, symmetric=False),
+    "w8": lambda module: Int(8, 32),
 }
 
 
@@ -104,7 +104,7 @@ def test_remedies_are_ordered_and_each_gives_more() -> None:
 def test_promised_weights_of_fewer_bits_are_those_of_the_packed_model(tmp_path: Path) -> None:
     dense = save_tiny_model(tmp_path / "dense", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256)
     copy_tokenizer(dense)
-    pack_model(dense, tmp_path / "packed", lambda module: Scheme(4, 128))
+    pack_model(dense, tmp_path / "packed", lambda module: Int(4, 128))
     copy_tokenizer(tmp_path / "packed")
     promised = next(r for r in inspect(dense, "", CONFIG, GIB).remedies if "--bits 4" in r.command)
     packed = inspect(tmp_path / "packed", "", CONFIG, GIB)

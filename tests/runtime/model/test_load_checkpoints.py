@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import load_reference, pack_model, put_weights, reference_logits, save_tiny_model
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.common.errors import CheckpointError, ToolkitError
 from runtime.model import loader
 from runtime.model.loader import SideBySide, load_model
@@ -19,15 +19,15 @@ TOKENS = torch.randint(0, 112, (2, 21), generator=torch.Generator().manual_seed(
 FORMATS = {
     f"compressed-tensors w{bits} {'sym' if symmetric else 'asym'} {group_size}": (
         "compressed-tensors",
-        Scheme(bits, group_size, symmetric),
+        Int(bits, group_size, symmetric),
     )
     for bits in range(2, 9)
     for symmetric in (True, False)
     for group_size in (32, None)
 } | {
-    "gptq w4": ("gptq", Scheme(4, 32)),
-    "gptq w8": ("gptq", Scheme(8, 32)),
-    "awq w4 asym": ("awq", Scheme(4, 32, symmetric=False)),
+    "gptq w4": ("gptq", Int(4, 32)),
+    "gptq w8": ("gptq", Int(8, 32)),
+    "awq w4 asym": ("awq", Int(4, 32, symmetric=False)),
 }
 
 
@@ -47,7 +47,7 @@ def test_formats_in_float64(name, dense, tmp_path):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(3, 32), Scheme(8, 32), Scheme(4, 32, symmetric=False)])
+@pytest.mark.parametrize("scheme", [Int(4, 32), Int(3, 32), Int(8, 32), Int(4, 32, symmetric=False)])
 def test_packed_kernels_in_bfloat16(scheme, dense, tmp_path):
     """Logits stay within the noise that bfloat16 activations bring to the same weights in plain torch."""
     weights = pack_model(dense, tmp_path / "packed", lambda module: scheme)
@@ -58,7 +58,7 @@ def test_packed_kernels_in_bfloat16(scheme, dense, tmp_path):
 
 
 def test_eight_bit_activations(dense, tmp_path):
-    pack_model(dense, tmp_path / "packed", lambda module: Scheme(8, None, True, activation_bits=8))
+    pack_model(dense, tmp_path / "packed", lambda module: Int(8, None, True, Activations.INT8))
     exact = score(load_model(tmp_path / "packed", dtype="float64"), TOKENS)
     found = score(load_model(tmp_path / "packed", dtype="float32"), TOKENS)
     assert (found - exact).norm() < 0.02 * exact.norm()
@@ -67,7 +67,7 @@ def test_eight_bit_activations(dense, tmp_path):
 
 
 def test_siblings_of_one_scheme_are_one_product(dense, tmp_path):
-    pack_model(dense, tmp_path / "packed", lambda module: Scheme(4, 32))
+    pack_model(dense, tmp_path / "packed", lambda module: Int(4, 32))
     decoder = load_model(tmp_path / "packed")
     assert not isinstance(decoder.layers[0].qkv, SideBySide)
     assert [line.split(":")[0] for line in decoder.description] == [
@@ -83,10 +83,10 @@ def test_siblings_of_one_scheme_are_one_product(dense, tmp_path):
 def test_siblings_of_different_schemes(dense, tmp_path):
     def scheme(module: str) -> Scheme | None:
         schemes = {
-            "q_proj": Scheme(4, 32),
-            "k_proj": Scheme(8, 32),
-            "gate_proj": Scheme(2, 32),
-            "o_proj": Scheme(3, 64),
+            "q_proj": Int(4, 32),
+            "k_proj": Int(8, 32),
+            "gate_proj": Int(2, 32),
+            "o_proj": Int(3, 64),
         }
         return schemes.get(module.rpartition(".")[2])
 
@@ -99,14 +99,14 @@ def test_siblings_of_different_schemes(dense, tmp_path):
 
 def test_quantized_biases_of_qwen2(tmp_path):
     dense = save_tiny_model(tmp_path / "dense", "qwen2")
-    weights = pack_model(dense, tmp_path / "packed", lambda module: Scheme(4, 32))
+    weights = pack_model(dense, tmp_path / "packed", lambda module: Int(4, 32))
     expected = reference_logits(put_weights(load_reference(dense), weights), TOKENS)
     found = score(load_model(tmp_path / "packed", dtype="float64"), TOKENS)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_memory_that_is_short_is_not_spent_on_dequantized_weights(dense, tmp_path, monkeypatch):
-    weights = pack_model(dense, tmp_path / "packed", lambda module: Scheme(5, 32))
+    weights = pack_model(dense, tmp_path / "packed", lambda module: Int(5, 32))
     monkeypatch.setattr(loader, "available_bytes", lambda device: 10_000)
     decoder = load_model(tmp_path / "packed", dtype="float64")
     assert "dequantized would need" in decoder.description[0]

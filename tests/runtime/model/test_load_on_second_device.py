@@ -8,15 +8,15 @@ from second_device import SECOND, OnSecond, SecondDevice
 from tiny_models import pack_model, save_tiny_model
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations, Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import Target
 from runtime.core.model_config import parse_config
 from runtime.model.loader import _Loader
 
 FORMS = {
-    "compressed-tensors": [Scheme(4, 32), Scheme(3, 32, symmetric=False), Scheme(8, None, activation_bits=8)],
-    "gptq": [Scheme(4, 32), Scheme(8, 32)],
+    "compressed-tensors": [Int(4, 32), Int(3, 32, symmetric=False), Int(8, None, activations=Activations.INT8)],
+    "gptq": [Int(4, 32), Int(8, 32)],
 }
 """Without AWQ: the second device of these tests cannot index by a list."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
@@ -38,7 +38,7 @@ NEARLY_EQUAL = 0.15
 def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The demo model by the width of its codes."""
     folder, source = tmp_path_factory.mktemp("packed"), demo_model_path()
-    for name, scheme in (("int4", Scheme(4, 64)), ("int8", Scheme(8, None))):
+    for name, scheme in (("int4", Int(4, 64)), ("int8", Int(8, None))):
         recipe = Recipe((QuantizeStage("rtn", scheme),))
         run(prepare(RunRequest(source, str(source), recipe, folder / name, measure=False)), quiet=True)
     return {"dense": source, "int4": folder / "int4", "int8": folder / "int8"}

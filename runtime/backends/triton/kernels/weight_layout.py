@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 
 PLANE = 32

@@ -11,7 +11,7 @@ from decoder_configs import decoder_config
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
@@ -67,7 +67,7 @@ class World:
         codes = torch.randint(0, 16, (rows, columns), generator=self.random, dtype=torch.uint8)
         scale = torch.rand(rows, columns // 32, generator=self.random).mul_(0.05).half()
         zero = torch.randint(0, 16, scale.shape, generator=self.random, dtype=torch.uint8)
-        return IntegerWeight(codes, scale, zero, Scheme(4, 32, symmetric=False))
+        return IntegerWeight(codes, scale, zero, Int(4, 32, symmetric=False))
 
     def _layer(self, head_norm: bool) -> Layer:
         width = (HEADS + 2 * KV_HEADS) * DIM

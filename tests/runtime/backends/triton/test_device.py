@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton.attention import attention_unsupported_reason
@@ -45,6 +45,6 @@ def test_older_gpus_get_plain_torch_and_a_reason(turing: torch.device) -> None:
     assert unsupported_reason(turing, torch.float16) == said
     model: Any = SimpleNamespace(device=turing, dtype=torch.float16)
     assert attention_unsupported_reason(model, MemoryPlan(0, 64, 16, 4, 64, "")) == said
-    choice = choose_linear(Scheme(4, 128), 256, Target(turing, torch.float16))
+    choice = choose_linear(Int(4, 128), 256, Target(turing, torch.float16))
     assert not choice.kernel.name.startswith("triton")
     assert f"triton_planes {said}" in choice.reason

@@ -8,14 +8,14 @@ import torch
 from poisoned_memory import poisoned_allocations
 from tiny_models import random_weight
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.fp8 import FP8, quantize_tokens
+from compress.checkpoint.activations import FP8, quantize_tokens
+from compress.checkpoint.weights import Activations, Fp8
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton.fused_linear import FLOATS, InputForm
 from runtime.backends.triton.linear import NATIVE, WIDENED, multiplies_fp8
 
-W8A16, W8A8 = Scheme(8, None, fp8=True), Scheme(8, None, activation_bits=8, fp8=True)
+W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 6e-4}
 """Of the output's rounding; the interpreter cuts bfloat16 off where a GPU rounds to the nearest."""
 
@@ -31,7 +31,7 @@ def relative_error(found, expected) -> float:
 def exact_product(x, weight, bias):
     """What the scheme means, in float64."""
     if weight.scheme.activation_bits:
-        levels, scale = quantize_tokens(x, fp8=True)
+        levels, scale = quantize_tokens(x, Activations.FP8)
         x = levels.double() * scale.double()
     return x.double() @ weight.dequantize(torch.float64).to(x.device).T + bias.double()
 
@@ -82,7 +82,7 @@ def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
     x = x.to(gpu)
     with poisoned_allocations():
         made = prepared(x, InputForm(FLOATS))
-    levels, scale = quantize_tokens(x, fp8=True)
+    levels, scale = quantize_tokens(x, Activations.FP8)
     assert torch.equal(made.rows, levels.to(FP8).view(torch.uint8))
     assert torch.equal(made.beside, scale[:, 0])
 

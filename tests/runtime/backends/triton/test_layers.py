@@ -18,7 +18,7 @@ from triton_steps import use_triton
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
-from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from runtime.backends.base import Linear, LowRank, Target
 from runtime.backends.kv_pages import ExactPages, ExactPlaces, QuantizedPages
 from runtime.backends.torch.attention import PagedAttention, StepKeys
@@ -41,8 +41,8 @@ from runtime.model.loader import SideBySide
 from runtime.runner.runner import build_runner
 
 SIZE, LAYERS, BLOCK, NUM_BLOCKS, VOCABULARY = 128, 2, 4, 12, 64
-INT4, INT4_ASYMMETRIC, W8A8, INT8 = Scheme(4, 32), Scheme(4, 64, False), Scheme(8, None, True, 8), Scheme(8, 64)
-FP8 = Scheme(8, None, activation_bits=8, fp8=True)
+INT4, INT4_ASYMMETRIC, W8A8, INT8 = Int(4, 32), Int(4, 64, False), Int(8, None, True, Activations.INT8), Int(8, 64)
+FP8 = Fp8(Activations.FP8)
 KERNELS = {INT4: PLANES, INT4_ASYMMETRIC: PLANES, W8A8: LEVEL_PRODUCT, INT8: BYTES, FP8: NATIVE}
 
 

@@ -9,8 +9,8 @@ from covering import covering
 from poisoned_memory import poisoned_allocations
 from tiny_models import random_weight
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.fp8 import quantize_tokens
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.weights import Activations, Int, Scheme
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton.kernels.configs import EXPAND, NARROW, WIDE, KernelConfig
@@ -24,12 +24,12 @@ CONFIGS = [
     KernelConfig(EXPAND),
 ]
 PLANED = [
-    Scheme(4, 128),
-    Scheme(4, 32, False),
-    Scheme(4, None, False),
-    Scheme(4, 96),
-    Scheme(3, 64),
-    Scheme(2, 64, False),
+    Int(4, 128),
+    Int(4, 32, False),
+    Int(4, None, False),
+    Int(4, 96),
+    Int(3, 64),
+    Int(2, 64, False),
 ]
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 6e-4}
 """Of the output's rounding; the interpreter cuts bfloat16 off where a GPU rounds to the nearest."""
@@ -89,7 +89,7 @@ def test_whole_numbers_come_out_exactly(gpu) -> None:
     from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
     from runtime.backends.triton.kernels.weight_layout import pack_planes
 
-    weight = random_weight((64, 256), Scheme(4, 64, False))
+    weight = random_weight((64, 256), Int(4, 64, False))
     weight.scale.copy_(2.0 ** torch.randint(-3, 4, weight.scale.shape))
     x = torch.randint(-1, 2, (2, 256)).to(gpu, torch.float16)
     exact = x.double() @ weight.dequantize(torch.float64).to(gpu).T
@@ -101,7 +101,7 @@ def test_a_token_does_not_see_its_neighbours(gpu) -> None:
     from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
     from runtime.backends.triton.kernels.weight_layout import pack_planes
 
-    packed = pack_planes(random_weight((64, 256), Scheme(4, 128)), gpu)
+    packed = pack_planes(random_weight((64, 256), Int(4, 128)), gpu)
     x = activations(5, 256, torch.bfloat16, gpu)
     config = KernelConfig(NARROW, splits=2)
     together = multiply_w4a16(x, packed, None, config)
@@ -110,7 +110,7 @@ def test_a_token_does_not_see_its_neighbours(gpu) -> None:
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("scheme", [Scheme(8, None), Scheme(8, 32, False), Scheme(6, 96)], ids=str)
+@pytest.mark.parametrize("scheme", [Int(8, None), Int(8, 32, False), Int(6, 96)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_bytes_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dtype) -> None:
     from runtime.backends.triton.kernels.int8 import multiply_bytes, pack_bytes
@@ -130,7 +130,7 @@ def test_bytes_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dt
 def test_levels_against_the_exact_product(gpu, tokens: int) -> None:
     from runtime.backends.triton.kernels.int8 import multiply_levels, pack_bytes
 
-    weight = random_weight((70, 288), Scheme(8, None, True, 8))
+    weight = random_weight((70, 288), Int(8, None, True, Activations.INT8))
     x = activations(tokens, 288, torch.float16, gpu)
     levels, scale = quantize_tokens(x)
     with poisoned_allocations():
@@ -142,16 +142,17 @@ def test_levels_against_the_exact_product(gpu, tokens: int) -> None:
 def test_a_gpu_serves_every_packed_scheme_with_them() -> None:
     target = Target(torch.device("cuda"), torch.bfloat16)
     names = {
-        str(s): choose_linear(s, 768, target).kernel.name for s in (*PLANED, Scheme(8, 64), Scheme(8, None, True, 8))
+        str(s): choose_linear(s, 768, target).kernel.name
+        for s in (*PLANED, Int(8, 64), Int(8, None, True, Activations.INT8))
     }
     assert set(list(names.values())[:-2]) == {"triton_planes"}
     assert list(names.values())[-2:] == ["triton_bytes", "triton_levels"]
-    assert choose_linear(Scheme(4, 16), 768, target).kernel.name == "dequantized"
-    assert choose_linear(Scheme(), 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"
+    assert choose_linear(Int(4, 16), 768, target).kernel.name == "dequantized"
+    assert choose_linear(Int(), 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"
 
 
 def test_linears_of_the_table_choose_by_tokens(gpu) -> None:
-    weight = random_weight((64, 256), Scheme(4, 128))
+    weight = random_weight((64, 256), Int(4, 128))
     linear = PLANES.prepare(weight, None, Target(gpu, torch.bfloat16))
     for tokens in (1, 65, 1100):
         x = activations(tokens, 256, torch.bfloat16, gpu)

@@ -9,7 +9,8 @@ from covering import covering
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from compress.checkpoint.weights.fp8 import quantize_tokens
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.weights import Activations
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.fused_linear import (
     FLOATS,
@@ -56,7 +57,7 @@ def some_product(kind: str, rows: int, dtype: torch.dtype, device: torch.device)
 def check_form(found: Prepared, form: InputForm, expected: Tensor) -> None:
     """`expected` holds the 16-bit rows."""
     if form.kind in (LEVELS, FLOATS):
-        levels, scale = quantize_tokens(expected, fp8=form.kind == FLOATS)
+        levels, scale = quantize_tokens(expected, Activations.FP8 if form.kind == FLOATS else Activations.INT8)
         rows = found.rows.view(torch.float8_e4m3fn) if form.kind == FLOATS else found.rows
         assert torch.equal(rows.float(), levels)
         assert torch.equal(found.beside, scale[:, 0])

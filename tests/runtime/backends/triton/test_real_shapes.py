@@ -6,15 +6,15 @@ import pytest
 import torch
 from tiny_models import random_weight
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights.fp8 import quantize_tokens
+from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.weights import Activations, Int, Scheme
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPES = [(6144, 4096), (4096, 14336)]
-SCHEMES = [Scheme(4, 128), Scheme(4, 32, False), Scheme(3, 64), Scheme(2, 64, False), Scheme(8), Scheme(8, 64, False)]
-W8A8 = Scheme(8, None, True, 8)
+SCHEMES = [Int(4, 128), Int(4, 32, False), Int(3, 64), Int(2, 64, False), Int(8), Int(8, 64, False)]
+W8A8 = Int(8, None, True, Activations.INT8)
 BOUND = 6e-3
 REPEATS = 20
 
