@@ -1,1 +1,1 @@
-"""Scheduling policy: scheduler, block pool and engine. Free of torch."""
+"""The engine: scheduler, KV cache bookkeeping and output. No torch."""

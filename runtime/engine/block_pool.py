@@ -2,14 +2,14 @@
 
 A block is in exactly one of three states:
 
-    in use   ref_count > 0; stands in that many block tables
-    cached   ref_count = 0, has a hash; in the free list and still findable, until it is handed out again
-    empty    ref_count = 0, no hash; in the free list, handed out before any cached block
+    in use   ref_count > 0; in that many block tables
+    cached   ref_count = 0, has a hash; in the free list, and findable until it is allocated again
+    empty    ref_count = 0, no hash; in the free list, allocated before any cached block
 
-Only full blocks have hashes, a hash covers everything before its block, and a block with a hash is never written again.
-Blocks with hashes are a forest: the parent of a block is the one before it in its chain. A block is findable only as
-long as its parent is, so no room is kept for what nobody can find, and of a chain the end is evicted first. But where
-tokens look back only so far, a block is of use without those before it: then each is found and evicted by itself.
+Only full blocks have hashes, a hash covers all tokens before its block, and a block with a hash is never written again.
+Blocks with hashes form a forest: the parent of a block is the one before it in its chain. A block is findable only as
+long as its parent is, so no memory is spent on unreachable blocks, and chains are evicted from their end. With an
+attention window a block is useful without those before it: then each is found and evicted independently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from runtime.engine.kv_offload import HostTier
+from runtime.engine.kv_offload import KVOffload
 
 HASH_BYTES = 16
 
@@ -30,8 +30,8 @@ class Block:
     """One block of the pool.
 
     Attributes:
-        ref_count: how many tables hold it.
-        hash: of its content and all before it, once it is full and computed.
+        ref_count: number of tables that hold it.
+        hash: hash of its content and all before it, once it is full and computed.
         parent: the block before it in its chain; None for the first, and without a hash.
     """
 
@@ -41,12 +41,12 @@ class Block:
 
 
 def root_hash(namespace: str, cache_salt: str) -> bytes:
-    """Start of a chain. Chains of different namespaces (KV formats) or salts (tenants) never meet."""
+    """Returns the start of a chain. Chains of different namespaces (KV formats) or salts (tenants) never meet."""
     return blake2b(repr((namespace, cache_salt)).encode(), digest_size=HASH_BYTES).digest()
 
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes) -> None:
-    """Appends to `hashes` what is missing so that every full block of `token_ids` has its chained hash."""
+    """Appends the missing chained hashes of the full blocks of `token_ids` to `hashes`."""
     previous = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         tokens = array("q", token_ids[start : start + block_size]).tobytes()
@@ -55,14 +55,14 @@ def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int
 
 
 class BlockPool:
-    """Owner of all KV blocks. Callers hold ids; every id they hold counts as one reference until they release it.
+    """Owns all KV blocks. Callers hold ids; each id counts as one reference until it is released.
 
     Args:
         num_blocks: blocks with ids 0 to num_blocks - 1.
         block_size: tokens per block.
-        prefix_caching: without it nothing is registered, so nothing is ever found.
-        num_host_blocks: slots of host memory that keep evicted blocks.
-        chained: blocks are findable only as long as those before them are.
+        prefix_caching: register full blocks, so that later sequences find them.
+        num_host_blocks: slots of host memory for evicted blocks.
+        chained: blocks are findable only as long as their parents are.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.chained = chained
-        self.tier = HostTier(num_host_blocks)
+        self.tier = KVOffload(num_host_blocks)
         self.num_evictions = 0
         self.rebuild([])
 
     def rebuild(self, tables: Iterable[Sequence[int]]) -> None:
-        """Starts anew from all block tables there are; nothing is findable any more, neither here nor in the tier."""
+        """Resets the pool to these block tables, with an empty prefix cache, here and in host memory."""
         counts = Counter(block_id for table in tables for block_id in table)
         self._blocks = [Block(counts[block_id]) for block_id in range(self.num_blocks)]
         self._by_hash: dict[bytes, int] = {}
@@ -94,24 +94,24 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """Number of blocks that can be allocated, cached ones included."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found by their hash."""
+        """Number of blocks that can be found by their hash."""
         return len(self._by_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block with this hash, if it is here. Takes no reference."""
+        """Returns the block with this hash, or None. Takes no reference."""
         return self._by_hash.get(block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of a chain. Takes no reference: `acquire` what you keep."""
+        """Returns the cached blocks of a chain's longest prefix. Takes no reference: `acquire` those to keep."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -121,17 +121,17 @@ class BlockPool:
         return found
 
     def count_free(self, block_ids: Iterable[int]) -> int:
-        """How many of these stand in the free list, so that acquiring them makes `num_free` smaller."""
+        """Returns how many of these blocks are in the free list, so that acquiring them lowers `num_free`."""
         return sum(block_id in self._free for block_id in block_ids)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Takes one more reference to each block."""
+        """Adds a reference to each block."""
         for block_id in block_ids:
             self._blocks[block_id].ref_count += 1
             self._free.pop(block_id, None)
 
     def allocate(self, count: int) -> list[int]:
-        """Hands out blocks nobody holds, empty ones first, then the least recently used; of a chain, its end.
+        """Allocates free blocks: empty ones first, then the least recently used, from the ends of their chains.
 
         Raises:
             ValueError: fewer than `count` are free; callers make room first.
@@ -148,7 +148,7 @@ class BlockPool:
         return taken
 
     def evict(self, count: int) -> None:
-        """Makes up to `count` cached blocks empty, in the order in which `allocate` would."""
+        """Evicts up to `count` cached blocks, in the order of `allocate`."""
         for _ in range(count):
             cached = next((block_id for block_id in self._free if self._blocks[block_id].hash is not None), None)
             if cached is None:
@@ -156,7 +156,7 @@ class BlockPool:
             self._evict(self._end_of_chain(cached))
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Gives one reference to each block back, tail first, so that the beginnings of prefixes live longest."""
+        """Drops a reference to each block, last block first, so that the first blocks of prefixes live longest."""
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             if block.ref_count < 1:
@@ -173,10 +173,10 @@ class BlockPool:
             self._free.move_to_end(block_id)
 
     def register(self, table: list[int], index: int, hashes: Sequence[bytes]) -> None:
-        """Makes a full, computed block of a table findable, if the one before it is or need not be.
+        """Makes a full, computed block of a table findable, provided that its parent is.
 
-        Where an equal block is known already, the table gets that one instead: equal prefixes that were computed side
-        by side are then held once, and they are evicted together with what follows them.
+        If an equal block is cached already, the table gets that one instead: equal prefixes that were computed
+        concurrently are then stored once, and evicted together with the blocks that follow.
 
         Args:
             hashes: chain of the table's full blocks.
@@ -198,21 +198,21 @@ class BlockPool:
                 self._children.setdefault(parent, set()).add(block_id)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Makes blocks, and with them what follows them, unfindable: their content is doubtful or about to change."""
+        """Makes blocks and their descendants unfindable, because their content is wrong or about to change."""
         for block_id in block_ids:
             self._drop_hash(block_id)
 
     def fork(self, block_ids: Sequence[int]) -> list[int]:
-        """A second table over the same blocks. Before either writes into a shared block: `shared`, then a copy."""
+        """Returns a second table of the same blocks. A shared block must be copied before it is written."""
         self.acquire(block_ids)
         return list(block_ids)
 
     def shared(self, block_id: int) -> bool:
-        """Whether another table holds this block too, so that writing needs a copy."""
+        """Returns whether another table holds this block too, so that a write needs a copy."""
         return self._blocks[block_id].ref_count > 1
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Verifies every invariant against all block tables there are.
+        """Verifies all invariants against the current block tables.
 
         Raises:
             RuntimeError: an invariant is broken; the message names it and the block.
@@ -237,10 +237,11 @@ class BlockPool:
         self.tier.check()
 
     def _end_of_chain(self, block_id: int) -> int:
-        """The last free block of a chain that goes on from a free one.
+        """Returns the last free block of the chain after a free block.
 
-        Tails are freed before their beginnings, so this rarely has to go far. Where only held blocks follow, there is
-        nothing to wait for: they are of use without it.
+        Blocks are freed from the end of a table, so this takes few steps. Descendants that are in use do not count:
+            they
+        stay usable without this block.
         """
         free = self._free
         while (
@@ -251,7 +252,7 @@ class BlockPool:
         return block_id
 
     def _evict(self, block_id: int) -> None:
-        """Makes a free block empty. The tier keeps its content, which the next step reads before it writes."""
+        """Makes a free block empty. Host memory saves its content, which the next step reads before it writes."""
         block_hash = self._blocks[block_id].hash
         if block_hash is not None:
             self.num_evictions += 1
@@ -262,7 +263,7 @@ class BlockPool:
             self._drop_hash(block_id)
 
     def _drop_hash(self, block_id: int) -> None:
-        """Makes a block unfindable, and all that are found only through it. Those nobody holds become empty."""
+        """Makes a block and its descendants unfindable. Those that are not in use become empty."""
         if self._blocks[block_id].hash is None:
             return
         unfindable = [block_id]

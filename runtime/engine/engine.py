@@ -1,4 +1,4 @@
-"""The engine: requests in, steps, deltas out. Joins scheduler, runner and text; knows neither threads nor torch."""
+"""The engine: takes requests, runs steps and returns deltas. Joins scheduler, runner and text. No threads, no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.text.grammar import GrammarCompiler
 logger = logging.getLogger("runtime.engine.engine")
 
 UNHEALTHY_AFTER = 3
-"""Failed steps in a row after which the engine says that it is not healthy."""
+"""Consecutive failed steps after which the engine is unhealthy."""
 
 
 NO_OPTIONS = RequestOptions()
@@ -42,9 +42,9 @@ class Engine:
 
     Args:
         runner: computes the steps.
-        tokenizer: turns tokens into text; without it deltas carry token ids only and stop strings are refused.
+        tokenizer: turns tokens into text; without it deltas have token ids only and stop strings are refused.
         config: budgets.
-        speculator: guesses what running sequences will say next; None never guesses.
+        speculator: drafts tokens of running sequences; None turns speculative decoding off.
         before_step: called at the start of each step; returns deltas to hand out with those of the step.
         clock: seconds, for metrics and time limits.
     """
@@ -89,15 +89,16 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """False after several failed steps in a row; one good step heals it."""
+        """False after several consecutive failed steps, until one succeeds."""
         return self.num_failed_steps < UNHEALTHY_AFTER
 
     def check_request(self, prompt_token_ids: TokenIds[int], sampling: SamplingParams) -> None:
-        """Refuses what could never be answered. Any thread may ask; a grammar that is new takes a while to compile.
+        """Refuses a request that could never be answered. Any thread may call it; compiling a new grammar takes a
+        while.
 
         Raises:
-            RequestError: token ids outside of the vocabulary, more tokens than the context or the block pool hold, a
-                grammar that cannot be followed, or stop strings or a grammar without a tokenizer.
+            RequestError: token ids outside of the vocabulary, more tokens than the context or the block pool hold, an
+                unsupported grammar, or stop strings or a grammar without a tokenizer.
         """
         self.scheduler.check_request(len(prompt_token_ids), sampling.max_tokens)
         size = self.runner.vocab_size
@@ -125,7 +126,7 @@ class Engine:
         """Queues a prompt and returns its id.
 
         Args:
-            request_id: chosen by the caller; None lets the engine choose.
+            request_id: an id of the caller's; None lets the engine choose one.
 
         Raises:
             RequestError: the request could never be answered, or the id is in use.
@@ -143,16 +144,16 @@ class Engine:
         return self.output_processor.end([request_id], FinishReason.ABORT)
 
     def abort_all(self) -> list[Delta]:
-        """Ends every request, with a last delta for each answer."""
+        """Ends all requests and returns the last delta of each answer."""
         return self.output_processor.end(self.output_processor.ids(), FinishReason.ABORT)
 
     def step(self) -> list[Delta]:
-        """Computes one step and returns what it added, at most one delta per answer.
+        """Computes one step and returns its deltas, at most one per answer.
 
-        A runner that raises fails the requests of this step, each with deltas that say why; the others go on.
+        If the runner raises, the requests of this step fail, with the reason in their last deltas; the others continue.
 
         Raises:
-            RuntimeError: there is work and nothing was planned, which is a bug.
+            RuntimeError: requests are waiting but nothing was planned, which is a bug.
         """
         deltas = self.output_processor.end_late() + (self._before_step(self) if self._before_step else [])
         self._speculate()
@@ -164,7 +165,7 @@ class Engine:
         try:
             output = self.runner.execute(plan)
             sampled = [(sequence, output.tokens[sequence.id]) for sequence in sampling]
-        except Exception as error:  # whatever a kernel may raise: the requests must hear of it, the engine goes on
+        except Exception as error:  # a kernel may raise anything; the requests are told, the engine continues
             deltas += self._fail_step(plan, error)
         else:
             self.num_failed_steps = 0
@@ -178,34 +179,36 @@ class Engine:
         return deltas
 
     def render_metrics(self) -> str:
-        """All figures in Prometheus' text format. Any thread may ask."""
+        """Renders all metrics in Prometheus' text format. Any thread may call it."""
         self.metrics.read_scheduler(self.scheduler)
         return self.metrics.render()
 
     def check(self) -> None:
-        """Verifies the bookkeeping. What is broken is reported and rebuilt; the engine goes on without its cache."""
+        """Verifies the bookkeeping. If it is inconsistent, it is reported and rebuilt with an empty prefix cache."""
         try:
             self.scheduler.check()
         except (RuntimeError, LookupError):
-            logger.critical("the bookkeeping of KV blocks is broken; it starts anew, without cache", exc_info=True)
+            logger.critical(
+                "the bookkeeping of KV blocks is inconsistent; rebuilding it with an empty prefix cache", exc_info=True
+            )
             self.scheduler.heal()
             self.metrics.broken_invariants_total += 1
 
     def _speculate(self) -> None:
-        """Has the next tokens guessed. A drafter that raises costs no request: guessing is switched off for good."""
+        """Drafts the next tokens. If the drafter raises, no request fails: speculation is turned off for good."""
         if self.speculator is None:
             return
         decodes = self.scheduler.decodes()
         try:
             self.speculator.propose(decodes)
-        except Exception:  # whatever a draft model's kernel may raise: the target does not need it
+        except Exception:  # a draft model's kernel may raise anything; the target does not need it
             logger.exception("drafting failed; speculative decoding is off from now on")
             self.speculator = None
             for sequence in decodes:
                 sequence.keep_drafts(0)
 
     def _complete(self, plan: StepPlan, sampled: list[tuple[Sequence, list[SampledToken]]]) -> None:
-        """Records a computed step; all but the last token of each sequence are draft tokens that were accepted."""
+        """Records a computed step. All sampled tokens of a sequence but the last are accepted draft tokens."""
         accepted = {sequence.id: [token.token_id for token in tokens[:-1]] for sequence, tokens in sampled}
         if self.speculator is not None:
             self.metrics.spec_decode_num_draft_tokens_total += sum(entry.num_draft_tokens for entry in plan.entries)
@@ -217,7 +220,7 @@ class Engine:
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
         if self.has_work and not plan.entries:
-            self.check()  # blocks that are lost would be a reason
+            self.check()  # lost blocks may be the reason
             plan = self.scheduler.schedule()
             if not plan.entries:
                 raise RuntimeError("requests are waiting and the scheduler planned nothing")

@@ -1,4 +1,4 @@
-"""The engine's thread, and the asyncio side of it: one async generator per request, which owns that request."""
+"""Runs the engine in a thread and exposes it to asyncio: one async generator per request, which owns the request."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class _RequestStream:
     """The queue through which one request gets its deltas.
 
     Attributes:
-        loop: the event loop that `queue` belongs to.
-        num_unfinished: answers that the engine has not ended; the engine's thread counts.
-        timer: looks for stalls; the event loop's.
+        loop: event loop of `queue`.
+        num_unfinished: answers that have not ended; only the engine's thread uses it.
+        timer: watches for stalls; only the event loop uses it.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -44,7 +44,7 @@ class _RequestStream:
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    """Start a request."""
+    """Starts a request."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -55,7 +55,7 @@ class _Add:
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
-    """Abort the request of a stream that was closed."""
+    """Aborts the request of a stream that was closed."""
 
     request_id: str
     stream: _RequestStream
@@ -63,7 +63,7 @@ class _Abort:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """End the thread: at once, or when all requests have ended."""
+    """Ends the thread: at once, or when all requests have ended."""
 
     when_idle: bool
 
@@ -73,7 +73,7 @@ _Items = list[tuple[asyncio.Queue, Delta | _EngineDeadError | RequestError]]
 
 
 def post(loop: asyncio.AbstractEventLoop, items: _Items) -> bool:
-    """Puts items into queues of an event loop from another thread. False when that loop has been closed."""
+    """Puts items into queues of an event loop from another thread. Returns False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(_put_all, items)
     except RuntimeError:
@@ -88,18 +88,18 @@ def _put_all(items: _Items) -> None:
 
 logger = logging.getLogger("runtime.engine.engine")
 
-WATCH_SLACK_SECONDS = 0.01  # what a stall is noticed late at most
+WATCH_SLACK_SECONDS = 0.01  # most time after which a stall is detected late
 
 CHECK_SECONDS = 1.0
-"""Time between two checks of an idle engine's bookkeeping at least."""
+"""Least time between two checks of an idle engine's bookkeeping."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether answers can be expected, and why not.
+    """Health of the engine, with the reason if it is unhealthy.
 
     Attributes:
-        seconds_since_progress: how long the present step takes already; 0 while there is nothing to do.
+        seconds_since_progress: duration of the current step so far; 0 when idle.
     """
 
     healthy: bool
@@ -112,11 +112,11 @@ class Health:
 class EngineThread:
     """Runs an engine in a thread of its own and serves any number of asyncio tasks.
 
-    The thread alone touches the engine; everything else sends it messages. Without work it sleeps.
+    Only this thread uses the engine; other threads send it messages. It sleeps while there is no work.
 
     Args:
-        engine: nobody else may use it from now on.
-        stall_seconds: a step that takes longer counts as a stall: `check` says so and waiting requests fail.
+        engine: an engine that is used by nothing else.
+        stall_seconds: longest duration of a step; after that `check` reports a stall and waiting requests fail.
     """
 
     def __init__(self, engine: Engine, *, stall_seconds: float = 120.0) -> None:
@@ -139,7 +139,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout: float = 30.0) -> bool:
-        """Ends the thread after the present step; requests in flight get a last delta with reason `abort`.
+        """Ends the thread after the current step; requests in flight get a last delta with reason `abort`.
 
         Returns:
             Whether the thread has ended within `timeout` seconds.
@@ -147,15 +147,15 @@ class EngineThread:
         return self._end_thread(_Stop(when_idle=False), timeout)
 
     def drain(self, timeout: float) -> bool:
-        """Takes no more requests, lets those in flight end for at most `timeout` seconds, then stops.
+        """Takes no more requests, waits at most `timeout` seconds for those in flight, then stops.
 
         Returns:
-            Whether all of them came to their own end.
+            Whether all of them were completed.
         """
         return self._end_thread(_Stop(when_idle=True), timeout) or (self.stop() and False)
 
     def check(self) -> Health:
-        """State of the engine, from any thread."""
+        """Returns the health of the engine. Any thread may call it."""
         reason = self._fault()
         if not reason and not self.engine.healthy:
             reason = f"the last {self.engine.num_failed_steps} steps failed"
@@ -169,16 +169,16 @@ class EngineThread:
         request_id: str | None = None,
         options: RequestOptions = NO_OPTIONS,
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas of one request, those of its `n` answers interleaved. It ends when all answers have ended.
+        """Yields the deltas of one request, those of its `n` answers interleaved, until all answers have ended.
 
-        Closing the generator early, by any way, frees the request within one step.
+        Closing the generator early frees the request within one step.
 
         Raises:
             RequestError: the engine refuses the request.
         """
         if sampling.grammar is None:
             self.engine.check_request(prompt_token_ids, sampling)
-        else:  # compiling must not hold up the event loop
+        else:  # compiling must not block the event loop
             await asyncio.to_thread(self.engine.check_request, prompt_token_ids, sampling)
         stream = _RequestStream(asyncio.get_running_loop(), asyncio.Queue(), sampling.n)
         request_id = uuid4().hex if request_id is None else request_id
@@ -201,7 +201,7 @@ class EngineThread:
                 self._messages.put(_Abort(request_id, stream))
 
     def _send(self, message: _Add) -> bool:
-        """False when the thread takes no requests any more; under the lock, so that none is put behind its end."""
+        """Returns False if the thread takes no more requests; the lock ensures that none is queued after its end."""
         with self._lock:
             if self._accepting:
                 self._messages.put(message)
@@ -210,8 +210,8 @@ class EngineThread:
             return self._accepting
 
     def _watch(self, request_id: str, stream: _RequestStream) -> None:
-        """Looks whether the engine still lives, again when the present step may first have stalled; if it does not,
-        the request hears of it. Runs in the loop."""
+        """Fails the request if the engine is dead or stalled; else checks again when the current step may have
+        stalled. Runs in the event loop."""
         if fault := self._fault():
             stream.queue.put_nowait(_EngineDeadError(FinishReason.ERROR, fault))
             self._messages.put(_Abort(request_id, stream))
@@ -224,7 +224,7 @@ class EngineThread:
         return 0.0 if since is None else time.monotonic() - since
 
     def _fault(self) -> str:
-        """Why no step will come to its end, or nothing."""
+        """Returns why no step will be completed, or an empty string."""
         if self._failure:
             return self._failure
         if not self._thread.is_alive():
@@ -253,16 +253,16 @@ class EngineThread:
                     self._busy_since = time.monotonic()
                     self._deliver(self.engine.step())
                 self._busy_since = None
-        except BaseException as error:  # a bug, or the panic of a library: every request must hear of it, and /health
+        except BaseException as error:  # a bug, or a panic of a library; every request and /health report it
             logger.exception("the engine's thread failed")
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
         self._close()
 
     def _check_idle(self) -> float | None:
-        """Looks for broken bookkeeping while nobody waits.
+        """Verifies the bookkeeping while the engine is idle.
 
         Returns:
-            Seconds until it wants to look again; None when nothing has happened since it did.
+            Seconds until the next check; None if no step was computed since the last one.
         """
         num_steps = self.engine.metrics.steps_total
         if num_steps == self._num_checked_steps:
@@ -272,7 +272,7 @@ class EngineThread:
             return max(0.0, self._check_due - started)
         self.engine.check()
         self._num_checked_steps = num_steps
-        # With many blocks it takes a while, in which a request may come: so it gets a hundredth of the time.
+        # With many blocks a check takes a while, which may delay a request: it gets at most 1 % of the time.
         self._check_due = started + max(CHECK_SECONDS, 100 * (time.monotonic() - started))
         return None
 
@@ -280,7 +280,7 @@ class EngineThread:
         return self._stop is not None and not (self._stop.when_idle and self.engine.has_work)
 
     def _handle_messages(self, wait: bool, timeout: float | None) -> None:
-        """Takes all messages there are; if `wait`, sleeps until there is one, for at most `timeout` seconds."""
+        """Handles all queued messages; with `wait`, sleeps at most `timeout` seconds until there is one."""
         try:
             message = self._messages.get(wait, timeout)
             while True:
@@ -294,7 +294,7 @@ class EngineThread:
             case _Add():
                 self._add(message)
             case _Abort():
-                # Another one by this id goes on: this one was refused, or has ended.
+                # Another request with this id continues: this one was refused, or has ended.
                 if self._streams.get(message.request_id) is message.stream:
                     self._forget(message.request_id)
             case _Stop():
@@ -313,18 +313,18 @@ class EngineThread:
         self._streams.pop(request_id, None)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """Hands deltas over, with one wake-up per event loop."""
+        """Delivers deltas, with one wake-up per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[Delta]] = defaultdict(list)
         for delta in deltas:
             by_loop[self._streams[delta.request_id].loop].append(delta)
-        unheard: list[Delta] = []
+        undelivered: list[Delta] = []
         for loop, group in by_loop.items():
             if not post(loop, [(self._streams[delta.request_id].queue, delta) for delta in group]):
-                unheard += group
+                undelivered += group
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._note_end(delta.request_id)
-        for delta in unheard:  # their loop was closed without closing its generators
+        for delta in undelivered:  # their loop was closed without closing its generators
             self._forget(delta.request_id)
 
     def _note_end(self, request_id: str) -> None:
@@ -334,7 +334,7 @@ class EngineThread:
             del self._streams[request_id]
 
     def _close(self) -> None:
-        """Tells everybody who still waits, also those whose message was not read."""
+        """Ends all waiting streams, also those whose message was not read."""
         with self._lock:
             self._accepting = False
         if not self._failure:
@@ -350,7 +350,7 @@ class EngineThread:
 
 
 def _unpack(item: Delta | _EngineDeadError | RequestError, request_id: str, unfinished: set[int]) -> list[Delta]:
-    """The deltas in an item; a loss is one last delta for every answer that has not ended."""
+    """Returns the deltas of an item; an `_EngineDeadError` ends each answer that has not ended."""
     if isinstance(item, RequestError):
         raise item
     if isinstance(item, Delta):

@@ -1,4 +1,4 @@
-"""The blocks of sequences: taken when tokens need them, shared, copied before they are written, and given back."""
+"""Block tables of sequences: blocks are allocated, shared, copied before a write, and returned. No torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from runtime.engine.block_pool import BlockPool, extend_hashes, root_hash
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """A block table in the making; nothing is taken yet.
+    """A planned block table; nothing is allocated yet.
 
     Attributes:
-        table: ids of known blocks; elsewhere `RELEASED`.
-        missing: entries that need a new block, in order.
+        table: ids of cached blocks; elsewhere `RELEASED`.
+        missing: indices of entries that need a new block, ascending.
         saved: hashes of blocks in host memory that fill the first of these.
-        source: known block whose first tokens the last new block gets, because only its last token is to be computed.
-        num_computed_tokens: tokens whose keys and values are known then.
+        source: cached block to copy into the last new block, all but its last token, which has to be computed.
+        num_computed_tokens: tokens whose keys and values are known afterwards.
     """
 
     table: list[int]
@@ -35,14 +35,14 @@ class TablePlan:
 def plan_table(
     pool: BlockPool, attention_window: AttentionWindow, hashes: abc.Sequence[bytes], num_tokens: int, span: int
 ) -> TablePlan:
-    """Finds what is known of a sequence of `num_tokens` tokens.
+    """Plans the table of a sequence of `num_tokens` tokens from cached blocks.
 
-    The last token is computed in any case, since its logits are wanted. When even its block is known, that block serves
-    as a source to copy the tokens before it from.
+    The last token is always computed, because its logits are needed. If even its block is cached, the tokens before it
+    are copied from that block.
 
     Args:
-        hashes: chain of the full blocks.
-        span: tokens of the sequence that one step computes at most.
+        hashes: chained hashes of the full blocks.
+        span: most tokens of the sequence in one step.
     """
     size = pool.block_size
     known = _known_blocks(pool, attention_window, hashes, num_tokens)
@@ -64,8 +64,7 @@ def plan_table(
 def _known_blocks(
     pool: BlockPool, attention_window: AttentionWindow, hashes: abc.Sequence[bytes], num_tokens: int
 ) -> list[int | None]:
-    """The longest prefix that can be gone on from: block ids, and None where host memory has a block, or where it is
-    out of reach and nobody has it."""
+    """Returns the longest usable prefix: block ids, and None for blocks in host memory or outside the window."""
     if attention_window.window is None:
         found = pool.match(hashes)
         return [*found, *[None] * len(pool.tier.find(hashes[len(found) :]))]
@@ -76,19 +75,19 @@ def _known_blocks(
 
 @dataclass(frozen=True, slots=True)
 class TakenBlocks:
-    """What has to be done before a sequence computes on the blocks that it was given."""
+    """Moves of blocks that precede the computation of a sequence."""
 
     copies: list[BlockCopy]
     restores: list[BlockRestore]
 
 
-class SequenceBlocks:
-    """Owns the block tables of sequences through `pool`; whose turn it is decides the scheduler. One thread.
+class KVCacheManager:
+    """Manages the block tables of sequences for the scheduler. Single-threaded.
 
     Args:
-        pool: the blocks.
-        config: of it the dtype, and how many tokens of a prompt one step computes.
-        attention_window: what tokens look at; blocks beyond it go back while a sequence runs.
+        pool: KV blocks.
+        config: its dtype and the most tokens of a prompt in one step.
+        attention_window: tokens that a token attends to; blocks outside of it are returned while a sequence runs.
     """
 
     def __init__(self, pool: BlockPool, config: RuntimeConfig, attention_window: AttentionWindow) -> None:
@@ -97,11 +96,11 @@ class SequenceBlocks:
         self.attention_window = attention_window
 
     def most_held(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at the same time at most."""
+        """Returns the most blocks that a sequence of `num_tokens` tokens holds at once."""
         return self.attention_window.blocks_for(num_tokens, self.config.max_span_tokens, self.pool.block_size)
 
     def take(self, sequence: Sequence, num_spare: int) -> TakenBlocks | None:
-        """Gives a sequence without blocks those for its tokens, found ones first. None when there is no room yet.
+        """Allocates the blocks of a sequence that has none, cached ones first. Returns None without room for them.
 
         Args:
             num_spare: blocks that must stay free.
@@ -112,7 +111,7 @@ class SequenceBlocks:
         kept = held_blocks(plan.table)
         if len(plan.missing) + pool.count_free(kept) + num_spare > pool.num_free:
             return None
-        # Found before blocks are allocated, so that what these push out does not replace it.
+        # Before the allocation, whose evictions may replace entries in host memory.
         slots = pool.tier.load(plan.saved)
         if plan.source is not None:
             pool.touch(plan.source)
@@ -123,24 +122,24 @@ class SequenceBlocks:
         sequence.block_ids = plan.table
         sequence.num_registered_blocks = min(plan.missing, default=len(plan.table))
         sequence.num_computed_tokens = plan.num_computed_tokens
-        # The spare blocks and `touch` make sure that `new` is not the source itself.
+        # The spare blocks and `touch` ensure that `new` does not contain the source.
         copies = [] if plan.source is None else _copy(plan.source, new[-1], pool.block_size - 1)
         return TakenBlocks(copies, list(map(BlockRestore, slots, new)))
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """Lets a sequence over the prompt of `parent` begin on its blocks, with the last prompt token to compute."""
+        """Starts a fork on the blocks of `parent`, with the last prompt token left to compute."""
         self.pool.acquire(held_blocks(parent.block_ids))
         child.block_ids = parent.block_ids.copy()
         child.num_computed_tokens = child.num_tokens - 1
         child.num_registered_blocks = child.num_computed_tokens // self.pool.block_size
 
     def lacks_slot(self, sequence: Sequence) -> bool:
-        """Whether the next token can only be written to a block that has yet to be allocated."""
+        """Returns whether the next token needs a new block."""
         index = sequence.num_computed_tokens // self.pool.block_size
         return index == len(sequence.block_ids) or self.pool.shared(sequence.block_ids[index])
 
     def make_writable(self, sequence: Sequence) -> list[BlockCopy]:
-        """Gives the next token a slot that no other table sees; there must be a free block if it lacks one."""
+        """Gives the next token a slot of its own; there must be a free block if it needs one."""
         index, table = sequence.num_computed_tokens // self.pool.block_size, sequence.block_ids
         if index == len(table):
             table += self.pool.allocate(1)
@@ -154,23 +153,23 @@ class SequenceBlocks:
         return _copy(source, table[index], sequence.num_computed_tokens % self.pool.block_size)
 
     def num_missing(self, sequence: Sequence) -> int:
-        """Blocks that the next span of a prompt needs beside those there are."""
+        """Returns the number of blocks to allocate for the next span of a prompt."""
         span = self.config.max_span_tokens
         covered = self.attention_window.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, span)
         return max(0, self.pool.blocks_for(covered) - len(sequence.block_ids))
 
     def extend(self, sequence: Sequence) -> None:
-        """Gives the next span of a prompt its blocks; so many must be free."""
+        """Allocates the blocks of a prompt's next span; they must be free."""
         sequence.block_ids += self.pool.allocate(self.num_missing(sequence))
 
     def fit_draft(self, sequence: Sequence, budget: int, num_spare: int) -> None:
-        """Cuts the draft to what may be drafted, and takes the blocks it needs.
+        """Shortens the draft to what fits, and allocates its blocks.
 
         Args:
-            budget: tokens of the step that are left.
+            budget: tokens left in the step.
             num_spare: blocks that must stay free.
         """
-        # What is accepted is followed by one more token, and `max_tokens` bounds both.
+        # One more token follows the accepted ones, and `max_tokens` bounds both.
         room = min(budget, sequence.request.sampling.max_tokens - sequence.num_output_tokens - 1)
         num_blocks = len(sequence.block_ids) + max(0, self.pool.num_free - num_spare)
         slots = num_blocks * self.pool.block_size - sequence.num_tokens
@@ -179,15 +178,15 @@ class SequenceBlocks:
         sequence.block_ids += self.pool.allocate(max(0, missing))
 
     def drop_draft(self, sequence: Sequence) -> None:
-        """Leaves the sequence with the blocks of its computed tokens, as if there had been no draft."""
+        """Returns the blocks of draft tokens that were not accepted."""
         sequence.keep_drafts(0)
         num_blocks = self.pool.blocks_for(sequence.num_computed_tokens)
         self.pool.release(sequence.block_ids[num_blocks:])
         del sequence.block_ids[num_blocks:]
-        self.release_hidden(sequence)
+        self.release_evictable(sequence)
 
     def register(self, sequence: Sequence, accepted: TokenIds[int]) -> None:
-        """Lets others find the blocks that are full of computed tokens.
+        """Adds full blocks of computed tokens to the prefix cache.
 
         Args:
             accepted: computed tokens that are not in the sequence yet.
@@ -202,20 +201,20 @@ class SequenceBlocks:
         sequence.num_registered_blocks = last
 
     def forget(self, sequence: Sequence) -> None:
-        """Nobody will find what was computed of the sequence."""
+        """Removes the blocks of a sequence from the prefix cache."""
         found = [self.pool.find(block_hash) for block_hash in sequence.block_hashes]
         self.pool.forget(block_id for block_id in found if block_id is not None)
         self.pool.tier.forget(sequence.block_hashes)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back all blocks."""
+        """Returns all blocks."""
         self.pool.release(held_blocks(sequence.block_ids))
         sequence.block_ids = []
         sequence.num_registered_blocks = 0
         sequence.num_computed_tokens = 0
 
-    def release_hidden(self, sequence: Sequence) -> None:
-        """Gives back the blocks that no later token looks at."""
+    def release_evictable(self, sequence: Sequence) -> None:
+        """Returns the blocks that no later token attends to."""
         if self.attention_window.window is None:
             return
         table = sequence.block_ids
@@ -227,7 +226,7 @@ class SequenceBlocks:
         table[start:stop] = [RELEASED] * (stop - start)
 
     def check(self, sequence: Sequence) -> None:
-        """Verifies the table of a running sequence. Raises RuntimeError when it is broken."""
+        """Verifies the table of a running sequence. Raises RuntimeError if it is inconsistent."""
         table, num_held = sequence.block_ids, len(held_blocks(sequence.block_ids))
         missing = self.attention_window.table_tokens(sequence.num_tokens, sequence.num_computed_tokens, 0)
         missing -= len(table) * self.pool.block_size
@@ -238,14 +237,14 @@ class SequenceBlocks:
             raise RuntimeError(f"sequence {sequence.id} holds {num_held} blocks, too many or not those that it sees")
 
     def _findable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Hashes under which blocks may be looked for; none when each token of the prompt has to be computed."""
+        """Returns hashes to look up; none when every token of the prompt has to be computed."""
         if not self.pool.prefix_caching or sequence.wants_whole_prompt:
             return []
         self._extend_hashes(sequence)
         return sequence.block_hashes
 
     def _extend_hashes(self, sequence: Sequence, accepted: TokenIds[int] = ()) -> None:
-        # What is stored of a token depends on what it saw.
+        # Keys and values of a token depend on what it attended to.
         root = root_hash(f"{self.config.dtype}, sees {self.attention_window}", sequence.request.options.cache_salt)
         token_ids = [*sequence.token_ids, *accepted] if accepted else sequence.token_ids
         extend_hashes(sequence.block_hashes, token_ids, self.pool.block_size, root)

@@ -1,8 +1,8 @@
-"""Which slots of host memory hold what was evicted from the KV pool, found again by hash. Bookkeeping only, no torch.
+"""Bookkeeping of KV blocks that were evicted to host memory, by hash. No torch.
 
-The pool saves a block here when it hands it out to a new owner, and a prefix match that ends in the pool goes on here.
-Blocks move when the runner executes the next plan; until the scheduler knows that this plan is done, nothing it saves
-is certain, and nothing it loads may be replaced.
+The pool saves a block here when it allocates it again, and continues a prefix match here. The runner moves the data
+when it executes the next plan. Until that plan is known to be done, the blocks it saves are not certain, and the blocks
+it loads must not be replaced.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Iterable, Sequence
 from runtime.core.step import BlockOffload
 
 
-class HostTier:
-    """A bounded map from block hashes to slots, the least recently used one replaced. It has no room without slots.
+class KVOffload:
+    """A bounded map from block hashes to slots of host memory, with least-recently-used replacement.
 
-    An entry stays when it is loaded: the content did not change, so evicting the block again costs nothing. Blocks come
-    from the pool ends of chains first, so the ends of chains are also replaced first.
+    A loaded entry stays: its content does not change, so evicting the block again costs nothing. The pool evicts ends
+        of
+    chains first, so these are also replaced first.
 
     Args:
-        num_slots: blocks that fit, with slots 0 to num_slots - 1.
+        num_slots: number of slots, with ids 0 to num_slots - 1; 0 turns offloading off.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -35,7 +36,7 @@ class HostTier:
         return len(self._slots)
 
     def save(self, block_hash: bytes, block_id: int) -> None:
-        """Keeps the content of a block that is about to be overwritten, if a slot can be had for it."""
+        """Saves the content of a block that is about to be overwritten, if there is a slot for it."""
         if block_hash in self._slots:
             self._slots.move_to_end(block_hash)
         elif (slot := self._take_slot()) is not None:
@@ -47,7 +48,7 @@ class HostTier:
         return block_hash in self._slots
 
     def find(self, hashes: Iterable[bytes]) -> list[bytes]:
-        """The longest beginning of `hashes` that is here."""
+        """Returns the longest prefix of `hashes` that is stored."""
         found: list[bytes] = []
         for block_hash in hashes:
             if block_hash not in self._slots:
@@ -56,7 +57,7 @@ class HostTier:
         return found
 
     def load(self, hashes: Sequence[bytes]) -> list[int]:
-        """Slots of known hashes. They are not replaced until the step that reads them is settled."""
+        """Returns the slots of stored hashes, which are pinned until the step that reads them is settled."""
         for block_hash in reversed(hashes):
             self._slots.move_to_end(block_hash)
         self._pinned.update(hashes)
@@ -64,21 +65,21 @@ class HostTier:
         return [self._slots[block_hash] for block_hash in hashes]
 
     def take_offloads(self) -> tuple[BlockOffload, ...]:
-        """What the next plan must save. That plan is executed and then settled."""
+        """Returns the blocks that the next plan must save. Call `settle` after that plan."""
         offloads = tuple(BlockOffload(block_id, slot) for slot, block_id in self._moves.items())
         self._moves.clear()
         self.num_offloads += len(offloads)
         return offloads
 
     def settle(self, *, done: bool) -> None:
-        """The plan in flight is over. If it failed, what it should have saved may be anything and is forgotten."""
+        """Records the end of the plan in flight. If it failed, the entries it should have saved are removed."""
         if not done:
             self.forget(self._unsure.copy())
         self._unsure.clear()
         self._pinned.clear()
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Gives up entries whose content cannot be trusted. Unknown ones are fine."""
+        """Removes entries whose content cannot be trusted; unknown hashes are ignored."""
         for block_hash in hashes:
             slot = self._slots.pop(block_hash, None)
             if slot is not None:
@@ -88,7 +89,7 @@ class HostTier:
                 self._pinned.discard(block_hash)
 
     def clear(self) -> None:
-        """Starts anew, empty."""
+        """Removes all entries."""
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(reversed(range(self.num_slots)))
         self._moves: dict[int, int] = {}  # slot -> block whose content the next plan saves there
@@ -99,13 +100,13 @@ class HostTier:
         """Verifies the invariants.
 
         Raises:
-            RuntimeError: a slot is lost, has two owners, or something waits for an entry that is not there.
+            RuntimeError: a slot is lost, has two owners, or a removed entry is still referenced.
         """
         used = list(self._slots.values())
         if sorted(used + self._free) != list(range(self.num_slots)):
             raise RuntimeError(f"{len(used)} used and {len(self._free)} free host slots are not {self.num_slots}")
         if not self._moves.keys() <= set(used) or not self._unsure | self._pinned <= self._slots.keys():
-            raise RuntimeError("a block moves to or from a host slot that nobody owns")
+            raise RuntimeError("a block moves to or from a host slot without an owner")
 
     def _take_slot(self) -> int | None:
         if self._free:

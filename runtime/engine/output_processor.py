@@ -1,4 +1,4 @@
-"""Requests while they are answered: prompts, answers that begin and end, their text, and what is counted of them."""
+"""Turns sampled tokens into deltas: text, stop conditions, log-probabilities, prompt results and metrics. No torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from runtime.text.detokenizer import StopMatcher
 from runtime.text.grammar import GrammarCompiler, Vocabulary
 
 GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
-"""The one error of an answer that is the fault of who asked for it."""
+"""The only error of an answer that is caused by its request."""
 
 
 class IncrementalText(Protocol):
-    """Text of a growing sequence; `runtime.text.detokenizer.Detokenizer` is one."""
+    """Incremental detokenizer; `runtime.text.detokenizer.Detokenizer` is one."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -30,7 +30,7 @@ class IncrementalText(Protocol):
 
 
 class TextLayer(Vocabulary, Protocol):
-    """What the engine needs of a tokenizer; `runtime.text.tokenizer.Tokenizer` is one."""
+    """Tokenizer as the engine uses it; `runtime.text.tokenizer.Tokenizer` is one."""
 
     def detokenizer(
         self, prompt_token_ids: TokenIds[int] = (), *, skip_special_tokens: bool = True
@@ -38,17 +38,17 @@ class TextLayer(Vocabulary, Protocol):
 
 
 class RequestState:
-    """Grows one sequence token by token and says when it is over.
+    """Output of one sequence: appends tokens and detects the end.
 
     A sequence ends with `stop` at an end token (which has no text), when a stop string is complete, or when its grammar
-    allows nothing more, else with `length` when it has `max_tokens`; of two reasons in one token the first named holds.
+    is complete; otherwise with `length` at `max_tokens`. If both apply to a token, the reason is `stop`.
 
     Args:
-        sequence: gets the tokens, the finish reason and the error.
-        tokenizer: without it there is no text.
-        eos_token_ids: the model's own end tokens.
-        request_id: what the caller knows; the sequence's own id differs when the request has several answers.
-        index: which of them this is.
+        sequence: receives the tokens, the finish reason and the error.
+        tokenizer: None yields no text.
+        eos_token_ids: end tokens of the model.
+        request_id: id of the request; ids of its sequences differ if it has several answers.
+        index: number of this answer in the request.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RequestState:
         self._stop = StopMatcher(sampling.stop)
 
     def extend(self, sampled: list[SampledToken]) -> Delta:
-        """Appends tokens up to the first that ends the sequence; those behind it are dropped."""
+        """Appends tokens up to the first that ends the sequence, and drops the rest."""
         text = ""
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -83,13 +83,13 @@ class RequestState:
         return self._delta(text, token_ids, logprobs)
 
     def end(self, reason: FinishReason, error: str = "") -> Delta:
-        """Ends the sequence for a reason that is not in its tokens, with the text that was held back."""
+        """Ends the sequence for a reason other than its tokens, and returns the text held back."""
         text = self._flush() if self.sequence.num_output_tokens else ""
         self._close(reason, error)
         return self._delta(text, [], [])
 
     def _violation(self, token_id: int) -> str:
-        """Advances the constraint. Says what is wrong with the token, or nothing."""
+        """Advances the constraint. Returns the error of a token that violates it, or an empty string."""
         constraint = self.sequence.constraint
         if constraint is None:
             return ""
@@ -99,7 +99,7 @@ class RequestState:
         return "" if is_taken else f"the grammar does not allow token {token_id}"
 
     def _accept(self, token_id: int) -> str:
-        """Text settled by a token; closes the sequence when it is the last one."""
+        """Returns the text that a token completes; closes the sequence at its last token."""
         is_end = token_id in self.end_token_ids
         text = "" if is_end or self._text is None else self._stop.push(self._text.push(token_id))
         constraint = self.sequence.constraint
@@ -110,7 +110,7 @@ class RequestState:
         return text if self.sequence.finish_reason is None else text + self._flush()
 
     def _flush(self) -> str:
-        """What was held back. It may complete a stop string."""
+        """Returns the text held back, which may complete a stop string."""
         rest = self._stop.push(self._text.flush()) if self._text else ""
         if self._stop.matched:
             self._close(FinishReason.STOP)
@@ -138,13 +138,13 @@ class RequestState:
 
 @dataclass(slots=True)
 class PromptResults:
-    """Log-probabilities of the prompt's tokens but the first, and the sum of its final hidden states."""
+    """Log-probabilities of all prompt tokens but the first, and the sum of the prompt's final hidden states."""
 
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     hidden_sum: list[float] = field(default_factory=list)
 
     def add(self, entry: ScheduledSequence, output: StepOutput) -> None:
-        """Takes what a step computed of the prompt. Spans come in order, and from the start after a preemption."""
+        """Adds the results of a span. Spans come in order, and from the start again after a preemption."""
         sequence_id = entry.sequence.id
         logprobs, sums = output.prompt_logprobs.get(sequence_id, []), output.hidden_sums.get(sequence_id, [])
         if entry.start == 0:
@@ -155,26 +155,26 @@ class PromptResults:
 
     @property
     def error(self) -> str:
-        """Why they are worth nothing, or nothing."""
+        """Reason why the results are unusable, or an empty string."""
         if all(map(isfinite, self.hidden_sum)) and not any(isnan(found.logprob) for found in self.logprobs):
             return ""
         return "the model's hidden states are not finite (NaN or infinity)"
 
     def put_into(self, delta: Delta) -> Delta:
-        """The delta with what was found."""
+        """Returns the delta with these results."""
         mean = [total / delta.num_prompt_tokens for total in self.hidden_sum]
         return replace(delta, prompt_logprobs=self.logprobs, embedding=mean or None)
 
 
 @dataclass(slots=True)
 class _ParentRequest:
-    """A request until its last answer has ended.
+    """A request with its `n` answers.
 
     Attributes:
-        answers: that have not ended, by sequence id.
+        answers: answers that have not ended, by sequence id.
         forks: answers 1 to n - 1 until the prompt is computed; then they become sequences.
-        deadline: in the engine clock's seconds.
-        prompt: what steps found out about the prompt; None once it is handed over.
+        deadline: seconds of the engine's clock.
+        prompt: results about the prompt; None once they are delivered.
     """
 
     id: str
@@ -185,14 +185,14 @@ class _ParentRequest:
 
 
 class OutputProcessor:
-    """Requests that are being answered: from prompt to answers to their last deltas. Single-threaded.
+    """Tracks requests from the prompt to the last delta of their answers. Single-threaded.
 
     Args:
-        scheduler: computes their sequences.
-        tokenizer: turns tokens into text; None where there is none.
-        eos_token_ids: tokens that end an answer.
-        grammars: what answers may be held to; None without a tokenizer.
-        metrics: count tokens and ends.
+        scheduler: schedules their sequences.
+        tokenizer: turns tokens into text; None yields no text.
+        eos_token_ids: end tokens of the model.
+        grammars: compiles grammars; None without a tokenizer.
+        metrics: counts tokens and ends.
         clock: seconds, for metrics and time limits.
     """
 
@@ -212,15 +212,15 @@ class OutputProcessor:
         self._times: dict[str, RequestTimes] = {}
 
     def ids(self) -> list[str]:
-        """Of all requests that have not ended."""
+        """Returns the ids of all requests that have not ended."""
         return list(self._requests)
 
     def id_of(self, sequence: Sequence) -> str:
-        """Of the request that a sequence answers."""
+        """Returns the id of a sequence's request."""
         return self._by_sequence[sequence.id].id
 
     def add(self, first: Request) -> None:
-        """Queues a request, by its first answer. Raises RequestError when the id is in use."""
+        """Queues a request, given its first answer. Raises RequestError if the id is in use."""
         forks = [_fork_request(first, index) for index in range(1, first.sampling.n)]
         if not self._by_sequence.keys().isdisjoint(r.id for r in [first, *forks]) or self._is_reserved(first.id):
             raise RequestError(f"request id {first.id!r} is in use", "Choose another id, or none")
@@ -229,7 +229,7 @@ class OutputProcessor:
         self._add_answer(parent, self._scheduler.add(first), 0)
 
     def note_start(self, plan: StepPlan) -> None:
-        """Records which sequences are computed for the first time."""
+        """Records the start of sequences that are computed for the first time."""
         now = self._clock()
         for entry in plan.entries:
             times = self._times[entry.sequence.id]
@@ -237,7 +237,7 @@ class OutputProcessor:
                 self._metrics.note_scheduled(times, entry.sequence.num_prompt_tokens, now)
 
     def note_prompts(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        """Keeps what was found out about prompts, and ends the requests that want nothing else."""
+        """Collects results about prompts, and ends requests that need nothing else."""
         deltas: list[Delta] = []
         for entry in plan.entries:
             sequence = entry.sequence
@@ -249,13 +249,13 @@ class OutputProcessor:
         return deltas
 
     def extend(self, sequence: Sequence, sampled: list[SampledToken]) -> list[Delta]:
-        """Adds the tokens that a step drew to the answer of a sequence; the first ones let the other answers begin."""
+        """Adds sampled tokens to a sequence's answer; after the first ones the other answers of its request start."""
         parent = self._by_sequence[sequence.id]
         prompt, parent.prompt = parent.prompt, None
         error = (prompt.error if prompt else "") or (sampled[0].error if parent.forks else "")
         if error:
             return self._end_all(parent, FinishReason.ERROR, error)
-        # The first token of the first answer: the prompt is computed, and now all answers go on from it.
+        # After the first token of the first answer the prompt is computed, and all answers continue from it.
         for index, request in enumerate(parent.forks, start=1):
             self._add_answer(parent, self._scheduler.fork(sequence, request, index), index)
         parent.forks = []
@@ -264,12 +264,12 @@ class OutputProcessor:
         return [prompt.put_into(delta) if prompt else delta]
 
     def end(self, request_ids: Iterable[str], reason: FinishReason, error: str = "") -> list[Delta]:
-        """Ends requests, with a last delta for each answer. Unknown and ended ids are fine."""
+        """Ends requests and returns the last delta of each answer. Unknown and ended ids are ignored."""
         known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         return [delta for parent in known for delta in self._end_all(parent, reason, error)]
 
     def end_late(self) -> list[Delta]:
-        """Ends the requests whose time is over."""
+        """Ends the requests whose deadline has passed."""
         now = self._clock()
         late = [parent for parent in self._requests.values() if parent.deadline is not None and now >= parent.deadline]
         return [delta for parent in late for delta in self._end_all(parent, FinishReason.TIMEOUT)]
@@ -284,7 +284,7 @@ class OutputProcessor:
         self._times[sequence.id] = RequestTimes(sequence.request.arrival_time)
 
     def _is_reserved(self, request_id: str) -> bool:
-        """Whether it names a parent request, or an answer of one that has not begun."""
+        """Returns whether an id is that of a request, or of an answer that has not started."""
         parent = self._requests.get(request_id.rpartition("/")[0])
         return request_id in self._requests or (parent is not None and request_id in [r.id for r in parent.forks])
 
@@ -297,13 +297,13 @@ class OutputProcessor:
         return [prompt.put_into(first), *others]
 
     def _publish(self, parent: _ParentRequest, answer: RequestState, delta: Delta) -> Delta:
-        """Accounts for a delta, and frees its sequence if it is the last."""
+        """Counts a delta, and frees its sequence if it is the last."""
         now, sequence = self._clock(), answer.sequence
         if delta.token_ids:
             self._metrics.note_tokens(self._times[sequence.id], len(delta.token_ids), now)
         if delta.finish_reason is not None:
             self._metrics.note_end(self._times.pop(sequence.id), delta.finish_reason, now)
-            # Keys and values that led to a failure must not be found by the next request with the same prefix.
+            # Keys and values that led to a failure must not be reused by a request with the same prefix.
             self._scheduler.finish(sequence, trusted=delta.finish_reason is not FinishReason.ERROR)
             del parent.answers[sequence.id], self._by_sequence[sequence.id]
             if not parent.answers:
@@ -311,7 +311,7 @@ class OutputProcessor:
         return delta
 
     def _end_all(self, parent: _ParentRequest, reason: FinishReason, error: str = "") -> list[Delta]:
-        """Ends all answers of a request, also those that have not begun."""
+        """Ends all answers of a request, also those that have not started."""
         deltas = [self._publish(parent, answer, answer.end(reason, error)) for answer in list(parent.answers.values())]
         for index, _ in enumerate(parent.forks, start=1):
             deltas.append(replace(deltas[0], index=index))
@@ -319,12 +319,12 @@ class OutputProcessor:
 
 
 def _fork_request(first: Request, index: int) -> Request:
-    # What is known about the prompt comes with the first answer.
+    # The first answer delivers the results about the prompt.
     sampling = replace(first.sampling, prompt_logprobs=None)
     return replace(first, id=f"{first.id}/{index}", seed=derive_seed(first.seed, index), sampling=sampling)
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """A seed of its own for the request, or the answer of a request, with this number."""
+    """Derives the seed of request `index` of an engine, or of answer `index` of a request."""
     digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED

@@ -1,21 +1,22 @@
-"""What the next step computes. No phases: each sequence closes the gap between its computed and known tokens. No torch.
+"""Plans each step: which tokens of which sequences are computed. There are no phases. No torch.
 
-One token budget per step is spent in this order: sequences one token behind (decodes), sequences in the middle of their
-prompt, waiting ones, then guesses. Two orders make it fair and live:
+Each sequence closes the gap between its computed and its known tokens. The token budget of a step is spent in this
+order: sequences one token behind (decodes), sequences in the middle of their prompt, waiting sequences, then draft
+tokens. These rules make scheduling fair and free of deadlocks:
 
 * `running` and `waiting` are sorted by `Sequence.order`: first come, first served, where a unit of priority is worth
-  `PRIORITY_PLACES` places. Nobody overtakes the head of `waiting`.
-* Blocks for all known tokens are taken at admission, so only decodes can run out of blocks; then the last running
+  `PRIORITY_PLACES` places. No sequence overtakes the head of `waiting`.
+* Blocks for all known tokens are allocated at admission, so only decodes can run out of blocks; then the last running
   sequence is preempted, never the first.
 * With an attention window (`runtime.core.attention_window`), blocks outside it are returned to the pool, and at
   admission a long prompt gets only the blocks that it can hold at once. Its later chunks reuse the returned blocks;
   where other sequences hold those too, room is made as for decodes.
-* Guesses of what a decode will say (`Sequence.draft_token_ids`) get only tokens and blocks that nobody else may need in
-  this step, and those blocks go back after it. So speculation preempts nobody and delays nobody.
+* Draft tokens (`Sequence.draft_token_ids`) get only tokens and blocks that nothing else needs in this step, and those
+  blocks are returned after it. So speculation neither preempts nor delays a sequence.
 
-So the first running sequence computes at least one token in every step. Without priorities and forks all running
-sequences are before all waiting ones, and a sequence ends after at most the sum of `prompt + max_tokens` over itself
-and those before it. With them the first of all sequences may have to wait, but only for those that run already: each
+Hence the first running sequence computes at least one token in every step. Without priorities and forks all running
+sequences precede all waiting ones, and a sequence ends after at most the sum of `prompt + max_tokens` over itself and
+those before it. With them the first of all sequences may have to wait, but only for those that run already: each
 sequence ends after at most `(max_num_seqs + 1) * max_model_len` steps for itself and for each one before it.
 """
 
@@ -32,10 +33,10 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, Sequence, Status
 from runtime.core.step import BlockCopy, BlockRestore, ScheduledSequence, StepPlan
 from runtime.engine.block_pool import BlockPool
-from runtime.engine.kv_cache_manager import SequenceBlocks
+from runtime.engine.kv_cache_manager import KVCacheManager
 
 PRIORITY_PLACES = 64
-"""A request is overtaken by at most so many later ones per unit of priority that they are ahead: nobody starves."""
+"""Later requests that may overtake a request, per unit of priority that they are ahead; bounds starvation."""
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class _Step:
-    """A plan in the making. `budget` is what is left of its tokens."""
+    """A plan under construction; `budget` is the number of tokens left."""
 
     budget: int
     entries: list[ScheduledSequence] = field(default_factory=list)
@@ -68,13 +69,13 @@ def _order(sequence: Sequence) -> tuple[int, int, int]:
 
 
 class Scheduler:
-    """Decides whose turn it is; the block tables of its sequences are those of `blocks`. One thread.
+    """Plans steps. `blocks` manages the block tables of its sequences. Single-threaded.
 
     Args:
-        pool: the blocks.
+        pool: KV blocks.
         config: token budget, sequences per step, chunk size.
-        max_model_len: longest prompt + output.
-        attention_window: what tokens look at; blocks beyond it go back while a sequence runs.
+        max_model_len: longest prompt plus output in tokens.
+        attention_window: tokens that a token attends to; blocks outside of it are returned while a sequence runs.
         shares_blocks: forks start on their parent's blocks.
     """
 
@@ -90,7 +91,7 @@ class Scheduler:
         self.pool = pool
         self.config = config
         self.max_model_len = max_model_len
-        self.blocks = SequenceBlocks(pool, config, attention_window)
+        self.blocks = KVCacheManager(pool, config, attention_window)
         self.shares_blocks = shares_blocks
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -104,7 +105,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuses what could never finish; reads only constants, so any thread may ask.
+        """Refuses a request that could never finish; reads only constants, so any thread may call it.
 
         Raises:
             RequestError: the prompt is empty, or prompt and output exceed the context or the whole block pool.
@@ -144,14 +145,13 @@ class Scheduler:
         return sequence
 
     def fork(self, parent: Sequence, request: Request, index: int) -> Sequence:
-        """One more sequence over the prompt of `parent`, which is computed and has no output yet.
+        """Adds a sequence with the prompt of `parent`, which is computed and has no output yet.
 
         If there is room, and blocks may be shared, it starts at once on the parent's blocks: it computes the last
-        prompt token again to have its logits, and what it writes goes to a copy of the last block. Otherwise it waits
-        like any other.
+        prompt token again for its logits, and writes to a copy of the last block. Otherwise it waits like any other.
 
         Args:
-            index: 1 or more, unique among the forks of a parent; the place behind it in the queue.
+            index: 1 or more, unique among the forks of a parent; the place after it in the queue.
         """
         child = Sequence(request, list(request.prompt_token_ids), order=(*parent.order[:2], index))
         child.num_cached_tokens = parent.num_cached_tokens
@@ -166,7 +166,7 @@ class Scheduler:
         return child
 
     def schedule(self) -> StepPlan:
-        """Plans one step and takes the blocks it needs. After it `complete` or `fail`."""
+        """Plans one step and allocates its blocks. Call `complete` or `fail` after the step."""
         step = _Step(self.config.max_num_batched_tokens)
         self._schedule_decodes(step)
         self._schedule_prefills(step)
@@ -178,10 +178,11 @@ class Scheduler:
         return StepPlan(tuple(step.entries), tuple(step.copies), self.pool.tier.take_offloads(), tuple(step.restores))
 
     def decodes(self) -> list[Sequence]:
-        """Sequences in the middle of their output that the next step continues: those that guesses are good for.
+        """Returns the sequences to draft for: those in the middle of their output that the next step continues.
 
-        Not those at the end of their prompt: forks are made there, and they share what is computed of the parent. And
-        none when running sequences need the whole budget: no guess would be granted.
+        Sequences at the end of their prompt are excluded: forks are made there, which share the parent's blocks.
+            Returns
+        none when running sequences need the whole budget, which leaves nothing for draft tokens.
         """
         chunk, budget = self.config.prefill_chunk, self.config.max_num_batched_tokens
         if sum(min(s.num_tokens - s.num_computed_tokens, chunk) for s in self.running) >= budget:
@@ -191,28 +192,28 @@ class Scheduler:
     def complete(self, plan: StepPlan, accepted: Mapping[str, TokenIds[int]] | None = None) -> None:
         """Records that the plan's spans are computed. Call it before appending the sampled tokens.
 
-        Full blocks become findable only here: a step that failed leaves nothing wrong in the cache. Of a draft only the
-        accepted tokens count as computed; blocks that were taken for the rest go back.
+        Full blocks become findable only here, so a failed step leaves nothing wrong in the cache. Only the accepted
+        tokens of a draft count as computed; the blocks of the others are returned.
 
         Args:
-            accepted: draft tokens that were accepted, by sequence id.
+            accepted: accepted draft tokens by sequence id.
         """
         self.pool.tier.settle(done=True)
         for entry in plan.entries:
             sequence = entry.sequence
             num_drafts = entry.num_draft_tokens
-            said = (accepted or {}).get(sequence.id, ()) if num_drafts else ()
-            sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(said)
-            self.blocks.register(sequence, said)
+            kept = (accepted or {}).get(sequence.id, ()) if num_drafts else ()
+            sequence.num_computed_tokens = entry.start + entry.num_tokens - num_drafts + len(kept)
+            self.blocks.register(sequence, kept)
             if num_drafts:
                 self.blocks.drop_draft(sequence)
 
     def fail(self) -> None:
-        """Records that the plan was not executed as a whole. Then `finish` every sequence of it."""
+        """Records that the plan failed. Call `finish` for each of its sequences."""
         self.pool.tier.settle(done=False)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes all blocks of a running sequence; it waits in its old place and computes its tokens again."""
+        """Returns all blocks of a running sequence, which waits in its old place and recomputes its tokens."""
         self.stats.num_preemptions += 1
         self.stats.num_preempted_tokens += sequence.num_computed_tokens
         self.running.remove(sequence)
@@ -223,10 +224,10 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def finish(self, sequence: Sequence, *, trusted: bool = True) -> None:
-        """Takes a sequence out and frees its blocks. Doing it twice does nothing.
+        """Removes a sequence and frees its blocks. A second call does nothing.
 
         Args:
-            trusted: False when its keys and values may be wrong; nobody will find them in the cache.
+            trusted: False when its keys and values may be wrong; they are removed from the prefix cache.
         """
         if sequence.status is Status.FINISHED:
             return
@@ -238,7 +239,7 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def heal(self) -> None:
-        """Rebuilds the pool from the block tables there are, without the prefix cache."""
+        """Rebuilds the pool from the current block tables, with an empty prefix cache."""
         self.pool.rebuild(held_blocks(sequence.block_ids) for sequence in self.running + self.waiting)
 
     def check(self) -> None:
@@ -257,12 +258,12 @@ class Scheduler:
             raise RuntimeError("a waiting sequence holds blocks")
 
     def _schedule_decodes(self, step: _Step) -> None:
-        # Oldest first, and victims come from the young end: whoever is preempted here was not planned yet. Prompts
-        # under way take their blocks in the same order, and are planned later.
+        # Oldest first, and the youngest is preempted, so no sequence preempted here has been planned yet. Prompts in
+        # progress take their blocks in the same order, and are planned later.
         for sequence in list(self.running):
             if sequence.status is not Status.RUNNING:
                 continue
-            self.blocks.release_hidden(sequence)
+            self.blocks.release_evictable(sequence)
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 self._extend(sequence)
             elif self._make_writable(sequence, step):
@@ -276,7 +277,7 @@ class Scheduler:
     def _admit(self, step: _Step) -> None:
         while self.waiting and step.budget and len(self.running) < self._max_running:
             sequence = self.waiting[0]
-            # About one block per running sequence stays free, so that admitting does not preempt in the next step.
+            # About one block per running sequence stays free, so that admission causes no preemption in the next step.
             taken = self.blocks.take(sequence, len(self.running))
             if taken is None:
                 break
@@ -289,10 +290,10 @@ class Scheduler:
             step.add(sequence, self._chunk(sequence, step))
 
     def _schedule_drafts(self, step: _Step) -> None:
-        # Last, so that they get only what nobody else needs.
+        # Last, so that drafts get only what nothing else needs.
         for entry in step.entries:
             if entry.sequence.draft_token_ids:
-                # A free block stays for every running sequence, so that no draft makes a later decode preempt.
+                # One block per running sequence stays free, so that no draft causes a preemption by a later decode.
                 self.blocks.fit_draft(entry.sequence, step.budget, len(self.running))
                 num_drafts = len(entry.sequence.draft_token_ids)
                 entry.num_tokens += num_drafts
@@ -303,7 +304,7 @@ class Scheduler:
         return min(rest, step.budget, self.config.prefill_chunk)
 
     def _make_writable(self, sequence: Sequence, step: _Step) -> bool:
-        """Gives the next token a slot no other table sees. False when the sequence had to be preempted itself."""
+        """Gives the next token a slot of its own. Returns False if the sequence itself had to be preempted."""
         while self.blocks.lacks_slot(sequence) and self.pool.num_free < 1:
             if not self._make_room(sequence):
                 return False
@@ -311,14 +312,14 @@ class Scheduler:
         return True
 
     def _extend(self, sequence: Sequence) -> None:
-        """Gives the next span of a prompt its blocks, unless the sequence has to be preempted itself."""
+        """Allocates the blocks of a prompt's next span, unless the sequence itself has to be preempted."""
         while self.blocks.num_missing(sequence) > self.pool.num_free:
             if not self._make_room(sequence):
                 return
         self.blocks.extend(sequence)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Preempts the last running sequence. False when that is `sequence` itself."""
+        """Preempts the last running sequence. Returns False if that is `sequence` itself."""
         victim = self.running[-1]
         self.preempt(victim)
         return victim is not sequence

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from runtime.core.step import BlockOffload
-from runtime.engine.kv_offload import HostTier
+from runtime.engine.kv_offload import KVOffload
 
 
-def saved(tier: HostTier, *names: bytes) -> HostTier:
+def saved(tier: KVOffload, *names: bytes) -> KVOffload:
     """The tier after a step that saved blocks 0, 1, ... under these hashes."""
     for block_id, name in enumerate(names):
         tier.save(name, block_id)
@@ -16,7 +16,7 @@ def saved(tier: HostTier, *names: bytes) -> HostTier:
 
 
 def test_what_was_saved_is_found_in_order_and_loaded() -> None:
-    tier = HostTier(3)
+    tier = KVOffload(3)
     for block_id, name in ((7, b"a"), (8, b"b")):
         tier.save(name, block_id)
     offloads = tier.take_offloads()
@@ -31,7 +31,7 @@ def test_what_was_saved_is_found_in_order_and_loaded() -> None:
 
 
 def test_the_least_recently_used_entry_is_replaced() -> None:
-    tier = saved(HostTier(2), b"a", b"b")
+    tier = saved(KVOffload(2), b"a", b"b")
     tier.load([b"a"])
     tier.settle(done=True)
     saved(tier, b"c")
@@ -40,7 +40,7 @@ def test_the_least_recently_used_entry_is_replaced() -> None:
 
 
 def test_saving_what_is_known_moves_nothing_and_keeps_it_longer() -> None:
-    tier = saved(HostTier(2), b"a", b"b")
+    tier = saved(KVOffload(2), b"a", b"b")
     tier.save(b"a", 5)
     assert tier.take_offloads() == ()
     saved(tier, b"c")
@@ -48,7 +48,7 @@ def test_saving_what_is_known_moves_nothing_and_keeps_it_longer() -> None:
 
 
 def test_what_a_step_loads_is_not_replaced_before_it_is_over() -> None:
-    tier = saved(HostTier(2), b"a", b"b")
+    tier = saved(KVOffload(2), b"a", b"b")
     tier.load([b"a", b"b"])
     tier.save(b"c", 3)
     assert tier.take_offloads() == ()
@@ -59,7 +59,7 @@ def test_what_a_step_loads_is_not_replaced_before_it_is_over() -> None:
 
 
 def test_a_slot_that_gets_a_second_owner_in_one_step_is_saved_to_once() -> None:
-    tier = HostTier(1)
+    tier = KVOffload(1)
     tier.save(b"a", 0)
     tier.save(b"b", 1)
     tier.check()
@@ -68,7 +68,7 @@ def test_a_slot_that_gets_a_second_owner_in_one_step_is_saved_to_once() -> None:
 
 
 def test_a_failed_step_leaves_only_what_was_certain() -> None:
-    tier = saved(HostTier(3), b"a")
+    tier = saved(KVOffload(3), b"a")
     tier.save(b"b", 1)
     tier.load([b"b"])
     tier.take_offloads()
@@ -80,7 +80,7 @@ def test_a_failed_step_leaves_only_what_was_certain() -> None:
 
 
 def test_forgetting_takes_back_what_was_to_be_saved() -> None:
-    tier = saved(HostTier(3), b"a")
+    tier = saved(KVOffload(3), b"a")
     tier.save(b"b", 1)
     tier.forget([b"a", b"b", b"unknown"])
     assert tier.take_offloads() == ()
@@ -89,14 +89,14 @@ def test_forgetting_takes_back_what_was_to_be_saved() -> None:
 
 
 def test_without_slots_nothing_is_kept() -> None:
-    tier = HostTier(0)
+    tier = KVOffload(0)
     tier.save(b"a", 1)
     assert (tier.take_offloads(), tier.find([b"a"])) == ((), [])
     tier.check()
 
 
 def test_check_sees_lost_slots_and_moves_without_an_owner() -> None:
-    tier = saved(HostTier(2), b"a")
+    tier = saved(KVOffload(2), b"a")
     tier._moves[1] = 3
     with pytest.raises(RuntimeError, match="nobody owns"):
         tier.check()
