@@ -73,14 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from runtime.backends.triton.linear import table_path
 
     gpu = torch.cuda.get_device_name()
+    out = options.out or table_path(gpu)
+    out.parent.mkdir(parents=True, exist_ok=True)
     found = {}
     for shape in options.shapes:
         rows, columns = map(int, shape.split("x"))
         found[rows, columns], refused = tune(options.tokens, timer_of(rows, columns))
         console.print(f"{shape}: {found[rows, columns]}; {refused} configurations could not run")
-    out = options.out or table_path(gpu)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(to_json(gpu, found), encoding="utf-8")
+        out.write_text(to_json(gpu, found), encoding="utf-8")  # after each shape: the run may be cut off
     console.print(f"written: {out}")
     return 0
 

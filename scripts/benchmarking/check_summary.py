@@ -1,4 +1,4 @@
-"""Summary of `scripts/gpu_check.sh` as a table and as JSON; exits with status 1 when a part failed."""
+"""Summary of one part of `scripts/gpu_check.sh` as a table and as JSON; exits with status 1 when a step failed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+STEPS, SUMMARY = "steps.tsv", "summary.json"
 TIMED_OUT = ("124", "137")
 """Statuses of a command that `timeout` ended."""
-FIGURES = ("kernels.json", "models.json")
-"""Files that the benchmarks of the check write beside the summary."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of the check: its outcome, its seconds and their limit."""
+class Step:
+    """One step of the check: its outcome, its seconds and their limit."""
 
     name: str
     outcome: str
@@ -30,13 +29,13 @@ class Part:
         return f"{self.name:14} {self.seconds:4} s of {self.limit:4}  {self.outcome}"
 
 
-def read_parts(path: Path) -> list[Part]:
-    """Lines of name, status (or why it was skipped), seconds and limit, parted by tabs."""
-    parts = []
+def read_steps(path: Path) -> list[Step]:
+    """Lines of name, status (or the reason for skipping), seconds and limit, separated by tabs."""
+    steps = []
     for line in path.read_text(encoding="utf-8").splitlines():
         name, status, seconds, limit = line.split("\t")
-        parts.append(Part(name, _outcome(status), int(seconds), int(limit)))
-    return parts
+        steps.append(Step(name, _outcome(status), int(seconds), int(limit)))
+    return steps
 
 
 def _outcome(status: str) -> str:
@@ -48,14 +47,14 @@ def _outcome(status: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    results, out = map(Path, arguments)
-    parts = read_parts(results)
-    print("\n".join(map(str, parts)))
-    files = [results.parent / name for name in FIGURES]
-    figures = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()}
-    content = {"parts": [asdict(part) for part in parts], **figures}
-    out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return int(any(part.failed for part in parts))
+    folder = Path(arguments[0])
+    steps = read_steps(folder / STEPS)
+    print("\n".join(map(str, steps)))
+    files = sorted(file for file in folder.glob("*.json") if file.name != SUMMARY)
+    figures = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    content = {"steps": [asdict(step) for step in steps], **figures}
+    (folder / SUMMARY).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return int(any(step.failed for step in steps))
 
 
 if __name__ == "__main__":

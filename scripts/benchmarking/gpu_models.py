@@ -15,10 +15,10 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -141,10 +141,10 @@ def _transformers(name: str, cache: str | None) -> Contender:
 CONTENDERS = {
     each.name: each
     for each in (
-        _engine("engine bf16", "dense"),
-        _engine("engine int8", "int8"),
         _engine("engine int4", "int4"),
+        _engine("engine bf16", "dense"),
         _engine("engine int4, int4 KV", "int4", "int4"),
+        _engine("engine int8", "int8"),
         _transformers("transformers, eager", None),
         _transformers("transformers, compiled static cache", "static"),
         Contender("transformers, continuous batching", "dense", None, mixed=continuous),
@@ -366,12 +366,21 @@ def run(options: argparse.Namespace) -> int:
         kv_bytes = None if options.device == "cpu" else round(options.kv_memory * 1e9)
         sizes = options.prompt, options.steps, options.prefill
         work = Work(tuple(options.batches), *sizes, tuple(jobs), options.rounds, kv_bytes)
-        figures = [measured(name, folders, work, options.device) for name in options.contenders]
-    rows = table(figures, options.batches, stream)
+        figures = []
+        for name in options.contenders:
+            figures.append(measured(name, folders, work, options.device))
+            write(options, facts, figures, stream)  # after each contender: the run may be cut off
     title = f"{options.shape}: tokens/s of decode by batch, its share of the read stream, prefill and mixed requests"
-    print_with_markdown(title, rows, console)
+    print_with_markdown(title, table(figures, options.batches, stream), console)
+    return 1 if all(each.error for each in figures) else 0
+
+
+def write(
+    options: argparse.Namespace, facts: Mapping[str, Any], figures: Sequence[Figures], stream: float | None
+) -> None:
+    """Writes the figures so far to the files that were asked for."""
     if options.markdown:
-        options.markdown.write_text(f"{describe(facts)}\n\n{markdown_table(rows)}", encoding="utf-8")
+        text = f"{describe(facts)}\n\n{markdown_table(table(figures, options.batches, stream))}"
+        options.markdown.write_text(text, encoding="utf-8")
     if options.json:
         write_json(options.json, {"facts": facts, "figures": [asdict(each) for each in figures]})
-    return 1 if all(each.error for each in figures) else 0

@@ -104,38 +104,58 @@ def test_attention_is_timed_over_copies_that_are_all_read(gpu: torch.device, for
     assert not torch.equal(first, other)
 
 
-def test_the_check_of_a_gpu_says_that_there_is_none_and_what_it_would_do() -> None:
-    script = SCRIPTS / "gpu_check.sh"
-    environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
-    plan = subprocess.run([script, "--dry-run"], capture_output=True, text=True, env=environment)
-    parts = [line.split("\t") for line in plan.stdout.splitlines()]
+def test_tiny_shapes_for_the_sanitizer_are_finite(gpu: torch.device) -> None:
+    import sanitize_kernels
+
+    found = sanitize_kernels.run(gpu)
+    assert len(found) == 6 * 3 + 4 + 2
+    assert found["int4 g128, 70 tokens"].shape == (70, 128)
+
+
+def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "OUT": "/nonexistent"}
+    return subprocess.run([SCRIPTS / "gpu_check.sh", *arguments], capture_output=True, text=True, env=environment)
+
+
+def test_parts_of_the_gpu_check_fit_in_ten_minutes_each_and_name_files_that_exist() -> None:
+    plan = gpu_check("--dry-run")
+    steps = [line.split("\t") for line in plan.stdout.splitlines()]
     assert plan.returncode == 0
-    names = ["kernels", "real-shapes", "memcheck", "racecheck", "bench-kernels", "bench-gpu"]
-    assert [part[0] for part in parts] == names
-    assert sum(int(part[1]) for part in parts if part[1].isdigit()) + 2 * 50 <= 600
-    assert "backends/triton/test_linear.py" in parts[0][2]
-    assert "test_tokens_like_on_cpu.py" in parts[0][2]
-    if torch.cuda.is_available():
-        return
-    result = subprocess.run([script], capture_output=True, text=True, env=environment)
-    assert result.returncode == 1
-    assert result.stderr == "error: there is no NVIDIA GPU here\n"
+    assert {step[0] for step in steps} == {"tests", "kernels", "models"}
+    for part, limit in (("tests", 2 * 75), ("kernels", 55), ("models", 0)):
+        known = sum(int(step[2]) for step in steps if step[0] == part and step[2].isdigit())
+        skipped = limit if any(step[0] == part and step[2] == "-" for step in steps) else 0
+        assert known + skipped <= 540, part
+    words = {word for step in steps for word in step[3].split()}
+    files = {word for word in words if word.startswith(("tests/", "scripts/"))}
+    assert files >= {"scripts/tune_kernels.py", "tests/runtime/backends/triton/test_linear.py"}
+    assert all((SCRIPTS.parent / file).is_file() for file in files)
+    only = gpu_check("--dry-run", "models").stdout.splitlines()
+    assert {line.split("\t")[0] for line in only} == {"models"}
 
 
-def test_a_summary_tells_what_failed_and_holds_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gpu_check_refuses_unknown_parts_and_machines_without_a_gpu() -> None:
+    wrong = gpu_check("speed")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    if not torch.cuda.is_available():
+        result = gpu_check()
+        assert result.returncode == 1
+        assert result.stderr == "error: there is no NVIDIA GPU here\n"
+
+
+def test_a_summary_has_outcomes_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarking import check_summary
 
-    lines = ["kernels\t0\t61\t150", "memcheck\tcompute-sanitizer is not there\t0\t0", "bench-gpu\t124\t160\t160"]
-    results, out = tmp_path / "parts.tsv", tmp_path / "summary.json"
-    results.write_text("\n".join(lines) + "\n")
-    (tmp_path / "kernels.json").write_text('{"stream": 4e12}')
-    assert check_summary.main([str(results), str(out)]) == 1
-    content = json.loads(out.read_text())
-    outcomes = [part["outcome"] for part in content["parts"]]
-    assert outcomes == ["passed", "skipped: compute-sanitizer is not there", "ran out of time"]
-    assert content["kernels"]["stream"] == 4e12
+    lines = ["bench\t0\t61\t150", "ncu\tncu is not installed\t0\t0", "tune\t124\t160\t160"]
+    (tmp_path / "steps.tsv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "bench.json").write_text('{"stream": 4e12}')
+    assert check_summary.main([str(tmp_path)]) == 1
+    content = json.loads((tmp_path / "summary.json").read_text())
+    outcomes = [step["outcome"] for step in content["steps"]]
+    assert outcomes == ["passed", "skipped: ncu is not installed", "ran out of time"]
+    assert content["bench"]["stream"] == 4e12
     assert "ran out of time" in capsys.readouterr().out
-    results.write_text("\n".join(lines[:2]) + "\n")
-    assert check_summary.main([str(results), str(out)]) == 0
-    results.write_text("kernels\t3\t1\t1\n")
-    assert check_summary.main([str(results), str(out)]) == 1
+    (tmp_path / "steps.tsv").write_text("\n".join(lines[:2]) + "\n")
+    assert check_summary.main([str(tmp_path)]) == 0
+    (tmp_path / "steps.tsv").write_text("bench\t3\t1\t1\n")
+    assert check_summary.main([str(tmp_path)]) == 1
