@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibration.statistics import InputDifference
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods import base
-from compress.methods.base import Needs
+from compress.methods.base import Needs, QuantizationMethod, TunedBlock
 from compress.methods.shared.hessian import HessianCache
 from compress.methods.shared.smoothing import SmoothingResult
 from compress.models.spec import SmoothingMapping
 from compress.pipeline.block import BlockJob, BlockOutcome, EdgeRecord, LoadedBlock
-from compress.pipeline.capture import BlockInputs, Calibration, Observed, follow_dense, observe, run_all
+from compress.pipeline.capture import BlockInputs, Calibration, Call, Observed, follow_dense, observe, run_all
 from compress.pipeline.compress_layer import (
     LayerCompressor,
     choose_columns,
+    decompose_block,
     outlier_columns,
     values_of,
 )
-from compress.pipeline.low_rank import decompose_block
 from compress.pipeline.smoothing import (
     ModuleTrace,
     activations_quantized,
@@ -33,8 +37,80 @@ from compress.pipeline.smoothing import (
     search_edge,
     trace_modules,
 )
-from compress.pipeline.tuning import BlockError
 from compress.plan import LayerPlan
+
+Batch = tuple[Tensor, Call, Tensor]
+"""Hidden states `[B, L, H]`, the other arguments of the block, and the wanted output `[B, L, H]`."""
+
+
+@dataclass
+class BlockError:
+    """The error of one block, as `compress.methods.base.BlockObjective` describes it.
+
+    Attributes:
+        block: holds everything but the weights that are learned as it will be stored.
+        index: position of the block.
+        calibration: the inputs of the block.
+        target: `[N, L, H]` on the host, the output of the dense block on the dense model's inputs.
+        seed: decides the order of the sequences.
+    """
+
+    block: LoadedBlock
+    index: int
+    calibration: Calibration
+    target: Tensor
+    device: torch.device
+    seed: int = 0
+
+    def tune(
+        self,
+        method: QuantizationMethod,
+        starts: Mapping[str, tuple[Tensor, IntegerWeight]],
+        options: Any,
+        tick: Callable[[float], None] = lambda _: None,
+    ) -> TunedBlock:
+        """Let a method learn the weights of the block; see `QuantizationMethod.tune_block`."""
+        with torch.enable_grad(), _repeatable(self.device):
+            return method.tune_block(self, starts, options, tick)
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield micro-batches without end, shuffled anew each time all have been seen."""
+        # Every block has its own order, and a resumed run the same.
+        generator = torch.Generator().manual_seed((self.seed + self.index) % 2**63)
+        inputs = self.calibration.tuning
+        if inputs is None:
+            raise ValueError("a block is to be tuned, and no inputs were captured for it")
+        hidden, targets = inputs.hidden.split(inputs.micro_batch), self.target.split(inputs.micro_batch)
+        while True:
+            for number in torch.randperm(len(hidden), generator=generator).tolist():
+                call, target = inputs.calls[number][self.index], targets[number].to(self.device)
+                yield hidden[number].to(self.device), call, target
+
+    def size(self, batch: Batch) -> int:
+        """Return the sequences in a micro-batch."""
+        return len(batch[0])
+
+    def error(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Return the squared error of the output over the mean square of the target, summed."""
+        hidden, call, target = batch
+        parameters = {f"{name}.weight": weight.to(hidden.dtype) for name, weight in weights.items()}
+        output = functional_call(self.block.module, parameters, (hidden, *call.args), call.kwargs)
+        output = output if isinstance(output, Tensor) else output[0]
+        return (output.float() - target.float()).square().sum() / target.float().square().mean()
+
+    @torch.no_grad()
+    def judge(self, weights: Mapping[str, Tensor]) -> float:
+        """Return the mean of the same over the search sequences."""
+        search, targets = self.calibration.search, self.target[self.calibration.search_rows]
+        parts = zip(search.batches(self.index, self.device), targets.split(search.micro_batch), strict=True)
+        total = sum(float(self.error(weights, (*inputs, target.to(self.device)))) for inputs, target in parts)
+        return total / targets.numel()
+
+
+def _repeatable(device: torch.device) -> AbstractContextManager[None]:
+    """Attention with gradients that are the same every time: on a GPU the fast kernels add them up in any order."""
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext()
+
 
 Step = Callable[[str, float], None]
 # Where each part of the work on a block begins and ends; what they really take differs by method and device.

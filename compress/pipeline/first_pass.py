@@ -18,7 +18,7 @@ from compress.methods.owl import BlockShare, block_patterns, block_shares
 from compress.pipeline.block import BlockJob, LoadedBlock, read_block
 from compress.pipeline.calibration import CalibratedRunner, block_job
 from compress.pipeline.capture import Calibration, observe, run_all
-from compress.pipeline.low_rank import energies
+from compress.pipeline.compress_layer import energies
 from compress.pipeline.memory import return_freed_memory
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import Progress, RunDisplay

@@ -22,8 +22,7 @@ from compress.methods.base import Needs
 from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import LoadedBlock, fill, read_block, read_tensor
 from compress.pipeline.capture import BlockInputs, StandIn, capture_inputs, observe, run_all, run_block
-from compress.pipeline.compress_layer import LayerCompressor, values_of
-from compress.pipeline.low_rank import Ranked, decompose_block
+from compress.pipeline.compress_layer import LayerCompressor, Ranked, decompose_block, values_of
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan

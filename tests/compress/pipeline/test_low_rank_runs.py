@@ -19,8 +19,8 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError, ToolkitError
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
+from compress.pipeline.compress_layer import decompose_block
 from compress.pipeline.finish import compare_with_report
-from compress.pipeline.low_rank import decompose_block
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.plan import Factoring, LayerPlan
