@@ -1,4 +1,4 @@
-"""How mixtures are written, and how many sequences each part gets."""
+"""Mixtures as users write them, and the number of sequences of each part."""
 
 from __future__ import annotations
 

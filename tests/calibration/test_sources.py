@@ -1,4 +1,4 @@
-"""Every kind of text source, and what is said when there is nothing to read."""
+"""Every kind of text source, and the errors when there is nothing to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sampled tokens must follow, by the plain definitions, and how far from it they are."""
+"""Exact distributions of sampled tokens by their definitions, and the distance of samples from them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def next_token(history: list[Slot], seed: int) -> int:
 
 
 def visible_positions(length: int, attention_window: AttentionWindow) -> list[int]:
-    """What the last of `length` tokens looks at."""
+    """Tokens that the last of `length` tokens attends to."""
     first = 0 if attention_window.window is None else max(0, length - attention_window.window)
     return [*range(min(attention_window.sinks, first)), *range(first, length)]
 
@@ -38,7 +38,7 @@ def expected_tokens(
     end_token_ids: frozenset[int] = frozenset(),
     attention_window: AttentionWindow = FULL_ATTENTION,
 ) -> list[int]:
-    """What a request must get, computed without engine, blocks or batch."""
+    """Expected tokens of a request, computed without engine, blocks or batch."""
     history = [(token, position) for position, token in enumerate(prompt)]
     output: list[int] = []
     while len(output) < max_tokens and not (output and output[-1] in end_token_ids):
@@ -123,7 +123,7 @@ class FakeRunner:
             self._slots[restore.block * size : (restore.block + 1) * size] = self._host[restore.slot]
 
     def _check_disjoint(self, plan: StepPlan) -> None:
-        """Nobody writes into a block that another sequence of the plan reads."""
+        """Checks that no block is written that another sequence of the plan reads."""
         for entry in plan.entries:
             first, last = entry.start // self.block_size, (entry.start + entry.num_tokens - 1) // self.block_size
             written = set(entry.sequence.block_ids[first : last + 1])
@@ -132,8 +132,8 @@ class FakeRunner:
                     raise AssertionError(f"{entry.sequence.id} writes into blocks of {other.sequence.id}")
 
     def _verify(self, entry: ScheduledSequence) -> list[SampledToken]:
-        """What follows the tokens, and what follows each guess of a branch while its guesses are right. Afterwards that
-        branch lies behind the tokens."""
+        """Token after the given ones, and after each draft token of a branch as long as they are accepted. The accepted
+        branch is appended to the tokens."""
         parents, path = entry.draft_parents, []
         draft, known = entry.sequence.draft_token_ids[: len(parents)], entry.sequence.num_tokens
         drawn = [self._sample(entry, path)]
@@ -153,7 +153,7 @@ class FakeRunner:
         places = [*range(sequence.num_tokens), *(sequence.num_tokens + number for number in path)]
         history = [self._slots[self._slot(entry, places[position])] for position in visible]
         if any(slot is None for slot in history):
-            raise AssertionError(f"{sequence.id} reads a slot that nobody wrote")
+            raise AssertionError(f"{sequence.id} reads a slot that was never written")
         if self.script:
             return SampledToken(self.script[sequence.num_output_tokens + num_guesses])
         token = next_token([slot for slot in history if slot is not None], sequence.request.seed)

@@ -26,8 +26,8 @@ assert not heavy, heavy
 
 
 def help_pages(name: str, commands: Sequence[str]) -> str:
-    """What `--help` prints of each command of `compress` or `runtime`, and of all of them for "". Fails if anything
-    heavy is loaded on the way."""
+    """Help of each command of `compress` or `runtime`; "" is that of the program. Fails if a heavy module is imported
+    on the way."""
     code = PRINT.format(name=name, commands=tuple(commands), heavy=HEAVY)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     finished = subprocess.run(

@@ -12,7 +12,7 @@ from compress.pipeline.resume import Progress
 
 @contextmanager
 def killed_after_block(last: int) -> Iterator[None]:
-    """What runs inside is interrupted once the block of that number is saved; if it gets past it, the test fails."""
+    """Interrupts the code inside once the block of that number is saved; fails the test if it gets past it."""
     save_block = Progress.save_block
 
     def save_and_die(self: Progress, index: int, *rest: object, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""What nobody wrote must never be read, not even to be multiplied by zero."""
+"""Poisoned memory: unwritten memory must never be read, not even to be multiplied by zero."""
 
 from __future__ import annotations
 

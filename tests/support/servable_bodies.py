@@ -33,7 +33,7 @@ def brief(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_one_kind(body: dict[str, Any]) -> dict[str, Any]:
-    """What `/tokenize` takes: a prompt or messages."""
+    """Body of `/tokenize`: a prompt or messages."""
     if not body.get("messages"):
         given = {name: value for name, value in body.items() if value is not None}
         return {"prompt": "a", **given}

@@ -1,4 +1,4 @@
-"""What this project writes loads in plain transformers + compressed-tensors: weights bit-equal, logits equal."""
+"""Written checkpoints load in plain transformers + compressed-tensors: weights bit-equal, logits equal."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_export_there_and_back(dense_folder, pack, tmp_path, format, scheme):
 
 
 def test_exported_words(dense_folder, pack, tmp_path):
-    """What other engines check first: v1 zero points, float16 scales, shapes."""
+    """Requirements that other engines check first: v1 zero points, float16 scales, shapes."""
     pack(dense_folder, tmp_path / "packed", lambda module: Int(4, 64))
     gptq = TensorFiles.open(export_checkpoint(tmp_path / "packed", "gptq", tmp_path / "gptq"))
     assert gptq.tensor(f"{DOWN}.qzeros").unique().tolist() == [0x77777777]

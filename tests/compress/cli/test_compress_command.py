@@ -26,7 +26,7 @@ QUICK = ("--num-calibration-samples", "4", "--max-seq-length", "48", "--group-si
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said and how it ended."""
+    """Output and status of a command."""
 
     code: int
     stdout: str

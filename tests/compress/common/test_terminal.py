@@ -1,4 +1,4 @@
-"""What a user sees when a command refuses, is interrupted, or ends well."""
+"""Output of a command that refuses, is interrupted, or succeeds."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ static Case draw_case(int kind, int set, uint32_t *state) {
     return drawn;
 }
 
-/* What is multiplied, as plain numbers and as kernels take it; scales and zeros as linear.h lays them out. */
+/* Operands of a product, as plain numbers and as kernels take it; scales and zeros as linear.h lays them out. */
 typedef struct {
     uint8_t *codes, *zeros;
     float *scales, *values;

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)
 every_set = pytest.mark.parametrize("instruction_set", SETS, ids=lambda index: INSTRUCTION_SETS[index])
 LARGE = 3e33
-"""What must not be read or written over."""
+"""Value of guard bytes, which must not be read or overwritten."""
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_any_codebook(bits, instruction_set):
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 128), (4, None), (8, 64), (8, None)])
 def test_8_bit_activations(bits, group, symmetric, instruction_set):
-    """The same levels as plain torch makes, and sums that are exact but for one rounding per group."""
+    """Quantized activations equal plain torch's, and sums are exact up to one rounding per group."""
     weight = random_weight((100, 384), Int(bits, group, symmetric), 3)
     x = activations(15, 384)
     dense, runs = weight.dequantize(torch.float64), min(group or 128, 128)

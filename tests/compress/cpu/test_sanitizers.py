@@ -15,7 +15,7 @@ DRIVERS = {
     "linear_driver.c": ("linear*.c",),
     "attention_driver.c": ("attention*.c", "kv_pages.c", "glue.c", "columns.c", "sampling*.c"),
 }
-"""What drives which sources, beside the pool and the dispatch that all need."""
+"""Drivers and the sources that each tests, beside the pool and the dispatch that all need."""
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 SANITIZED = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 

@@ -1,4 +1,4 @@
-"""What a family describes is what transformers builds from the same config."""
+"""A family describes the model that transformers builds from the same config."""
 
 from __future__ import annotations
 

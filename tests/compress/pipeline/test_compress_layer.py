@@ -1,4 +1,4 @@
-"""What a linear's work knows of its inputs is what they are after smoothing."""
+"""Statistics of a linear's inputs are those after smoothing."""
 
 from __future__ import annotations
 

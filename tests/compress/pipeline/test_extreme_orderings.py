@@ -45,7 +45,7 @@ def with_outliers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def divergence(model: Path, out: Path, *stages: Stage, tokens: int) -> float:
-    """KL to the demo model over so many tokens."""
+    """KL to the demo model over a number of tokens."""
     recipe = Recipe(stages, CalibrationOptions("bundled", samples=32, length=512))
     run(prepare(RunRequest(model, str(model), recipe, out, dtype="float32", measure=False)), quiet=True)
     windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=512, max_tokens=tokens)

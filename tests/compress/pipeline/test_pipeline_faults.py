@@ -1,4 +1,4 @@
-"""What goes wrong in a run: one clear error, nothing half-written, and memory shortage is no error at all."""
+"""Faults in a run: one clear error, nothing half-written, and memory shortage is no error at all."""
 
 from __future__ import annotations
 

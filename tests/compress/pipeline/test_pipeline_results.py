@@ -1,4 +1,4 @@
-"""What a run writes: it loads elsewhere, its integers are those that were chosen, and calibration pays."""
+"""Results of a run: they load elsewhere, their integers are those that were chosen, and calibration pays."""
 
 from __future__ import annotations
 

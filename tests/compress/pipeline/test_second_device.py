@@ -34,7 +34,7 @@ def compress(source: Path, out: Path, name: str, device: torch.device):
 
 
 def first_codes(folder: Path) -> torch.Tensor:
-    """Of the first block: what is different in the last bits there grows in those behind it."""
+    """Tolerance in the first block: differences in the last bits grow in later blocks."""
     packed = PackedCheckpoint.open(folder)
     first = [module for module in packed.modules if module.startswith("model.layers.0.")]
     return torch.cat([packed.weight(module).codes.flatten() for module in first])

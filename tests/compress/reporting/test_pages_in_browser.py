@@ -1,4 +1,4 @@
-"""The pages as a browser shows them: they fit a phone, follow the theme, and ask nobody for anything."""
+"""The pages as a browser shows them: they fit a phone, follow the theme, and load nothing from elsewhere."""
 
 from __future__ import annotations
 

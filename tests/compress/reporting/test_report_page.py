@@ -26,7 +26,7 @@ REPORT = "compression_report.json"
 
 
 class ParsedPage(HTMLParser):
-    """What a browser would make of a page: text, tags, attributes; unclosed tags are an error."""
+    """A page as a browser parses it: text, tags, attributes; unclosed tags are an error."""
 
     VOID = ("meta", "line", "br")
 

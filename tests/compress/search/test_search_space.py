@@ -1,4 +1,4 @@
-"""What users write: menus, targets, search sections of recipes; and the recipes that a search writes."""
+"""User input of a search: candidates, targets, search sections of recipes; and the recipes that a search writes."""
 
 from __future__ import annotations
 

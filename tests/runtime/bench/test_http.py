@@ -165,7 +165,7 @@ def test_addresses() -> None:
 
 
 class WaitingClient(Client):
-    """Answers without a network, not before so many were under way at once."""
+    """Answers without a network, and only once this many requests are in flight."""
 
     waits_for: int
 

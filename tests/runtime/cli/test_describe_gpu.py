@@ -1,4 +1,4 @@
-"""What a server prints about a GPU; the runner only thinks it has one."""
+"""Lines that a server prints about a GPU, with a fake one in the runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server prints about its kernels."""
+"""Lines that a server prints about its kernels."""
 
 from __future__ import annotations
 

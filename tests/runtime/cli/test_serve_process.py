@@ -1,4 +1,4 @@
-"""`runtime serve` as others meet it: however it is ended nothing of it stays, and it waits for nobody for ever."""
+"""`runtime serve` as a process: however it ends nothing of it stays, and no client can keep it waiting forever."""
 
 from __future__ import annotations
 

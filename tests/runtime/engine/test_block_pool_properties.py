@@ -1,4 +1,4 @@
-"""Any use of the pool: nothing that nobody can find is kept, and of what can be found the ends of chains go first."""
+"""Any use of the pool: unreachable blocks are not kept, and the ends of chains are evicted first."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
         return found
 
     def check_evictions(self, before: dict[bytes, int]) -> None:
-        """What went had nothing behind it that is left."""
+        """An evicted block has no cached successor."""
         after = self.findable()
         gone = before.keys() - after.keys()
         for block_hash in after:
@@ -82,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
     def nothing_is_broken(self) -> None:
         if hasattr(self, "pool"):
             self.pool.check(self.tables)
-            assert len(self.findable()) == self.pool.num_cached, "a block is kept that nobody can find"
+            assert len(self.findable()) == self.pool.num_cached, "an unreachable block is kept"
 
 
 PoolMachine.TestCase.settings = examples(100, stateful_step_count=40, suppress_health_check=list(HealthCheck))

@@ -65,7 +65,7 @@ def push_out(engine: Engine) -> None:
 
 @pytest.mark.parametrize(("length", "found"), [(21, 20), (20, 19), (18, 16)])
 def test_a_prefix_that_was_pushed_out_is_restored_and_not_computed(length: int, found: int) -> None:
-    """Of a prompt that ends with its block only the last token is computed."""
+    """Only the last token of a cached prompt that ends with its block is computed."""
     engine = make_engine()
     run(engine, prompt(1, length))
     push_out(engine)

@@ -148,7 +148,7 @@ class EngineMachine(RuleBasedStateMachine):
     def bound(self, order: tuple[int, int], n: int, num_tokens: int) -> int:
         """The step in which a new request must have ended; moves the bounds of those that it overtakes.
 
-        Plain requests: in every step the first one computes at least one token, and nobody preempts it. With several
+        Plain requests: in every step the first one computes at least one token, and is not preempted. With several
         answers, priorities and faults, the first of all sequences may wait until those that run have ended.
         """
         if self.plain:

@@ -330,7 +330,7 @@ def test_a_broken_engine_tells_everybody_and_health(thread: EngineThread, monkey
 
 
 def test_a_library_that_panics_breaks_the_engine_loudly(thread: EngineThread, runner: GatedRunner) -> None:
-    """What Rust libraries raise then is no `Exception`."""
+    """Panics of Rust libraries are no `Exception`."""
 
     class PanicError(BaseException):
         pass

@@ -47,7 +47,7 @@ def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
 
 @pytest.fixture(scope="module", params=[{}, {"attention_window": 20, "attention_sinks": 3}], ids=["all", "window"])
 def options(request: pytest.FixtureRequest) -> dict[str, int]:
-    """What tokens look at."""
+    """Tokens that each token attends to."""
     return request.param
 
 

@@ -161,7 +161,7 @@ def fork(scheduler: Scheduler, parent: Sequence, index: int) -> Sequence:
 
 @pytest.mark.parametrize(("length", "copied"), [(6, 2), (8, 3), (5, 1)])
 def test_forks_share_the_prompt_and_copy_what_they_write(length: int, copied: int) -> None:
-    """Of a last block that is partly filled the last writer keeps the original; a full one is copied by forks only."""
+    """The last writer of a partly filled last block keeps the original; a full one is copied by forks only."""
     scheduler = make_scheduler()
     parent = add(scheduler, "a", length)
     plan = scheduler.schedule()

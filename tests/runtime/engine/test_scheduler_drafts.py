@@ -1,4 +1,4 @@
-"""What the scheduler grants to guesses: tokens and blocks that nobody else needs, for one step."""
+"""Tokens and blocks that the scheduler grants to drafts: those that no other request needs, for one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said without loading is what loading takes."""
+"""Estimates without loading equal the memory of a loaded engine."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def decoder(gpu, tmp_path_factory):
 
 
 def make_runner(decoder, **options) -> ModelRunner:
-    """With the kernels of a GPU, and NaN in all blocks that nobody wrote."""
+    """With the kernels of a GPU, and NaN in all unwritten blocks."""
     config = {"num_blocks": 40, "block_size": BLOCK_SIZE, "max_num_seqs": 6, "max_model_len": 48} | options
     runner = build_runner(decoder, RuntimeConfig(**config))
     poison(runner.pages.memory)
@@ -126,7 +126,7 @@ def test_a_window_moves_with_the_sequence(gpu, tmp_path):
 
 
 class Operations(TorchDispatchMode):
-    """What torch is asked to do."""
+    """Operations that torch is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Operations(TorchDispatchMode):
     ids=["whole", "truncated", "mixed", "biased"],
 )
 def test_tokens_are_drawn_within_the_step(decoder, wishes, rest):
-    """What is left to do is to read them, but where requests change logits."""
+    """Only reading the tokens is left after the graph, except where requests change logits."""
     runner = make_runner(decoder)
     entries = begin(runner, [9, 1, 14], wishes)
     for seed in (2**63 - 1, 5):

@@ -38,7 +38,7 @@ def test_a_wish_for_blocks_is_followed():
 
 
 def test_windows_need_no_more_blocks_for_longer_sequences():
-    """Of 256 tokens a window of 64 and a chunk of 32 are held: 6 blocks of 16, and one more where they lie askew."""
+    """A window of 64 and a chunk of 32 of 256 tokens are held: 6 blocks of 16, and one more where they lie askew."""
     model = parse_config({"model_type": "mistral", "sliding_window": 64, **SIZES})
     found = plan_memory(model, 1000, 2, RuntimeConfig(prefill_chunk=32, max_num_seqs=3))
     assert (found.num_blocks, found.blocks_per_sequence, found.max_model_len) == (3 * 7, 7, 256)

@@ -90,7 +90,7 @@ def test_a_window_needs_no_more_blocks_for_longer_texts(model):
 
 
 def test_decodes_gather_only_blocks_in_the_window(model, monkeypatch):
-    """What a step reads does not grow with the text."""
+    """The number of keys that a step reads does not grow with the text."""
     name, decoder, _ = model
     config = RuntimeConfig(block_size=BLOCK, num_blocks=100)
     runner = build_runner(decoder, config)

@@ -52,7 +52,7 @@ class Recorder:
 def make_runner(decoder, capture=None, **options) -> ModelRunner:
     runner = build_runner(decoder, RuntimeConfig(**(SIZES | options)))
     for tensor in runner.pages.memory.tensors.values():
-        tensor.fill_(9)  # finite: attention in plain torch weighs all that it reads, with zero where nobody may look
+        tensor.fill_(9)  # finite: plain torch multiplies all keys that it reads, masked ones by zero
     runner.cache.pages = SkippingPages(runner.cache.pages)
     if capture is not None:
         runner.record_steps(capture)

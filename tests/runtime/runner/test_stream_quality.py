@@ -1,4 +1,4 @@
-"""What attention sinks and a window are good for: text far beyond the context, as good as recomputing each window."""
+"""Attention sinks with a window: text far beyond the context is predicted as well as by recomputing each window."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stream_logits(decoder, tokens: list[int], sinks: int, window: int) -> Tensor
 
 
 def losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of each token but the first; logits `[..., T, V]`, tokens `[..., T]`."""
+    """Loss of each token except the first; logits `[..., T, V]`, tokens `[..., T]`."""
     return -logits[..., :-1, :].log_softmax(-1).gather(-1, tokens[..., 1:, None])[..., 0]
 
 

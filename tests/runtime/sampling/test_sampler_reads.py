@@ -1,4 +1,4 @@
-"""How often the host reads what the device found: a GPU waits each time."""
+"""Number of device-to-host reads in sampling: a GPU waits at each."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def connect(server: uvicorn.Server) -> socket.socket:
 
 @pytest.mark.parametrize("sent", [b"", HEAD[:5], HEAD[:-2], HEAD])
 def test_all_sockets_come_back(server: uvicorn.Server, wait_until: Callable[..., None], sent: bytes) -> None:
-    """Nothing sent, a part of a head, and a request whose answer nobody reads."""
+    """Nothing sent, a part of a head, and a request whose answer is not read."""
     connections = [connect(server) for _ in range(20)]
     for connection in connections:
         connection.sendall(sent)

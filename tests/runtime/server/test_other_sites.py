@@ -1,4 +1,4 @@
-"""A page of another site, open in the browser of somebody who runs this server, must not be able to use it."""
+"""A page of another site, open in a browser on the machine of this server, must not be able to use it."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_connection_outlives_the_pauses_of_clients(crowded: Crowded) -> None:
 
 
 def vanish(url: str, body: dict[str, Any], num_bytes: int, seconds: float) -> None:
-    """Sends a request, reads so many bytes of its answer, waits so many seconds, and resets the connection."""
+    """Sends a request, reads a number of bytes of its answer, waits some seconds, and resets the connection."""
     content = json.dumps(body).encode()
     with socket.create_connection((httpx.URL(url).host, httpx.URL(url).port), timeout=20) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close is a reset

@@ -1,4 +1,4 @@
-"""What requests share is computed once, over HTTP: conversations that go on, examples before a question, one system
+"""A common prefix of requests is computed once, over HTTP: conversations that go on, examples before a question, one system
 prompt for many users. A salt keeps tenants apart."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_many_users_share_a_system_prompt(api: httpx.Client) -> None:
 def test_examples_before_a_question_are_computed_once(api: httpx.Client) -> None:
     first = ask(api, "completions", prompt=EXAMPLES + "Spain. Lisbon is in")
     second = ask(api, "completions", prompt=EXAMPLES + "Spain. Vienna is in")
-    alone = ask(api, "completions", prompt=EXAMPLES + "Spain. Vienna is in", cache_salt="nobody else")
+    alone = ask(api, "completions", prompt=EXAMPLES + "Spain. Vienna is in", cache_salt="another tenant")
     assert first[2] == alone[2] == 0
     assert second[2] >= second[1] - 4 - 2 * BLOCK_SIZE
     assert second[0] == alone[0], "and that changes nothing"

@@ -57,7 +57,7 @@ def expected_logprobs(model: PreTrainedModel, token_ids: list[int]) -> torch.Ten
 
 
 def greedy(logprobs: Any) -> list[bool]:
-    """How evaluation tools see that a token is the most likely one: by equal numbers, to the last bit."""
+    """Evaluation tools recognize the most likely token by bit-equal numbers."""
     pairs = zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True)
     return [own == max(top.values()) for own, top in pairs]
 

@@ -160,7 +160,7 @@ def test_bad_forms_are_refused_before_anything_is_computed(
 def test_compiling_does_not_hold_up_other_requests(
     api: httpx.Client, served: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event loop answers while a schema is compiled, held here until somebody else has an answer."""
+    """The event loop answers while a schema is compiled, held here until another request has its answer."""
     url, engine = served
     compiling, answered = threading.Event(), threading.Event()
     check_request = engine.check_request

@@ -1,4 +1,4 @@
-"""Nobody waits for ever: slow clients are given up, slow requests end with an error, and others notice nothing."""
+"""Time limits: slow clients are dropped, slow requests end with an error, and other requests are not affected."""
 
 from __future__ import annotations
 

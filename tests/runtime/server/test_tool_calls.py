@@ -71,7 +71,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 class Answers:
-    """What one request got, in one piece or as a stream: it must be the same."""
+    """Answer to one request, whole or as a stream: both must be equal."""
 
     def __init__(self, url: str) -> None:
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

@@ -1,4 +1,4 @@
-"""Trees of guesses: how branches become one, what their tokens see, and which branch was said."""
+"""Draft trees: merging of branches, attention among their tokens, and the accepted branch."""
 
 from __future__ import annotations
 

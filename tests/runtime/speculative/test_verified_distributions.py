@@ -26,7 +26,7 @@ def make_logits(seed: int, rows: int) -> torch.Tensor:
 
 
 TARGET = make_logits(0, NUM_GUESSES + 1)
-"""What the target says at each position, whatever stands before it."""
+"""Probabilities of the target at each position, independent of earlier tokens."""
 DRAFTERS = {
     "close": TARGET + 0.5 * make_logits(1, NUM_GUESSES + 1),
     "far": make_logits(2, NUM_GUESSES + 1),

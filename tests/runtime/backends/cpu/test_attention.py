@@ -95,7 +95,7 @@ class World:
         return attention(LAYER, self.query[rows], empty, empty)
 
     def rows(self, chosen: list[int] | None) -> Tensor:
-        """Of the query, for some of the sequences."""
+        """Rows of the query that belong to some of the sequences."""
         all_rows = torch.arange(len(self.query)).split([tokens for tokens, _ in self.spans])
         return torch.cat([all_rows[index] for index in (range(len(self.spans)) if chosen is None else chosen)])
 
@@ -129,7 +129,7 @@ def test_as_exact_as_its_output(view: tuple[Shape, int | None], format: str, ins
 
 
 PARENTS = (-1, 0, 1, 0, 3, -1, 5)
-"""Of guesses: two branches of three tokens that begin alike, and one of two."""
+"""A draft tree: two branches of three tokens with a common prefix, and one of two."""
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class World:
         return pages
 
     def batch(self, spans: list[tuple[int, int]]) -> Batch:
-        """Of each sequence: the tokens of this step and its keys after it. Earlier keys are zeros."""
+        """Tokens of this step and number of keys after it, for each sequence. Earlier keys are zeros."""
         groups, positions, slots, block, row = [], [], [], 0, 0
         for tokens, keys in spans:
             table = torch.arange(block, block + -(-keys // BLOCK))

@@ -1,5 +1,5 @@
 """Attention over pages in Triton against plain torch in float64 over the same codes: every form, grouped heads,
-windows, ragged lengths, drafts, chunks, empty splits; memory that nobody wrote is poisoned."""
+windows, ragged lengths, drafts, chunks, empty splits; unwritten memory is poisoned."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_sequence_does_not_see_its_neighbours(gpu) -> None:
 
 
 def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42)), exact_sinks=0, hidden=()):
-    """What an attention gives for one sequence in several steps over poisoned pages, in float64.
+    """Outputs of an attention for one sequence in several steps over poisoned pages, in float64.
 
     Args:
         make: from the step's keys to the attention.

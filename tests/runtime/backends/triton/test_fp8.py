@@ -17,7 +17,7 @@ from runtime.backends.triton.linear import NATIVE, WIDENED, multiplies_fp8
 
 W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 6e-4}
-"""Of the output's rounding; the interpreter cuts bfloat16 off where a GPU rounds to the nearest."""
+"""Tolerance of the output's rounding; the interpreter truncates bfloat16 where a GPU rounds to the nearest."""
 
 
 def activations(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -29,7 +29,7 @@ def relative_error(found, expected) -> float:
 
 
 def exact_product(x, weight, bias):
-    """What the scheme means, in float64."""
+    """Reference of the scheme in float64."""
     if weight.scheme.activation_bits:
         levels, scale = quantize_tokens(x, Activations.FP8)
         x = levels.double() * scale.double()

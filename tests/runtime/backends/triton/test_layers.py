@@ -134,7 +134,7 @@ class World:
 
 
 def make_batch(spans: list[tuple[int, int]], device: torch.device, padding: int = 0) -> Batch:
-    """Of each sequence: the tokens of this step and its keys after it. Rows of padding belong to the last one, which
+    """Tokens of this step and number of keys after it, for each sequence. Rows of padding belong to the last one, which
     has one token."""
     groups, positions, slots, block, row = [], [], [], 0, 0
     for tokens, keys in spans:
@@ -240,8 +240,8 @@ def test_padding_changes_nothing(gpu, kind, format: str) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts what launches something on a GPU: Triton's kernels, and operations of torch but for those that only
-    reserve or look at memory."""
+    """Counts launches on a GPU: Triton's kernels, and operations of torch except those that only reserve or view
+    memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from triton.runtime.interpreter import GridExecutor

@@ -32,7 +32,7 @@ PLANED = [
     Int(2, 64, False),
 ]
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 6e-4}
-"""Of the output's rounding; the interpreter cuts bfloat16 off where a GPU rounds to the nearest."""
+"""Tolerance of the output's rounding; the interpreter truncates bfloat16 where a GPU rounds to the nearest."""
 
 
 def activations(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

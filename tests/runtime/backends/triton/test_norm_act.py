@@ -1,4 +1,4 @@
-"""What stands between two products, in Triton, against `TorchOps` on the product that is added up in float64: every
+"""Operations between two products, in Triton, against `TorchOps` on the product summed in float64: every
 form of input, splits, biases, scales and ragged rows, with memory poisoned before it is written."""
 
 from __future__ import annotations

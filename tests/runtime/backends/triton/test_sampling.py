@@ -73,7 +73,7 @@ def test_tokens_are_those_of_torch(gpu, vocab: int, spread: float) -> None:
 
 
 def test_a_large_vocabulary(gpu) -> None:
-    """Of Llama 3, in more parts than a warp has threads."""
+    """Vocabulary of Llama 3, in more parts than a warp has threads."""
     scores, noise = scores_of(128_256, 4.0, gpu, rows=1), noise_of([0.8], gpu)
     assert drawn(scores, noise) == sums(scores, noise).argmax(-1).tolist()
 
