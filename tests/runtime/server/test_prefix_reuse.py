@@ -1,4 +1,4 @@
-"""A common prefix of requests is computed once, over HTTP: conversations that go on, examples before a question, one system
+"""A common prefix of requests is computed once, over HTTP: growing conversations, examples before a question, one system
 prompt for many users. A salt keeps tenants apart."""
 
 from __future__ import annotations
