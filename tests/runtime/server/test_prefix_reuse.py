@@ -1,5 +1,5 @@
-"""A common prefix of requests is computed once, over HTTP: growing conversations, examples before a question, one system
-prompt for many users. A salt keeps tenants apart."""
+"""Common prefixes are computed once, over HTTP: growing conversations, few-shot prompts, one system prompt for many
+users. A salt keeps tenants apart."""
 
 from __future__ import annotations
 
