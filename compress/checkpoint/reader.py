@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -83,10 +84,11 @@ class PackedCheckpoint:
         """The dtype that config.json names, in which dense weights and activations live."""
         return getattr(torch, dtype_name(self.config))
 
-    @property
+    @cached_property
     def tied(self) -> bool:
-        """Whether the output head is the embedding matrix."""
-        return is_tied(self.config, self.files.names())
+        """Whether the output head is the embedding matrix. As in transformers, a stored head with other numbers is not,
+        whatever config.json says."""
+        return is_tied(self.config, self.files.names()) and not stores_other_head(self.files)
 
     def scheme(self, module: str) -> Scheme | None:
         """How a module is quantized; None when it is dense."""
@@ -155,6 +157,17 @@ class PackedCheckpoint:
         """Stored bytes of a quantized weight: codes, scales and zero points, without shapes and indices."""
         names = (name for name in self.packed_names(module) if not name.endswith((".weight_shape", "g_idx")))
         return sum(self.files.tensor_nbytes(name) for name in names)
+
+
+def stores_other_head(files: TensorFiles) -> bool:
+    """Whether a dense head is stored that differs from every dense embedding of its shape."""
+    name = f"{HEAD}.weight"
+    if name not in files:
+        return False
+    embeddings = [other for other in files.names() if is_embedding(other.removesuffix(".weight"))]
+    same_shape = [other for other in embeddings if files.shape(other) == files.shape(name)]
+    head = files.tensor(name)
+    return not any(torch.equal(head, files.tensor(other).to(head.dtype)) for other in same_shape)
 
 
 @dataclass(frozen=True)

@@ -28,18 +28,21 @@ def flag(config: Config, key: str) -> bool:
 def rope(config: Config) -> Rope:
     """Reads the rotary embedding, from `rope_parameters` of transformers 5 or `rope_scaling` of transformers 4.
 
+    As in transformers, `rope_scaling` wins where both are there, and so does an `original_max_position_embeddings`
+    outside of them.
+
     Raises:
         CheckpointError: a base that is no number.
     """
-    block = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    block = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kind = block.pop("rope_type", block.pop("type", "default"))
     theta = block.pop("rope_theta", config.get("rope_theta", 10000.0))
     if not isinstance(theta, int | float):
         raise CheckpointError(f"rotary embedding {kind!r} lacks rope_theta", "Check config.json")
     partial = block.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-    original = config.get("original_max_position_embeddings") or config.get("max_position_embeddings", 2048)
-    options = {"original_max_position_embeddings": original} | block
-    return Rope(kind, float(theta), options, 1.0 if partial is None else float(partial))
+    length = "original_max_position_embeddings"
+    block[length] = config.get(length) or block.get(length) or config.get("max_position_embeddings", 2048)
+    return Rope(kind, float(theta), block, 1.0 if partial is None else float(partial))
 
 
 def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:

@@ -16,6 +16,7 @@ from calibration.mixture import pack_parts
 from calibration.self_text import sample_sequences
 from calibration.sequences import SequenceSet, load_tokenizer, separator_token
 from compress.checkpoint.config import dtype_name, read_config
+from compress.checkpoint.reader import stores_other_head
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.device import resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
@@ -254,6 +255,11 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     device = resolve_device(request.device)
     files = TensorFiles.open(request.model)
     config = read_config(request.model)
+    tie_notes = []
+    if config.get("tie_word_embeddings") and stores_other_head(files):
+        # transformers does not tie them either, and says so.
+        config = config | {"tie_word_embeddings": False}
+        tie_notes = ["the stored output head differs from the embedding that config.json ties it to: both are kept"]
     skeleton = open_skeleton(request.model, config, request.trust_remote_code)
     turning = 0
     if stage := request.recipe.rotate:
@@ -262,6 +268,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
         turning = rotated.files.working_bytes(skeleton.architecture.blocks)
     model_dtype = _model_dtype(config, files)
     plan = make_plan(skeleton, files, request.recipe, model_dtype)
+    plan = replace(plan, notes=(*tie_notes, *plan.notes))
     dtype = pick_dtype(request.dtype, model_dtype, device)
     sequences = _calibration(request, config, device, dtype, dry_run) if request.recipe.needs_calibration else None
     count, length = sequences.tokens.shape if sequences else (0, 1)

@@ -132,6 +132,7 @@ def _load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) ->
 
 
 def _build(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    import torch
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -140,7 +141,8 @@ def _build(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> Pre
     try:
         # Parameters go to the meta device one by one, so buffers keep the values that their modules compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            # In float32 whatever the checkpoint's dtype: buffers are rounded where they are used, not here.
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"the model of {path} cannot be built: {reason}", "Correct config.json") from error

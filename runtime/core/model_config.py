@@ -118,6 +118,8 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
             f"the runtime cannot serve model_type {model_type!r}; it knows {', '.join(known_families())}",
             "Serve it with transformers or vLLM: compressed-tensors checkpoints load there unchanged",
         )
+    if not config.get("is_causal", True):
+        _refuse("attention that is not causal (is_causal) is not supported")
     spec = describe(config)
     _refuse(unsupported_reason(spec))
     return DecoderConfig(
@@ -150,6 +152,8 @@ def unsupported_reason(spec: ModelSpec) -> str:
 
 
 def _unsupported_rope(rope: Rope) -> str:
+    if any(isinstance(value, Mapping) for value in rope.options.values()):
+        return "a rotary embedding per layer type is not supported"
     if rope.partial != 1:
         return "partial_rotary_factor other than 1 is not supported"
     if rope.type not in ROPE_TYPES:

@@ -217,7 +217,11 @@ class _Loader:
             head=head,
             rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
             ops=ops.kernel,
-            description=(*self.description(), f"ops between linears: {type(ops.kernel).__name__} ({ops.reason})"),
+            description=(
+                *self.description(),
+                f"ops between linears: {type(ops.kernel).__name__} ({ops.reason})",
+                *contradictions(self.checkpoint, config),
+            ),
         )
 
     def layers(self) -> list[Layer]:
@@ -231,12 +235,12 @@ class _Loader:
         mixer, mlp = block.mixer, block.mlp
         return Layer(
             attention_norm=self._vector(f"{name}.{block.input_norm.name}.weight"),
-            qkv=self._linear(*(f"{name}.{linear.name}" for linear in mixer.qkv)),
+            qkv=self._linear(*_inside(name, mixer.qkv)),
             head_norm=self._head_norm(name, mixer),
-            output=self._linear(f"{name}.{mixer.output.name}"),
+            output=self._linear(*_inside(name, (mixer.output,))),
             mlp_norm=self._vector(f"{name}.{block.mlp_norm.name}.weight"),
-            gate_up=self._linear(*(f"{name}.{linear.name}" for linear in mlp.gate_up)),
-            down=self._linear(f"{name}.{mlp.down.name}"),
+            gate_up=self._linear(*_inside(name, mlp.gate_up)),
+            down=self._linear(*_inside(name, (mlp.down,))),
         )
 
     def _head_norm(self, name: str, mixer: Attention) -> Tensor | None:
@@ -254,7 +258,7 @@ class _Loader:
                 f"{names.embedding} is stored as {weight.scheme}", "Pack embeddings as plain integers"
             )
         if not head_is_embedding(self.checkpoint, self.config):
-            return make_embedding(weight, self.target), self._linear(names.head)
+            return make_embedding(weight, self.target), self._linear(self.config.spec.head)
         head = self._prepare(weight, "head (the embedding)")
         return make_embedding(weight, self.target, head), head
 
@@ -271,19 +275,16 @@ class _Loader:
     def _vector(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.target.device, self.target.dtype)
 
-    def _linear(self, *modules: str) -> Linear:
+    def _linear(self, *linears: LinearSpec) -> Linear:
         """One linear out of several over the same input, fused when they can be."""
-        weights = [self._weight(module) for module in modules]
-        biases = [self._bias(module) for module in modules]
+        weights = [self._weight(linear.name) for linear in linears]
+        names = [linear.name.rpartition(".")[2] for linear in linears]
+        biases = [self._vector(f"{linear.name}.bias") if linear.bias else None for linear in linears]
         fused = fuse_weights(weights)
-        name = "+".join(module.rpartition(".")[2] for module in modules)
         if fused is None:
-            parts = zip(weights, biases, modules, strict=True)
-            return SideBySide(tuple(self._prepare(w, m.rpartition(".")[2], b) for w, b, m in parts))
-        return self._prepare(fused, name, fuse_biases(biases, [weight.shape[0] for weight in weights]))
-
-    def _bias(self, module: str) -> Tensor | None:
-        return self._vector(f"{module}.bias") if f"{module}.bias" in self.checkpoint.files else None
+            parts = zip(weights, names, biases, strict=True)
+            return SideBySide(tuple(self._prepare(weight, name, bias) for weight, name, bias in parts))
+        return self._prepare(fused, "+".join(names), fuse_biases(biases, [weight.shape[0] for weight in weights]))
 
     def _prepare(self, weight: Weight | Tensor, name: str, bias: Tensor | None = None) -> Linear:
         if isinstance(weight, LowRankWeight):
@@ -310,6 +311,23 @@ class _Loader:
 
     def _choose(self, scheme: Scheme, in_features: int) -> Choice[LinearKernel[Any]]:
         return choose_linear(scheme, in_features, self.target, self.kernels, self.excluded)
+
+
+def _inside(block: str, linears: Sequence[LinearSpec]) -> list[LinearSpec]:
+    """The linears of a block with absolute names."""
+    return [replace(linear, name=f"{block}.{linear.name}") for linear in linears]
+
+
+def contradictions(checkpoint: PackedCheckpoint, config: DecoderConfig) -> Iterator[str]:
+    """Yields a line for everything in which the files contradict config.json and transformers' reading is followed."""
+    silent = [f"{linear.name}.bias" for linear in (*config.spec.linears(), config.spec.head) if not linear.bias]
+    if ignored := [name for name in silent if name in checkpoint.files]:
+        yield f"ignored: {len(ignored)} biases that config.json does not announce, e.g. {ignored[0]}"
+    if config.spec.tied and not checkpoint.tied:
+        yield (
+            f"head: {config.spec.names.head}.weight, which differs from the embedding although config.json has "
+            "tie_word_embeddings=true"
+        )
 
 
 def exclude_kernels(
