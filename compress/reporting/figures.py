@@ -154,13 +154,23 @@ class OverDepth(Figure):
 
 @dataclass(frozen=True, slots=True)
 class Lines(OverDepth):
-    """Lines over depth; logarithmic where values differ by more than 20 times, if `may_log`."""
+    """Lines over depth; logarithmic where values differ by more than 20 times, if `may_log`.
+
+    Attributes:
+        limits: least and largest value, also of other diagrams on the same scale; None is those of `series`.
+    """
 
     may_log: bool = True
+    limits: tuple[float, float] | None = None
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        values = [mark.y for each in self.series for mark in each.marks]
+        return self.limits or (min(values), max(values))
 
     @property
     def is_log(self) -> bool:
-        return self.may_log and _is_log([mark.y for each in self.series for mark in each.marks])
+        return self.may_log and _is_log(self._range)
 
     @property
     def height(self) -> float:
@@ -187,8 +197,8 @@ class Lines(OverDepth):
                 **hidden,
             )
             canvas.tip(line, *(mark.title for mark in each.marks))
-        if not self.is_log:
-            axes.set_ylim(min(0, axes.get_ylim()[0]), max(1.05 * axes.get_ylim()[1], 1e-30))
+        low, high = self._range
+        axes.set_ylim(*((low / 1.3, high * 1.3) if self.is_log else (min(low, 0), max(1.08 * high, 1e-30))))
         use_short_numbers(axes, short, is_log=self.is_log)
         self.label_blocks(axes)
         if len(self.series) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from compress.checkpoint.kv_cache import EXACT, KVCacheRecord, MeasuredKVCache
@@ -391,12 +392,16 @@ Value = Callable[[Linear], float | None]
 
 
 def _by_part(report: RunReport, value: Value, title: str, subtitle: str) -> list[Figure]:
-    """One diagram for each part of a block, with a line for each of its linears."""
+    """One diagram for each part of a block, with a line for each of its linears, all on one scale."""
     parts: dict[str, dict[str, list[Mark]]] = {}
     for each in _kind_series(report, value, short):
         part, _, name = each.name.rpartition(".")
         parts.setdefault(part, {})[name] = list(each.marks)
-    drawn = [_lines(report, f"{title}: {part}" if part else title, subtitle, marks) for part, marks in parts.items()]
+    values = [mark.y for part in parts.values() for marks in part.values() for mark in marks]
+    drawn = [
+        _lines(report, f"{title}: {part}" if part else title, subtitle, marks, limits=(min(values), max(values)))
+        for part, marks in parts.items()
+    ]
     return [each for each in drawn if each is not None]
 
 
@@ -417,15 +422,20 @@ def _kind_series(report: RunReport, value: Value, shown: Callable[[float], str])
 
 
 def _lines(
-    report: RunReport, title: str, subtitle: str, marks: Mapping[str, list[Mark]], *, may_log: bool = True
+    report: RunReport,
+    title: str,
+    subtitle: str,
+    marks: Mapping[str, list[Mark]],
+    *,
+    may_log: bool = True,
+    limits: tuple[float, float] | None = None,
 ) -> Lines | None:
     """Lines over depth; None without any."""
     if not marks:
         return None
     series = [Series(name, tuple(found)) for name, found in marks.items()]
-    drawn = Lines(title, subtitle, series, len(report.blocks), may_log)
-    scale = "; logarithmic scale" if drawn.is_log else ""
-    return Lines(title, f"{subtitle}{scale}", series, len(report.blocks), may_log)
+    drawn = Lines(title, subtitle, series, len(report.blocks), may_log, limits)
+    return replace(drawn, subtitle=f"{subtitle}; logarithmic scale") if drawn.is_log else drawn
 
 
 def _exceptions(report: RunReport) -> Section:
