@@ -1,4 +1,4 @@
-"""The nouns of the engine: requests, their sequences, and what is said of them. No torch."""
+"""Requests, their sampling parameters, their sequences and the deltas of their answers. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ANSWERS = 128
 
 
 class GrammarKind(StrEnum):
-    """The language in which a grammar is written; `json_object` is any JSON object."""
+    """Language of a grammar; `json_object` accepts any JSON object."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
@@ -25,7 +25,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must look like. `text` is the schema (as JSON), the regular expression or the Lark grammar."""
+    """Constraint on an answer. `text` is the JSON schema, the regular expression or the Lark grammar."""
 
     kind: GrammarKind
     text: str = ""
@@ -65,20 +65,21 @@ class PenaltyParams:
 
 @dataclass(frozen=True)
 class SamplingParams(TruncationParams, PenaltyParams):
-    """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
+    """Sampling parameters of a request.
 
     Attributes:
-        max_tokens: tokens to generate at most; 0 only computes the prompt, and the answer ends with `length`.
-        seed: keys the noise together with the position; None lets the engine choose one and report it.
-        stop: strings that end the text; they are not part of it.
-        stop_token_ids: ids that end the sequence beside the model's own end tokens.
-        ignore_eos: keep going through the model's end tokens.
-        logprobs: number of alternatives reported per token, of the unmodified distribution; None reports nothing.
-        n: answers to one prompt, each with noise of its own; the first is the same as with `n=1`.
-        logit_bias: pairs of token id and what is added to its logit.
+        max_tokens: most tokens to generate; 0 only computes the prompt, and the answer ends with `length`.
+        temperature: divides the logits; 0 is greedy.
+        seed: determines the noise together with the position; None lets the engine choose one.
+        stop: strings that end the text and are not part of it.
+        stop_token_ids: token ids that end the sequence in addition to the model's.
+        ignore_eos: continue after the model's end tokens.
+        logprobs: number of alternatives reported per token, before sampling parameters apply; None reports none.
+        n: number of answers; the first is the same as with `n=1`.
+        logit_bias: pairs of a token id and the value added to its logit.
         prompt_logprobs: as `logprobs`, for the prompt's tokens; they come with the first delta.
-        grammar: what the answer must look like.
-        skip_special_tokens: leave tokens that are no text, such as those that announce tool calls, out of the text.
+        grammar: constraint on the answer.
+        skip_special_tokens: omit special tokens, such as those that announce tool calls, from the text.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -99,12 +100,12 @@ class SamplingParams(TruncationParams, PenaltyParams):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far change the distribution of the next one."""
+        """Whether penalties apply."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn, and from the likely ones only."""
+        """Whether tokens are sampled from a truncated distribution."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ MAX_PRIORITY = 100
 
 
 class Status(StrEnum):
-    """Where a sequence is: in the queue, among those that are computed, or at its end."""
+    """State of a sequence in the scheduler."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -142,7 +143,8 @@ class Status(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended: by itself or at a stop string, at a limit of length or time, at a wish, or by a failure."""
+    """Reason for the end of an answer: an end token or stop string, a limit on length or time, an abort, or a
+    failure."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -153,13 +155,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How a request is served, whatever its tokens.
+    """Serving options of a request, independent of sampling.
 
     Attributes:
-        priority: smaller is served earlier; each unit is worth a fixed number of places in the queue.
-        time_limit: seconds, waiting included, after which the request ends with what it has; None waits for ever.
-        cache_salt: requests share cached prefixes only with those of the same salt.
-        embed: instead of tokens, give the mean of the prompt's hidden states.
+        priority: lower values are served earlier; each unit is worth a fixed number of places in the queue.
+        time_limit: seconds, waiting included, after which the request ends with its output so far; None is no limit.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+        embed: return the mean of the prompt's hidden states instead of tokens.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -180,7 +182,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of one chosen token and of the most likely alternatives, of the unmodified distribution."""
+    """Log-probability of a sampled token and of the most likely alternatives, before sampling parameters apply."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -188,9 +190,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and one answer, immutable once admitted. `seed` is always set: the engine fills in what was left out.
+    """One prompt and the parameters of one answer, immutable.
 
     Attributes:
+        seed: always set; the engine chooses one if the caller does not.
         arrival_time: seconds of the engine's clock.
     """
 
@@ -203,52 +206,56 @@ class Request:
 
     @property
     def deadline(self) -> float | None:
-        """Seconds of the engine's clock at which the request ends at the latest."""
+        """Latest end of the request in seconds of the engine's clock."""
         limit = self.options.time_limit
         return None if limit is None else self.arrival_time + limit
 
     @property
     def is_prompt_only(self) -> bool:
-        """Nothing is sampled: the request ends when its prompt is computed."""
+        """Whether the request ends when its prompt is computed, without sampling."""
         return self.options.embed or self.sampling.max_tokens == 0
 
 
 class Constraint(Protocol):
-    """What one sequence may say next; its state is the output so far. `runtime.text.grammar` makes them."""
+    """State of a grammar after the output so far; `runtime.text.grammar` implements it."""
 
     def mask(self) -> bytes:
-        """One bit per token id, lowest bit of the first byte first: set where the token may come next."""
+        """Returns one bit per token id, lowest bit of the first byte first: set if the token is allowed next."""
         ...
 
     def accept(self, token_ids: list[int]) -> int:
-        """Takes tokens in order while they are allowed; returns how many it took."""
+        """Advances by tokens while they are allowed; returns their number."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens."""
+        """Undoes the last `num_tokens` tokens."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but an end token may come any more."""
+        """Whether only an end token is allowed."""
         ...
 
     @property
     def is_stuck(self) -> bool:
-        """Nothing may come although it is not complete: following the grammar would take too much work."""
+        """Whether no token is allowed although the grammar is not complete, because it is too complex to follow."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The moving part of a request: its tokens so far and how many of them are in the KV cache.
+    """Mutable state of one answer.
 
-    `num_computed_tokens` counts tokens whose keys and values are stored; the scheduler closes the gap to
-    `num_tokens`. Preemption sets it back to zero. Owner of `block_ids`: the block pool, through the scheduler.
-    `num_registered_blocks` of them, from the first, were offered to the prefix cache or came from it.
-    `order` is the place in the queue, smallest first; the scheduler sets it. `draft_token_ids` are guesses that follow
-    `token_ids` and live for one step: the drafter sets them, the scheduler may drop some, the runner verifies them.
-    Where they are a tree, `draft_parents` say so (see `runtime.core.step`); without any they are a chain.
+    Attributes:
+        token_ids: prompt and output.
+        order: place in the queue, lowest first; set by the scheduler.
+        num_computed_tokens: tokens whose keys and values are stored; preemption sets it to 0.
+        num_cached_tokens: prompt tokens that were found in the prefix cache.
+        block_ids: block table, managed by the scheduler.
+        num_registered_blocks: leading blocks that were added to the prefix cache or came from it.
+        draft_token_ids: draft tokens after `token_ids`, for one step: the drafter sets them, the scheduler may drop
+            some, the runner verifies them.
+        draft_parents: parents of draft tokens that form a tree; empty for a chain.
     """
 
     request: Request
@@ -289,31 +296,31 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def keep_drafts(self, count: int) -> None:
-        """Drops all guesses but the first `count`."""
+        """Drops all draft tokens but the first `count`."""
         del self.draft_token_ids[count:]
         del self.draft_parents[count:]
 
     @property
     def wants_whole_prompt(self) -> bool:
-        """The hidden state of every prompt token is wanted, so none of them may come from the prefix cache."""
+        """Whether every prompt token has to be computed, so that none may come from the prefix cache."""
         request = self.request
         return (request.options.embed or request.sampling.prompt_logprobs is not None) and self.num_output_tokens == 0
 
 
 @dataclass(slots=True)  # one per token, and frozen ones take three times as long to make
 class Delta:
-    """What one step added to one answer. Deltas of a request and an index, joined, are a whole answer.
+    """The part of an answer that one step added.
 
     Attributes:
-        index: which of the request's `n` answers.
-        text: new text, already settled: no half characters, nothing that may still become a stop string.
-        token_ids: new tokens, the ending one included; text may lag behind them.
-        logprobs: one entry per new token when the request asked for them.
-        finish_reason: set on the last delta of an answer and only there.
-        error: what went wrong when `finish_reason` is `error`.
-        num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
-        prompt_logprobs: on the first delta of the first answer, of every prompt token but the first, when asked for.
-        embedding: on the only delta of a request that embeds.
+        index: number of the answer in its request.
+        text: new text, without incomplete characters and beginnings of stop strings.
+        token_ids: new tokens, the last one included; text may lag behind them.
+        logprobs: one entry per new token, if requested.
+        finish_reason: set on the last delta of an answer only.
+        error: set if `finish_reason` is `error`.
+        num_cached_tokens: prompt tokens that were found in the prefix cache.
+        prompt_logprobs: on the first delta of the first answer, for every prompt token but the first, if requested.
+        embedding: on the only delta of an embedding request.
     """
 
     request_id: str

@@ -1,5 +1,4 @@
-"""One step: what the scheduler plans, what the runner makes of it, and what a runner is. No torch: engine and scheduler
-are tested with a fake runner in microseconds."""
+"""Plan and output of one step, draft trees, and the interface of a runner. No torch."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from runtime.core.request import Sequence, TokenLogprobs
 
 
 def chain(count: int) -> list[int]:
-    """Parents in a draft that is no tree."""
+    """Returns the parents of `count` draft tokens that form a chain."""
     return list(range(-1, count - 1))
 
 
 def paths(parents: ListOf[int]) -> list[list[int]]:
-    """For each token of a draft the numbers of its ancestors, the oldest first, and its own."""
+    """Returns for each draft token the indices of its ancestors, the oldest first, and its own."""
     found: list[list[int]] = []
     for number, parent in enumerate(parents):
         found.append([*(found[parent] if parent >= 0 else []), number])
@@ -25,18 +24,20 @@ def paths(parents: ListOf[int]) -> list[list[int]]:
 
 
 def depth(parents: ListOf[int]) -> int:
-    """Tokens of the longest branch."""
+    """Returns the number of tokens in the longest branch."""
     return max(map(len, paths(parents)), default=0)
 
 
 def ancestor_bits(parents: ListOf[int]) -> list[int]:
-    """What the known token, bit 0, and each token of the draft see of these: themselves and their ancestors."""
+    """Returns attention bits of the known token (bit 0) and of each draft token: itself and its ancestors."""
     return [1, *(1 | sum(2 << number for number in path) for path in paths(parents))]
 
 
 def grow_tree(branches: ListOf[ListOf[int]], max_tokens: int) -> tuple[list[int], list[int]]:
-    """The draft, and its parents, that begins with the first branch and has the others' tokens where they differ. No
-    parents where that is a chain; branches that exceed `max_tokens` are cut."""
+    """Merges branches into one draft, the first branch first; returns its tokens and their parents.
+
+    Parents are empty if the draft is a chain. At most `max_tokens` tokens are kept.
+    """
     if len(branches) == 1:
         return list(branches[0][:max_tokens]), []
     draft: list[int] = []
@@ -55,10 +56,11 @@ def grow_tree(branches: ListOf[ListOf[int]], max_tokens: int) -> tuple[list[int]
     return draft, [] if parents == chain(len(parents)) else parents
 
 
-def follow(draft: ListOf[int], parents: ListOf[int], said: ListOf[int]) -> list[int]:
-    """Numbers of the draft's tokens that were said, one after the other; the last token said need not be among them."""
+def follow(draft: ListOf[int], parents: ListOf[int], token_ids: ListOf[int]) -> list[int]:
+    """Returns the indices of the draft tokens along a path of sampled tokens, up to the first that is not in the
+    draft."""
     path: list[int] = []
-    for token_id in said:
+    for token_id in token_ids:
         number = find_child(draft, parents, path[-1] if path else -1, token_id)
         if number is None:
             break
@@ -67,15 +69,15 @@ def follow(draft: ListOf[int], parents: ListOf[int], said: ListOf[int]) -> list[
 
 
 def find_child(draft: ListOf[int], parents: ListOf[int], number: int, token_id: int) -> int | None:
-    """The guess that this token follows that one."""
+    """Returns the index of a draft token with this id and this parent, if there is one."""
     children = range(number + 1, len(draft))
     return next((child for child in children if parents[child] == number and draft[child] == token_id), None)
 
 
 @dataclass(slots=True)  # one per token, as deltas
 class ScheduledSequence:
-    """Compute tokens `[start, start + num_tokens)` of `sequence`, its draft included. When the span reaches the end of
-    the known tokens, the runner also samples what follows them: one token, and one more per accepted draft token."""
+    """The span `[start, start + num_tokens)` of a sequence to compute, draft tokens included. If it reaches the end of
+    the known tokens, the runner samples one token, and one more per accepted draft token."""
 
     sequence: Sequence
     start: int
@@ -83,12 +85,12 @@ class ScheduledSequence:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens of the span that are guesses."""
+        """Number of draft tokens in the span."""
         return max(0, self.start + self.num_tokens - self.sequence.num_tokens)
 
     @property
     def draft_parents(self) -> list[int]:
-        """The parent of each guess of the span (see `runtime.core.step`)."""
+        """Parent of each draft token in the span."""
         count = self.num_draft_tokens
         return self.sequence.draft_parents[:count] or chain(count)
 
@@ -103,7 +105,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy a block's pages to another block, before the forward pass; the first `num_tokens` slots are needed."""
+    """A copy of a block's first `num_tokens` slots to another block, before the forward pass."""
 
     source: int
     target: int
@@ -112,7 +114,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockOffload:
-    """Save a block's pages in a slot of host memory."""
+    """A copy of a block to a slot of host memory."""
 
     block: int
     slot: int
@@ -120,7 +122,7 @@ class BlockOffload:
 
 @dataclass(frozen=True, slots=True)
 class BlockRestore:
-    """Fill a block's pages from a slot of host memory."""
+    """A copy of a slot of host memory to a block."""
 
     slot: int
     block: int
@@ -128,13 +130,14 @@ class BlockRestore:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything the runner sees of one step: which spans to compute, and which blocks move before that.
+    """Input of the runner for one step: spans to compute, and block moves before that.
 
-    Blocks move in this order: offloads, copies (all read before any is written), restores. Blocks are handed out while
-    the plan is made, so a block may be read for its last owner and written for its next one in the same plan; reading
-    comes first. What is offloaded or copied was computed in an earlier step, and only copies and restores write blocks.
-    Copies read no restored block. A slot that is saved to and restored from in one plan holds what was just saved:
-    offloads are before restores, no slot is saved to twice, and one that a restore reads is not given to another hash.
+    Blocks move in this order: offloads, copies (all read before any is written), restores. Blocks are allocated while
+    the plan is made, so one plan may read a block for its last owner and write it for its next one; reads come first.
+    Offloaded and copied blocks were computed in an earlier step, and only copies and restores write blocks. Copies read
+    no restored block. A slot that one plan both saves and restores holds what was just saved: offloads precede
+        restores,
+    no slot is saved twice, and a slot that a restore reads is not given to another hash.
     """
 
     entries: tuple[ScheduledSequence, ...]
@@ -149,7 +152,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token drawn for one sequence. `error` is set instead when the row was not finite; the token id is then -1."""
+    """A token sampled for one sequence. If the row was not finite, `error` is set and the token id is -1."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -158,11 +161,11 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step computed, by sequence id.
+    """Output of one step, by sequence id.
 
     Attributes:
-        tokens: for each entry of the plan that samples. A list, because verified drafts yield several.
-        prompt_logprobs: of the tokens that follow the span's ones inside the prompt, for sequences that ask for them.
+        tokens: sampled tokens of each entry that samples; several if draft tokens were accepted.
+        prompt_logprobs: log-probabilities of the prompt tokens after those of the span, for sequences that need them.
         hidden_sums: sum of the span's final hidden states `[hidden_size]`, for sequences that embed.
         path: how the step was run, where there are several ways: `recorded`, or why it was not among the recorded ones.
     """
@@ -174,43 +177,43 @@ class StepOutput:
 
 
 class Runner(Protocol):
-    """The part below the torch line, as the engine sees it."""
+    """The model runner as the engine uses it."""
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks there are; the plan uses ids 0 to num_blocks - 1."""
+        """Number of KV blocks; plans use ids 0 to num_blocks - 1."""
         ...
 
     @property
     def num_host_blocks(self) -> int:
-        """Slots of host memory for evicted blocks; the plan uses ids 0 to num_host_blocks - 1."""
+        """Number of host memory slots for evicted blocks; plans use ids 0 to num_host_blocks - 1."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output in tokens."""
+        """Longest prompt plus output in tokens."""
         ...
 
     @property
     def attention_window(self) -> AttentionWindow:
-        """What tokens look at: keys and values beyond it are not needed."""
+        """Tokens that a token attends to; keys and values outside of it are not needed."""
         ...
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether a block holds all that is known of its tokens, so that sequences may begin with blocks of others."""
+        """Whether a block holds the whole state of its tokens, so that sequences may share blocks."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of prompts lie below this."""
+        """Upper bound (exclusive) of token ids."""
         ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence unless it ignores them."""
+        """Token ids that end a sequence unless it ignores them."""
         ...
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Runs one forward pass over the plan's spans and samples where a span reaches its sequence's end."""
+        """Runs one forward pass over the plan's spans and samples where a span reaches the end of its sequence."""
         ...

@@ -23,6 +23,6 @@ def test_a_length_beyond_the_context(tmp_path: Path) -> None:
 def test_wishes_that_do_not_fit(tmp_path: Path) -> None:
     alone = runtime_here("generate", "-p", "Hello", "--attention-sinks", "4", cwd=tmp_path)
     assert (alone.returncode, alone.stdout) == (1, "")
-    assert "4 attention sinks are asked for, and no window" in alone.stderr
+    assert "4 attention sinks need an attention window" in alone.stderr
     wide = runtime_here("generate", "-p", "Hello", "--attention-window", "2045", "--attention-sinks", "4", cwd=tmp_path)
     assert "do not fit in the model's context of 2048 tokens. Use --attention-window 2044 or less" in wide.stderr

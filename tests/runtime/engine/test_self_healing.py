@@ -47,7 +47,7 @@ def test_broken_bookkeeping_is_reported_rebuilt_and_counted(corrupt, caplog: pyt
     corrupt(engine.scheduler.pool)
     with caplog.at_level(logging.CRITICAL, "runtime.engine.engine"):
         engine.check()
-    assert "KV blocks is broken" in caplog.text
+    assert "KV blocks is inconsistent" in caplog.text
     assert engine.metrics.broken_invariants_total == 1
     engine.scheduler.check()
     pool = engine.scheduler.pool
