@@ -45,11 +45,11 @@ def timer_of(rows: int, columns: int) -> Timer:
 
     from compress.checkpoint.weights import Int
     from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
-    from runtime.backends.triton.kernels.weight_layout import pack_planes
+    from runtime.backends.triton.kernels.weight_layout import interleave
 
     device = require_gpu()
-    packed = pack_planes(random_codes(rows, columns, Int(4, 128), device), device)
-    weights = [packed, *(pack_planes(random_codes(rows, columns, Int(4, 128), device), device)
+    packed = interleave(random_codes(rows, columns, Int(4, 128), device), device)
+    weights = [packed, *(interleave(random_codes(rows, columns, Int(4, 128), device), device)
                          for _ in range(num_copies(packed.nbytes) - 1))]  # fmt: skip
 
     def time(tokens: int, config: KernelConfig) -> float:

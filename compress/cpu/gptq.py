@@ -57,7 +57,7 @@ class _Stretch(ctypes.Structure):
     )
 
 
-class NativeColumns:
+class CpuColumns:
     """Changes columns of one weight in place. All tensors are on the CPU, and but for `feedback` contiguous.
 
     Args:

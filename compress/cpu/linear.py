@@ -79,7 +79,7 @@ class _Weight(ctypes.Structure):
     )
 
 
-class NativeLinear:
+class CpuLinear:
     """A weight `[O, I]`, perhaps with a bias, in the layout of the C kernels.
 
     Codes of up to 2, 4 and 8 bits take so many bits, those of 2:4 sparsity 3 if asked for; O is padded to a

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.backends.span_attention import DenseAttention
-from runtime.core.memory_plan import SPARE_RECENT_TOKENS
+from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS
 from runtime.core.model_config import DecoderConfig
 from runtime.core.request import Sequence, Status
 from runtime.core.step import ScheduledSequence
@@ -109,7 +109,7 @@ def _prefix(entry: ScheduledSequence, count: int) -> Prefix:
     return (*known, *entry.sequence.draft_token_ids[: stop - len(known)])
 
 
-class RecentStore:
+class ResidualWindow:
     """Rings of keys and values.
 
     Args:
@@ -123,7 +123,7 @@ class RecentStore:
     def __init__(
         self, config: DecoderConfig, window: int, num_rings: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.window, self.length = window, window + SPARE_RECENT_TOKENS
+        self.window, self.length = window, window + SPARE_RESIDUAL_TOKENS
         shape = (config.num_layers, num_rings, self.length, config.num_kv_heads, config.head_dim)
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self._rings: dict[Sequence, int] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import CODE_BITS, METADATA_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
-from runtime.backends.exact_tokens import RecentStore, SinkStore
+from runtime.backends.exact_tokens import ResidualWindow, SinkStore
 from runtime.core.batch import upload
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
@@ -281,7 +281,7 @@ class KVCache:
         windows = windows if memory.attention_window.window is None else (None,) * config.num_layers
         dtype, device = pages.dtype, pages.memory.device
         self.sinks = SinkStore(config, sinks, num_sequences, self.turn, windows, dtype, device) if sinks else None
-        self.recent = RecentStore(config, recent, num_sequences, dtype, device) if recent else None
+        self.residual_window = ResidualWindow(config, recent, num_sequences, dtype, device) if recent else None
 
     def turn(self, heads: Tensor) -> Tensor:
         """Query or key heads `[..., D]`, after RoPE, in the basis in which keys are stored."""
@@ -291,7 +291,7 @@ class KVCache:
         """Makes ready what is exact for a step's entries, in their order. May run the decoder over a few tokens."""
         return ExactPlaces(
             None if self.sinks is None else self._tensor(self.sinks.place(decoder, entries)),
-            None if self.recent is None else self._tensor(self.recent.place(entries)),
+            None if self.residual_window is None else self._tensor(self.residual_window.place(entries)),
         )
 
     def _tensor(self, places: list[int]) -> Tensor:

@@ -44,7 +44,7 @@ class KVBudget:
 NO_BUDGET = KVBudget(0, "as many blocks as asked for")
 
 
-SPARE_RECENT_TOKENS = 17
+SPARE_RESIDUAL_TOKENS = 17
 """A sequence's exact recent tokens have room for so many more: one that is known and the longest draft. What a rejected
 draft overwrote is out of sight then."""
 

@@ -47,7 +47,7 @@ class RowNoise:
         """Scores `[R, V]` over temperature, where none is 0."""
         return scores / self.temperature.to(scores.dtype).unsqueeze(-1)
 
-    def loudest(self, scores: Tensor, token_ids: Tensor) -> Tensor:
+    def gumbel_argmax(self, scores: Tensor, token_ids: Tensor) -> Tensor:
         """The id `[R]` with the highest sum of score `[R, K]` and noise, the first of equal ones; ids `[R or 1, K]`."""
         winner = gumbel_noise(self.seeds, self.positions, token_ids).add_(scores).argmax(-1, keepdim=True)
         return token_ids.expand(len(scores), -1).gather(-1, winner).squeeze(-1)
@@ -88,7 +88,7 @@ MIN_TEMPERATURE = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SamplingTensors:
     """Noise, and what is cut off, `[R]` each: top-k is int64, top-p and min-p are float64."""
 
     noise: RowNoise
@@ -97,7 +97,7 @@ class Wishes:
     min_p: Tensor
 
     @classmethod
-    def of_columns(cls, integers: Sequence[Tensor], floats: Sequence[Tensor]) -> Wishes:
+    def of_columns(cls, integers: Sequence[Tensor], floats: Sequence[Tensor]) -> SamplingTensors:
         """As `integers_of` and `floats_of` give them."""
         (seeds, positions, top_k), (temperature, top_p, min_p) = integers, floats
         return cls(RowNoise(seeds, positions, temperature), top_k, top_p, min_p)
@@ -112,15 +112,15 @@ class Wishes:
         return self.top_k, self.top_p.to(dtype), self.min_p.to(dtype)
 
 
-def upload_wishes(
+def upload_sampling_tensors(
     draws: Sequence[SamplingMetadata], rows: Sequence[int], device: torch.device
-) -> tuple[Tensor, Wishes]:
+) -> tuple[Tensor, SamplingTensors]:
     """The numbers of some rows, int64 `[R]`, and how these want to be drawn; in one transfer."""
     mine = [draws[row] for row in rows]
     integers = zip(*(integers_of(draw.sampling, draw.seed, draw.position) for draw in mine), strict=True)
     floats = zip(*(floats_of(draw.sampling) for draw in mine), strict=True)
     index, *columns = upload_columns((rows, *integers), tuple(floats), device)
-    return index, Wishes.of_columns(columns[:3], columns[3:])
+    return index, SamplingTensors.of_columns(columns[:3], columns[3:])
 
 
 def integers_of(sampling: SamplingParams, seed: int, position: int) -> tuple[int, int, int]:

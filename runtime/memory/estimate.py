@@ -15,7 +15,7 @@ from compress.models.spec import siblings
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, choose_linear
 from runtime.core.config import RuntimeConfig
-from runtime.core.memory_plan import SPARE_RECENT_TOKENS, ExactTokens
+from runtime.core.memory_plan import SPARE_RESIDUAL_TOKENS, ExactTokens
 from runtime.core.model_config import DecoderConfig
 from runtime.model.loader import exclude_kernels, expected_linears, head_is_embedding
 from runtime.speculative.ngram import MAX_TREE_TOKENS, TREES
@@ -26,7 +26,7 @@ LOGITS_COPIES = 4
 """Of the float32 logits of a step, while tokens are drawn: themselves, tempered, sorted, noisy."""
 GPU_LOGIT_BYTES = 64
 """Of one logit on a GPU, where its noise is computed for the whole vocabulary, and at the worst all of it sorted."""
-RECORDED_LOGIT_BYTES = 24
+CAPTURED_LOGIT_BYTES = 24
 """Of one logit of a recorded step: itself, tempered, without what is cut off, and its exponential, twice on the way."""
 SPLIT_TOKENS, MOST_SPLITS = 64, 8
 """Linears over so few tokens add up so many float32 parts of their output at most."""
@@ -57,7 +57,7 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
     attended = config.max_num_batched_tokens * heads * FLOAT32
     step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
-    recorded = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * RECORDED_LOGIT_BYTES)
+    recorded = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
     return step + recorded + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
 
 
@@ -83,7 +83,7 @@ def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, 
 
 def exact_tokens(model: DecoderConfig, scheme: KVCacheScheme, itemsize: int, num_sequences: int) -> ExactTokens:
     """What a form of keys and values keeps exactly of so many sequences; `itemsize` as in `kv_token_bytes`."""
-    recent = scheme.recent + SPARE_RECENT_TOKENS if scheme.recent else 0
+    recent = scheme.recent + SPARE_RESIDUAL_TOKENS if scheme.recent else 0
     return ExactTokens(scheme.sinks + recent, num_sequences, kv_token_bytes(model, itemsize=itemsize))
 
 

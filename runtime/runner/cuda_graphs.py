@@ -14,7 +14,7 @@ from torch import Tensor
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import AttentionGroup, Batch, num_hidden_keys, slots_of, visible_blocks
 from runtime.core.memory_plan import MemoryPlan
-from runtime.core.sampling_tensors import Wishes, floats_of, integers_of
+from runtime.core.sampling_tensors import SamplingTensors, floats_of, integers_of
 from runtime.core.step import ScheduledSequence
 from runtime.model.decoder import Decoder
 from runtime.sampling.sampler import SampleStep
@@ -22,10 +22,10 @@ from runtime.sampling.sampler import SampleStep
 PADDING = -1
 """Slot and position of rows that stand for no token: nothing is written for them, and they see no keys."""
 PADDING_NUMBERS = [[0], [PADDING], [PADDING], [PADDING]]
-NUM_NUMBERS, NUM_WISHES = 4, 6
+NUM_NUMBERS, NUM_SAMPLING_COLUMNS = 4, 6
 """Columns of a row: token id, position, slot, and position among the keys that it looks at; then how the next token is
 drawn, as `runtime.sampling.sampling_tensors` has it: three integers, and three numbers of float64."""
-NUM_COLUMNS = NUM_NUMBERS + NUM_WISHES
+NUM_COLUMNS = NUM_NUMBERS + NUM_SAMPLING_COLUMNS
 
 
 class StepBuffers:
@@ -67,10 +67,10 @@ class StepBuffers:
         no_rows = token_ids[:0]
         return Batch((), token_ids, positions, slots, (group,), (), no_rows, (), ())
 
-    def wishes(self, size: int) -> Wishes:
+    def sampling_tensors(self, size: int) -> SamplingTensors:
         """Of the first `size` rows, as `batch`. Rows of padding are greedy."""
         columns = self._columns(size)[NUM_NUMBERS:]
-        return Wishes.of_columns(columns[:3], [column.view(torch.float64) for column in columns[3:]])
+        return SamplingTensors.of_columns(columns[:3], [column.view(torch.float64) for column in columns[3:]])
 
     def fill(self, entries: Sequence[ScheduledSequence], size: int) -> None:
         """Lays out entries of one token each in the first rows and padding in the rest of `size`, and sends them.
@@ -95,8 +95,8 @@ class StepBuffers:
         request, start = entry.sequence.request, entry.start
         (slot,) = slots_of(entry, self.block_size)
         hidden = num_hidden_keys(entry, self.block_size, self.attention_window)
-        wishes = integers_of(request.sampling, request.seed, start + 1)
-        return entry.sequence.token_ids[start], start, slot, start - hidden, *wishes
+        sampling = integers_of(request.sampling, request.seed, start + 1)
+        return entry.sequence.token_ids[start], start, slot, start - hidden, *sampling
 
     def _fill_table(self, row: int, entry: ScheduledSequence) -> bool:
         """Whether the row's block table is another one than in the step before."""
@@ -221,7 +221,7 @@ class StepGraphs:
         logits, tokens = self.buffers.logits[: kind.size], self.buffers.tokens[: kind.size]
         logits.copy_(self._compute(batch))
         if self._draw is not None:
-            self._draw(logits, logits, self.buffers.wishes(kind.size), kind.truncates, tokens)
+            self._draw(logits, logits, self.buffers.sampling_tensors(kind.size), kind.truncates, tokens)
 
 
 def batch_sizes(limit: int) -> tuple[int, ...]:

@@ -146,9 +146,9 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.graphs_refusal = self._refuse_graphs()
         if not self.graphs_refusal:
-            self.record_steps(CudaCapture(decoder.device))
+            self.capture_steps(CudaCapture(decoder.device))
 
-    def record_steps(self, capture: Capture) -> None:
+    def capture_steps(self, capture: Capture) -> None:
         """From now on steps of one token per sequence are recorded when they are first needed, and run again."""
         buffers = StepBuffers(self.decoder, self.memory, self.memory.num_sequences)
         self.graphs = StepGraphs(self._logits, buffers, capture, step_sampler(buffers.logits))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runtime.core.batch import to_device, upload, upload_columns
 from runtime.core.sampling_metadata import SamplingMetadata
-from runtime.core.sampling_tensors import UNDECIDED, Wishes
+from runtime.core.sampling_tensors import UNDECIDED, SamplingTensors
 
 MIN_REPETITION_PENALTY = 1e-10
 """Lower ones are as good as this, and what is divided by it stays finite."""
@@ -105,11 +105,11 @@ NEGLIGIBLE = 80.0
 """Below the highest score: a million such tokens add nothing to a sum, and their exponentials are no denormals."""
 
 
-def draw_likely(logits: Tensor, wishes: Wishes) -> Tensor:
+def draw_likely(logits: Tensor, tensors: SamplingTensors) -> Tensor:
     """Tokens `[R]` drawn from logits `[R, V]`, without a look at what the device found: rows whose threshold lies below
     the likely tokens stay undecided."""
-    likely, ids, unknown = likely_candidates(wishes.noise.temper(logits), *wishes.limits(logits.dtype))
-    return wishes.noise.loudest(likely, ids).masked_fill_(unknown, UNDECIDED)
+    likely, ids, unknown = likely_candidates(tensors.noise.temper(logits), *tensors.limits(logits.dtype))
+    return tensors.noise.gumbel_argmax(likely, ids).masked_fill_(unknown, UNDECIDED)
 
 
 def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,14 @@ from runtime.backends.registry import choose_fused_sampling, choose_sampling
 from runtime.core.batch import upload
 from runtime.core.request import TokenLogprobs
 from runtime.core.sampling_metadata import SamplingMetadata
-from runtime.core.sampling_tensors import ERRORS, FORBIDDEN, INFINITE, UNDECIDED, Wishes, upload_wishes
+from runtime.core.sampling_tensors import (
+    ERRORS,
+    FORBIDDEN,
+    INFINITE,
+    UNDECIDED,
+    SamplingTensors,
+    upload_sampling_tensors,
+)
 from runtime.core.step import SampledToken
 from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely, likely_candidates
 
@@ -33,16 +40,16 @@ def draw_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMet
     kernel = choose_sampling(logits)
     tokens, finite = kernel.argmax(scores)
     if rows:
-        index, wishes = upload_wishes(draws, rows, scores.device)
-        tempered = wishes.noise.temper(scores if len(rows) == len(draws) else scores.index_select(0, index))
-        tokens.index_copy_(0, index, kernel.gumbel_argmax(tempered, wishes.noise))
+        index, tensors = upload_sampling_tensors(draws, rows, scores.device)
+        tempered = tensors.noise.temper(scores if len(rows) == len(draws) else scores.index_select(0, index))
+        tokens.index_copy_(0, index, kernel.gumbel_argmax(tempered, tensors.noise))
     if scores is not logits:
         tokens.masked_fill_(scores.amax(-1) == float("-inf"), FORBIDDEN)
         finite = kernel.argmax(logits)[1]
     return tokens.masked_fill_(~finite, INFINITE)
 
 
-SampleStep = Callable[[Tensor, Tensor, Wishes, bool, Tensor], None]
+SampleStep = Callable[[Tensor, Tensor, SamplingTensors, bool, Tensor], None]
 """As `sample_step`, for one kernel."""
 
 
@@ -53,7 +60,12 @@ def step_sampler(logits: Tensor) -> SampleStep | None:
 
 
 def sample_step(
-    kernel: FusedSampling, logits: Tensor, scores: Tensor, wishes: Wishes, truncates: bool, tokens: Tensor
+    kernel: FusedSampling,
+    logits: Tensor,
+    scores: Tensor,
+    tensors: SamplingTensors,
+    truncates: bool,
+    tokens: Tensor,
 ) -> None:
     """Writes the token of each row, or an outcome, to int64 `tokens [R]`.
 
@@ -62,14 +74,14 @@ def sample_step(
         scores: the processed logits, or `logits` itself.
         truncates: some rows have top-k, top-p or min-p.
     """
-    noise = wishes.noise
+    noise = tensors.noise
     if not truncates:
         kernel.sample(logits, scores, noise, tokens)
         return
-    is_truncated = wishes.is_truncated
+    is_truncated = tensors.is_truncated
     greedy = replace(noise, temperature=noise.temperature.masked_fill(is_truncated, 0))
     kernel.sample(logits, scores, greedy, tokens)
-    likely, ids, unknown = likely_candidates(noise.temper(scores), *wishes.limits(scores.dtype))
+    likely, ids, unknown = likely_candidates(noise.temper(scores), *tensors.limits(scores.dtype))
     kernel.sample_listed(likely, ids, unknown, is_truncated, noise, tokens)
 
 
@@ -114,8 +126,8 @@ def draw_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], *, truncated:
     Args:
         truncated: apply top-k, top-p and min-p.
     """
-    _, wishes = upload_wishes(draws, range(len(draws)), logits.device)
-    return wishes.noise.loudest(*_scores(logits, wishes, truncated=truncated))
+    _, tensors = upload_sampling_tensors(draws, range(len(draws)), logits.device)
+    return tensors.noise.gumbel_argmax(*_scores(logits, tensors, truncated=truncated))
 
 
 def probabilities(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
@@ -126,8 +138,8 @@ def probabilities(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     for truncated in (False, True):
         rows = _random_rows(draws, truncated=truncated)
         if rows:
-            index, wishes = upload_wishes(draws, rows, logits.device)
-            scores, ids = _scores(_rows(adjusted, index), wishes, truncated=truncated)
+            index, tensors = upload_sampling_tensors(draws, rows, logits.device)
+            scores, ids = _scores(_rows(adjusted, index), tensors, truncated=truncated)
             shares = scores.double().softmax(-1)
             found[index] = torch.zeros_like(found[index]).scatter_(-1, ids.expand(len(rows), -1), shares)
     return found
@@ -142,14 +154,14 @@ def _choose(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata]) -
     rows = _random_rows(draws, truncated=True)
     if draw := step_sampler(logits):
         chosen = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
-        draw(logits, scores, upload_wishes(draws, range(len(draws)), logits.device)[1], bool(rows), chosen)
+        draw(logits, scores, upload_sampling_tensors(draws, range(len(draws)), logits.device)[1], bool(rows), chosen)
         return chosen
     chosen = draw_untruncated(logits, scores, draws, _random_rows(draws, truncated=False))
     if not rows:
         return chosen
-    index, wishes = upload_wishes(draws, rows, logits.device)
+    index, tensors = upload_sampling_tensors(draws, rows, logits.device)
     mine = chosen.index_select(0, index)
-    return chosen.index_copy_(0, index, torch.where(mine < 0, mine, draw_likely(_rows(scores, index), wishes)))
+    return chosen.index_copy_(0, index, torch.where(mine < 0, mine, draw_likely(_rows(scores, index), tensors)))
 
 
 def _decide(chosen: list[int], scores: Tensor, draws: Sequence[SamplingMetadata]) -> None:
@@ -164,11 +176,11 @@ def _decide(chosen: list[int], scores: Tensor, draws: Sequence[SamplingMetadata]
                 chosen[row] = token_id
 
 
-def _scores(logits: Tensor, wishes: Wishes, *, truncated: bool) -> tuple[Tensor, Tensor]:
+def _scores(logits: Tensor, tensors: SamplingTensors, *, truncated: bool) -> tuple[Tensor, Tensor]:
     """What noise is added to `[R, K]`, minus infinity where a token cannot be drawn, and the ids `[R or 1, K]`."""
-    scores = wishes.noise.temper(logits)
+    scores = tensors.noise.temper(logits)
     if truncated:
-        return candidates(scores, *wishes.limits(scores.dtype))
+        return candidates(scores, *tensors.limits(scores.dtype))
     return scores, torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)
 
 

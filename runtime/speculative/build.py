@@ -67,7 +67,7 @@ def _check_trees(config: RuntimeConfig, runner: ModelRunner) -> None:
     remedy = "Use --speculative-model ngram"
     if config.spec_verify == "rejection":
         raise ToolkitError("trees of draft tokens are verified exactly", f"Use --spec-verify exact, or {remedy[4:]}")
-    if runner.cache.sinks or runner.cache.recent:
+    if runner.cache.sinks or runner.cache.residual_window:
         raise ToolkitError("trees of draft tokens cannot be combined with exact sinks and recent tokens", remedy)
     shortest = min((window for window in runner.kernels.windows if window is not None), default=None)
     if shortest is not None and shortest <= config.num_speculative_tokens:

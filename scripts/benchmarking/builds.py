@@ -62,24 +62,24 @@ class Rules:
 
 
 RULES = {
-    "narrow_product": Rules(TENSOR_CORES),
-    "wide_product": Rules(TENSOR_CORES),
+    "w4a16_skinny_gemm": Rules(TENSOR_CORES),
+    "w4a16_gemm": Rules(TENSOR_CORES),
     "expand": Rules(),
-    "byte_product": Rules(TENSOR_CORES, converts=True),
-    "level_product": Rules(("IMMA", "IGMMA")),
-    "narrow_fp8_product": Rules(TENSOR_CORES),
-    "wide_fp8_product": Rules(("QMMA",), {90: ("QGMMA",)}),
+    "w8a16_gemm": Rules(TENSOR_CORES, converts=True),
+    "int8_gemm": Rules(("IMMA", "IGMMA")),
+    "fp8_skinny_gemm": Rules(TENSOR_CORES),
+    "fp8_gemm": Rules(("QMMA",), {90: ("QGMMA",)}),
     "paged_attention": Rules(TENSOR_CORES, converts=True),
     "join_splits": Rules(),
-    "turn_write": Rules(converts=True, wide=_long_sums),
-    "prepare_rows": Rules(wide=_always),
-    "finish_rows": Rules(converts=True, wide=_always),
-    "add_norm": Rules(converts=True, wide=_always),
-    "gate_rows": Rules(converts=True, wide=_always),
+    "fused_qk_norm_rope_kv_write": Rules(converts=True, wide=_long_sums),
+    "convert_input_kernel": Rules(wide=_always),
+    "split_k_reduce_kernel": Rules(converts=True, wide=_always),
+    "add_rms_norm_kernel": Rules(converts=True, wide=_always),
+    "silu_and_mul_kernel": Rules(converts=True, wide=_always),
     "change_columns": Rules(converts=True),
-    "draw_parts": Rules(converts=True, wide=_whole_vocabulary),
+    "sample_parts": Rules(converts=True, wide=_whole_vocabulary),
     "join_parts": Rules(converts=True),
-    "draw_listed": Rules(converts=True),
+    "sample_listed_kernel": Rules(converts=True),
 }
 """By kernel; one that is missing here fails."""
 

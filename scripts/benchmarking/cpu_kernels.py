@@ -31,7 +31,7 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from compress.cpu.linear import Activations, NativeLinear
+from compress.cpu.linear import Activations, CpuLinear
 from runtime.backends.base import Linear, Target
 from runtime.backends.torch.linear import PrepackedLinear
 from runtime.backends.torch.quantized_linear import INT4PACK
@@ -78,12 +78,12 @@ def contenders(in_features: int, out_features: int, group_size: int = 128) -> li
     makers: Mapping[str, Callable[[], Linear]] = {
         "torch bf16": lambda: PrepackedLinear(numbers, None),
         "torch int4pack": lambda: INT4PACK.prepare(w4, None, TARGET),
-        "w4a16": lambda: NativeLinear(w4),
-        "w4a8": lambda: NativeLinear(w4, activations=Activations.INT8_GROUP),
-        "w2a16": lambda: NativeLinear(w2),
-        "w8a16": lambda: NativeLinear(w8),
-        "w8a8": lambda: NativeLinear(w8a8, activations=Activations.INT8_ROW),
-        "bf16": lambda: NativeLinear(numbers),
+        "w4a16": lambda: CpuLinear(w4),
+        "w4a8": lambda: CpuLinear(w4, activations=Activations.INT8_GROUP),
+        "w2a16": lambda: CpuLinear(w2),
+        "w8a16": lambda: CpuLinear(w8),
+        "w8a8": lambda: CpuLinear(w8a8, activations=Activations.INT8_ROW),
+        "bf16": lambda: CpuLinear(numbers),
     }
     return [_copied(name, make) for name, make in makers.items()]
 
@@ -189,13 +189,13 @@ def compiled_step(case: Case, format: str) -> Callable[[], object]:
     import torch
 
     from compress.checkpoint.kv_cache import KVCacheScheme
-    from runtime.backends.cpu.attention import NativeAttention
-    from runtime.backends.cpu.kv_pages import NativePages
+    from runtime.backends.cpu.attention import CpuAttention
+    from runtime.backends.cpu.kv_pages import CpuPages
 
     layers, device = _layers(case), torch.device("cpu")
     blocks = case.batch * case.context // case.block_size
     scheme = KVCacheScheme(format)
-    pages = NativePages(decoder_config(case, layers), scheme, blocks, case.block_size, torch.bfloat16, device)
+    pages = CpuPages(decoder_config(case, layers), scheme, blocks, case.block_size, torch.bfloat16, device)
     for name, tensor in pages.memory.tensors.items():
         if name.endswith("scales"):
             tensor.uniform_(0.01, 0.02)
@@ -203,7 +203,7 @@ def compiled_step(case: Case, format: str) -> Callable[[], object]:
             tensor.view(torch.bfloat16).normal_()
         else:
             tensor.random_(0, 256)
-    return _layer_by_layer(case, NativeAttention(pages, _batch(case, blocks), (None,) * layers), layers)
+    return _layer_by_layer(case, CpuAttention(pages, _batch(case, blocks), (None,) * layers), layers)
 
 
 def torch_step(case: Case) -> Callable[[], object]:

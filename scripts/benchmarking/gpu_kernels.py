@@ -37,7 +37,7 @@ from runtime.backends.base import Target
 from runtime.backends.kv_pages import ExactPages, QuantizedPages
 from runtime.backends.torch.linear import DenseLinear, semi_structured_bytes
 from runtime.backends.triton.attention import block_rows, layer_pages, num_splits
-from runtime.backends.triton.linear import BYTES, LEVEL_PRODUCT, NATIVE, PLANES, WIDENED
+from runtime.backends.triton.linear import FP8_KERNEL, FP8_W8A16_KERNEL, W4A16_KERNEL, W8A8_KERNEL, W8A16_KERNEL
 
 CACHE_BYTES = 2 * 64 * 2**20
 """Copies that are read in turn hold together at least twice the second-level cache of the largest GPU."""
@@ -197,12 +197,12 @@ def _fill(pages: ExactPages | QuantizedPages) -> None:
 SHAPES = ("4096x4096", "6144x4096", "28672x4096", "4096x14336", "8192x8192")
 TOKENS = (1, 4, 16, 64, 256, 2048)
 KERNELS = {
-    "int4 g128": (PLANES, Int(4, 128)),
-    "int2 g64": (PLANES, Int(2, 64)),
-    "int8": (BYTES, Int(8, None)),
-    "w8a8": (LEVEL_PRODUCT, Int(8, None, True, Activations.INT8)),
-    "fp8": (WIDENED, Fp8()),
-    "fp8 w8a8": (NATIVE, Fp8(Activations.FP8)),
+    "int4 g128": (W4A16_KERNEL, Int(4, 128)),
+    "int2 g64": (W4A16_KERNEL, Int(2, 64)),
+    "int8": (W8A16_KERNEL, Int(8, None)),
+    "w8a8": (W8A8_KERNEL, Int(8, None, True, Activations.INT8)),
+    "fp8": (FP8_W8A16_KERNEL, Fp8()),
+    "fp8 w8a8": (FP8_KERNEL, Fp8(Activations.FP8)),
 }
 DENSE = "cuBLAS bf16"
 

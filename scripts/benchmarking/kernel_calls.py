@@ -15,8 +15,17 @@ from torch import Tensor
 
 from benchmarking.launches import Launch, Recorder, recorded
 from compress.checkpoint.kv_cache import EXACT, KV_FORMATS, KVCacheScheme
-from runtime.backends.triton.attention import HEAD_DIMS, Front, HeadPages, block_rows
-from runtime.backends.triton.fused_linear import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product, finished
+from runtime.backends.triton.attention import HEAD_DIMS, HeadPages, SinkTokens, block_rows
+from runtime.backends.triton.fused_linear import (
+    Q8_FLOAT,
+    Q8_INT,
+    ROWS,
+    SUMS,
+    ActivationLayout,
+    PartialSums,
+    QuantizedInput,
+    finished,
+)
 
 if TYPE_CHECKING:
     from runtime.backends.triton.kernels.configs import KernelConfig
@@ -108,9 +117,9 @@ def _tried_configs() -> list[KernelConfig]:
 
 
 def _w4a16_product(form: PackedForm, config: KernelConfig, dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.norm_act import prepared
-    from runtime.backends.triton.kernels.w4a16 import input_form, product
-    from runtime.backends.triton.kernels.weight_layout import PlanedWeight, tile_inputs
+    from runtime.backends.triton.kernels.norm_act import convert_input
+    from runtime.backends.triton.kernels.w4a16 import activation_layout, product
+    from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
 
     tile = tile_inputs(form.bits)
     inputs = INPUTS if form.even else INPUTS - tile // 2
@@ -119,65 +128,70 @@ def _w4a16_product(form: PackedForm, config: KernelConfig, dtype: torch.dtype) -
     zero = _empty(groups, ROWS_OF_WEIGHT, dtype=torch.uint8) if form.has_zero else None
     scale, bias = _empty(groups, ROWS_OF_WEIGHT, dtype=dtype), _empty(ROWS_OF_WEIGHT, dtype=dtype)
     midpoint, shape = 1 << form.bits - 1, (ROWS_OF_WEIGHT, inputs)
-    weight = PlanedWeight(words, scale, zero, form.bits, midpoint, form.group_size, shape)
-    x = prepared(_empty(config.block_m, inputs, dtype=dtype), input_form(weight, config))
+    weight = InterleavedWeight(words, scale, zero, form.bits, midpoint, form.group_size, shape)
+    x = convert_input(_empty(config.block_m, inputs, dtype=dtype), activation_layout(weight, config))
     product(x, weight, bias if form.has_bias else None, config)
 
 
 def _int8(dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.int8 import ByteWeight, byte_parts, level_parts
+    from runtime.backends.triton.kernels.int8_gemm import Int8Codes, int8_partial_sums, w8a16_partial_sums
 
     codes, bias = _empty(ROWS_OF_WEIGHT, INPUTS, dtype=torch.int8), _empty(ROWS_OF_WEIGHT, dtype=dtype)
     for (group_size, has_zero), tokens in product(BYTE_GROUPS, TOKENS):
         groups = INPUTS // (group_size or INPUTS), ROWS_OF_WEIGHT
         zero = _empty(*groups, dtype=torch.int8) if has_zero else None
-        weight = ByteWeight(codes, _empty(*groups, dtype=dtype), zero, group_size)
-        byte_parts(Prepared(_empty(tokens, INPUTS, dtype=dtype)), weight, bias, PROCESSORS)
-        rounded = Prepared(_empty(tokens, INPUTS, dtype=torch.int8), _empty(tokens, dtype=torch.float32))
-        level_parts(rounded, weight, bias, PROCESSORS)
+        weight = Int8Codes(codes, _empty(*groups, dtype=dtype), zero, group_size)
+        w8a16_partial_sums(QuantizedInput(_empty(tokens, INPUTS, dtype=dtype)), weight, bias, PROCESSORS)
+        rounded = QuantizedInput(_empty(tokens, INPUTS, dtype=torch.int8), _empty(tokens, dtype=torch.float32))
+        int8_partial_sums(rounded, weight, bias, PROCESSORS)
 
 
 def _fp8(dtype: torch.dtype, arch: int) -> None:
-    from runtime.backends.triton.kernels.fp8 import PlacedFp8, fp8_parts
+    from runtime.backends.triton.kernels.fp8 import PlacedFp8, fp8_partial_sums
 
     codes, bias = _empty(ROWS_OF_WEIGHT, INPUTS, dtype=torch.uint8), _empty(ROWS_OF_WEIGHT, dtype=dtype)
     for rounds, tokens, with_bias in product((False, True), TOKENS, (False, True)):
         weight = PlacedFp8(codes, bias, rounds, arch >= MULTIPLIES_FP8, PROCESSORS, dtype)
         x = _empty(tokens, INPUTS, dtype=torch.uint8 if rounds else dtype)
         scale = _empty(tokens, dtype=torch.float32) if rounds else None
-        fp8_parts(Prepared(x, scale), weight, bias if with_bias else None)
+        fp8_partial_sums(QuantizedInput(x, scale), weight, bias if with_bias else None)
 
 
-def _products(rows: int, dtype: torch.dtype, level_splits: int = MAX_SPLITS) -> Iterator[Product]:
+def _products(rows: int, dtype: torch.dtype, level_splits: int = MAX_SPLITS) -> Iterator[PartialSums]:
     """Every kind of product that a linear returns."""
     bias, scales = _empty(rows, dtype=dtype), (_empty(4, dtype=torch.float32), _empty(rows, dtype=dtype))
     yield finished(_empty(4, rows, dtype=dtype))
-    yield Product(_empty(MAX_SPLITS, 4, rows, dtype=torch.float32), rows, bias)
-    yield Product(_empty(level_splits, 4, rows, dtype=torch.int32), rows, bias, scales)
-    yield Product(_empty(1, 4, rows, dtype=torch.float32), rows, None, scales)
+    yield PartialSums(_empty(MAX_SPLITS, 4, rows, dtype=torch.float32), rows, bias)
+    yield PartialSums(_empty(level_splits, 4, rows, dtype=torch.int32), rows, bias, scales)
+    yield PartialSums(_empty(1, 4, rows, dtype=torch.float32), rows, None, scales)
 
 
 def _norm_act(dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.norm_act import finish, gate, norm, prepared
+    from runtime.backends.triton.kernels.norm_act import add_rms_norm, convert_input, silu_and_mul, split_k_reduce
 
     for unit in (32, 64, 128, 256):
-        prepared(_empty(4, 4096, dtype=dtype), InputForm(SUMS, unit, 4096 // unit))
-    for kind, size in product((LEVELS, FLOATS), (4096, 16384, 32768)):
-        prepared(_empty(4, size, dtype=dtype), InputForm(kind))
+        convert_input(_empty(4, 4096, dtype=dtype), ActivationLayout(SUMS, unit, 4096 // unit))
+    for kind, size in product((Q8_INT, Q8_FLOAT), (4096, 16384, 32768)):
+        convert_input(_empty(4, size, dtype=dtype), ActivationLayout(kind))
     for size in (4096, 8192, 16384):
-        for form in (InputForm(ROWS), InputForm(SUMS, 128, size // 128), InputForm(LEVELS), InputForm(FLOATS)):
+        for form in (
+            ActivationLayout(ROWS),
+            ActivationLayout(SUMS, 128, size // 128),
+            ActivationLayout(Q8_INT),
+            ActivationLayout(Q8_FLOAT),
+        ):
             for update in (None, *_products(size, dtype, _level_splits(size))):
-                norm(_empty(4, size, dtype=dtype), update, _empty(size, dtype=dtype), 1e-5, form)
+                add_rms_norm(_empty(4, size, dtype=dtype), update, _empty(size, dtype=dtype), 1e-5, form)
             for gate_up in _products(2 * size, dtype):
-                gate(gate_up, form, dtype)
-                finish(gate_up, dtype)
+                silu_and_mul(gate_up, form, dtype)
+                split_k_reduce(gate_up, dtype)
 
 
 def _level_splits(rows: int) -> int:
     """Splits of an 8-bit product with this many outputs: the longer a row, the fewer fill a GPU."""
-    from runtime.backends.triton.kernels.int8 import level_tile, split_inputs
+    from runtime.backends.triton.kernels.int8_gemm import int8_tile, split_inputs
 
-    return split_inputs(rows, 2**16, 1, level_tile(1), PROCESSORS)[0]
+    return split_inputs(rows, 2**16, 1, int8_tile(1), PROCESSORS)[0]
 
 
 def _pages(cache: str, head_dim: int, dtype: torch.dtype) -> HeadPages:
@@ -188,13 +202,13 @@ def _pages(cache: str, head_dim: int, dtype: torch.dtype) -> HeadPages:
 
 
 def _rope_kv_write(dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.rope_kv_write import write_turned
+    from runtime.backends.triton.kernels.rope_kv_write import qk_norm_rope_kv_write
 
     for cache, head_dim, has_norm in product(KV_FORMATS, HEAD_DIMS, (False, True)):
         norm, angles = _empty(HEADS + KV_HEADS, head_dim, dtype=dtype), _empty(4, 1, head_dim, dtype=dtype)
         for qkv in _products((HEADS + 2 * KV_HEADS) * head_dim, dtype):
             slots, into = _empty(4, dtype=torch.int64), _pages(cache, head_dim, dtype)
-            write_turned(qkv, norm if has_norm else None, 1e-5, angles, angles, slots, into)
+            qk_norm_rope_kv_write(qkv, norm if has_norm else None, 1e-5, angles, angles, slots, into)
 
 
 @dataclass(frozen=True)
@@ -224,7 +238,7 @@ def _attend(into: HeadPages, head_dim: int, rows: int, form: AttentionForm, dtyp
     tokens = rows // (HEADS // KV_HEADS)
     query, exact = _empty(tokens, HEADS, head_dim, dtype=dtype), _empty(2, 4, KV_HEADS, head_dim, dtype=dtype)
     blocks, places = _empty(1, 64, dtype=torch.int64), _empty(tokens, dtype=torch.int64)
-    front = Front(
+    front = SinkTokens(
         4 if form.streaming else 0,
         query if form.streaming else None,
         (exact, exact) if form.exact else None,
@@ -253,7 +267,7 @@ def _column_solver() -> None:
 
 
 def _sampling() -> None:
-    from runtime.backends.triton.kernels.sampling import draw_from_listed, draw_rows
+    from runtime.backends.triton.kernels.sampling import sample_from_listed, sample_rows
     from runtime.core.sampling_tensors import RowNoise
     from runtime.sampling.logits_processors import NUM_LIKELY
 
@@ -261,7 +275,7 @@ def _sampling() -> None:
     noise = RowNoise(numbers, numbers, _empty(4, dtype=torch.float64))
     for vocab_size in VOCABULARIES:
         logits = _empty(4, vocab_size, dtype=torch.float32)
-        draw_rows(logits, logits, noise, tokens)
+        sample_rows(logits, logits, noise, tokens)
     scores, ids = _empty(4, NUM_LIKELY, dtype=torch.float32), _empty(4, NUM_LIKELY, dtype=torch.int64)
     is_truncated = _empty(4, dtype=torch.bool)
-    draw_from_listed(scores, ids, is_truncated, is_truncated, noise, tokens)
+    sample_from_listed(scores, ids, is_truncated, is_truncated, noise, tokens)

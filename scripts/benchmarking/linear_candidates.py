@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.backends.triton.kernels.configs import EXPAND, NARROW, WIDE, KernelConfig
+from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, KernelConfig
 
 
 def candidates(tokens: int) -> Iterator[KernelConfig]:
@@ -14,10 +14,10 @@ def candidates(tokens: int) -> Iterator[KernelConfig]:
             for num_warps in (4, 8):
                 for num_stages in (3, 4, 5):
                     for splits in (1, 2, 4, 8, 16):
-                        yield KernelConfig(NARROW, block_n, min(64, max(16, tokens)), num_warps, num_stages, splits)
+                        yield KernelConfig(SKINNY, block_n, min(64, max(16, tokens)), num_warps, num_stages, splits)
     if tokens >= 64:
         for block_m in (64, 128, 256):
             for num_stages in (2, 3):
-                yield KernelConfig(WIDE, 128, block_m, 8, num_stages)
+                yield KernelConfig(GEMM, 128, block_m, 8, num_stages)
     if tokens >= 256:
         yield KernelConfig(EXPAND)

@@ -30,7 +30,9 @@ def compile_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def make_launch(kernel: str = "finish_rows", constants: Mapping[str, Any] | None = None, tried: bool = False) -> Any:
+def make_launch(
+    kernel: str = "split_k_reduce_kernel", constants: Mapping[str, Any] | None = None, tried: bool = False
+) -> Any:
     from benchmarking.launches import Launch
 
     types = (("part_ptr", "*fp32"), ("M", "i32"))
@@ -117,12 +119,12 @@ def test_violations_are_found() -> None:
         return [problem.split(" ")[0] for problem in find_problems(Build(90, "x", launch), *figures)]
 
     bad = 16, 300_000, Counter(I2F=100, STL=2), False
-    assert words(make_launch("narrow_product"), *bad) == ["spills:", "300000", "none", "100"]
-    assert words(make_launch("narrow_product", tried=True), *bad) == ["none", "100"]
-    assert words(make_launch("finish_rows"), 0, 0, Counter(I2F=100), False) == ["no"]
-    assert words(make_launch("finish_rows"), 0, 0, Counter(I2F=100), True) == []
+    assert words(make_launch("w4a16_skinny_gemm"), *bad) == ["spills:", "300000", "none", "100"]
+    assert words(make_launch("w4a16_skinny_gemm", tried=True), *bad) == ["none", "100"]
+    assert words(make_launch("split_k_reduce_kernel"), 0, 0, Counter(I2F=100), False) == ["no"]
+    assert words(make_launch("split_k_reduce_kernel"), 0, 0, Counter(I2F=100), True) == []
     assert words(make_launch("paged_attention"), 0, 0, Counter(HMMA=1, I2F=100), False) == []
-    assert words(make_launch("wide_fp8_product"), 0, 0, Counter(QMMA=1), False) == ["none"]
+    assert words(make_launch("fp8_gemm"), 0, 0, Counter(QMMA=1), False) == ["none"]
     assert words(make_launch("another"), 0, 0, Counter(), True) == ["another"]
 
 
@@ -134,14 +136,14 @@ def test_an_interrupted_run_keeps_what_there_is(monkeypatch, capsys) -> None:
         yield Built(builds[0].name, 90, 40, 0, 2048)
         raise KeyboardInterrupt
 
-    builds = [Build(90, f"finish_rows {number}", make_launch()) for number in range(6)]
+    builds = [Build(90, f"split_k_reduce_kernel {number}", make_launch()) for number in range(6)]
     monkeypatch.setattr(script, "all_builds", lambda arch, every: [*builds, Build(90, "other", make_launch())])
     monkeypatch.setattr(script, "compile_all", interrupted)
-    assert script.main(["--arch", "90", "--only", "finish_rows"]) == 1
+    assert script.main(["--arch", "90", "--only", "split_k_reduce_kernel"]) == 1
     printed = capsys.readouterr().out
-    assert "1/6 sm_90 finish_rows 0: 40 registers, 2048 B shared, ok" in printed
+    assert "1/6 sm_90 split_k_reduce_kernel 0: 40 registers, 2048 B shared, ok" in printed
     assert "interrupted: 5 builds are missing" in printed
-    assert "| finish_rows | sm_90 | 1 | 0 | 40 | 2 | 0 |" in printed
+    assert "| split_k_reduce_kernel | sm_90 | 1 | 0 | 40 | 2 | 0 |" in printed
 
 
 def test_the_most_that_a_kernel_takes() -> None:

@@ -32,16 +32,16 @@ def test_without_a_gpu_they_say_so_in_one_line(command: list[str]) -> None:
 def test_the_fastest_configuration_wins_and_refusals_are_counted() -> None:
     import tune_kernels
 
-    from runtime.backends.triton.kernels.configs import WIDE, KernelConfig
+    from runtime.backends.triton.kernels.configs import GEMM, KernelConfig
 
     def timer(tokens: int, config: KernelConfig) -> float:
         if config.num_stages == 5:
             raise RuntimeError("out of shared memory")
-        return 1 / config.splits if config.kernel != WIDE else 0.01
+        return 1 / config.splits if config.kernel != GEMM else 0.01
 
     best, refused = tune_kernels.tune([1, 64], timer)
     assert (best[1].splits, best[1].block_m) == (16, 16)
-    assert best[64].kernel == WIDE
+    assert best[64].kernel == GEMM
     assert refused == 2 * 2 * 2 * 5
 
 

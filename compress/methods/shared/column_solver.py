@@ -15,7 +15,7 @@ from torch import Tensor
 from compress.checkpoint.scale_search import GroupScales
 from compress.checkpoint.weights import Int, Sparsity
 from compress.cpu.binding import BEST, absence, library
-from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, ColumnPattern, NativeColumns
+from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, ColumnPattern, CpuColumns
 from compress.methods.pruning import keep_pattern, keep_share
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class GPTQSolver:
         if on_gpu is None:
             on_gpu = weight.is_cuda and column_kernel(weight.device) == "Triton"
         self._gpu = self._in_triton() if on_gpu else None
-        self._native: NativeColumns | None = None
+        self._native: CpuColumns | None = None
         if instruction_set is not None and weight.device.type == "cpu" and library() is not None and not on_gpu:
             self._native = self._compiled(instruction_set)
         self._leaf_columns = self._longest_leaf()
@@ -226,9 +226,9 @@ class GPTQSolver:
         grid = None if self._grid is None else self._grid.compiled
         return GpuColumns(self.targets, self.errors, self._feedback, self.codes, self.kept, grid)
 
-    def _compiled(self, instruction_set: int) -> NativeColumns:
+    def _compiled(self, instruction_set: int) -> CpuColumns:
         pattern, choice = self._pattern, self._choice
-        return NativeColumns(
+        return CpuColumns(
             self.targets,
             self.errors,
             self._feedback,

@@ -60,7 +60,7 @@ def change_columns(
 
 
 class GpuColumns:
-    """Changes columns of one weight in place, as `NativeColumns` does on CPUs; a pattern must have been chosen before.
+    """Changes columns of one weight in place, as `CpuColumns` does on CPUs; a pattern must have been chosen before.
 
     Args:
         targets, errors: float32 `[I, O]`, contiguous.

@@ -1,11 +1,11 @@
 """Kernels in C for CPUs, called through `compress.cpu`."""
 
 from runtime.backends.base import AttentionKernel, AttentionStep, Backend, LayersKernel, Model, OpsKernel
-from runtime.backends.cpu.attention import NativeAttention
-from runtime.backends.cpu.kv_pages import NativePages, make_pages, pages_unsupported_reason
-from runtime.backends.cpu.layers import NativeLayers, NativeOps, layers_unsupported_reason, ops_unsupported_reason
+from runtime.backends.cpu.attention import CpuAttention
+from runtime.backends.cpu.kv_pages import CpuPages, make_pages, pages_unsupported_reason
+from runtime.backends.cpu.layers import CpuLayers, CpuOps, layers_unsupported_reason, ops_unsupported_reason
 from runtime.backends.cpu.linear import DENSE, INT8, PACKED, SPARSE, W4A8, is_fast
-from runtime.backends.cpu.sampling import NativeSampling
+from runtime.backends.cpu.sampling import CpuSampling
 from runtime.backends.kv_pages import KVCache
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
@@ -16,7 +16,7 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     if memory.attention_window.window is not None and memory.attention_window.sinks:
         return "keeps no sinks of streams"
     reason = pages_unsupported_reason(model.config, memory.kv_cache, memory.block_size, model.dtype, model.device)
-    return reason or ("" if isinstance(model.ops, NativeOps) else "goes with compiled ops between linears")
+    return reason or ("" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears")
 
 
 def prepare_attention(
@@ -24,20 +24,20 @@ def prepare_attention(
 ) -> AttentionStep:
     """Compiled attention over pages in place."""
     pages, rotate = cache.pages, cache.scheme.rotate
-    if not isinstance(pages, NativePages):
+    if not isinstance(pages, CpuPages):
         raise TypeError(f"{type(pages).__name__} are not the pages of compiled attention")
 
-    def step(batch: Batch) -> NativeAttention:
-        return NativeAttention(pages, batch, windows, rotate)
+    def step(batch: Batch) -> CpuAttention:
+        return CpuAttention(pages, batch, windows, rotate)
 
     return step
 
 
-def prepare_layers(model: Model, cache: KVCache, windows: tuple[int | None, ...]) -> NativeLayers:
+def prepare_layers(model: Model, cache: KVCache, windows: tuple[int | None, ...]) -> CpuLayers:
     """All layers in one call."""
-    if not isinstance(cache.pages, NativePages):
+    if not isinstance(cache.pages, CpuPages):
         raise TypeError(f"{type(cache.pages).__name__} are not the pages of compiled layers")
-    return NativeLayers(model, cache.pages, windows)
+    return CpuLayers(model, cache.pages, windows)
 
 
 CPU = Backend(
@@ -46,10 +46,10 @@ CPU = Backend(
     linears=(INT8, SPARSE, PACKED, W4A8),
     dense=(DENSE,),
     is_fast=is_fast,
-    ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, NativeOps),
+    ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),
     attention=AttentionKernel(
         "compiled, reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
     ),
     layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
-    sampling=NativeSampling(),
+    sampling=CpuSampling(),
 )

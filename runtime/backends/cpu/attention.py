@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.cpu.binding import BEST, library
-from runtime.backends.cpu.kv_pages import NativePages, token_stride
+from runtime.backends.cpu.kv_pages import CpuPages, token_stride
 from runtime.core.batch import AttentionGroup, Batch
 
 
@@ -31,7 +31,7 @@ class PagedAttentionCall(ctypes.Structure):
     )
 
 
-class NativeAttention:
+class CpuAttention:
     """As `PagedAttention`: stores the step's keys and values, then all spans of all sequences attend in one call.
 
     Args:
@@ -49,7 +49,7 @@ class NativeAttention:
 
     def __init__(
         self,
-        pages: NativePages,
+        pages: CpuPages,
         batch: Batch,
         windows: tuple[int | None, ...],
         turned: bool = False,

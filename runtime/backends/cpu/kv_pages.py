@@ -110,7 +110,7 @@ def pages_unsupported_reason(
     return "" if block_size in BLOCK_SIZES else f"takes blocks of {BLOCK_SIZES} tokens, not {block_size}"
 
 
-class NativePages:
+class CpuPages:
     """Keys and values as bytes per block and head, and their scales `[2, block_size]` (offsets second) where quantized.
 
     Attributes:
@@ -219,10 +219,10 @@ class NativePages:
         )
 
 
-def make_pages(model: Model, memory: MemoryPlan) -> NativePages:
+def make_pages(model: Model, memory: MemoryPlan) -> CpuPages:
     """Pages for a memory plan."""
     sizes = (memory.num_blocks, memory.block_size, model.dtype, model.device, memory.num_host_blocks)
-    return NativePages(model.config, memory.kv_cache, *sizes)
+    return CpuPages(model.config, memory.kv_cache, *sizes)
 
 
 def token_stride(heads: Tensor) -> int:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, library
-from compress.cpu.linear import NativeLinear
+from compress.cpu.linear import CpuLinear
 from compress.models.spec import Block
 from runtime.backends.base import LayerWeights, Linear, Model, Target
-from runtime.backends.cpu.attention import NativeAttention, PagedAttentionCall
-from runtime.backends.cpu.kv_pages import LONGEST_HEAD, NativePages, token_stride
+from runtime.backends.cpu.attention import CpuAttention, PagedAttentionCall
+from runtime.backends.cpu.kv_pages import LONGEST_HEAD, CpuPages, token_stride
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 
@@ -64,7 +64,7 @@ def ops_unsupported_reason(config: DecoderConfig, target: Target) -> str:
     return ""
 
 
-class NativeOps:
+class CpuOps:
     """See `Ops`. All tensors are bfloat16 on the CPU.
 
     Raises:
@@ -129,7 +129,7 @@ class _LayersStep(ctypes.Structure):
     )
 
 
-class NativeLayers:
+class CpuLayers:
     """The layers of a decoder over native pages: the same bits as when its functions are called one by one.
 
     Args:
@@ -137,7 +137,7 @@ class NativeLayers:
     """
 
     def __init__(
-        self, decoder: Model, pages: NativePages, windows: tuple[int | None, ...], instruction_set: int = BEST
+        self, decoder: Model, pages: CpuPages, windows: tuple[int | None, ...], instruction_set: int = BEST
     ) -> None:
         native = library()
         if native is None:
@@ -151,7 +151,7 @@ class NativeLayers:
         filled = [_layer(layer, ctypes.addressof(address), window) for layer, address, window in layers]
         self._layers = (_DecoderLayer * len(filled))(*filled)
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: NativeAttention) -> Tensor:
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: CpuAttention) -> Tensor:
         """Hidden states `[T, H]` after all layers, in the memory of `hidden`; cosine and sine as for `Ops.rotate`.
 
         Raises:
@@ -184,9 +184,9 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     """Why a decoder's layers cannot run in one call; empty when they can."""
     if reason := block_unsupported_reason(decoder.config.spec.blocks[0]):
         return reason
-    if not isinstance(decoder.ops, NativeOps):
+    if not isinstance(decoder.ops, CpuOps):
         return "ops between linears are not compiled"
-    others = {type(linear).__name__ for layer in decoder.layers for linear in _linears(layer)} - {NativeLinear.__name__}
+    others = {type(linear).__name__ for layer in decoder.layers for linear in _linears(layer)} - {CpuLinear.__name__}
     return f"takes native linears only, not {', '.join(sorted(others))}" if others else ""
 
 
@@ -202,6 +202,6 @@ def _layer(layer: LayerWeights, pages: int, window: int | None) -> _DecoderLayer
 
 
 def _product(linear: Linear) -> _Product:
-    if not isinstance(linear, NativeLinear):
+    if not isinstance(linear, CpuLinear):
         raise ValueError(f"{type(linear).__name__} is no native linear")
     return _Product(linear.address, linear.activations)

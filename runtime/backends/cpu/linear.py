@@ -1,7 +1,7 @@
 """Packed linears in plain C on CPUs (`compress.cpu`): exact codes, scales and zero points, float32 or int32 sums.
 
-Four kernels over one layout. `native` multiplies by activations as they come, `native_sparse` does so and reads only
-what 2:4 sparsity keeps, `native_int8` multiplies by the 8-bit activations that the checkpoint asks for. `native_w4a8`
+Four kernels over one layout. `native` multiplies by activations as they come, `cpu_sparse` does so and reads only
+what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks for. `cpu_w4a8`
 rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
 from the model, so it serves only the mode `w4a8`.
 """
@@ -18,7 +18,7 @@ from compress.cpu.linear import (
     INPUT_MULTIPLE,
     SPARSE_BITS,
     Activations,
-    NativeLinear,
+    CpuLinear,
     padded_features,
     stored_bits,
 )
@@ -29,19 +29,19 @@ SCALE_BYTES, ZERO_BYTES = 2, 1
 
 
 def prepare(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
-    return NativeLinear(weight, bias)
+    return CpuLinear(weight, bias)
 
 
 def prepare_sparse(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
-    return NativeLinear(weight, bias, sparse=True)
+    return CpuLinear(weight, bias, sparse=True)
 
 
 def prepare_int8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
-    return NativeLinear(weight, bias, activations=Activations.INT8_ROW)
+    return CpuLinear(weight, bias, activations=Activations.INT8_ROW)
 
 
 def prepare_w4a8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
-    return NativeLinear(weight, bias, activations=Activations.INT8_GROUP)
+    return CpuLinear(weight, bias, activations=Activations.INT8_GROUP)
 
 
 def _unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
@@ -84,7 +84,7 @@ def _reads_rows(columns: int, target: Target) -> bool:
 
 
 PACKED = LinearKernel(
-    "native",
+    "cpu",
     "packed codes in C, float32 sums: exact weights",
     is_integer,
     unsupported_reason,
@@ -93,7 +93,7 @@ PACKED = LinearKernel(
     _reads_rows,
 )
 SPARSE = LinearKernel(
-    "native_sparse",
+    "cpu_sparse",
     "kept codes alone in C, float32 sums: exact weights",
     is_integer,
     sparse_unsupported_reason,
@@ -102,7 +102,7 @@ SPARSE = LinearKernel(
     _reads_rows,
 )
 INT8 = LinearKernel(
-    "native_int8",
+    "cpu_int8",
     "packed codes in C, 8-bit activations, exact int32 sums",
     is_integer,
     int8_unsupported_reason,
@@ -111,7 +111,7 @@ INT8 = LinearKernel(
     _reads_rows,
 )
 W4A8 = LinearKernel(
-    "native_w4a8",
+    "cpu_w4a8",
     "packed codes in C, activations rounded to 8 bits by groups",
     is_integer,
     unsupported_reason,
@@ -134,7 +134,7 @@ def dense_unsupported_reason(out_features: int, in_features: int, target: Target
         return f"takes inputs that are a multiple of {INPUT_MULTIPLE}"
     if has_matrix_tiles():
         return "multiplies no matrix tiles (AMX), which oneDNN does on this CPU"
-    return "" if has_native_vectors() else "has no vectors for this CPU"
+    return "" if has_vectors() else "has no vectors for this CPU"
 
 
 def _dense_nbytes(out_features: int, in_features: int, target: Target) -> int:
@@ -142,16 +142,16 @@ def _dense_nbytes(out_features: int, in_features: int, target: Target) -> int:
 
 
 DENSE = DenseKernel(
-    "native", "bfloat16 numbers in C, float32 sums", dense_unsupported_reason, NativeLinear, _dense_nbytes, True
+    "cpu", "bfloat16 numbers in C, float32 sums", dense_unsupported_reason, CpuLinear, _dense_nbytes, True
 )
 
 
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether the compiled kernels have vectors for products in a dtype."""
-    return dtype == torch.bfloat16 and has_native_vectors()
+    return dtype == torch.bfloat16 and has_vectors()
 
 
-def has_native_vectors() -> bool:
+def has_vectors() -> bool:
     """Whether the compiled kernels have vectors for this CPU."""
     return best_instruction_set() > INSTRUCTION_SETS.index("scalar")
 

@@ -30,7 +30,7 @@ class _NoisyRows(ctypes.Structure):
     )
 
 
-def find_peaks(scores: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Tensor]:
+def argmax(scores: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Tensor]:
     """The first of the highest scores of every row, int64 `[R]`, and whether all of the row are finite, bool `[R]`."""
     highest, finite = scores.new_empty(len(scores), dtype=torch.int64), scores.new_empty(len(scores), dtype=torch.bool)
     job = _PeakRows(*scores.shape, scores.data_ptr(), highest.data_ptr(), finite.data_ptr())
@@ -38,7 +38,7 @@ def find_peaks(scores: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Ten
     return highest, finite
 
 
-def find_winners(scores: Tensor, seeds: Tensor, positions: Tensor, instruction_set: int = BEST) -> Tensor:
+def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, instruction_set: int = BEST) -> Tensor:
     """The token with the highest sum of score and `gumbel_noise` of every row, int64 `[R]`; -1 where two sums are so
     close that the rounding of logarithms decides.
 
@@ -53,7 +53,7 @@ def find_winners(scores: Tensor, seeds: Tensor, positions: Tensor, instruction_s
     return winners
 
 
-class NativeSampling:
+class CpuSampling:
     """Argmax of float32 scores on CPUs whose rows follow each other."""
 
     def unsupported_reason(self, scores: Tensor) -> str:
@@ -62,10 +62,10 @@ class NativeSampling:
         return "" if library() is not None else absence()
 
     def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return find_peaks(scores)
+        return argmax(scores)
 
     def gumbel_argmax(self, scores: Tensor, noise: RowNoise) -> Tensor:
-        winners = find_winners(scores, noise.seeds, noise.positions)
+        winners = gumbel_argmax(scores, noise.seeds, noise.positions)
         return winners.masked_fill_(winners < 0, UNDECIDED)
 
 

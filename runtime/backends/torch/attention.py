@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from runtime.backends.exact_tokens import RecentStore
+from runtime.backends.exact_tokens import ResidualWindow
 from runtime.backends.kv_pages import ExactPlaces, KVCache
 from runtime.backends.span_attention import attend_span, attend_tokens, visibility_mask
 from runtime.core.batch import AttentionGroup, Batch
@@ -37,9 +37,9 @@ class StepKeys:
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Stores the step's turned key and value `[T, kv_heads, D]`."""
         self.cache.pages.write(layer, self.batch.slots, key, value)
-        if self.cache.recent is not None and self._rings is not None:
+        if self.cache.residual_window is not None and self._rings is not None:
             self._exact = [
-                self._exchange(self.cache.recent, layer, rings, group, key, value)
+                self._exchange(self.cache.residual_window, layer, rings, group, key, value)
                 for rings, group in zip(self._rings, self.batch.groups, strict=True)
             ]
 
@@ -74,7 +74,7 @@ class StepKeys:
         return torch.cat((far, _recent_mask(group, min(recent, window or recent), recent, dtype)), -1)
 
     def _exchange(
-        self, recent: RecentStore, layer: int, rings: Tensor, group: AttentionGroup, key: Tensor, value: Tensor
+        self, recent: ResidualWindow, layer: int, rings: Tensor, group: AttentionGroup, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The exact key and value of the group's own tokens and those just before them; the rings are up to date then,
         which may overwrite what was read."""

@@ -59,4 +59,4 @@ class TorchSampling:
         return scores.argmax(-1), scores.sum(-1).isfinite()  # a sum is finite only if all of its terms are
 
     def gumbel_argmax(self, scores: Tensor, noise: RowNoise) -> Tensor:
-        return noise.loudest(scores, torch.arange(scores.shape[-1], device=scores.device).unsqueeze(0))
+        return noise.gumbel_argmax(scores, torch.arange(scores.shape[-1], device=scores.device).unsqueeze(0))

@@ -45,7 +45,7 @@ def layer_pages(tensors: Mapping[str, Tensor], scheme: KVCacheScheme, layer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class SinkTokens:
     """Tokens at the beginning of every sequence that are read in another way.
 
     Attributes:
@@ -61,7 +61,7 @@ class Front:
     slots: Tensor | None = None
 
 
-NO_FRONT = Front()
+NO_SINK_TOKENS = SinkTokens()
 
 
 HEAD_DIMS = (32, 64, 128, 256)
@@ -121,13 +121,13 @@ class TritonAttention:
             self.windows[layer],
             rows_of_program,
             num_splits(group.num_keys, programs, self.processors),
-            self._front(layer, index, moved),
+            self._sink_tokens(layer, index, moved),
             group.ancestors,
         )
 
-    def _front(self, layer: int, index: int, moved: Tensor | None) -> Front:
+    def _sink_tokens(self, layer: int, index: int, moved: Tensor | None) -> SinkTokens:
         exact, slots = self.keys.cache.sinks, self.keys.sink_slots
-        return Front(
+        return SinkTokens(
             self.sinks.count if self.sinks else 0,
             None if moved is None else moved.contiguous(),
             (exact.keys[layer], exact.values[layer]) if exact and slots else None,

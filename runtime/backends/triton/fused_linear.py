@@ -10,11 +10,11 @@ from torch import Tensor
 
 from runtime.backends.base import Linear
 
-ROWS, SUMS, LEVELS, FLOATS = "rows", "sums", "levels", "floats"
+ROWS, SUMS, Q8_INT, Q8_FLOAT = "rows", "sums", "levels", "floats"
 
 
 @dataclass(frozen=True, slots=True)
-class InputForm:
+class ActivationLayout:
     """How a linear takes its input `[M, K]`.
 
     Attributes:
@@ -31,7 +31,7 @@ class InputForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class QuantizedInput:
     """An input in some form.
 
     Attributes:
@@ -44,7 +44,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class PartialSums:
     """`x W^T + bias [M, N]`, still in parts: the sum of `parts`, times both scales if there are any, plus the bias;
     rounded to 16 bits once, by whoever adds it up.
 
@@ -66,12 +66,12 @@ class Product:
 class FusedLinear(Protocol):
     """A linear that leaves its first and its last step to the kernels around it."""
 
-    def input_form(self, num_tokens: int) -> InputForm:
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
         """What `product` takes for so many tokens."""
         ...
 
-    def product(self, x: Prepared) -> Product:
-        """Multiplies an input of the form that `input_form` names."""
+    def product(self, x: QuantizedInput) -> PartialSums:
+        """Multiplies an input of the form that `activation_layout` names."""
         ...
 
 
@@ -81,10 +81,10 @@ class CalledLinear:
 
     linear: Linear
 
-    def input_form(self, num_tokens: int) -> InputForm:
-        return InputForm()
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
+        return ActivationLayout()
 
-    def product(self, x: Prepared) -> Product:
+    def product(self, x: QuantizedInput) -> PartialSums:
         return finished(self.linear(x.rows))
 
 
@@ -93,7 +93,7 @@ def fused(linear: Linear) -> FusedLinear:
     return linear if isinstance(linear, FusedLinear) else CalledLinear(linear)
 
 
-def finished(rows: Tensor) -> Product:
+def finished(rows: Tensor) -> PartialSums:
     """16-bit rows `[M, N]`, whatever their strides, as a product with nothing left to do."""
     # PyTorch's semi-structured product may give the transpose of what it wrote.
-    return Product(rows.contiguous().unsqueeze(0), rows.shape[1])
+    return PartialSums(rows.contiguous().unsqueeze(0), rows.shape[1])

@@ -13,7 +13,7 @@ from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import TritonAttention, layer_pages
 from runtime.backends.triton.device import device_unsupported_reason, unsupported_reason
-from runtime.backends.triton.fused_linear import FusedLinear, InputForm, Product, finished, fused
+from runtime.backends.triton.fused_linear import ActivationLayout, FusedLinear, PartialSums, finished, fused
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 from runtime.core.sampling_tensors import RowNoise
@@ -29,10 +29,10 @@ class TritonOps(TorchOps):
 
     def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         product = None if update is None else finished(update)
-        return self._launch.norm(hidden, product, weight, eps, InputForm()).rows
+        return self._launch.add_rms_norm(hidden, product, weight, eps, ActivationLayout()).rows
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        return self._launch.gate(finished(gate_up), InputForm(), gate_up.dtype).rows
+        return self._launch.silu_and_mul(finished(gate_up), ActivationLayout(), gate_up.dtype).rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class TritonLayers:
     def __init__(self, decoder: Model, cache: KVCache) -> None:
         from runtime.backends.triton.kernels import norm_act, rope_kv_write
 
-        self._rows, self._turn = norm_act, rope_kv_write
+        self._norm_act, self._rope_kv_write = norm_act, rope_kv_write
         self._decoder = decoder
         self._products = [_products(layer) for layer in decoder.layers]
         tensors, scheme = cache.pages.memory.tensors, cache.scheme
@@ -64,28 +64,36 @@ class TritonLayers:
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: TritonAttention) -> Tensor:
         """Hidden states `[T, H]` after all layers, in the memory of `hidden`; cosine and sine as for `Ops.rotate`."""
-        update: Product | None = None
+        update: PartialSums | None = None
         for index in range(len(self._products)):
             update = self._mlp(index, hidden, self._attend(index, hidden, update, cos, sin, attention))
-        return hidden if update is None else hidden.add_(self._rows.finish(update, hidden.dtype))
+        return hidden if update is None else hidden.add_(self._norm_act.split_k_reduce(update, hidden.dtype))
 
     def _attend(
-        self, index: int, hidden: Tensor, update: Product | None, cos: Tensor, sin: Tensor, attention: TritonAttention
-    ) -> Product:
+        self,
+        index: int,
+        hidden: Tensor,
+        update: PartialSums | None,
+        cos: Tensor,
+        sin: Tensor,
+        attention: TritonAttention,
+    ) -> PartialSums:
         layer, products = self._decoder.layers[index], self._products[index]
-        eps, tokens = self._decoder.config.norm_eps, len(hidden)
-        normed = self._rows.norm(hidden, update, layer.attention_norm, eps, products.qkv.input_form(tokens))
-        qkv, slots = products.qkv.product(normed), attention.keys.batch.slots
-        query = self._turn.write_turned(qkv, layer.head_norm, eps, cos, sin, slots, self._pages[index])
+        eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
+        layout = products.qkv.activation_layout(tokens)
+        qkv = products.qkv.product(kernels.add_rms_norm(hidden, update, layer.attention_norm, eps, layout))
+        slots, pages = attention.keys.batch.slots, self._pages[index]
+        query = self._rope_kv_write.qk_norm_rope_kv_write(qkv, layer.head_norm, eps, cos, sin, slots, pages)
         attended = attention.attend(index, query).flatten(1)
-        return products.output.product(self._rows.prepared(attended, products.output.input_form(tokens)))
+        return products.output.product(kernels.convert_input(attended, products.output.activation_layout(tokens)))
 
-    def _mlp(self, index: int, hidden: Tensor, update: Product) -> Product:
+    def _mlp(self, index: int, hidden: Tensor, update: PartialSums) -> PartialSums:
         layer, products = self._decoder.layers[index], self._products[index]
-        eps, tokens = self._decoder.config.norm_eps, len(hidden)
-        normed = self._rows.norm(hidden, update, layer.mlp_norm, eps, products.gate_up.input_form(tokens))
-        gate_up = products.gate_up.product(normed)
-        return products.down.product(self._rows.gate(gate_up, products.down.input_form(tokens), hidden.dtype))
+        eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
+        layout = products.gate_up.activation_layout(tokens)
+        gate_up = products.gate_up.product(kernels.add_rms_norm(hidden, update, layer.mlp_norm, eps, layout))
+        layout = products.down.activation_layout(tokens)
+        return products.down.product(kernels.silu_and_mul(gate_up, layout, hidden.dtype))
 
 
 def block_unsupported_reason(block: Block) -> str:
@@ -122,13 +130,13 @@ class TritonSampling:
         return "" if logits.dtype == torch.float32 and logits.is_contiguous() else "reads contiguous float32 logits"
 
     def sample(self, logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -> None:
-        from runtime.backends.triton.kernels.sampling import draw_rows
+        from runtime.backends.triton.kernels.sampling import sample_rows
 
-        draw_rows(logits, scores, noise, tokens)
+        sample_rows(logits, scores, noise, tokens)
 
     def sample_listed(
         self, scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, noise: RowNoise, tokens: Tensor
     ) -> None:
-        from runtime.backends.triton.kernels.sampling import draw_from_listed
+        from runtime.backends.triton.kernels.sampling import sample_from_listed
 
-        draw_from_listed(scores, ids, unknown, is_truncated, noise, tokens)
+        sample_from_listed(scores, ids, unknown, is_truncated, noise, tokens)

@@ -13,11 +13,11 @@ from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import LinearKernel, Target, is_fp8, is_integer
 from runtime.backends.triton.device import has_capability, num_processors, unsupported_reason
-from runtime.backends.triton.fused_linear import LEVELS, InputForm, Prepared, Product
+from runtime.backends.triton.fused_linear import Q8_INT, ActivationLayout, PartialSums, QuantizedInput
 from runtime.backends.triton.kernels.configs import Plan, config_for, default_plan, measured_plan
-from runtime.backends.triton.kernels.weight_layout import planes_bytes
+from runtime.backends.triton.kernels.weight_layout import interleaved_bytes
 
-TABLES = Path(__file__).parent / "gpu" / "tables"
+TABLES = Path(__file__).parent / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
 MEASURED_BITS = 4
 """Tables are of such codes: a tile of 2-bit codes takes twice the shared memory."""
@@ -26,14 +26,14 @@ SCALE_BYTES = 2
 """Group sizes are a multiple of this, or the whole row."""
 
 
-class PlanedLinear:
+class InterleavedLinear:
     """2- to 4-bit codes in planes; which kernel runs is looked up by the number of tokens."""
 
     def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
         from runtime.backends.triton.kernels import w4a16
-        from runtime.backends.triton.kernels.weight_layout import pack_planes
+        from runtime.backends.triton.kernels.weight_layout import interleave
 
-        self._weight = pack_planes(weight, target.device)
+        self._weight = interleave(weight, target.device)
         self._bias = bias
         tiles, rows, _ = self._weight.words.shape
         self._plan = _plan(target.device, self._weight.bits, rows, tiles, weight.shape)
@@ -43,35 +43,35 @@ class PlanedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self._launch.multiply_w4a16(x, self._weight, self._bias, config_for(self._plan, len(x)))
 
-    def input_form(self, num_tokens: int) -> InputForm:
-        return self._launch.input_form(self._weight, config_for(self._plan, num_tokens))
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
+        return self._launch.activation_layout(self._weight, config_for(self._plan, num_tokens))
 
-    def product(self, x: Prepared) -> Product:
+    def product(self, x: QuantizedInput) -> PartialSums:
         return self._launch.product(x, self._weight, self._bias, config_for(self._plan, len(x.rows)))
 
 
-class ByteLinear:
+class Int8Linear:
     """8-bit codes with 16-bit activations, or with 8-bit ones where the scheme says so."""
 
     def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
-        from runtime.backends.triton.kernels import int8
+        from runtime.backends.triton.kernels import int8_gemm
 
-        self._weight = int8.pack_bytes(weight, target.device)
+        self._weight = int8_gemm.pack_int8(weight, target.device)
         self._bias = bias
         self._processors = num_processors(target.device)
         self._rounds = weight.scheme.activation_bits is not None
-        self._launch = int8
+        self._launch = int8_gemm
         self.nbytes = self._weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        multiply = self._launch.multiply_levels if self._rounds else self._launch.multiply_bytes
+        multiply = self._launch.multiply_int8 if self._rounds else self._launch.multiply_w8a16
         return multiply(x, self._weight, self._bias, self._processors)
 
-    def input_form(self, num_tokens: int) -> InputForm:
-        return InputForm(LEVELS) if self._rounds else InputForm()
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
+        return ActivationLayout(Q8_INT) if self._rounds else ActivationLayout()
 
-    def product(self, x: Prepared) -> Product:
-        parts = self._launch.level_parts if self._rounds else self._launch.byte_parts
+    def product(self, x: QuantizedInput) -> PartialSums:
+        parts = self._launch.int8_partial_sums if self._rounds else self._launch.w8a16_partial_sums
         return parts(x, self._weight, self._bias, self._processors)
 
 
@@ -99,19 +99,19 @@ def linear_unsupported_reason(scheme: Scheme, in_features: int, target: Target) 
     return ""
 
 
-def planes_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+def w4a16_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.bits > 4 or scheme.activation_bits is not None:
         return "takes 2 to 4 bits and 16-bit activations"
     return linear_unsupported_reason(scheme, in_features, target)
 
 
-def bytes_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+def w8a16_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if not 4 < scheme.bits <= 8 or scheme.activation_bits is not None:
         return "takes 5 to 8 bits and 16-bit activations"
     return linear_unsupported_reason(scheme, in_features, target)
 
 
-def levels_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+def w8a8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.activation_bits is None:
         return "needs 8-bit activations"
     if scheme.group_size is not None or not scheme.symmetric:
@@ -124,34 +124,34 @@ def _bytes_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> in
 
 
 def _planes_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    return planes_bytes(scheme, rows, columns, SCALE_BYTES)
+    return interleaved_bytes(scheme, rows, columns, SCALE_BYTES)
 
 
-PLANES = LinearKernel(
-    "triton_planes",
+W4A16_KERNEL = LinearKernel(
+    "triton_w4a16",
     "packed 2- to 4-bit codes, float32 sums",
     is_integer,
-    planes_unsupported_reason,
-    PlanedLinear,
+    w4a16_unsupported_reason,
+    InterleavedLinear,
     _planes_nbytes,
 )
-BYTES = LinearKernel(
-    "triton_bytes",
+W8A16_KERNEL = LinearKernel(
+    "triton_w8a16",
     "8-bit codes, 16-bit activations, float32 sums",
     is_integer,
-    bytes_unsupported_reason,
-    ByteLinear,
+    w8a16_unsupported_reason,
+    Int8Linear,
     _bytes_nbytes,
 )
-LEVEL_PRODUCT = LinearKernel(
-    "triton_levels",
+W8A8_KERNEL = LinearKernel(
+    "triton_w8a8",
     "8-bit codes times 8-bit activations, exact int32 sums",
     is_integer,
-    levels_unsupported_reason,
-    ByteLinear,
+    w8a8_unsupported_reason,
+    Int8Linear,
     _bytes_nbytes,
 )
-KERNELS = (LEVEL_PRODUCT, PLANES, BYTES)
+KERNELS = (W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL)
 
 
 NATIVE_CAPABILITY = (8, 9)
@@ -173,11 +173,11 @@ class Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self._launch.multiply_fp8(x, self._weight, self._bias)
 
-    def input_form(self, num_tokens: int) -> InputForm:
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
         return self._weight.form
 
-    def product(self, x: Prepared) -> Product:
-        return self._launch.fp8_parts(x, self._weight, self._bias)
+    def product(self, x: QuantizedInput) -> PartialSums:
+        return self._launch.fp8_partial_sums(x, self._weight, self._bias)
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -192,7 +192,7 @@ def fp8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> 
     return "" if multiplies_fp8(target.device) else "needs a GPU that multiplies 8-bit floats (Ada, Hopper or newer)"
 
 
-NATIVE = LinearKernel(
+FP8_KERNEL = LinearKernel(
     "triton_fp8",
     "8-bit floats times 8-bit floats, float32 sums",
     is_fp8,
@@ -200,12 +200,12 @@ NATIVE = LinearKernel(
     Fp8Linear,
     _bytes_nbytes,
 )
-WIDENED = LinearKernel(
-    "triton_fp8_16bit",
+FP8_W8A16_KERNEL = LinearKernel(
+    "triton_fp8_w8a16",
     "8-bit floats multiplied in 16 bits, float32 sums",
     is_fp8,
     linear_unsupported_reason,
     Fp8Linear,
     _bytes_nbytes,
 )
-FP8_KERNELS = (NATIVE, WIDENED)
+FP8_KERNELS = (FP8_KERNEL, FP8_W8A16_KERNEL)

@@ -9,7 +9,7 @@ from torch import Tensor
 from compress.checkpoint.scale_search import GroupScales, search_scales
 from compress.checkpoint.weights import Int, Scheme, Sparsity
 from compress.cpu.binding import best_instruction_set, library, set_threads
-from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, NativeColumns
+from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, CpuColumns
 from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
 from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 
@@ -147,6 +147,6 @@ def test_what_cannot_be_done_is_refused(count: int, instruction_set: int) -> Non
     columns = torch.zeros(128, 4)
     grid = ColumnGrid(torch.ones(1, 4), torch.zeros(1, 4), torch.zeros(128, dtype=torch.int64), 15)
     codes = torch.zeros(128, 4, dtype=torch.uint8)
-    native = NativeColumns(columns, columns.clone(), torch.eye(128), codes, None, grid, None, instruction_set)
+    native = CpuColumns(columns, columns.clone(), torch.eye(128), codes, None, grid, None, instruction_set)
     with pytest.raises(ValueError, match="cannot be changed"):
         native.change(0, count)

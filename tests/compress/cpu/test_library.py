@@ -16,7 +16,7 @@ from compress.common.errors import ToolkitError
 from compress.cpu import binding, build
 from compress.cpu.binding import absence
 from compress.cpu.binding import library as loaded_library
-from compress.cpu.linear import NativeLinear, _functions
+from compress.cpu.linear import CpuLinear, _functions
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,7 +41,7 @@ def test_without_the_library_everything_says_why(fresh: pytest.MonkeyPatch, tmp_
     with pytest.raises(ToolkitError, match=r"no native kernels.*not compiled"):
         binding.set_threads(1)
     with pytest.raises(ToolkitError, match="no native kernels"):
-        NativeLinear(random_weight((64, 64), Int(4, 32)))
+        CpuLinear(random_weight((64, 64), Int(4, 32)))
 
 
 def test_its_absence_is_logged_once_with_the_remedy(
@@ -122,7 +122,7 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch: pytest.MonkeyP
 def test_an_unknown_instruction_set_is_refused() -> None:
     if loaded_library() is None:
         pytest.skip(absence())
-    linear = NativeLinear(random_weight((64, 64), Int(4, 32)), instruction_set=7)
+    linear = CpuLinear(random_weight((64, 64), Int(4, 32)), instruction_set=7)
     with pytest.raises(ToolkitError, match="lacks the instruction set"):
         linear(torch.zeros(1, 64))
 

@@ -14,7 +14,7 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from compress.cpu.linear import Activations, NativeLinear
+from compress.cpu.linear import Activations, CpuLinear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)
@@ -64,7 +64,7 @@ def test_any_weight(
     weight = random_weight(shape, Int(bits, group, symmetric), seed, dtype=scale_dtype)
     bias = activations(1, out_features, seed=seed)[0] if with_bias else None
     x = activations(rows, shape[1], dtype, seed)
-    found = NativeLinear(weight, bias, instruction_set=instruction_set)(x)
+    found = CpuLinear(weight, bias, instruction_set=instruction_set)(x)
     assert (found.shape, found.dtype) == ((rows, out_features), dtype)
     assert_close(found, x, weight.dequantize(torch.float64), bias)
 
@@ -76,7 +76,7 @@ def test_numbers(shape, dtype, instruction_set):
     weight = activations(*shape, torch.bfloat16, seed=1)
     for rows in (1, 7, 20):
         x = activations(rows, shape[1], dtype)
-        assert_close(NativeLinear(weight, instruction_set=instruction_set)(x), x, weight.double())
+        assert_close(CpuLinear(weight, instruction_set=instruction_set)(x), x, weight.double())
 
 
 @every_set
@@ -87,7 +87,7 @@ def test_every_code_value_and_place(bits, dtype, instruction_set):
     base = random_weight((70, 128), Int(bits, 32, symmetric=False))
     codes = torch.arange(70 * 128).view(70, 128).remainder(1 << bits).to(torch.uint8)
     weight = IntegerWeight(codes, base.scale, base.zero, base.scheme)
-    linear = NativeLinear(weight, instruction_set=instruction_set)
+    linear = CpuLinear(weight, instruction_set=instruction_set)
     assert torch.equal(linear(torch.eye(128, dtype=dtype)).T, weight.dequantize(dtype))
     for read in (torch.bfloat16, torch.float32, torch.float64):
         indices = torch.tensor([69, 0, 63, 64, 3])
@@ -100,7 +100,7 @@ def test_any_codebook(bits, instruction_set):
     weight = random_weight((80, 128), Int(bits, 64))
     codebook = activations(1, 1 << bits, torch.bfloat16)[0]
     dense = codebook.double()[weight.codes.int()].unflatten(1, (-1, 64)) * weight.scale.double().unsqueeze(-1)
-    linear = NativeLinear(weight, codebook=codebook.float(), instruction_set=instruction_set)
+    linear = CpuLinear(weight, codebook=codebook.float(), instruction_set=instruction_set)
     for dtype in (torch.bfloat16, torch.float32):
         x = activations(9, 128, dtype)
         assert_close(linear(x), x, dense.flatten(1))
@@ -118,7 +118,7 @@ def test_8_bit_activations(bits, group, symmetric, instruction_set):
         grouped = x.unflatten(1, (-1, size))
         scale = grouped.abs().amax(-1, keepdim=True) / 127
         levels = ((grouped / scale).round() * scale.double()).flatten(1)
-        found = NativeLinear(weight, activations=kind, instruction_set=instruction_set)(x)
+        found = CpuLinear(weight, activations=kind, instruction_set=instruction_set)(x)
         torch.testing.assert_close(found.double(), levels @ dense.T, rtol=1e-5, atol=1e-6 * dense.abs().max().item())
 
 
@@ -134,7 +134,7 @@ def test_a_row_depends_on_itself_alone(bits, kind, dtype, instruction_set):
         weight = activations(200, 384, torch.bfloat16, seed=5)
     else:
         weight = random_weight((200, 384), Int(bits, 128, symmetric=False))
-    linear = NativeLinear(weight, activations=kind, instruction_set=instruction_set)
+    linear = CpuLinear(weight, activations=kind, instruction_set=instruction_set)
     x = activations(150, 384, dtype)
     alone = torch.cat([linear(row) for row in x.split(1)])
     noisy = x * 1000
@@ -154,7 +154,7 @@ def test_a_row_depends_on_itself_alone(bits, kind, dtype, instruction_set):
 def test_nothing_beyond_the_result_is_written_or_beside_the_input_read(dtype, instruction_set):
     weight = random_weight((75, 96), Int(4, 32, symmetric=False))
     for kind in Activations:
-        linear = NativeLinear(weight, activations=kind, instruction_set=instruction_set)
+        linear = CpuLinear(weight, activations=kind, instruction_set=instruction_set)
         band = torch.full((12, 96 + 40), float("nan"), dtype=dtype)
         band[2:10, 8:104] = activations(8, 96, dtype)
         result = torch.full((12, 75 + 30), LARGE, dtype=dtype)
@@ -167,7 +167,7 @@ def test_nothing_beyond_the_result_is_written_or_beside_the_input_read(dtype, in
 @every_set
 def test_special_activations(instruction_set):
     weight = random_weight((64, 64), Int(8, None, True, InputRounding.INT8))
-    linear = NativeLinear(weight, activations=Activations.INT8_ROW, instruction_set=instruction_set)
+    linear = CpuLinear(weight, activations=Activations.INT8_ROW, instruction_set=instruction_set)
     x = activations(4, 64)
     x[0], x[1, 5], x[2, 7] = 0, float("nan"), float("inf")
     y = linear(x)
@@ -178,11 +178,11 @@ def test_special_activations(instruction_set):
 
 
 def test_no_rows():
-    assert NativeLinear(random_weight((64, 64), Int(4, 32)))(torch.empty(0, 64)).shape == (0, 64)
+    assert CpuLinear(random_weight((64, 64), Int(4, 32)))(torch.empty(0, 64)).shape == (0, 64)
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(SchemeError, match="16 inputs"):
-        NativeLinear(random_weight((64, 64), Int(4, 16)))
+        CpuLinear(random_weight((64, 64), Int(4, 16)))
     with pytest.raises(SchemeError, match="40 inputs"):
-        NativeLinear(torch.zeros(8, 40))
+        CpuLinear(torch.zeros(8, 40))

@@ -14,7 +14,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError
 from compress.cpu import linear as cpu_linear
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from compress.cpu.linear import NativeLinear, sparse_unsupported_reason
+from compress.cpu.linear import CpuLinear, sparse_unsupported_reason
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)
@@ -48,21 +48,21 @@ def test_any_sparse_weight(bits, group, groups, out_features, rows, dtype, instr
     shape = out_features, (group or 32 * (1 + seed % 9)) * groups
     weight, x = sparse_weight(shape, bits, group, seed), numbers(rows, shape[1], dtype, seed)
     bias = numbers(1, out_features, seed=seed)[0] if seed % 2 else None
-    linear = NativeLinear(weight, bias, sparse=True, instruction_set=instruction_set)
+    linear = CpuLinear(weight, bias, sparse=True, instruction_set=instruction_set)
     found = linear(x)
     expected = x.double() @ weight.dequantize(torch.float64).T + (0 if bias is None else bias.double())
     magnitude = x.double().abs() @ weight.dequantize(torch.float64).abs().T + 1e-6
     rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0
     assert bool(((found.double() - expected).abs() <= 4e-6 * magnitude + rounding).all())
-    assert linear.nbytes < NativeLinear(weight, instruction_set=instruction_set).nbytes
+    assert linear.nbytes < CpuLinear(weight, instruction_set=instruction_set).nbytes
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("rows", [1, 4, 13, 150])
 def test_the_bits_of_the_expanded_weight(rows: int, instruction_set: int) -> None:
     weight, x = sparse_weight((200, 384), group=128), numbers(rows, 384)
-    dense = NativeLinear(weight, instruction_set=instruction_set)
-    assert torch.equal(NativeLinear(weight, sparse=True, instruction_set=instruction_set)(x), dense(x))
+    dense = CpuLinear(weight, instruction_set=instruction_set)
+    assert torch.equal(CpuLinear(weight, sparse=True, instruction_set=instruction_set)(x), dense(x))
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -77,14 +77,14 @@ def test_every_code_in_every_place(instruction_set: int) -> None:
             )
     base = sparse_weight((96, 96))
     weight = IntegerWeight(codes.flatten(1), base.scale, base.zero, base.scheme)
-    linear = NativeLinear(weight, sparse=True, instruction_set=instruction_set)
+    linear = CpuLinear(weight, sparse=True, instruction_set=instruction_set)
     assert torch.equal(linear(torch.eye(96)).T, weight.dequantize(torch.float32))
     indices = torch.tensor([95, 0, 63, 64])
     assert torch.equal(linear.rows(indices, torch.float32), weight.dequantize(torch.float32)[indices])
 
 
 def test_a_row_depends_on_itself_alone() -> None:
-    linear, x = NativeLinear(sparse_weight((200, 384)), sparse=True), numbers(150, 384, torch.bfloat16)
+    linear, x = CpuLinear(sparse_weight((200, 384)), sparse=True), numbers(150, 384, torch.bfloat16)
     alone = torch.cat([linear(row) for row in x.split(1)])
     try:
         for threads in (1, 3):
@@ -98,7 +98,7 @@ def test_a_row_depends_on_itself_alone() -> None:
 def test_what_keeps_more_than_it_says_is_refused() -> None:
     weight = random_weight((64, 64), Int(4, 32))
     with pytest.raises(SchemeError, match="keeps more"):
-        NativeLinear(weight, sparse=True)
+        CpuLinear(weight, sparse=True)
 
 
 @pytest.mark.parametrize(

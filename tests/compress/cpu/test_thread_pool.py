@@ -18,19 +18,19 @@ from tiny_models import random_weight
 from compress.checkpoint.weights import Int
 from compress.cpu import binding
 from compress.cpu.binding import absence, library, set_threads
-from compress.cpu.linear import NativeLinear
+from compress.cpu.linear import CpuLinear
 
 needs_library = pytest.mark.skipif(library() is None, reason=absence())
 
 
 @pytest.fixture
-def linear() -> Iterator[NativeLinear]:
-    yield NativeLinear(random_weight((1024, 512), Int(4, 128)))
+def linear() -> Iterator[CpuLinear]:
+    yield CpuLinear(random_weight((1024, 512), Int(4, 128)))
     set_threads(0)
 
 
 @needs_library
-def test_callers_at_once_get_their_own_results(linear: NativeLinear) -> None:
+def test_callers_at_once_get_their_own_results(linear: CpuLinear) -> None:
     set_threads(3)
     inputs = [torch.randn(1 + index % 9, 512, generator=torch.Generator().manual_seed(index)) for index in range(64)]
     expected = [linear(x) for x in inputs]
@@ -42,7 +42,7 @@ def test_callers_at_once_get_their_own_results(linear: NativeLinear) -> None:
 @needs_library
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_workers_of_its_own(linear: NativeLinear) -> None:
+def test_a_forked_child_has_workers_of_its_own(linear: CpuLinear) -> None:
     set_threads(2)
     x = torch.randn(4, 512)
     expected = linear(x)
@@ -60,7 +60,7 @@ def test_a_forked_child_has_workers_of_its_own(linear: NativeLinear) -> None:
 
 
 @needs_library
-def test_a_busy_neighbour_costs_its_share_and_not_more(linear: NativeLinear) -> None:
+def test_a_busy_neighbour_costs_its_share_and_not_more(linear: CpuLinear) -> None:
     """Helpers that are interrupted must not stall every product for a time slice, as barriers that spin do (ten times
     slower and more). One thread under the same load is the measure."""
     x = torch.randn(1, 512)

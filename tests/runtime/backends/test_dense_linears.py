@@ -7,7 +7,7 @@ import torch
 from tiny_models import save_tiny_model
 
 from compress.cpu.binding import absence
-from compress.cpu.linear import NativeLinear
+from compress.cpu.linear import CpuLinear
 from runtime.backends.base import RowSource, Target
 from runtime.backends.cpu import linear as cpu_linear
 from runtime.backends.cpu.layers import layers_unsupported_reason
@@ -21,7 +21,7 @@ from runtime.runner.runner import build_runner
 
 CPU = torch.device("cpu")
 BF16 = Target(CPU, torch.bfloat16)
-needs_vectors = pytest.mark.skipif(not cpu_linear.has_native_vectors(), reason=absence() or "no vectors for this CPU")
+needs_vectors = pytest.mark.skipif(not cpu_linear.has_vectors(), reason=absence() or "no vectors for this CPU")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -33,9 +33,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     ("in_features", "target", "kernel", "said"),
     [
         (64, BF16, DENSE, ""),
-        (40, BF16, ONEDNN, "native takes inputs that are a multiple of 32"),
-        (64, Target(CPU, torch.float32), PLAIN, "native holds bfloat16 numbers"),
-        (64, Target(torch.device("cuda"), torch.bfloat16), PLAIN, "native runs on CPUs"),
+        (40, BF16, ONEDNN, "cpu takes inputs that are a multiple of 32"),
+        (64, Target(CPU, torch.float32), PLAIN, "cpu holds bfloat16 numbers"),
+        (64, Target(torch.device("cuda"), torch.bfloat16), PLAIN, "cpu runs on CPUs"),
     ],
 )
 def test_the_choice_says_why(in_features, target, kernel, said, monkeypatch):
@@ -52,7 +52,7 @@ def test_matrix_tiles_are_left_to_onednn(monkeypatch):
     choice = choose_dense(64, 64, BF16)
     assert choice.kernel is ONEDNN
     if not absence():
-        assert "native multiplies no matrix tiles (AMX)" in choice.reason
+        assert "cpu multiplies no matrix tiles (AMX)" in choice.reason
 
 
 def test_without_native_kernels(monkeypatch):
@@ -97,9 +97,9 @@ def test_a_dense_checkpoint_runs_compiled(tied, tmp_path, monkeypatch):
         tmp_path, dtype=torch.bfloat16, tie_word_embeddings=tied, hidden_size=128, intermediate_size=96
     )
     model = load_model(path, dtype="bfloat16")
-    assert isinstance(model.head, NativeLinear)
+    assert isinstance(model.head, CpuLinear)
     assert layers_unsupported_reason(model, build_runner(model, RuntimeConfig()).memory) == ""
-    assert any("dense bfloat16, kernel native" in line for line in model.description)
+    assert any("dense bfloat16, kernel cpu" in line for line in model.description)
     held = model.head.nbytes + sum(
         linear.nbytes for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
     )

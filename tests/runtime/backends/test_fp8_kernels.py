@@ -43,10 +43,10 @@ def test_what_serves_it_and_why():
     choice = choose_linear(W8A8, 256, Target(CPU, torch.bfloat16))
     assert choice.kernel.name == "dequantized"
     assert "triton_fp8 runs on NVIDIA GPUs" in choice.reason
-    assert "native " not in choice.reason
+    assert "cpu " not in choice.reason
     asked = choose_linear(W8A8, 256, Target(CPU, torch.bfloat16), "w4a8")
     assert asked.kernel.name == "dequantized"
-    assert "native_w4a8 multiplies by" in asked.reason
+    assert "cpu_w4a8 multiplies by" in asked.reason
     excluded = {"dequantized": "would need 9 GiB of 1 GiB"}
     assert choose_linear(W8A8, 256, Target(CPU, torch.bfloat16), excluded=excluded).kernel.name == "reference"
 
@@ -54,7 +54,7 @@ def test_what_serves_it_and_why():
 def test_kernels_of_the_other_numbers_are_refused():
     target = Target(CPU, torch.bfloat16)
     with pytest.raises(SchemeError, match=r"w8a8.*fp8"):
-        choose_linear(W8A8, 256, target, "native")
+        choose_linear(W8A8, 256, target, "cpu")
     with pytest.raises(SchemeError, match=r"triton_fp8.*w4a16.*g128"):
         choose_linear(Int(), 256, target, "triton_fp8")
     with pytest.raises(SchemeError, match=r"'fp8'.*triton_fp8"):

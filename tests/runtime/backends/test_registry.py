@@ -47,20 +47,20 @@ def test_the_table_without_native_kernels(scheme, in_features, target, name, mon
     kernels = [kernel for kernel in linear_kernels() if kernel.takes(scheme) and not kernel.mode]
     refused = [kernel.name for kernel in kernels[: kernels.index(choice.kernel)]]
     assert all(kernel in choice.reason for kernel in refused)
-    assert "native is not there: not compiled" in choice.reason or scheme.activation_bits or target.device == CUDA
+    assert "cpu is not there: not compiled" in choice.reason or scheme.activation_bits or target.device == CUDA
 
 
 @needs_native
 @pytest.mark.parametrize(
     ("scheme", "in_features", "target", "mode", "name"),
     [
-        *((Int(bits, 128), 256, BF16, "auto", "native") for bits in range(2, 9)),
-        (Int(4, None, symmetric=False), 96, Target(CPU, torch.float32), "auto", "native"),
-        (Int(4, 128), 256, BF16, "w4a8", "native_w4a8"),
+        *((Int(bits, 128), 256, BF16, "auto", "cpu") for bits in range(2, 9)),
+        (Int(4, None, symmetric=False), 96, Target(CPU, torch.float32), "auto", "cpu"),
+        (Int(4, 128), 256, BF16, "w4a8", "cpu_w4a8"),
         (Int(4, 16), 256, BF16, "w4a8", "dequantized"),
-        (W8A8, 256, BF16, "auto", "native_int8"),
-        (W8A8, 256, BF16, "w4a8", "native_int8"),
-        (Int(8, 64, False, Activations.INT8), 256, BF16, "auto", "native_int8"),
+        (W8A8, 256, BF16, "auto", "cpu_int8"),
+        (W8A8, 256, BF16, "w4a8", "cpu_int8"),
+        (Int(8, 64, False, Activations.INT8), 256, BF16, "auto", "cpu_int8"),
         (Int(4, 16), 256, BF16, "auto", "dequantized"),
         (Int(4, None), 100, BF16, "auto", "dequantized"),
         (Int(4, 128), 256, Target(CPU, torch.float64), "auto", "dequantized"),

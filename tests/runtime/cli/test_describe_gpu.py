@@ -36,7 +36,7 @@ def test_a_cpu_has_nothing_to_say(engine):
 
 def test_memory_and_recorded_steps_of_a_gpu(engine):
     runner = engine.runner
-    runner.record_steps(capture_nothing)
+    runner.capture_steps(capture_nothing)
     runner.memory = plan_memory(runner.decoder.config, GIB, 2, RuntimeConfig(), 4 * GIB)
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
     lines = describe_gpu(engine)

@@ -37,7 +37,7 @@ def check_against_engine(path: Path, config: RuntimeConfig) -> Report:
     assert isinstance(report.plan, MemoryPlan)
     assert report.plan == runner.memory
     assert report.capacity.token_bytes * runner.num_blocks * runner.block_size == runner.pages.memory.nbytes
-    stores = [store for store in (runner.cache.sinks, runner.cache.recent) if store is not None]
+    stores = [store for store in (runner.cache.sinks, runner.cache.residual_window) if store is not None]
     assert runner.memory.exact.nbytes == sum(store.keys.nbytes + store.values.nbytes for store in stores)
     return report
 

@@ -35,7 +35,7 @@ def make_runner(decoder, capture=None, **options) -> ModelRunner:
     runner = build_runner(decoder, RuntimeConfig(device="cuda", **config))
     assert not runner.graphs_refusal, runner.graphs_refusal
     if capture is not None:
-        runner.record_steps(capture)
+        runner.capture_steps(capture)
     return runner
 
 
@@ -59,7 +59,7 @@ def test_a_graph_gives_the_bits_of_its_kernels(demo, kv_cache, count):
     runner = make_runner(demo, CudaCapture(torch.device("cuda")), kv_cache=kv_cache)
     entries = begin(runner, count)
     replayed = runner.graphs.run(entries)[0].clone()
-    runner.record_steps(capture_nothing)
+    runner.capture_steps(capture_nothing)
     assert torch.equal(runner.graphs.run(entries)[0], replayed)
     assert replayed.isfinite().all()
 

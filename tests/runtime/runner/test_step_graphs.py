@@ -55,7 +55,7 @@ def make_runner(decoder, capture=None, **options) -> ModelRunner:
         tensor.fill_(9)  # finite: plain torch multiplies all keys that it reads, masked ones by zero
     runner.cache.pages = SkippingPages(runner.cache.pages)
     if capture is not None:
-        runner.record_steps(capture)
+        runner.capture_steps(capture)
     return runner
 
 

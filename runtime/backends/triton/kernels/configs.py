@@ -14,7 +14,7 @@ from typing import Any
 
 from compress.common.errors import DataError
 
-NARROW, WIDE, EXPAND = "narrow", "wide", "expand"
+SKINNY, GEMM, EXPAND = "skinny", "gemm", "expand"
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Numbers of tokens; a call uses the first that is not smaller, or the last."""
 
@@ -39,8 +39,8 @@ class KernelConfig:
     splits: int = 1
 
     def __post_init__(self) -> None:
-        if self.kernel not in (NARROW, WIDE, EXPAND):
-            raise DataError(f"kernel {self.kernel!r} does not exist", f"Kernels: {NARROW}, {WIDE}, {EXPAND}")
+        if self.kernel not in (SKINNY, GEMM, EXPAND):
+            raise DataError(f"kernel {self.kernel!r} does not exist", f"Kernels: {SKINNY}, {GEMM}, {EXPAND}")
 
 
 Plan = Mapping[int, KernelConfig]
@@ -61,12 +61,12 @@ def _default(bucket: int, bits: int, rows: int, num_tiles: int, num_processors: 
         return KernelConfig(EXPAND)
     if bucket > 64:
         # Tiles of 2-bit codes span twice the inputs: fewer of them fit in the shared memory of an A100.
-        return KernelConfig(WIDE, 128, 128, num_warps=8, num_stages=3 if bits > 2 else 2)
+        return KernelConfig(GEMM, 128, 128, num_warps=8, num_stages=3 if bits > 2 else 2)
     block_m = max(16, bucket)
     block_n = 64 if rows < ROWS_OF_WIDE_BLOCKS else 128
     wanted = -(-4 * num_processors // -(-rows // block_n))
     splits = max(1, min(wanted, num_tiles // 4, 16))
-    return KernelConfig(NARROW, block_n, block_m, 4 if block_m <= 16 else 8, 4, splits)
+    return KernelConfig(SKINNY, block_n, block_m, 4 if block_m <= 16 else 8, 4, splits)
 
 
 def config_for(plan: Plan, num_tokens: int) -> KernelConfig:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from runtime.backends.base import Target
-from runtime.backends.triton.fused_linear import FLOATS, InputForm, Prepared, Product, finished
+from runtime.backends.triton.fused_linear import Q8_FLOAT, ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import (
     from_fp8,
     grouped_tile,
@@ -21,16 +21,16 @@ from runtime.backends.triton.kernels.common import (
     store_sums,
     store_tile,
 )
-from runtime.backends.triton.kernels.int8 import BLOCK_N, MAX_BLOCK_K, MAX_NARROW_TOKENS, byte_tile, split_inputs
-from runtime.backends.triton.kernels.norm_act import finish, prepared
+from runtime.backends.triton.kernels.int8_gemm import BLOCK_N, MAX_BLOCK_K, MAX_SKINNY_TOKENS, split_inputs, w8a16_tile
+from runtime.backends.triton.kernels.norm_act import convert_input, split_k_reduce
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
 
 
 @triton.jit
-def widened(codes, like: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Bytes of e4m3 as floats of type `like`, exactly (float32 in the interpreter). NATIVE: by an instruction that GPUs
-    without 8-bit floats lack."""
-    if NATIVE and not INTERPRETED:
+def widened(codes, like: tl.constexpr, MULTIPLIES_FP8: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Bytes of e4m3 as floats of type `like`, exactly (float32 in the interpreter). MULTIPLIES_FP8: by an
+    instruction that GPUs without 8-bit floats lack."""
+    if MULTIPLIES_FP8 and not INTERPRETED:
         # By way of float32: there is an instruction from float16 to bfloat16, but a slow one.
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(like)
     else:
@@ -38,32 +38,32 @@ def widened(codes, like: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.con
 
 
 @triton.jit(do_not_specialize=["M"])
-def narrow_fp8_product(
+def fp8_skinny_gemm(
     x_ptr, codes_ptr, row_scale_ptr, part_ptr, M, K, ROWS, blocks_per_split,
-    LEVELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    NATIVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    Q8_INPUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    MULTIPLIES_FP8: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Partial sums `part [splits, M, ROWS]` float32 of `x [M, K]` and e4m3 codes `[ROWS, K]`: 16-bit x by weights with
-    their scale, or with LEVELS e4m3 levels by codes, both without scales. 8-bit floats are exact in 16 bits, so only
+    their scale, or with Q8_INPUT e4m3 levels by codes, both without scales. 8-bit floats are exact in 16 bits, so only
     sums are rounded."""
     n, split, m = split_tile(BLOCK_N, BLOCK_M)
-    like = tl.float16 if LEVELS else x_ptr.dtype.element_ty
+    like = tl.float16 if Q8_INPUT else x_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = split * blocks_per_split
     for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         codes = load_tile(codes_ptr, n[:, None], k[None, :], ROWS, K)
         x = load_tile(x_ptr, m[None, :], k[:, None], M, K)
-        if LEVELS:
-            x = widened(x, like, NATIVE, INTERPRETED)
-        total = multiply(widened(codes, like, NATIVE, INTERPRETED), x, total, INTERPRETED)
-    if not LEVELS:
+        if Q8_INPUT:
+            x = widened(x, like, MULTIPLIES_FP8, INTERPRETED)
+        total = multiply(widened(codes, like, MULTIPLIES_FP8, INTERPRETED), x, total, INTERPRETED)
+    if not Q8_INPUT:
         total *= tl.load(row_scale_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)[:, None]
     store_sums(part_ptr, total, split, m[None, :], n[:, None], M, ROWS)
 
 
 @triton.jit(do_not_specialize=["M"])
-def wide_fp8_product(
+def fp8_gemm(
     levels_ptr, codes_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, K, ROWS,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -116,8 +116,8 @@ class PlacedFp8:
     dtype: torch.dtype
 
     @property
-    def form(self) -> InputForm:
-        return InputForm(FLOATS) if self.rounds_inputs else InputForm()
+    def form(self) -> ActivationLayout:
+        return ActivationLayout(Q8_FLOAT) if self.rounds_inputs else ActivationLayout()
 
     @property
     def nbytes(self) -> int:
@@ -133,30 +133,30 @@ def place_fp8(weight: Fp8Weight, target: Target, native: bool, num_processors: i
 def multiply_fp8(x: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
     """`x [M, K] -> x W^T + bias [M, N]` with float32 sums; each token is rounded to 8-bit floats first where the weight
     says so."""
-    return finish(fp8_parts(prepared(x, weight.form), weight, bias), weight.dtype)
+    return split_k_reduce(fp8_partial_sums(convert_input(x, weight.form), weight, bias), weight.dtype)
 
 
-def fp8_parts(x: Prepared, weight: PlacedFp8, bias: Tensor | None) -> Product:
+def fp8_partial_sums(x: QuantizedInput, weight: PlacedFp8, bias: Tensor | None) -> PartialSums:
     """The product of an input in the weight's form: of 8-bit floats where there are many tokens and the GPU multiplies
     such, else of the same numbers in 16 bits."""
-    if len(x.rows) > MAX_NARROW_TOKENS and weight.native and x.beside is not None:
+    if len(x.rows) > MAX_SKINNY_TOKENS and weight.native and x.beside is not None:
         return finished(_wide(x.rows, x.beside, weight, bias))
     (tokens, inputs), rows = x.rows.shape, len(weight.codes)
-    tile = byte_tile(tokens, 0)
+    tile = w8a16_tile(tokens, 0)
     splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, weight.num_processors)
     parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
-    narrow_fp8_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
+    fp8_skinny_gemm[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
         x.rows, weight.codes, weight.scale, parts, tokens, inputs, rows, blocks_per_split,
-        LEVELS=weight.rounds_inputs, **tile, NATIVE=weight.native, INTERPRETED=triton.knobs.runtime.interpret,
+        Q8_INPUT=weight.rounds_inputs, **tile, MULTIPLIES_FP8=weight.native, INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
-    return Product(parts, rows, bias, None if x.beside is None else (x.beside, weight.scale))
+    return PartialSums(parts, rows, bias, None if x.beside is None else (x.beside, weight.scale))
 
 
 def _wide(levels: Tensor, token_scale: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
     (tokens, inputs), rows = levels.shape, len(weight.codes)
     y = levels.new_empty(tokens, rows, dtype=weight.dtype)
     grid = (triton.cdiv(rows, WIDE_TILE["BLOCK_N"]) * triton.cdiv(tokens, WIDE_TILE["BLOCK_M"]),)
-    wide_fp8_product[grid](
+    fp8_gemm[grid](
         levels, weight.codes, token_scale, weight.scale, y if bias is None else bias, y, tokens, inputs, rows,
         HAS_BIAS=bias is not None, **WIDE_TILE, INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip

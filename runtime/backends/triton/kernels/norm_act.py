@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.fused_linear import FLOATS, LEVELS, ROWS, SUMS, InputForm, Prepared, Product
+from runtime.backends.triton.fused_linear import (
+    Q8_FLOAT,
+    Q8_INT,
+    ROWS,
+    SUMS,
+    ActivationLayout,
+    PartialSums,
+    QuantizedInput,
+)
 from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_fp8
 
 FORM_ROWS, FORM_SUMS, FORM_LEVELS, FORM_FLOATS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -37,14 +45,14 @@ def product_at(
 
 
 @triton.jit
-def level_scale(peak, FORM: tl.constexpr):
+def q8_scale(peak, FORM: tl.constexpr):
     """Scale of a token whose largest magnitude is `peak`, as `compress.checkpoint.weights.fp8` has it: that becomes
     127, or 448 where levels are 8-bit floats."""
     return tl.div_rn(peak, 127.0 if FORM == FORM_LEVELS else 448.0)
 
 
 @triton.jit
-def store_levels(x, scale, m, k, K, out_ptr, FORM: tl.constexpr):
+def store_q8(x, scale, m, k, K, out_ptr, FORM: tl.constexpr):
     """Stores inputs `k` of token m, given as 16-bit numbers in float32, as levels."""
     steps = tl.div_rn(x, tl.maximum(scale, 1.1754943508222875e-38))
     codes = nearest(steps) if FORM == FORM_LEVELS else to_fp8(steps)
@@ -62,8 +70,8 @@ def store_row(
     """
     k = first + tl.arange(0, BLOCK)
     if FORM == FORM_LEVELS or FORM == FORM_FLOATS:
-        scale = level_scale(largest(x), FORM)
-        store_levels(x, scale, m, k, K, out_ptr, FORM)
+        scale = q8_scale(largest(x), FORM)
+        store_q8(x, scale, m, k, K, out_ptr, FORM)
         tl.store(beside_ptr + m, scale)
     else:
         tl.store(out_ptr + m * K + k, x.to(out_ptr.dtype.element_ty), mask=k < K)
@@ -74,7 +82,7 @@ def store_row(
 
 
 @triton.jit(do_not_specialize=["M"])
-def prepare_rows(
+def convert_input_kernel(
     x_ptr, out_ptr, beside_ptr, M, K, num_sums, FORM: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """`x [M, K]` in a form. Programs (token, block of inputs)."""
@@ -85,7 +93,7 @@ def prepare_rows(
 
 
 @triton.jit(do_not_specialize=["M"])
-def finish_rows(
+def split_k_reduce_kernel(
     part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, y_ptr, M, N, ROWS_OUT,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -101,7 +109,7 @@ def finish_rows(
 
 
 @triton.jit(do_not_specialize=["M"])
-def add_norm(
+def add_rms_norm_kernel(
     hidden_ptr, part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, weight_ptr, out_ptr, beside_ptr,
     eps, M, N, K, num_sums,
     HAS_UPDATE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
@@ -150,7 +158,7 @@ def gated_at(
 
 
 @triton.jit(do_not_specialize=["M"])
-def gate_rows(
+def silu_and_mul_kernel(
     part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, out_ptr, beside_ptr, M, N, K, num_sums,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, FORM: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr, like: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -170,13 +178,13 @@ def gate_rows(
                 SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
             )  # fmt: skip
             peak = tl.maximum(peak, largest(gated))
-        scale = level_scale(peak, FORM)
+        scale = q8_scale(peak, FORM)
         for start in tl.range(0, K, BLOCK):
             gated = gated_at(
                 part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, start + lane, M, N, K,
                 SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
             )  # fmt: skip
-            store_levels(gated, scale, m, start + lane, K, out_ptr, FORM)
+            store_q8(gated, scale, m, start + lane, K, out_ptr, FORM)
         tl.store(beside_ptr + m, scale)
     else:
         gated = gated_at(
@@ -186,7 +194,7 @@ def gate_rows(
         store_row(gated, m, first, M, K, num_sums, out_ptr, beside_ptr, FORM, UNIT, BLOCK)
 
 
-FORMS = {ROWS: 0, SUMS: 1, LEVELS: 2, FLOATS: 3}
+FORMS = {ROWS: 0, SUMS: 1, Q8_INT: 2, Q8_FLOAT: 3}
 """Of an input, as the kernels know them."""
 BLOCK = 1024
 """Numbers of one program where a row may be cut."""
@@ -195,37 +203,39 @@ GATED_BLOCK = 4096
 TYPES = {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}
 
 
-def prepared(x: Tensor, form: InputForm) -> Prepared:
+def convert_input(x: Tensor, form: ActivationLayout) -> QuantizedInput:
     """16-bit `x [M, K]` in a form; itself where nothing is to do."""
     x = x.contiguous()
     if form.kind == ROWS:
-        return Prepared(x)
+        return QuantizedInput(x)
     out = empty_input(x, len(x), x.shape[1], form)
     block, blocks = row_blocks(x.shape[1], form)
-    prepare_rows[(len(x), blocks)](
+    convert_input_kernel[(len(x), blocks)](
         x, *input_arguments(out, form), FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, num_warps=num_warps(block)
     )
     return out
 
 
-def finish(product: Product, dtype: torch.dtype) -> Tensor:
+def split_k_reduce(product: PartialSums, dtype: torch.dtype) -> Tensor:
     """A product as 16-bit rows `[M, N]`."""
     parts = product.parts
     if parts.dtype == dtype:
         return parts[0]
     y = parts.new_empty(parts.shape[1], product.num_rows, dtype=dtype)
-    finish_rows[(len(y), triton.cdiv(product.num_rows, BLOCK))](
+    split_k_reduce_kernel[(len(y), triton.cdiv(product.num_rows, BLOCK))](
         *product_arguments(product), y, *parts.shape[1:], product.num_rows, **product_constants(product), BLOCK=BLOCK
     )
     return y
 
 
-def norm(hidden: Tensor, update: Product | None, weight: Tensor, eps: float, form: InputForm) -> Prepared:
+def add_rms_norm(
+    hidden: Tensor, update: PartialSums | None, weight: Tensor, eps: float, form: ActivationLayout
+) -> QuantizedInput:
     """Adds `update [M, H]` to `hidden [M, H]` in place; gives the RMSNorm of that in a form."""
-    (tokens, size), read = hidden.shape, update or Product(hidden.unsqueeze(0), hidden.shape[1])
+    (tokens, size), read = hidden.shape, update or PartialSums(hidden.unsqueeze(0), hidden.shape[1])
     out, block = empty_input(hidden, tokens, size, form), whole_row(size, form)
     rows, beside, *_ = input_arguments(out, form)
-    add_norm[(tokens,)](
+    add_rms_norm_kernel[(tokens,)](
         hidden, *product_arguments(read), weight, rows, beside, eps, tokens, read.parts.shape[2], size, form.num_sums,
         HAS_UPDATE=update is not None, **product_constants(read), FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block,
         num_warps=num_warps(block),
@@ -233,13 +243,13 @@ def norm(hidden: Tensor, update: Product | None, weight: Tensor, eps: float, for
     return out
 
 
-def gate(gate_up: Product, form: InputForm, dtype: torch.dtype) -> Prepared:
+def silu_and_mul(gate_up: PartialSums, form: ActivationLayout, dtype: torch.dtype) -> QuantizedInput:
     """`silu(gate) * up [M, I]` of both side by side, `[M, 2 * I]`, in a form; rounded to `dtype` on the way."""
     (_, tokens, width), size = gate_up.parts.shape, gate_up.num_rows // 2
     out = empty_input(gate_up.parts.new_empty(0, dtype=dtype), tokens, size, form)
-    block, blocks = (GATED_BLOCK, 1) if form.kind in (LEVELS, FLOATS) else row_blocks(size, form)
+    block, blocks = (GATED_BLOCK, 1) if form.kind in (Q8_INT, Q8_FLOAT) else row_blocks(size, form)
     rows, beside, *_ = input_arguments(out, form)
-    gate_rows[(tokens, blocks)](
+    silu_and_mul_kernel[(tokens, blocks)](
         *product_arguments(gate_up), rows, beside, tokens, width, size, form.num_sums,
         **product_constants(gate_up), FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, like=TYPES[dtype],
         num_warps=num_warps(2 * block),
@@ -247,27 +257,27 @@ def gate(gate_up: Product, form: InputForm, dtype: torch.dtype) -> Prepared:
     return out
 
 
-def empty_input(like: Tensor, tokens: int, inputs: int, form: InputForm) -> Prepared:
+def empty_input(like: Tensor, tokens: int, inputs: int, form: ActivationLayout) -> QuantizedInput:
     """Room for an input `[tokens, inputs]`, on the device and in the dtype of `like`."""
-    rows = like.new_empty(tokens, inputs, dtype={LEVELS: torch.int8, FLOATS: torch.uint8}.get(form.kind, like.dtype))
-    shapes = {SUMS: (form.num_sums, tokens), LEVELS: (tokens,), FLOATS: (tokens,)}
+    rows = like.new_empty(tokens, inputs, dtype={Q8_INT: torch.int8, Q8_FLOAT: torch.uint8}.get(form.kind, like.dtype))
+    shapes = {SUMS: (form.num_sums, tokens), Q8_INT: (tokens,), Q8_FLOAT: (tokens,)}
     if form.kind == ROWS:
-        return Prepared(rows)
-    return Prepared(rows, like.new_empty(shapes[form.kind], dtype=torch.float32))
+        return QuantizedInput(rows)
+    return QuantizedInput(rows, like.new_empty(shapes[form.kind], dtype=torch.float32))
 
 
-def input_arguments(out: Prepared, form: InputForm) -> tuple[Tensor, Tensor, int, int, int]:
+def input_arguments(out: QuantizedInput, form: ActivationLayout) -> tuple[Tensor, Tensor, int, int, int]:
     """Of a kernel that writes an input: both tensors, and sizes. An unused argument must still be a pointer."""
     return out.rows, out.rows if out.beside is None else out.beside, *out.rows.shape, form.num_sums
 
 
-def product_arguments(product: Product) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def product_arguments(product: PartialSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of a kernel that reads a product: parts, bias and both scales."""
     parts, bias = product.parts, product.bias
     return parts, parts if bias is None else bias, *(product.scales or (parts, parts))
 
 
-def product_constants(product: Product) -> dict[str, Any]:
+def product_constants(product: PartialSums) -> dict[str, Any]:
     """Of a kernel that reads a product: what it is compiled for."""
     return {
         "SPLITS": len(product.parts),
@@ -277,14 +287,14 @@ def product_constants(product: Product) -> dict[str, Any]:
     }
 
 
-def row_blocks(inputs: int, form: InputForm) -> tuple[int, int]:
+def row_blocks(inputs: int, form: ActivationLayout) -> tuple[int, int]:
     """Numbers of one program, and programs that a row takes: levels need all of it."""
-    if form.kind in (LEVELS, FLOATS):
+    if form.kind in (Q8_INT, Q8_FLOAT):
         return whole_row(inputs, form), 1
     return BLOCK, triton.cdiv(max(inputs, form.unit * form.num_sums), BLOCK)
 
 
-def whole_row(inputs: int, form: InputForm) -> int:
+def whole_row(inputs: int, form: ActivationLayout) -> int:
     """Numbers of a program that has a whole row: a power of two, with the zeros that sums count."""
     return triton.next_power_of_2(max(inputs, form.unit * form.num_sums))
 

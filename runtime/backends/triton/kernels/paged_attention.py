@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.attention import NO_FRONT, Front
+from runtime.backends.triton.attention import NO_SINK_TOKENS, SinkTokens
 from runtime.backends.triton.kernels.common import from_fp8, multiply
 
 PLAIN, FP8, INT8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -82,7 +82,7 @@ def score_keys(
 
 
 @triton.jit
-def weigh(scores, highest, weight):
+def online_softmax_update(scores, highest, weight):
     """Weights `[R, T]` of a tile from its scores, to base 2 and minus infinity where nothing is seen; by how much what
     was summed up before fades; and the new peaks and sums of weights of the rows."""
     peak = tl.maximum(highest, tl.max(scores, 1))
@@ -138,7 +138,7 @@ def attend_tile(
         KEY_FORM, KEY_HALVES, HEAD_DIM, INTERPRETED,
     )  # fmt: skip
     scores = tl.where(inside[None, :] & seen, scores, float("-inf"))
-    share, fade, highest, weight = weigh(scores, highest, weight)
+    share, fade, highest, weight = online_softmax_update(scores, highest, weight)
     low, high, offsets = add_values(
         share, fade, low, high, offsets, values_ptr, value_scales_ptr, place, inside, query_low.dtype,
         VALUE_FORM, HALVES, HEAD_DIM, INTERPRETED,
@@ -398,7 +398,7 @@ def attend(
     window: int | None,
     block_rows: int,
     splits: int,
-    front: Front = NO_FRONT,
+    front: SinkTokens = NO_SINK_TOKENS,
     ancestors: Tensor | None = None,
 ) -> Tensor:
     """Attention `[B * n, heads, D]` of n tokens of each of B sequences, in the dtype of the query.

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.backends.triton.attention import HeadPages
-from runtime.backends.triton.fused_linear import Product
+from runtime.backends.triton.fused_linear import PartialSums
 from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_float16, to_fp8
 from runtime.backends.triton.kernels.norm_act import product_arguments, product_at, product_constants
 from runtime.backends.triton.kernels.paged_attention import FORMS, FP8, INT4, PLAIN
@@ -19,8 +19,8 @@ def hadamard(x, HEAD_DIM: tl.constexpr, ROOT: tl.constexpr):
     """float32 `x [D]` times an orthonormal Hadamard matrix, in the order of `kv_numerics.rotate_heads`; ROOT is the
     square root of D. D is 32 to 256."""
     d = tl.arange(0, HEAD_DIM)
-    LEVELS: tl.constexpr = 5 + (HEAD_DIM >= 64) + (HEAD_DIM >= 128) + (HEAD_DIM >= 256)
-    for level in tl.static_range(LEVELS):
+    Q8_INT: tl.constexpr = 5 + (HEAD_DIM >= 64) + (HEAD_DIM >= 128) + (HEAD_DIM >= 256)
+    for level in tl.static_range(Q8_INT):
         other = tl.gather(x, d ^ (1 << level), 0)
         x = tl.where((d >> level & 1) == 1, other - x, x + other)
     return tl.div_rn(x, ROOT)
@@ -58,7 +58,7 @@ def write_head(
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["slots_ptr"])
-def turn_write(
+def fused_qk_norm_rope_kv_write(
     part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr,
     keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, eps, M, N,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROOT: tl.constexpr,
@@ -97,8 +97,8 @@ def turn_write(
         write_head(x, slot, value_head, values_ptr, value_scales_ptr, KV_HEADS, HEAD_DIM, VALUE_FORM)
 
 
-def write_turned(
-    qkv: Product, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, slots: Tensor, into: HeadPages
+def qk_norm_rope_kv_write(
+    qkv: PartialSums, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, slots: Tensor, into: HeadPages
 ) -> Tensor:
     """Stores keys and values of M tokens and gives their queries `[M, heads, D]`, in the basis of the keys.
 
@@ -111,7 +111,7 @@ def write_turned(
     (tokens, _, head_dim), kv_heads = cos.shape, into.pages[0].shape[2]
     heads = qkv.num_rows // head_dim - 2 * kv_heads
     query = cos.new_empty(tokens, heads, head_dim)
-    turn_write[(tokens, heads + 2 * kv_heads)](
+    fused_qk_norm_rope_kv_write[(tokens, heads + 2 * kv_heads)](
         *product_arguments(qkv), query if head_norm is None else head_norm, cos, sin, slots, query,
         into.pages[0], into.scales[0], into.pages[1], into.scales[1], eps, tokens, qkv.parts.shape[2],
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROOT=head_dim**0.5, HEAD_NORM=head_norm is not None,

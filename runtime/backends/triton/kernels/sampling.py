@@ -61,7 +61,7 @@ def are_close(highest, second):
 @triton.jit(
     do_not_specialize=["PARTS"], do_not_specialize_on_alignment=["seeds_ptr", "positions_ptr", "temperature_ptr"]
 )
-def draw_parts(
+def sample_parts(
     logits_ptr, scores_ptr, seeds_ptr, positions_ptr, temperature_ptr, sums_ptr, ids_ptr, V, PARTS,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def join_parts(
     do_not_specialize=["K"],
     do_not_specialize_on_alignment=["truncated_ptr", "unknown_ptr", "seeds_ptr", "positions_ptr", "tokens_ptr"],
 )
-def draw_listed(
+def sample_listed_kernel(
     scores_ptr, ids_ptr, truncated_ptr, unknown_ptr, seeds_ptr, positions_ptr, tokens_ptr, K,
     BLOCK: tl.constexpr, UNDECIDED: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ BLOCK = 2048
 """Tokens of one program: 63 of them share a row of Llama 3's vocabulary."""
 
 
-def draw_rows(logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -> None:
+def sample_rows(logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -> None:
     """Writes the token of each row, or one of the outcomes, to int64 `tokens [R]`. Its launches depend on shapes only
     and wait for nothing, so they can be captured in a graph.
 
@@ -145,30 +145,30 @@ def draw_rows(logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -
     rows, vocab_size = logits.shape
     parts = triton.cdiv(vocab_size, BLOCK)
     sums, ids = logits.new_empty(rows, 2, parts), logits.new_empty(rows, parts, dtype=torch.int32)
-    draw_parts[(rows, parts)](
+    sample_parts[(rows, parts)](
         logits, scores, noise.seeds, noise.positions, noise.temperature, sums, ids, vocab_size, parts, BLOCK=BLOCK
     )
     join_parts[(rows,)](sums, ids, noise.temperature, tokens, parts, **join_constants(parts))
 
 
-def draw_from_listed(
+def sample_from_listed(
     scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, noise: RowNoise, tokens: Tensor
 ) -> None:
     """Draws `tokens [R]` of truncated rows that have one again: from listed tokens, and undecided where those are not
-    all. As capturable as `draw_rows`.
+    all. As capturable as `sample_rows`.
 
     Args:
         scores: float32 `[R, K]` of int64 `ids [R, K]`, over temperature; minus infinity where one cannot be drawn.
         unknown, is_truncated: bool `[R]`.
     """
     rows, listed = scores.shape
-    draw_listed[(rows,)](
+    sample_listed_kernel[(rows,)](
         scores, ids, is_truncated, unknown, noise.seeds, noise.positions, tokens, listed, **listed_constants(listed)
     )
 
 
 def listed_constants(listed: int) -> dict[str, Any]:
-    """What `draw_listed` is compiled for."""
+    """What `sample_listed_kernel` is compiled for."""
     return {"BLOCK": triton.next_power_of_2(listed), "UNDECIDED": UNDECIDED, "num_warps": 1}
 
 

@@ -10,15 +10,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.backends.triton.fused_linear import SUMS, InputForm, Prepared, Product, finished
+from runtime.backends.triton.fused_linear import SUMS, ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import grouped_tile, multiply, store_tile, unpack, unpack_instructions
-from runtime.backends.triton.kernels.configs import EXPAND, NARROW, KernelConfig
-from runtime.backends.triton.kernels.norm_act import finish, prepared
-from runtime.backends.triton.kernels.weight_layout import PlanedWeight, tile_inputs
+from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig
+from runtime.backends.triton.kernels.norm_act import convert_input, split_k_reduce
+from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
 
 
 @triton.jit(do_not_specialize=["M"])
-def narrow_product(
+def w4a16_skinny_gemm(
     x_ptr, words_ptr, scale_ptr, zero_ptr, sums_ptr, part_ptr,
     M, N, K, num_tiles, tiles_per_split,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
@@ -88,7 +88,7 @@ def zero_and_scale(zero_ptr, scale_ptr, place, MIDPOINT: tl.constexpr, HAS_ZERO:
 
 
 @triton.jit(do_not_specialize=["M"])
-def wide_product(
+def w4a16_gemm(
     x_ptr, words_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, ROWS, num_tiles,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, UNIT: tl.constexpr, MIDPOINT: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BFLOAT16: tl.constexpr, PTX: tl.constexpr,
@@ -147,45 +147,47 @@ EXPANDED_ELEMENTS = 12 * 2**20
 GROUP_M = 8
 
 
-def multiply_w4a16(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
+def multiply_w4a16(x: Tensor, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
     """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16."""
-    return finish(product(prepared(x, input_form(weight, config)), weight, bias, config), x.dtype)
+    return split_k_reduce(product(convert_input(x, activation_layout(weight, config)), weight, bias, config), x.dtype)
 
 
-def input_form(weight: PlanedWeight, config: KernelConfig) -> InputForm:
+def activation_layout(weight: InterleavedWeight, config: KernelConfig) -> ActivationLayout:
     """What `product` takes: the narrow kernel reads sums of its input."""
-    if config.kernel != NARROW:
-        return InputForm()
-    return InputForm(SUMS, weight.unit, len(weight.words) * tile_inputs(weight.bits) // weight.unit)
+    if config.kernel != SKINNY:
+        return ActivationLayout()
+    return ActivationLayout(SUMS, weight.unit, len(weight.words) * tile_inputs(weight.bits) // weight.unit)
 
 
-def product(x: Prepared, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Product:
-    """The product of an input in the form that `input_form` names."""
-    if config.kernel == NARROW:
-        return _narrow(x, weight, bias, config)
-    return finished((_expanded if config.kernel == EXPAND else _wide)(x.rows, weight, bias, config))
+def product(x: QuantizedInput, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig) -> PartialSums:
+    """The product of an input in the form that `activation_layout` names."""
+    if config.kernel == SKINNY:
+        return _skinny_gemm(x, weight, bias, config)
+    return finished((_expanded if config.kernel == EXPAND else _gemm)(x.rows, weight, bias, config))
 
 
-def _narrow(x: Prepared, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Product:
+def _skinny_gemm(
+    x: QuantizedInput, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig
+) -> PartialSums:
     (tokens, inputs), (tiles, rows) = x.rows.shape, weight.words.shape[:2]
     tiles_per_split = triton.cdiv(tiles, config.splits)
     splits = triton.cdiv(tiles, tiles_per_split)
     parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
     grid = (rows // config.block_n, splits, triton.cdiv(tokens, config.block_m))
-    narrow_product[grid](
+    w4a16_skinny_gemm[grid](
         x.rows, weight.words, weight.scale, _zero(weight), x.beside, parts,
         tokens, rows, inputs, tiles, tiles_per_split,
         **_constants(weight, x.rows.dtype), EVEN_K=_is_even(weight), BLOCK_N=config.block_n, BLOCK_M=config.block_m,
         STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
-    return Product(parts, weight.shape[0], bias)
+    return PartialSums(parts, weight.shape[0], bias)
 
 
-def _wide(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
+def _gemm(x: Tensor, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
     (tokens, inputs), (tiles, rows) = x.shape, weight.words.shape[:2]
     y = x.new_empty(tokens, weight.shape[0])
     grid = (rows // config.block_n * triton.cdiv(tokens, config.block_m),)
-    wide_product[grid](
+    w4a16_gemm[grid](
         x, weight.words, weight.scale, _zero(weight), x if bias is None else bias, y,
         tokens, rows, inputs, weight.shape[0], tiles,
         **_constants(weight, x.dtype), HAS_BIAS=bias is not None, EVEN_K=_is_even(weight), BLOCK_N=config.block_n,
@@ -194,7 +196,7 @@ def _wide(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelCo
     return y
 
 
-def _expanded(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
+def _expanded(x: Tensor, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
     rows, inputs = weight.shape
     step = max(64, EXPANDED_ELEMENTS // inputs // 64 * 64)
     panel = x.new_empty(min(step, rows), inputs)
@@ -206,7 +208,7 @@ def _expanded(x: Tensor, weight: PlanedWeight, bias: Tensor | None, config: Kern
     return y
 
 
-def expand_rows(weight: PlanedWeight, first: int, out: Tensor) -> Tensor:
+def expand_rows(weight: InterleavedWeight, first: int, out: Tensor) -> Tensor:
     """Fills `out [R, K]` with the dequantized rows from `first`, a multiple of 64, on."""
     expand[(len(weight.words), triton.cdiv(len(out), 64))](
         weight.words, weight.scale, _zero(weight), out, first, len(out), weight.words.shape[1], weight.shape[1],
@@ -215,15 +217,15 @@ def expand_rows(weight: PlanedWeight, first: int, out: Tensor) -> Tensor:
     return out
 
 
-def _zero(weight: PlanedWeight) -> Tensor:
+def _zero(weight: InterleavedWeight) -> Tensor:
     return weight.words if weight.zero is None else weight.zero  # an unused argument must still be a pointer
 
 
-def _is_even(weight: PlanedWeight) -> bool:
+def _is_even(weight: InterleavedWeight) -> bool:
     return weight.shape[1] % tile_inputs(weight.bits) == 0
 
 
-def _constants(weight: PlanedWeight, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(weight: InterleavedWeight, dtype: torch.dtype) -> dict[str, Any]:
     is_bfloat16 = dtype == torch.bfloat16
     return {
         "BITS": weight.bits,

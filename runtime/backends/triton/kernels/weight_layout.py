@@ -23,7 +23,7 @@ ROW_MULTIPLE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class PlanedWeight:
+class InterleavedWeight:
     """A weight `[N, K]` on the device.
 
     Attributes:
@@ -53,7 +53,7 @@ class PlanedWeight:
         return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
 
-def planes_bytes(scheme: Scheme, rows: int, inputs: int, scale_bytes: int) -> int:
+def interleaved_bytes(scheme: Scheme, rows: int, inputs: int, scale_bytes: int) -> int:
     """`nbytes` of a packed weight, known from its shape."""
     bits, padded = stored_bits(scheme.bits), rows + -rows % ROW_MULTIPLE
     tiles = -(-inputs // tile_inputs(bits))
@@ -70,7 +70,7 @@ def stored_bits(bits: int) -> int:
     return 2 if bits == 2 else 4
 
 
-def pack_planes(weight: IntegerWeight, device: torch.device) -> PlanedWeight:
+def interleave(weight: IntegerWeight, device: torch.device) -> InterleavedWeight:
     """Codes of 2 to 4 bits, in groups of a multiple of 32 inputs or in one, as planes. Inputs beyond K get code 0 and
     scale 0, and the kernels multiply them by nothing."""
     bits = stored_bits(weight.scheme.bits)
@@ -86,7 +86,7 @@ def pack_planes(weight: IntegerWeight, device: torch.device) -> PlanedWeight:
     scale, zero = (
         functional.pad(t.to(device), (0, more_groups, 0, more_rows)).T.contiguous() for t in (weight.scale, weight.zero)
     )
-    return PlanedWeight(
+    return InterleavedWeight(
         words,
         scale,
         None if scheme.symmetric else zero,

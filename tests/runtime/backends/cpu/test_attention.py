@@ -15,8 +15,8 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import dequantize_heads, quantize_heads, read_back, rotate_heads
 from compress.cpu.binding import best_instruction_set, library, set_threads
-from runtime.backends.cpu.attention import NativeAttention
-from runtime.backends.cpu.kv_pages import NativePages, pages_unsupported_reason
+from runtime.backends.cpu.attention import CpuAttention
+from runtime.backends.cpu.kv_pages import CpuPages, pages_unsupported_reason
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.model_config import DecoderConfig
 from runtime.core.step import ancestor_bits, paths
@@ -47,7 +47,7 @@ class World:
         self.heads, self.kv_heads, self.dim, self.block_size = shape
         counts = [-(-keys // self.block_size) for _, keys in spans]
         total = sum(counts) + 2
-        self.pages = NativePages(config_of(shape), self.scheme, total, self.block_size, torch.bfloat16, CPU)
+        self.pages = CpuPages(config_of(shape), self.scheme, total, self.block_size, torch.bfloat16, CPU)
         for tensor in self.pages.memory.tensors.values():
             tensor.view(torch.uint8).fill_(255)  # NaN wherever it is read as numbers
         self.tables = torch.randperm(total, generator=self.random)[: sum(counts)].split(counts)
@@ -90,7 +90,7 @@ class World:
     def attend(self, window: int | None, instruction_set: int, chosen: list[int] | None = None) -> Tensor:
         rows = self.rows(chosen)
         windows = (window,) * LAYERS
-        attention = NativeAttention(self.pages, self.batch(chosen), windows, instruction_set=instruction_set)
+        attention = CpuAttention(self.pages, self.batch(chosen), windows, instruction_set=instruction_set)
         empty = self.query.new_empty(0, self.kv_heads, self.dim)
         return attention(LAYER, self.query[rows], empty, empty)
 
@@ -149,7 +149,7 @@ def test_tokens_of_a_tree_see_their_branch_as_if_it_were_alone(
     positions = root + torch.tensor([0, *map(len, paths(PARENTS))])
     tree = replace(first, positions=positions, ancestors=torch.tensor(ancestor_bits(PARENTS)))
     windows = (window,) * LAYERS
-    attention = NativeAttention(
+    attention = CpuAttention(
         world.pages, replace(plain, groups=(tree, second)), windows, instruction_set=instruction_set
     )
     empty = world.query.new_empty(0, world.kv_heads, world.dim)
@@ -225,7 +225,7 @@ def test_keys_and_queries_are_turned_as_the_scheme_turns_them(shape: Shape, inst
     query, key = world.normal(1, world.heads), world.normal(1, world.kv_heads)
     batch = replace(world.batch(), slots=world.tables[0][:1] * world.block_size)
     expected = rotate_heads(query), rotate_heads(key)
-    attention = NativeAttention(world.pages, batch, (None,) * LAYERS, turned=True, instruction_set=instruction_set)
+    attention = CpuAttention(world.pages, batch, (None,) * LAYERS, turned=True, instruction_set=instruction_set)
     value = world.normal(1, world.kv_heads)
     out = attention(LAYER, query, key, value)
     assert torch.equal(query, expected[0])
@@ -247,7 +247,7 @@ def replace_span(world: World, token: int) -> Tensor:
     position = keys - tokens + token
     batch = world.batch()
     group = replace(batch.groups[0], rows=slice(0, 1), positions=torch.tensor([position]), num_keys=position + 1)
-    attention = NativeAttention(world.pages, replace(batch, groups=(group,)), (None,) * LAYERS)
+    attention = CpuAttention(world.pages, replace(batch, groups=(group,)), (None,) * LAYERS)
     empty = world.query.new_empty(0, world.kv_heads, world.dim)
     return attention(LAYER, world.query[token : token + 1], empty, empty)
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.cpu.binding import best_instruction_set, library, set_threads
-from runtime.backends.cpu.kv_pages import NativePages
+from runtime.backends.cpu.kv_pages import CpuPages
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
 HEADS, KV_HEADS, DIM, BLOCK = 6, 3, 96, 16
 
 
-def empty_pages(format: str) -> NativePages:
-    pages = NativePages(
+def empty_pages(format: str) -> CpuPages:
+    pages = CpuPages(
         decoder_config(HEADS, KV_HEADS, DIM, 1), KVCacheScheme(format), 64, BLOCK, torch.bfloat16, torch.device("cpu")
     )
     for tensor in pages.memory.tensors.values():
@@ -31,7 +31,7 @@ def heads(tokens: int, count: int, seed: int) -> Tensor:
     return torch.randn(tokens, count, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def same_bytes(one: NativePages, other: NativePages) -> bool:
+def same_bytes(one: CpuPages, other: CpuPages) -> bool:
     pairs = [(tensor, other.memory.tensors[name]) for name, tensor in one.memory.tensors.items()]
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 

@@ -15,10 +15,10 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
-from compress.cpu.linear import Activations, NativeLinear
-from runtime.backends.cpu.attention import NativeAttention
-from runtime.backends.cpu.kv_pages import NativePages
-from runtime.backends.cpu.layers import NativeLayers, NativeOps, layers_unsupported_reason
+from compress.cpu.linear import Activations, CpuLinear
+from runtime.backends.cpu.attention import CpuAttention
+from runtime.backends.cpu.kv_pages import CpuPages
+from runtime.backends.cpu.layers import CpuLayers, CpuOps, layers_unsupported_reason
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.memory_plan import MemoryPlan
@@ -55,9 +55,9 @@ class World:
             DenseEmbedding(self.numbers(64, SIZE)),
             layers,
             self.numbers(SIZE),
-            NativeLinear(self.numbers(64, SIZE)),
+            CpuLinear(self.numbers(64, SIZE)),
             rotary,
-            NativeOps(),
+            CpuOps(),
         )
 
     def numbers(self, *shape: int) -> Tensor:
@@ -73,16 +73,16 @@ class World:
         width = (HEADS + 2 * KV_HEADS) * DIM
         return Layer(
             attention_norm=self.numbers(SIZE),
-            qkv=NativeLinear(self.codes(width, SIZE), self.numbers(width)),
+            qkv=CpuLinear(self.codes(width, SIZE), self.numbers(width)),
             head_norm=self.numbers(HEADS + KV_HEADS, DIM) if head_norm else None,
-            output=NativeLinear(self.numbers(SIZE, HEADS * DIM)),
+            output=CpuLinear(self.numbers(SIZE, HEADS * DIM)),
             mlp_norm=self.numbers(SIZE),
-            gate_up=NativeLinear(self.codes(2 * INNER, SIZE), activations=Activations.INT8_GROUP),
-            down=NativeLinear(self.codes(SIZE, INNER)),
+            gate_up=CpuLinear(self.codes(2 * INNER, SIZE), activations=Activations.INT8_GROUP),
+            down=CpuLinear(self.codes(SIZE, INNER)),
         )
 
-    def pages(self, format: str) -> NativePages:
-        pages = NativePages(self.config, KVCacheScheme(format), 8, BLOCK, torch.bfloat16, CPU)
+    def pages(self, format: str) -> CpuPages:
+        pages = CpuPages(self.config, KVCacheScheme(format), 8, BLOCK, torch.bfloat16, CPU)
         pages.memory.clear(range(8))
         return pages
 
@@ -108,17 +108,17 @@ def test_same_bits_as_one_call_after_the_other(
     instruction_set: int, format: str, turned: bool, head_norm: bool
 ) -> None:
     world = World(head_norm=head_norm)
-    decoder = replace(world.decoder, ops=NativeOps(instruction_set))
+    decoder = replace(world.decoder, ops=CpuOps(instruction_set))
     for layer in decoder.layers:
         for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
             linear._instruction_set = instruction_set
     one, other = world.pages(format), world.pages(format)
-    layers = NativeLayers(decoder, other, WINDOWS, instruction_set)
+    layers = CpuLayers(decoder, other, WINDOWS, instruction_set)
     for spans in ([(1, 1)], [(1, 20), (1, 3), (5, 30), (33, 33)]):
         batch = world.batch(spans)
-        attention = NativeAttention(one, batch, WINDOWS, turned, instruction_set)
+        attention = CpuAttention(one, batch, WINDOWS, turned, instruction_set)
         expected = decoder.forward(batch.token_ids, batch.positions, attention)
-        run = partial(layers, attention=NativeAttention(other, batch, WINDOWS, turned, instruction_set))
+        run = partial(layers, attention=CpuAttention(other, batch, WINDOWS, turned, instruction_set))
         found = decoder.forward(batch.token_ids, batch.positions, attention, run)
         assert torch.equal(found, expected)
         assert found.isfinite().all()
@@ -140,7 +140,7 @@ def test_what_is_not_compiled_refuses() -> None:
 def test_a_missing_instruction_set_is_an_error() -> None:
     world = World()
     pages, batch = world.pages("16bit"), world.batch([(1, 1)])
-    layers = NativeLayers(world.decoder, pages, WINDOWS, len(INSTRUCTION_SETS))
-    run = partial(layers, attention=NativeAttention(pages, batch, WINDOWS))
+    layers = CpuLayers(world.decoder, pages, WINDOWS, len(INSTRUCTION_SETS))
+    run = partial(layers, attention=CpuAttention(pages, batch, WINDOWS))
     with pytest.raises(ToolkitError, match="instruction set"):
-        world.decoder.forward(batch.token_ids, batch.positions, NativeAttention(pages, batch, WINDOWS), run)
+        world.decoder.forward(batch.token_ids, batch.positions, CpuAttention(pages, batch, WINDOWS), run)

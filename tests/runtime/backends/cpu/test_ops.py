@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from compress.models.spec import Rope
 from runtime.backends.base import Target
-from runtime.backends.cpu.layers import NativeOps
+from runtime.backends.cpu.layers import CpuOps
 from runtime.backends.registry import choose_ops
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.rope import Rotary
@@ -37,13 +37,13 @@ def test_add_and_norm(rows: int, size: int, instruction_set: int) -> None:
     exact = hidden.double() + update.double()
     expected = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
     ours, theirs = hidden.clone(), hidden.clone()
-    found = NativeOps(instruction_set).add_norm(ours, update, weight, EPS)
+    found = CpuOps(instruction_set).add_norm(ours, update, weight, EPS)
     close(found, expected)
     by_torch = TorchOps().add_norm(theirs, update, weight, EPS)
     assert torch.equal(ours, theirs)
     assert (found != by_torch).float().mean() < 0.01  # sums are added in another order
     before = ours.clone()
-    assert torch.equal(NativeOps(instruction_set).add_norm(ours, None, weight, EPS), found)
+    assert torch.equal(CpuOps(instruction_set).add_norm(ours, None, weight, EPS), found)
     assert torch.equal(ours, before)
 
 
@@ -57,7 +57,7 @@ def test_rotation_leaves_values_alone(rows: int, heads: int, dim: int, normed: b
     cos, sin = rotary.at(torch.arange(rows) * 7)
     expected = TorchOps().rotate(fused[:, :heads], weight, EPS, cos, sin)
     ours = fused.clone()
-    found = NativeOps(instruction_set).rotate(ours[:, :heads], weight, EPS, cos, sin)
+    found = CpuOps(instruction_set).rotate(ours[:, :heads], weight, EPS, cos, sin)
     close(found, exactly_rotated(fused[:, :heads], weight, cos, sin))
     assert (found != expected).float().mean() < (0.01 if normed else 1e-9)
     assert torch.equal(ours[:, heads:], fused[:, heads:])
@@ -75,7 +75,7 @@ def exactly_rotated(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tens
 def test_gating(rows: int, size: int, instruction_set: int) -> None:
     gate_up = numbers(rows, 2 * size, spread=20)
     gate, up = gate_up.double().chunk(2, -1)
-    found = NativeOps(instruction_set).silu_multiply(gate_up)
+    found = CpuOps(instruction_set).silu_multiply(gate_up)
     torch.testing.assert_close(found.double(), gate * gate.sigmoid() * up, rtol=0.02, atol=1e-30)
     assert (found != TorchOps().silu_multiply(gate_up)).float().mean() < 0.001
 
@@ -84,12 +84,12 @@ def test_gating(rows: int, size: int, instruction_set: int) -> None:
 def test_rows_do_not_depend_on_others_or_on_threads(rows: int) -> None:
     hidden, update, weight = numbers(rows, 512), numbers(rows, 512, seed=1), numbers(512, seed=2)
     gate_up = numbers(rows, 1024)
-    alone = NativeOps().add_norm(hidden[:1].clone(), update[:1], weight, EPS)
+    alone = CpuOps().add_norm(hidden[:1].clone(), update[:1], weight, EPS)
     try:
         for threads in (1, 2, 3):
             set_threads(threads)
-            assert torch.equal(NativeOps().add_norm(hidden.clone(), update, weight, EPS)[:1], alone)
-            assert torch.equal(NativeOps().silu_multiply(gate_up)[-1:], NativeOps().silu_multiply(gate_up[-1:]))
+            assert torch.equal(CpuOps().add_norm(hidden.clone(), update, weight, EPS)[:1], alone)
+            assert torch.equal(CpuOps().silu_multiply(gate_up)[-1:], CpuOps().silu_multiply(gate_up[-1:]))
     finally:
         set_threads(0)
 
@@ -98,7 +98,7 @@ def test_rows_do_not_depend_on_others_or_on_threads(rows: int) -> None:
 def test_what_is_not_finite_stays_so_in_its_row(instruction_set: int) -> None:
     hidden, weight, gate_up = numbers(2, 64), numbers(64), numbers(2, 128)
     hidden[0, 3] = gate_up[0, 3] = torch.nan
-    ops = NativeOps(instruction_set)
+    ops = CpuOps(instruction_set)
     for found in (ops.add_norm(hidden, None, weight, EPS), ops.silu_multiply(gate_up)):
         assert not bool(found[0].isfinite().all())
         assert bool(found[1].isfinite().all())
@@ -106,7 +106,7 @@ def test_what_is_not_finite_stays_so_in_its_row(instruction_set: int) -> None:
 
 def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match="set 7"):
-        NativeOps(7).silu_multiply(numbers(1, 32))
+        CpuOps(7).silu_multiply(numbers(1, 32))
 
 
 class _Sizes:
@@ -130,5 +130,5 @@ def test_the_choice_has_a_reason(
 ) -> None:
     sizes: Any = type("Changed", (_Sizes,), changed)()
     choice = choose_ops(sizes, Target(torch.device(device), dtype), kernels)
-    assert isinstance(choice.kernel, TorchOps if said else NativeOps)
+    assert isinstance(choice.kernel, TorchOps if said else CpuOps)
     assert said in choice.reason

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.cpu.binding import best_instruction_set, library, set_threads
-from runtime.backends.cpu.sampling import NativeSampling, find_peaks, find_winners
+from runtime.backends.cpu.sampling import CpuSampling, argmax, gumbel_argmax
 from runtime.core.request import SamplingParams
 from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.sampling_tensors import gumbel_noise
@@ -43,7 +43,7 @@ def test_the_loudest_token_is_that_of_torch(vocab: int, spread: float, instructi
     scores, (seeds, positions) = scores_of(vocab, spread), streams(vocab)
     if vocab > 64:
         scores[: ROWS // 2, ::3] = -torch.inf
-    assert torch.equal(find_winners(scores, seeds, positions, instruction_set), winners(scores, seeds, positions))
+    assert torch.equal(gumbel_argmax(scores, seeds, positions, instruction_set), winners(scores, seeds, positions))
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -52,7 +52,7 @@ def test_where_rounding_decides_nothing_is_decided(instruction_set: int) -> None
     scores[:, (3, 700)] = 1e22  # noise vanishes beside them
     scores[5] = -torch.inf
     scores[6, 700] = 0.0
-    found = find_winners(scores, *streams(), instruction_set)
+    found = gumbel_argmax(scores, *streams(), instruction_set)
     assert found[6] == 3
     assert bool((found[[row for row in range(ROWS) if row != 6]] == -1).all())
 
@@ -64,7 +64,7 @@ def test_peaks_are_the_first_of_the_highest(vocab: int, instruction_set: int) ->
     scores[3] = -torch.inf
     for row, special in enumerate((torch.nan, torch.inf, -torch.inf)):
         scores[row, vocab * row // 3] = special
-    highest, finite = find_peaks(scores, instruction_set)
+    highest, finite = argmax(scores, instruction_set)
     assert finite.tolist() == [False] * 4 + [True] * (ROWS - 4)
     assert torch.equal(highest[1:], scores.argmax(-1)[1:])
     assert 0 <= int(highest[0]) < vocab
@@ -89,30 +89,30 @@ def test_tokens_are_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch
     draws[7] = replace(draws[7], mask=bytes(len(mask)))
     logits[8, 5], logits[9, 6] = torch.nan, torch.inf
     logits[10, 20:40] = 1e4
-    assert not NativeSampling().unsupported_reason(logits)
+    assert not CpuSampling().unsupported_reason(logits)
     compiled = sample_tokens(logits, draws)
-    monkeypatch.setattr(NativeSampling, "unsupported_reason", lambda self, scores: "is left out")
+    monkeypatch.setattr(CpuSampling, "unsupported_reason", lambda self, scores: "is left out")
     assert compiled == sample_tokens(logits, draws)
     assert [bool(token.error) for token in compiled[6:11]] == [False, True, True, True, False]
 
 
 def test_rows_do_not_depend_on_others_or_on_threads() -> None:
     scores, (seeds, positions) = scores_of(5000, 2.0), streams()
-    together = find_winners(scores, seeds, positions)
+    together = gumbel_argmax(scores, seeds, positions)
     try:
         for threads in (1, 3):
             set_threads(threads)
-            assert torch.equal(find_winners(scores, seeds, positions), together)
+            assert torch.equal(gumbel_argmax(scores, seeds, positions), together)
             for row in (0, 17):
                 one = slice(row, row + 1)
-                assert torch.equal(find_winners(scores[one], seeds[one], positions[one]), together[one])
+                assert torch.equal(gumbel_argmax(scores[one], seeds[one], positions[one]), together[one])
     finally:
         set_threads(0)
 
 
 def test_other_numbers_are_left_to_torch() -> None:
     scores = scores_of(10, 1.0)
-    assert NativeSampling().unsupported_reason(scores.double())
-    assert NativeSampling().unsupported_reason(scores[:, ::2])
+    assert CpuSampling().unsupported_reason(scores.double())
+    assert CpuSampling().unsupported_reason(scores[:, ::2])
     with pytest.raises(ValueError, match="set 7"):
-        find_peaks(scores, 7)
+        argmax(scores, 7)

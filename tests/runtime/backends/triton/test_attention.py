@@ -15,7 +15,7 @@ from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quant
 from compress.models.spec import Rope
 from runtime.backends.kv_pages import ExactPages, ExactPlaces, QuantizedPages, pack_halves
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
-from runtime.backends.triton.attention import Front, TritonAttention, num_splits, refuse
+from runtime.backends.triton.attention import SinkTokens, TritonAttention, num_splits, refuse
 from runtime.core.batch import AttentionGroup
 from runtime.core.rope import Rotary
 from runtime.core.step import ancestor_bits, paths
@@ -257,7 +257,7 @@ def test_a_tree_among_the_sinks_of_a_stream(gpu, form: str) -> None:
     positions = torch.tensor([root, *(root + len(path) for path in paths(parents))], device=gpu)
     bits = torch.tensor(ancestor_bits(parents), device=gpu)
     arguments = (key.codes, value.codes), (key.scales, value.scales), (form, form), torch.tensor([[3, 4]], device=gpu)
-    fronts = Front(), Front(sinks=7, moved=query), Front(sinks=12, moved=query)
+    fronts = SinkTokens(), SinkTokens(sinks=7, moved=query), SinkTokens(sinks=12, moved=query)
     plain, *found = (attend(query, *arguments, positions, 20, 16, 1, front, bits) for front in fronts)
     for each in found:
         assert_close(each.double(), plain.double())

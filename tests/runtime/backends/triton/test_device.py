@@ -47,4 +47,4 @@ def test_older_gpus_get_plain_torch_and_a_reason(turing: torch.device) -> None:
     assert attention_unsupported_reason(model, MemoryPlan(0, 64, 16, 4, 64, "")) == said
     choice = choose_linear(Int(4, 128), 256, Target(turing, torch.float16))
     assert not choice.kernel.name.startswith("triton")
-    assert f"triton_planes {said}" in choice.reason
+    assert f"triton_w4a16 {said}" in choice.reason

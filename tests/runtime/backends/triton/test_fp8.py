@@ -12,8 +12,8 @@ from compress.checkpoint.activations import FP8, quantize_tokens
 from compress.checkpoint.weights import Activations, Fp8
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
-from runtime.backends.triton.fused_linear import FLOATS, InputForm
-from runtime.backends.triton.linear import NATIVE, WIDENED, multiplies_fp8
+from runtime.backends.triton.fused_linear import Q8_FLOAT, ActivationLayout
+from runtime.backends.triton.linear import FP8_KERNEL, FP8_W8A16_KERNEL, multiplies_fp8
 
 W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 6e-4}
@@ -45,7 +45,7 @@ def test_few_tokens_against_float64(gpu, tokens, scheme, dtype) -> None:
     weight, target = random_weight((70, 328), scheme), Target(gpu, dtype)
     x, bias = activations(tokens, 328, dtype, gpu), activations(1, 70, dtype, gpu)[0]
     placed = place_fp8(weight, target, native=False, num_processors=4)
-    for kernel in (NATIVE, WIDENED):
+    for kernel in (FP8_KERNEL, FP8_W8A16_KERNEL):
         assert placed.nbytes == kernel.nbytes(scheme, *weight.shape, target)
     with poisoned_allocations():
         found = multiply_fp8(x, placed, bias)
@@ -70,7 +70,7 @@ def test_many_tokens_by_8_bit_products(gpu, with_bias) -> None:
 
 
 def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
-    from runtime.backends.triton.kernels.norm_act import prepared
+    from runtime.backends.triton.kernels.norm_act import convert_input
 
     numbers = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     between = numbers[:126] / 2 + numbers[1:127] / 2  # halfway: to the even code
@@ -81,7 +81,7 @@ def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
     x[4] = x[1] * 1000
     x = x.to(gpu)
     with poisoned_allocations():
-        made = prepared(x, InputForm(FLOATS))
+        made = convert_input(x, ActivationLayout(Q8_FLOAT))
     levels, scale = quantize_tokens(x, Activations.FP8)
     assert torch.equal(made.rows, levels.to(FP8).view(torch.uint8))
     assert torch.equal(made.beside, scale[:, 0])
@@ -101,7 +101,7 @@ def test_every_code_is_read_as_its_number(gpu) -> None:
 
 
 def test_a_token_does_not_see_its_neighbours(gpu) -> None:
-    linear = NATIVE.prepare(random_weight((64, 256), W8A8), None, Target(gpu, torch.bfloat16))
+    linear = FP8_KERNEL.prepare(random_weight((64, 256), W8A8), None, Target(gpu, torch.bfloat16))
     x = activations(5, 256, torch.bfloat16, gpu)
     together = linear(x)
     x[1:] = float("nan")
@@ -112,8 +112,8 @@ def test_a_token_does_not_see_its_neighbours(gpu) -> None:
 
 def test_a_gpu_serves_8_bit_floats_with_it() -> None:
     target = Target(torch.device("cuda"), torch.bfloat16)
-    assert choose_linear(W8A8, 768, target).kernel is NATIVE
-    assert choose_linear(W8A16, 768, target).kernel is WIDENED
+    assert choose_linear(W8A8, 768, target).kernel is FP8_KERNEL
+    assert choose_linear(W8A16, 768, target).kernel is FP8_W8A16_KERNEL
     assert choose_linear(W8A8, 768, Target(torch.device("cuda"), torch.float32)).kernel.name == "dequantized"
 
 
@@ -121,5 +121,5 @@ def test_an_older_gpu_says_why_it_multiplies_in_16_bits(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     choice = choose_linear(W8A8, 768, Target(torch.device("cuda"), torch.bfloat16))
-    assert choice.kernel is WIDENED
+    assert choice.kernel is FP8_W8A16_KERNEL
     assert "triton_fp8 needs a GPU that multiplies 8-bit floats" in choice.reason

@@ -12,8 +12,8 @@ from runtime.backends.triton import linear as triton_linear
 from runtime.backends.triton.kernels.configs import (
     BUCKETS,
     EXPAND,
-    NARROW,
-    WIDE,
+    GEMM,
+    SKINNY,
     KernelConfig,
     config_for,
     default_plan,
@@ -26,7 +26,7 @@ from runtime.backends.triton.kernels.configs import (
 def test_defaults_split_no_more_than_there_is_to_do(rows: int, tiles: int) -> None:
     plan = default_plan(4, rows, tiles, 132)
     assert set(plan) == set(BUCKETS)
-    assert [plan[m].kernel for m in (1, 64, 128, 1024, 2048)] == [NARROW, NARROW, WIDE, WIDE, EXPAND]
+    assert [plan[m].kernel for m in (1, 64, 128, 1024, 2048)] == [SKINNY, SKINNY, GEMM, GEMM, EXPAND]
     assert all(config.splits <= max(1, tiles // 4) for config in plan.values())
 
 
@@ -37,13 +37,13 @@ def test_small_layers_are_split_to_fill_the_processors() -> None:
 
 
 def test_a_call_takes_the_next_bucket() -> None:
-    plan = {bucket: KernelConfig(NARROW, splits=bucket) for bucket in BUCKETS}
+    plan = {bucket: KernelConfig(SKINNY, splits=bucket) for bucket in BUCKETS}
     assert [config_for(plan, m).splits for m in (1, 3, 64, 65, 5000)] == [1, 4, 64, 128, 2048]
 
 
 def test_a_measured_table_is_read_back_and_filled(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
-    few, many = KernelConfig(NARROW, 128, 16, splits=5), KernelConfig(WIDE, 128, 128, 8, 3)
+    few, many = KernelConfig(SKINNY, 128, 16, splits=5), KernelConfig(GEMM, 128, 128, 8, 3)
     table.write_text(to_json("Some GPU", {(4096, 1024): {16: few, 256: many}}))
     plan = measured_plan(table, "Some GPU", 4096, 1024)
     assert plan is not None
@@ -53,7 +53,7 @@ def test_a_measured_table_is_read_back_and_filled(tmp_path: Path) -> None:
 
 
 def test_a_table_is_of_4_bit_codes_alone(tmp_path: Path, monkeypatch) -> None:
-    few = KernelConfig(NARROW, 128, 16, splits=5)
+    few = KernelConfig(SKINNY, 128, 16, splits=5)
     monkeypatch.setattr(triton_linear, "TABLES", tmp_path)
     monkeypatch.setattr(triton_linear, "num_processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")

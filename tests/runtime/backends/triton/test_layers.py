@@ -27,7 +27,7 @@ from runtime.backends.torch.ops import TorchOps
 from runtime.backends.torch.quantized_linear import ReferenceLinear
 from runtime.backends.triton.attention import TritonAttention
 from runtime.backends.triton.layers import TritonLayers, TritonOps, layers_unsupported_reason
-from runtime.backends.triton.linear import BYTES, LEVEL_PRODUCT, NATIVE, PLANES
+from runtime.backends.triton.linear import FP8_KERNEL, W4A16_KERNEL, W8A8_KERNEL, W8A16_KERNEL
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.config import RuntimeConfig
@@ -43,7 +43,7 @@ from runtime.runner.runner import build_runner
 SIZE, LAYERS, BLOCK, NUM_BLOCKS, VOCABULARY = 128, 2, 4, 12, 64
 INT4, INT4_ASYMMETRIC, W8A8, INT8 = Int(4, 32), Int(4, 64, False), Int(8, None, True, Activations.INT8), Int(8, 64)
 FP8 = Fp8(Activations.FP8)
-KERNELS = {INT4: PLANES, INT4_ASYMMETRIC: PLANES, W8A8: LEVEL_PRODUCT, INT8: BYTES, FP8: NATIVE}
+KERNELS = {INT4: W4A16_KERNEL, INT4_ASYMMETRIC: W4A16_KERNEL, W8A8: W8A8_KERNEL, INT8: W8A16_KERNEL, FP8: FP8_KERNEL}
 
 
 @dataclass
@@ -276,7 +276,7 @@ def test_launches_of_a_layer(gpu, monkeypatch, kind, launches: int) -> None:
     hidden, angles = decoder.embedding(batch.token_ids), decoder.rotary.at(batch.positions)
     with Launches(monkeypatch) as counted:
         run(hidden, *angles, attention)
-    last = ["aten::add_.Tensor"] if kind == "dense" else ["finish_rows", "aten::add_.Tensor"]
+    last = ["aten::add_.Tensor"] if kind == "dense" else ["split_k_reduce_kernel", "aten::add_.Tensor"]
     assert counted.names[-len(last) :] == last
     assert len(counted.names) == LAYERS * launches + len(last), counted.names
 

@@ -13,19 +13,25 @@ from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.weights import Activations
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.fused_linear import (
-    FLOATS,
-    LEVELS,
+    Q8_FLOAT,
+    Q8_INT,
     ROWS,
     SUMS,
+    ActivationLayout,
     CalledLinear,
-    InputForm,
-    Prepared,
-    Product,
+    PartialSums,
+    QuantizedInput,
     finished,
 )
 
 TOKENS, SIZE = 3, 200
-FORMS = [InputForm(ROWS), InputForm(SUMS, 32, 8), InputForm(SUMS, 128, 2), InputForm(LEVELS), InputForm(FLOATS)]
+FORMS = [
+    ActivationLayout(ROWS),
+    ActivationLayout(SUMS, 32, 8),
+    ActivationLayout(SUMS, 128, 2),
+    ActivationLayout(Q8_INT),
+    ActivationLayout(Q8_FLOAT),
+]
 DTYPES = [torch.bfloat16, torch.float16]
 KINDS = ["rows", "parts", "parts and bias", "levels", "levels and bias"]
 EPS = 1e-5
@@ -35,7 +41,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def some_product(kind: str, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Product, Tensor]:
+def some_product(kind: str, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[PartialSums, Tensor]:
     """A product, with more columns than rows where they are filled up, and what it adds up to."""
     bias = numbers(rows, seed=2).to(device, dtype) if "bias" in kind else None
     exact_bias = 0 if bias is None else bias.double()
@@ -46,19 +52,19 @@ def some_product(kind: str, rows: int, dtype: torch.dtype, device: torch.device)
         parts = torch.randint(-9000, 9000, (2, TOKENS, rows), generator=torch.Generator().manual_seed(3)).int()
         scales = numbers(TOKENS, seed=4).abs() * 1e-2, (numbers(rows, seed=5) * 1e-2).to(dtype)
         exact = parts.double().sum(0) * scales[0].double()[:, None] * scales[1].double()
-        product = Product(parts.to(device), rows, bias, (scales[0].to(device), scales[1].to(device)))
+        product = PartialSums(parts.to(device), rows, bias, (scales[0].to(device), scales[1].to(device)))
         return product, (exact.to(device) + exact_bias).float().to(dtype)
     parts = torch.full((3, TOKENS, rows + 56), float("nan"))
     parts[..., :rows] = numbers(3, TOKENS, rows).mul(64).round() / 64  # whose sums are exact
     exact = parts[..., :rows].double().sum(0).to(device)
-    return Product(parts.to(device), rows, bias), (exact + exact_bias).float().to(dtype)
+    return PartialSums(parts.to(device), rows, bias), (exact + exact_bias).float().to(dtype)
 
 
-def check_form(found: Prepared, form: InputForm, expected: Tensor) -> None:
+def check_form(found: QuantizedInput, form: ActivationLayout, expected: Tensor) -> None:
     """`expected` holds the 16-bit rows."""
-    if form.kind in (LEVELS, FLOATS):
-        levels, scale = quantize_tokens(expected, Activations.FP8 if form.kind == FLOATS else Activations.INT8)
-        rows = found.rows.view(torch.float8_e4m3fn) if form.kind == FLOATS else found.rows
+    if form.kind in (Q8_INT, Q8_FLOAT):
+        levels, scale = quantize_tokens(expected, Activations.FP8 if form.kind == Q8_FLOAT else Activations.INT8)
+        rows = found.rows.view(torch.float8_e4m3fn) if form.kind == Q8_FLOAT else found.rows
         assert torch.equal(rows.float(), levels)
         assert torch.equal(found.beside, scale[:, 0])
         return
@@ -74,102 +80,111 @@ def check_form(found: Prepared, form: InputForm, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_rows_in_every_form(gpu, form: InputForm, dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.norm_act import prepared
+def test_rows_in_every_form(gpu, form: ActivationLayout, dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.norm_act import convert_input
 
     x = numbers(TOKENS, SIZE).to(gpu, dtype)
     with poisoned_allocations():
-        check_form(prepared(x, form), form, x)
+        check_form(convert_input(x, form), form, x)
 
 
 def test_tokens_are_rounded_as_the_contract_says(gpu) -> None:
-    from runtime.backends.triton.kernels.norm_act import prepared
+    from runtime.backends.triton.kernels.norm_act import convert_input
 
     x = numbers(3, SIZE).to(gpu, torch.float16)
     x[1] = 0
     x[2, :128] = torch.arange(-64, 64) / 2  # halves, which go to the even level
     x[2, 128:] = 127
-    check_form(prepared(x, InputForm(LEVELS)), InputForm(LEVELS), x)
+    check_form(convert_input(x, ActivationLayout(Q8_INT)), ActivationLayout(Q8_INT), x)
     x[0, 7], x[1, 3] = float("nan"), float("-inf")
-    assert prepared(x, InputForm(LEVELS)).beside.isfinite().tolist() == [False, False, True]
+    assert convert_input(x, ActivationLayout(Q8_INT)).beside.isfinite().tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_rounded_once(gpu, kind: str, dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.norm_act import finish
+    from runtime.backends.triton.kernels.norm_act import split_k_reduce
 
     product, expected = some_product(kind, SIZE, dtype, gpu)
     with poisoned_allocations():
-        found = finish(product, dtype)
+        found = split_k_reduce(product, dtype)
     assert found.dtype == dtype
     assert (found != expected).float().mean() < 0.01  # next to the middle of two numbers
     assert torch.allclose(found.double(), expected.double(), rtol=1e-2)
 
 
 @pytest.mark.parametrize(("kind", "form", "dtype"), covering([None, *KINDS], FORMS, DTYPES), ids=str)
-def test_norm_adds_and_normalizes(gpu, kind: str | None, form: InputForm, dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.norm_act import finish, norm, prepared
+def test_norm_adds_and_normalizes(gpu, kind: str | None, form: ActivationLayout, dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.norm_act import add_rms_norm, convert_input, split_k_reduce
 
     hidden, weight = numbers(TOKENS, SIZE, seed=6).to(gpu, dtype), numbers(SIZE, seed=7).to(gpu, dtype)
     update = None if kind is None else some_product(kind, SIZE, dtype, gpu)[0]
     expected_hidden = hidden.clone()
-    expected = TorchOps().add_norm(expected_hidden, None if update is None else finish(update, dtype), weight, EPS)
+    expected = TorchOps().add_norm(
+        expected_hidden, None if update is None else split_k_reduce(update, dtype), weight, EPS
+    )
     with poisoned_allocations():
-        plain = norm(hidden.clone(), update, weight, EPS, InputForm()).rows
-        found = norm(hidden, update, weight, EPS, form)
+        plain = add_rms_norm(hidden.clone(), update, weight, EPS, ActivationLayout()).rows
+        found = add_rms_norm(hidden, update, weight, EPS, form)
     assert torch.equal(hidden, expected_hidden)
     assert (plain != expected).float().mean() < 0.02  # squares are added in another order
     assert torch.allclose(plain.double(), expected.double(), rtol=1e-2)
-    in_form = prepared(plain, form)
+    in_form = convert_input(plain, form)
     assert torch.equal(found.rows, in_form.rows)
     assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "form", "dtype"), covering(KINDS, FORMS, DTYPES), ids=str)
-def test_gates_of_a_product(gpu, kind: str, form: InputForm, dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.norm_act import finish, gate, prepared
+def test_gates_of_a_product(gpu, kind: str, form: ActivationLayout, dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.norm_act import convert_input, silu_and_mul, split_k_reduce
 
     gate_up = some_product(kind, 2 * SIZE, dtype, gpu)[0]
-    expected = TorchOps().silu_multiply(finish(gate_up, dtype))
+    expected = TorchOps().silu_multiply(split_k_reduce(gate_up, dtype))
     with poisoned_allocations():
-        plain, found = gate(gate_up, InputForm(), dtype).rows, gate(gate_up, form, dtype)
+        plain, found = silu_and_mul(gate_up, ActivationLayout(), dtype).rows, silu_and_mul(gate_up, form, dtype)
     assert (plain != expected).float().mean() < 0.02  # another exponential function
     assert torch.allclose(plain.double(), expected.double(), rtol=1e-2, atol=1e-6)
-    in_form = prepared(plain, form)
+    in_form = convert_input(plain, form)
     assert torch.equal(found.rows, in_form.rows)
     assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS[-2:], ids=str)
-def test_levels_of_rows_that_are_longer_than_a_program(gpu, form: InputForm) -> None:
-    from runtime.backends.triton.kernels.norm_act import GATED_BLOCK, gate, prepared
+def test_levels_of_rows_that_are_longer_than_a_program(gpu, form: ActivationLayout) -> None:
+    from runtime.backends.triton.kernels.norm_act import GATED_BLOCK, convert_input, silu_and_mul
 
     gate_up = some_product("parts", 2 * (GATED_BLOCK + SIZE), torch.float16, gpu)[0]
-    found, in_form = gate(gate_up, form, torch.float16), prepared(gate(gate_up, InputForm(), torch.float16).rows, form)
+    found, in_form = (
+        silu_and_mul(gate_up, form, torch.float16),
+        convert_input(silu_and_mul(gate_up, ActivationLayout(), torch.float16).rows, form),
+    )
     assert torch.equal(found.rows, in_form.rows)
     assert torch.equal(found.beside, in_form.beside)
 
 
 def test_rows_of_a_called_linear_may_have_any_strides(gpu) -> None:
     """As PyTorch's semi-structured product gives them."""
-    from runtime.backends.triton.kernels.norm_act import gate
+    from runtime.backends.triton.kernels.norm_act import silu_and_mul
 
     y = numbers(2 * SIZE, TOKENS).to(gpu, torch.bfloat16).T
-    product = CalledLinear(lambda x: y).product(Prepared(y))
+    product = CalledLinear(lambda x: y).product(QuantizedInput(y))
     expected = TorchOps().silu_multiply(y.contiguous())
-    torch.testing.assert_close(gate(product, InputForm(), torch.bfloat16).rows, expected, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(
+        silu_and_mul(product, ActivationLayout(), torch.bfloat16).rows, expected, rtol=2**-7, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["parts", "levels"])
 def test_a_token_does_not_see_its_neighbours(gpu, kind: str) -> None:
-    from runtime.backends.triton.kernels.norm_act import gate, norm
+    from runtime.backends.triton.kernels.norm_act import add_rms_norm, silu_and_mul
 
     product = some_product(kind, 2 * SIZE, torch.bfloat16, gpu)[0]
     hidden, weight = numbers(TOKENS, 2 * SIZE).to(gpu, torch.bfloat16), numbers(2 * SIZE).to(gpu, torch.bfloat16)
-    alone = Product(product.parts[:, :1].contiguous(), product.num_rows, None, product.scales)
+    alone = PartialSums(product.parts[:, :1].contiguous(), product.num_rows, None, product.scales)
     for form in FORMS[2:]:
-        wider = InputForm(form.kind, form.unit, 2 * form.num_sums)
-        assert torch.equal(gate(product, form, torch.bfloat16).rows[:1], gate(alone, form, torch.bfloat16).rows)
-        together = norm(hidden.clone(), product, weight, EPS, wider).rows[:1]
-        assert torch.equal(together, norm(hidden[:1].clone(), alone, weight, EPS, wider).rows)
+        wider = ActivationLayout(form.kind, form.unit, 2 * form.num_sums)
+        assert torch.equal(
+            silu_and_mul(product, form, torch.bfloat16).rows[:1], silu_and_mul(alone, form, torch.bfloat16).rows
+        )
+        together = add_rms_norm(hidden.clone(), product, weight, EPS, wider).rows[:1]
+        assert torch.equal(together, add_rms_norm(hidden[:1].clone(), alone, weight, EPS, wider).rows)

@@ -16,7 +16,7 @@ from compress.checkpoint.kv_quant import rotate_heads
 from runtime.backends.kv_pages import ExactPages, KVPages, QuantizedPages
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import layer_pages
-from runtime.backends.triton.fused_linear import Product, finished
+from runtime.backends.triton.fused_linear import PartialSums, finished
 
 HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS, EPS = 4, 2, 8, 3, 1e-6
 SLOTS = (17, -1, 3, 20, -1)
@@ -39,12 +39,14 @@ def by_torch(heads: Tensor, head_norm: Tensor | None, cos: Tensor, sin: Tensor, 
     return rotate_heads(rotated) if turned else rotated
 
 
-def written(qkv: Product, scheme: KVCacheScheme, head_norm, cos, sin, slots) -> tuple[Tensor, KVPages]:
-    from runtime.backends.triton.kernels.rope_kv_write import write_turned
+def written(qkv: PartialSums, scheme: KVCacheScheme, head_norm, cos, sin, slots) -> tuple[Tensor, KVPages]:
+    from runtime.backends.triton.kernels.rope_kv_write import qk_norm_rope_kv_write
 
     pages = make_pages(scheme, cos.shape[-1], cos.dtype, cos.device)
     with poisoned_allocations():
-        query = write_turned(qkv, head_norm, EPS, cos, sin, slots, layer_pages(pages.memory.tensors, scheme, 1))
+        query = qk_norm_rope_kv_write(
+            qkv, head_norm, EPS, cos, sin, slots, layer_pages(pages.memory.tensors, scheme, 1)
+        )
     return query, pages
 
 
@@ -95,7 +97,7 @@ def test_heads_that_are_no_numbers_are_not_hidden(gpu, format: str) -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_parts_are_added_up_first(gpu, scaled: bool) -> None:
-    from runtime.backends.triton.kernels.norm_act import finish
+    from runtime.backends.triton.kernels.norm_act import split_k_reduce
 
     scheme, dtype, width = KVCacheScheme.named("int4"), torch.bfloat16, (HEADS + 2 * KV_HEADS) * 32
     parts, scales = numbers(3, len(SLOTS), width + 64, seed=1), None
@@ -106,11 +108,11 @@ def test_parts_are_added_up_first(gpu, scaled: bool) -> None:
             (numbers(5, seed=3), numbers(width, seed=4)),
         )
         scales = scales[0].to(gpu) * 1e-3, scales[1].to(gpu, dtype)
-    qkv = Product(parts.to(gpu), width, numbers(width, seed=5).to(gpu, dtype), scales)
+    qkv = PartialSums(parts.to(gpu), width, numbers(width, seed=5).to(gpu, dtype), scales)
     angles, slots = numbers(len(SLOTS), 1, 32, seed=6), torch.tensor(SLOTS, device=gpu)
     cos, sin = angles.cos().to(gpu, dtype), angles.sin().to(gpu, dtype)
     found = written(qkv, scheme, None, cos, sin, slots)
-    expected = written(finished(finish(qkv, dtype)), scheme, None, cos, sin, slots)
+    expected = written(finished(split_k_reduce(qkv, dtype)), scheme, None, cos, sin, slots)
     assert torch.equal(found[0], expected[0])
     for name, tensor in expected[1].memory.tensors.items():
         assert torch.equal(found[1].memory.tensors[name].nan_to_num(777), tensor.nan_to_num(777)), name

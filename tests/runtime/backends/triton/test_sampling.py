@@ -13,8 +13,8 @@ import triton.language as tl
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from runtime.backends.cpu.sampling import NativeSampling
-from runtime.backends.triton.kernels.sampling import ABSOLUTE, draw_rows, gumbel
+from runtime.backends.cpu.sampling import CpuSampling
+from runtime.backends.triton.kernels.sampling import ABSOLUTE, gumbel, sample_rows
 from runtime.backends.triton.layers import TritonSampling
 from runtime.core.request import SamplingParams
 from runtime.core.sampling_metadata import SamplingMetadata
@@ -50,7 +50,7 @@ def noise_of(temperatures: list[float], device: torch.device) -> RowNoise:
 def drawn(scores: Tensor, noise: RowNoise, logits: Tensor | None = None) -> list[int]:
     with poisoned_allocations():
         tokens = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
-        draw_rows(scores if logits is None else logits, scores, noise, tokens)
+        sample_rows(scores if logits is None else logits, scores, noise, tokens)
     return tokens.tolist()
 
 
@@ -162,7 +162,7 @@ def test_the_sampler_gives_the_same_tokens_with_it(gpu, monkeypatch: pytest.Monk
     ways = {}
     for name, way in (("torch", None), ("triton", partial(sample_step, TritonSampling()))):
         monkeypatch.setattr(sampler, "step_sampler", lambda logits, way=way: way)
-        monkeypatch.setattr(NativeSampling, "unsupported_reason", lambda self, scores: "is left out")
+        monkeypatch.setattr(CpuSampling, "unsupported_reason", lambda self, scores: "is left out")
         plain = [replace(draw, mask=None, sampling=replace(draw.sampling, logit_bias=())) for draw in draws]
         ways[name] = sample_tokens(logits, draws), sample_tokens(logits, plain)
     assert ways["triton"] == ways["torch"]

@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.checkpoint.weights.integer import IntegerWeight
-from runtime.backends.triton.fused_linear import LEVELS, InputForm, Prepared, Product
+from runtime.backends.triton.fused_linear import Q8_INT, ActivationLayout, PartialSums, QuantizedInput
 from runtime.backends.triton.kernels.common import grouped_tile, load_tile, multiply, split_tile, store_sums
-from runtime.backends.triton.kernels.norm_act import finish, prepared
+from runtime.backends.triton.kernels.norm_act import convert_input, split_k_reduce
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
 
 
 @triton.jit(do_not_specialize=["M"])
-def byte_product(
+def w8a16_gemm(
     x_ptr, codes_ptr, scale_ptr, zero_ptr, part_ptr, M, K, ROWS, blocks_per_split,
     GROUP_SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -46,7 +46,7 @@ def byte_product(
 
 
 @triton.jit(do_not_specialize=["M"])
-def level_product(
+def int8_gemm(
     levels_ptr, codes_ptr, part_ptr, M, K, ROWS, blocks_per_split,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -65,13 +65,13 @@ def level_product(
 
 MAX_BLOCK_K = 128
 BLOCK_N = 64
-MAX_NARROW_TOKENS = 64
+MAX_SKINNY_TOKENS = 64
 """Of one program that has few; more tokens fill the GPU without splits."""
 MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ByteWeight:
+class Int8Codes:
     """A weight `[N, K]` of signed 8-bit codes.
 
     Attributes:
@@ -97,11 +97,11 @@ class ByteWeight:
         return ((self.codes.float() - zero) * self.scale.float().T.repeat_interleave(repeats, 1)).to(dtype)
 
 
-def pack_bytes(weight: IntegerWeight, device: torch.device) -> ByteWeight:
+def pack_int8(weight: IntegerWeight, device: torch.device) -> Int8Codes:
     """Codes of 5 to 8 bits as signed bytes; those of fewer bits keep their distance to the zero point."""
     signed = (weight.codes.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
     zero = (weight.zero.to(torch.int16) - weight.scheme.midpoint).to(torch.int8).T.contiguous().to(device)
-    return ByteWeight(
+    return Int8Codes(
         signed.to(device),
         weight.scale.T.contiguous().to(device),
         None if weight.scheme.symmetric else zero,
@@ -109,63 +109,67 @@ def pack_bytes(weight: IntegerWeight, device: torch.device) -> ByteWeight:
     )
 
 
-def multiply_bytes(x: Tensor, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Tensor:
+def multiply_w8a16(x: Tensor, weight: Int8Codes, bias: Tensor | None, num_processors: int) -> Tensor:
     """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16, with float32 sums."""
-    return finish(byte_parts(prepared(x, InputForm()), weight, bias, num_processors), x.dtype)
+    return split_k_reduce(
+        w8a16_partial_sums(convert_input(x, ActivationLayout()), weight, bias, num_processors), x.dtype
+    )
 
 
-def multiply_levels(x: Tensor, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Tensor:
+def multiply_int8(x: Tensor, weight: Int8Codes, bias: Tensor | None, num_processors: int) -> Tensor:
     """W8A8: each token of `x [M, K]` is rounded to 8 bits with its own scale, products are summed exactly."""
-    return finish(level_parts(prepared(x, InputForm(LEVELS)), weight, bias, num_processors), x.dtype)
+    return split_k_reduce(
+        int8_partial_sums(convert_input(x, ActivationLayout(Q8_INT)), weight, bias, num_processors), x.dtype
+    )
 
 
-def byte_tile(tokens: int, group_size: int) -> dict[str, Any]:
+def w8a16_tile(tokens: int, group_size: int) -> dict[str, Any]:
     """How a product with 16-bit rows is compiled for so many tokens; BLOCK_K divides the group."""
-    block_m = min(MAX_NARROW_TOKENS, max(16, triton.next_power_of_2(tokens)))
+    block_m = min(MAX_SKINNY_TOKENS, max(16, triton.next_power_of_2(tokens)))
     block_k = gcd(group_size, MAX_BLOCK_K)
     return {"BLOCK_N": BLOCK_N, "BLOCK_M": block_m, "BLOCK_K": block_k, "STAGES": 4, "num_warps": 4}
 
 
-def level_tile(tokens: int) -> dict[str, Any]:
+def int8_tile(tokens: int) -> dict[str, Any]:
     """How a product of levels is compiled for so many tokens."""
     tile = {"BLOCK_N": BLOCK_N, "BLOCK_M": max(16, triton.next_power_of_2(tokens)), "num_warps": 4}
-    if tokens > MAX_NARROW_TOKENS:
+    if tokens > MAX_SKINNY_TOKENS:
         tile = {"BLOCK_N": 128, "BLOCK_M": 128, "num_warps": 8}
     return tile | {"BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3}
 
 
-def byte_parts(x: Prepared, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Product:
+def w8a16_partial_sums(x: QuantizedInput, weight: Int8Codes, bias: Tensor | None, num_processors: int) -> PartialSums:
     """The product of 16-bit rows."""
     (tokens, inputs), rows = x.rows.shape, len(weight.codes)
-    tile = byte_tile(tokens, weight.group_size)
+    tile = w8a16_tile(tokens, weight.group_size)
     splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, num_processors)
     parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
-    byte_product[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
+    w8a16_gemm[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
         x.rows, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, parts,
         tokens, inputs, rows, blocks_per_split,
         GROUP_SIZE=weight.group_size, HAS_ZERO=weight.zero is not None, **tile,
         INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
-    return Product(parts, rows, bias)
+    return PartialSums(parts, rows, bias)
 
 
-def level_parts(x: Prepared, weight: ByteWeight, bias: Tensor | None, num_processors: int) -> Product:
+def int8_partial_sums(x: QuantizedInput, weight: Int8Codes, bias: Tensor | None, num_processors: int) -> PartialSums:
     """The product of levels."""
     if x.beside is None:
         raise ValueError("levels come with the scale of each token")
     (tokens, inputs), rows = x.rows.shape, len(weight.codes)
-    tile = level_tile(tokens)
+    tile = int8_tile(tokens)
     splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, num_processors)
     parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.int32)
     grid = (triton.cdiv(rows, tile["BLOCK_N"]) * triton.cdiv(tokens, tile["BLOCK_M"]), splits)
-    level_product[grid](x.rows, weight.codes, parts, tokens, inputs, rows, blocks_per_split, **tile)
-    return Product(parts, rows, bias, (x.beside, weight.scale))
+    int8_gemm[grid](x.rows, weight.codes, parts, tokens, inputs, rows, blocks_per_split, **tile)
+    return PartialSums(parts, rows, bias, (x.beside, weight.scale))
 
 
 def split_inputs(rows: int, inputs: int, tokens: int, tile: Mapping[str, int], num_processors: int) -> tuple[int, int]:
     """How many stretches of K get sums of their own, and the blocks in each: few tokens need them to fill the GPU."""
     blocks = triton.cdiv(inputs, tile["BLOCK_K"])
-    if tokens > MAX_NARROW_TOKENS:
+    if tokens > MAX_SKINNY_TOKENS:
         return 1, blocks
     programs = triton.cdiv(rows, tile["BLOCK_N"]) * triton.cdiv(tokens, tile["BLOCK_M"])
     splits = max(1, min(4 * num_processors // programs, blocks // 4, MAX_SPLITS))

@@ -1,0 +1,99 @@
+"""A backend that a file outside of the package registers: it serves the packed linears of the demo model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import pack_model
+from torch import Tensor
+
+from compress.checkpoint.scheme import Scheme
+from compress.checkpoint.weights import Int, Weight
+from compress.common.cli import demo_model_path
+from runtime.backends.base import Backend, LinearKernel, Target, is_integer
+from runtime.backends.registry import BACKENDS, check_name, register, unregister
+from runtime.cli.serve import describe_kernels
+from runtime.core.config import RuntimeConfig
+from runtime.core.request import SamplingParams
+from runtime.engine.engine import Engine
+from runtime.model.loader import load_model
+from runtime.runner.runner import build_runner
+
+NAME, SUMMARY = "toy_product", "multiplies in float64, as a toy may"
+PROMPT = list(range(40, 60))
+
+
+class Float64Linear:
+    """Keeps the weight in float64 and counts products."""
+
+    calls = 0
+
+    def __init__(self, weight: Weight, bias: Tensor | None, target: Target) -> None:
+        self.weight, self.bias = weight.dequantize(torch.float64), bias
+        self.nbytes = self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        Float64Linear.calls += 1
+        y = x.double() @ self.weight.T
+        return (y if self.bias is None else y + self.bias.double()).to(x.dtype)
+
+
+def unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    return "" if target.device.type == "cpu" else "runs on CPUs"
+
+
+def nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+    return 8 * rows * columns
+
+
+TOY = Backend("toy", linears=(LinearKernel(NAME, SUMMARY, is_integer, unsupported_reason, Float64Linear, nbytes),))
+
+
+@pytest.fixture
+def toy() -> Iterator[None]:
+    before = list(BACKENDS)
+    register(TOY)
+    Float64Linear.calls = 0
+    yield
+    unregister("toy")
+    assert before == BACKENDS
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "demo"
+    pack_model(demo_model_path(), folder, lambda module: Int(4, 64))
+    return folder
+
+
+def serve(path: Path, linear_backend: str = "auto") -> tuple[list[int], list[str]]:
+    """Greedy tokens, and the lines about kernels that `runtime serve` prints."""
+    config = RuntimeConfig(num_blocks=16, dtype="float64")
+    engine = Engine(build_runner(load_model(path, dtype="float64", kernels=linear_backend), config), None, config)
+    engine.add_request(PROMPT, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), "a")
+    tokens: list[int] = []
+    while engine.has_work:
+        for delta in engine.step():
+            tokens += delta.token_ids
+    return tokens, describe_kernels(engine)
+
+
+def test_it_is_chosen_and_gives_the_same_tokens(packed: Path, toy: None) -> None:
+    tokens, lines = serve(packed)
+    assert Float64Linear.calls > 0
+    assert any(f"kernel {NAME} ({SUMMARY}" in line for line in lines if "down_proj" in line)
+    calls = Float64Linear.calls
+    expected, lines = serve(packed, "reference")
+    assert Float64Linear.calls == calls
+    assert not any(NAME in line for line in lines)
+    assert tokens == expected
+
+
+def test_it_is_known_by_name_only_while_it_is_registered(toy: None) -> None:
+    check_name(NAME)
+    unregister("toy")
+    with pytest.raises(Exception, match=NAME):
+        check_name(NAME)
