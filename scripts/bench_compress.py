@@ -5,10 +5,10 @@ pipeline: reading, calibrating, rounding, writing, verifying. The dense pass is 
 blocks (no output head) over the same tokens, weights already in memory, in the same dtype. Where other work shares the
 processor, trust the ratio in CPU time. Examples:
 
-    python scripts/bench_compress.py --shape 125m --samples 16
-    python scripts/bench_compress.py --shape 1.1b --samples 64 --length 512 --json compress.json
-    python scripts/bench_compress.py --shape 1.1b --layers 2 --samples 64
-    python scripts/bench_compress.py --shape 8b --samples 128 --length 2048 --device cuda
+    python scripts/bench_compress.py --shape 125m --num-calibration-samples 16
+    python scripts/bench_compress.py --shape 1.1b --num-calibration-samples 64 --max-seq-length 512 --json compress.json
+    python scripts/bench_compress.py --shape 1.1b --layers 2 --num-calibration-samples 64
+    python scripts/bench_compress.py --shape 8b --num-calibration-samples 128 --max-seq-length 2048 --device cuda
 """
 
 from __future__ import annotations
@@ -84,13 +84,16 @@ def measure_dense_pass(setup: Setup) -> Measured:
     dtype = pick_dtype(setup.dtype, "bfloat16", device)
     options = setup.calibration
     tokens = pack_sequences(
-        load_texts(options.source), load_tokenizer(setup.model), samples=options.samples, length=options.length
+        load_texts(options.source),
+        load_tokenizer(setup.model),
+        samples=options.num_calibration_samples,
+        length=options.max_seq_length,
     ).tokens
     blocks = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype).to(device).model
     with torch.inference_mode():
         blocks(tokens[:1].to(device), use_cache=False)
         started = Stopwatch()
-        for batch in tokens.split(first_micro_batch(options.length, device.type)):
+        for batch in tokens.split(first_micro_batch(options.max_seq_length, device.type)):
             blocks(batch.to(device), use_cache=False)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -124,8 +127,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128, help="-1: one group per output channel")
-    parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--num-calibration-samples", type=int, default=32, help="calibration sequences")
+    parser.add_argument("--max-seq-length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="auto", help="of the forward passes: auto, bfloat16, float32, ...")
     parser.add_argument("--work", type=Path, help="folder for the model; default: a temporary one")
@@ -151,16 +154,18 @@ def write_inputs(work: Path, shape: str, layers: int | None, samples: int, lengt
 
 def _run(options: argparse.Namespace, work: Path, console: Console) -> int:
     parameters, facts = in_own_process(
-        write_inputs, work, options.shape, options.layers, options.samples, options.length
+        write_inputs, work, options.shape, options.layers, options.num_calibration_samples, options.max_seq_length
     )
     layers = f" cut to {options.layers} layers" if options.layers else ""
     facts |= {
         "shape": f"{options.shape}{layers} ({parameters / 1e9:.3f}e9 random weights, bfloat16)",
-        "calibration": f"{options.samples} x {options.length} tokens",
+        "calibration": f"{options.num_calibration_samples} x {options.max_seq_length} tokens",
         "scheme": str(Int(options.bits, group_size_from(options.group_size))),
     }
     console.print(describe(facts))
-    calibration = CalibrationOptions(str(work / "calibration.jsonl"), options.samples, options.length)
+    calibration = CalibrationOptions(
+        str(work / "calibration.jsonl"), options.num_calibration_samples, options.max_seq_length
+    )
     scheme = Int(options.bits, group_size_from(options.group_size))
     setup = Setup(work / "model", calibration, scheme, options.device, options.dtype)
     rows = [in_own_process(measure_dense_pass, setup)]

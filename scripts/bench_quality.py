@@ -58,11 +58,13 @@ def run_trials(options: argparse.Namespace, console: Console, work: Path) -> Ite
     """Compresses and scores, setting by setting."""
     tokenizer = load_tokenizer(options.model)
     texts = [
-        cut_windows(load_texts(name), tokenizer, length=options.length, max_tokens=options.tokens)
+        cut_windows(load_texts(name), tokenizer, length=options.max_seq_length, max_tokens=options.tokens)
         for name in ("pydoc", *options.data)
     ]
     parts = parse_parts(options.calibration)
-    seen = SeenText.of(pack_parts(parts, tokenizer, samples=options.samples, length=options.length))
+    seen = SeenText.of(
+        pack_parts(parts, tokenizer, samples=options.num_calibration_samples, length=options.max_seq_length)
+    )
     for windows in texts:
         console.print(f"{windows.source}: {windows.num_predicted:,} predicted tokens; {windows.protocol}")
         for warning in overlap_warning(shared_spans(seen, windows), seen, windows):
@@ -105,7 +107,7 @@ def _try(
 
 
 def _compress(options: argparse.Namespace, setting: str, method: str, seed: int, out: Path) -> Compressed:
-    calibration = CalibrationOptions(options.calibration, options.samples, options.length)
+    calibration = CalibrationOptions(options.calibration, options.num_calibration_samples, options.max_seq_length)
     stages = stages_of(setting, method)
     return compress(options.model, out, stages, calibration, seed, device=options.device, dtype="float32")
 
@@ -117,10 +119,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=(), help="only these; default: all of each setting")
     parser.add_argument("--seeds", type=int, default=3, help="calibration seeds of the calibrated methods")
     parser.add_argument("--calibration", default="bundled", help="calibration text")
-    parser.add_argument("--samples", type=int, default=DEFAULT_SAMPLES, help="calibration sequences")
+    parser.add_argument("--num-calibration-samples", type=int, default=DEFAULT_SAMPLES, help="calibration sequences")
     parser.add_argument("--data", nargs="*", default=(), help="more evaluation texts beside pydoc")
     parser.add_argument("--tokens", type=int, default=32768, help="most tokens of each evaluation text")
-    parser.add_argument("--length", type=int, default=DEFAULT_LENGTH, help="tokens of sequences and windows")
+    parser.add_argument("--max-seq-length", type=int, default=DEFAULT_LENGTH, help="tokens of sequences and windows")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--backend", default="runtime", choices=BACKENDS, help="what scores; see compress eval")
     parser.add_argument("--json", type=Path, help="write every trial and verdict here")
@@ -133,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = environment() | {
         "model": options.model.name,
         "model sha256": weights_sha256(options.model)[:16],
-        "calibration": f"{options.calibration} {options.samples} x {options.length} tokens",
+        "calibration": f"{options.calibration} {options.num_calibration_samples} x {options.max_seq_length} tokens",
         "seeds": f"0 to {options.seeds - 1}",
     }
     console.print(describe(facts))

@@ -31,7 +31,7 @@ def test_quality_writes_trials_table_and_verdicts(quality, tmp_path: Path, capsy
 
     model, table, figures = tmp_path / "model", tmp_path / "table.md", tmp_path / "figures.json"
     write_model(model, SHAPES["tiny"])
-    small = ["--samples", "2", "--length", "128", "--tokens", "512", "--seeds", "2"]
+    small = ["--num-calibration-samples", "2", "--max-seq-length", "128", "--tokens", "512", "--seeds", "2"]
     tried = ["--settings", "w2g64", "--methods", "rtn", "awq", "gptq"]
     written = ["--json", str(figures), "--markdown", str(table)]
     status = quality.main(["--model", str(model), *tried, *small, *written])
@@ -111,7 +111,7 @@ def test_compression_is_measured_beside_a_dense_pass(tmp_path: Path, capsys):
     import bench_compress
 
     figures = tmp_path / "figures.json"
-    small = ["--shape", "tiny", "--samples", "2", "--length", "64", "--group-size", "64"]
+    small = ["--shape", "tiny", "--num-calibration-samples", "2", "--max-seq-length", "64", "--group-size", "64"]
     assert bench_compress.main([*small, "--methods", "gptq", "--work", str(tmp_path), "--json", str(figures)]) == 0
     content = json.loads(figures.read_text())
     dense, gptq = content["rows"]
