@@ -25,6 +25,11 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
     ]
 
 
+def sample(values: Iterable[Any], quick: int = 1) -> list[Any]:
+    """All values; only the first `quick` are in the quick tier."""
+    return [pytest.param(value, marks=() if i < quick else pytest.mark.full) for i, value in enumerate(values)]
+
+
 def mark_products(items: Iterable[pytest.Item]) -> None:
     """Does the same to stacked parametrizations and parametrized fixtures: marks the cases of each test full that show
     no value that another quick case shows. Tests marked `every_combination` keep all."""

@@ -138,6 +138,7 @@ def test_no_model_means_the_demo_model_and_says_so(compress, tmp_path) -> None:
     assert json.loads((tmp_path / "packed/config.json").read_text())["compression_config"]["source"] == "demo"
 
 
+@pytest.mark.full
 def test_run_does_what_quantize_does(compress, tiny_model, tmp_path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("stages:\n  - quantize: {method: rtn, bits: 8, group_size: -1}\n")

@@ -51,7 +51,7 @@ def measure(method: str, scheme: Scheme, samples: int, windows: Windows, dense: 
 @pytest.mark.parametrize(
     ("scheme", "samples", "num_tokens"),
     [
-        (Int(3, 64), 8, 4096),
+        pytest.param(Int(3, 64), 8, 4096, marks=pytest.mark.full),
         pytest.param(Int(3, 64), 32, 16384, marks=pytest.mark.slow),
         pytest.param(Int(4, 64), 32, 16384, marks=pytest.mark.slow),
         pytest.param(Int(4, 128), 32, 16384, marks=pytest.mark.slow),

@@ -74,6 +74,7 @@ def test_a_run_broken_off_in_its_first_pass_continues_there(tiny_model, tmp_path
     ]
 
 
+@pytest.mark.full
 def test_owl_beats_uniform_at_seventy_percent_on_the_trained_model(tmp_path) -> None:
     windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=2048)
     dense = RuntimeScorer(demo_model_path(), dtype="float32")

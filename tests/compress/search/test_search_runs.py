@@ -61,6 +61,7 @@ def test_a_search_for_bits_ends_in_a_checkpoint_that_its_recipe_makes_again(tiny
     assert len(search["units"]) == 12
 
 
+@pytest.mark.full
 def test_rank_and_sparsity_are_chosen_beside_widths(tiny_model, tmp_path: Path) -> None:
     """One form after the other over the units, so that all are made and read back; then what the search chooses."""
     out, model = tmp_path / "out", tiny_model("llama", num_hidden_layers=2)
@@ -141,6 +142,7 @@ def test_sensitivities_are_what_the_whole_model_says(tiny_model, tmp_path: Path)
     assert known.of(unit, MENU[0]) == pytest.approx(float(expected), rel=1e-3)
 
 
+@pytest.mark.full
 def test_embedding_and_head_are_measured_and_chosen_like_layers(tiny_model, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -195,6 +197,7 @@ def test_figures_of_another_model_are_refused(tiny_model, tmp_path: Path) -> Non
         find(opened(tiny_model("llama"), out, asked(Goal(kl=1.0), measured=3)), files(out), quiet=True)
 
 
+@pytest.mark.full
 def test_a_divergence_is_met_by_a_few_checkpoints(tiny_model, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = opened(tiny_model("llama"), out, asked(Goal(kl=0.01), tries=4))
@@ -208,6 +211,7 @@ def test_a_divergence_is_met_by_a_few_checkpoints(tiny_model, tmp_path: Path) ->
     assert result.report["structure"]["path"] == str(out)
 
 
+@pytest.mark.full
 def test_what_cannot_be_reached_is_said_with_what_can(tiny_model, tmp_path: Path) -> None:
     out, model = tmp_path / "out", tiny_model("llama")
     with pytest.raises(RecipeError, match=r"2 bits.*2.250 bits"):

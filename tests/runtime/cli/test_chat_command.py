@@ -45,6 +45,7 @@ def test_model_without_a_template_is_refused_with_the_remedy(tmp_path: Path) -> 
     assert "model:" not in result.stderr  # before loading
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     chat = start("chat", "--max-tokens", "1800", "--seed", "1", cwd=tmp_path)
     chat.stdin.write("Write the letters of the alphabet one thousand times, and never stop.\n/temperature 0\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_models import load_reference, save_tiny_model
 from torch import Tensor
@@ -46,6 +47,7 @@ def losses(logits: Tensor, tokens: Tensor) -> Tensor:
     return -logits[..., :-1, :].log_softmax(-1).gather(-1, tokens[..., 1:, None])[..., 0]
 
 
+@pytest.mark.full
 def test_perplexity_far_beyond_the_context():
     """Over four times the context the loss stays where it is when every window is recomputed, while attention to all
     tokens, at positions that the model never saw, falls apart."""

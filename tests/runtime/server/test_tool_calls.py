@@ -11,6 +11,7 @@ import openai
 import openai_schema
 import pytest
 import tokenizers
+from covering import sample
 from fake_runner import FakeRunner
 from jsonschema import validate
 
@@ -143,7 +144,7 @@ def scripted(run_server: Any) -> Iterator[Callable[[str, str], Any]]:
         server.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sample(range(4)))
 def test_required_gives_a_valid_call(demo: Answers, seed: int) -> None:
     choice = demo.ask(tool_choice="required", seed=seed, parallel_tool_calls=False).choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -160,6 +161,7 @@ def test_a_named_tool_is_called_once(demo: Answers) -> None:
         validate(json.loads(call.function.arguments), WEATHER)
 
 
+@pytest.mark.full
 def test_several_calls_at_once(demo: Answers) -> None:
     """A model that may not end goes on calling until it is cut off."""
     choice = demo.ask(tool_choice="required", max_tokens=150, extra_body={"ignore_eos": True}).choices[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from covering import covering
+from covering import covering, sample
 from poisoned_memory import poison
 from tiny_models import save_tiny_model
 
@@ -123,7 +123,7 @@ def test_branches_behind_the_first_are_kept_where_the_next_step_looks(folder, ta
     assert sum(moves) > len(moves) > 0, "several tokens at once, too"
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+@pytest.mark.parametrize("family", sample(["mistral", "qwen3"]))
 def test_windows_and_other_families(family, tmp_path) -> None:
     options = {"sliding_window": 10} if family == "mistral" else {}
     folder = save_tiny_model(tmp_path / "model", family, num_hidden_layers=3, **options)
@@ -183,7 +183,13 @@ def plain_answers() -> list[Completion]:
 
 @pytest.mark.parametrize(
     ("speculate", "num_blocks"),
-    [("ngram", 34), ("ngram-tree", 34), ("demo", 128), ("demo", 34), ("self:2bit", 34), ("self:skip=1", 128)],
+    [
+        ("ngram", 34),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [("ngram-tree", 34), ("demo", 128), ("demo", 34), ("self:2bit", 34), ("self:skip=1", 128)]
+        ),
+    ],
 )
 def test_texts_ends_and_grammars_of_the_demo_model(speculate, num_blocks, plain_answers) -> None:
     llm = load(speculate, num_blocks=num_blocks, num_speculative_tokens=5)

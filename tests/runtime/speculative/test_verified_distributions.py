@@ -140,6 +140,7 @@ def acceptance(mode: str, drafter: str) -> float:
     return sum(len(tokens) > 1 for tokens in generate(mode, drafter, SAMPLINGS["plain"], range(3000))) / 3000
 
 
+@pytest.mark.full
 def test_rejection_accepts_as_much_as_the_distributions_overlap_and_match_nearly_so() -> None:
     p, q = TARGET[0].softmax(-1), DRAFTERS["close"][0].softmax(-1)
     overlap = float(torch.minimum(p, q).sum())

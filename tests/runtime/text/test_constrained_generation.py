@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from covering import sample
 from jsonschema import validate
 
 from compress.common.cli import demo_model_path, draft_model_path
@@ -77,6 +78,7 @@ def test_json_parses_and_validates(llm: LLM, index: int) -> None:
         validate(json.loads(found.text), SCHEMAS[index])
 
 
+@pytest.mark.full
 def test_greedy_and_truncated_sampling_keep_to_the_schema(llm: LLM) -> None:
     for options in ({"temperature": 0}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"temperature": 5.0}):
         for found in answers(llm, PERSON_GRAMMAR, 2, **options):
@@ -106,6 +108,7 @@ def test_regular_expressions_match_the_whole_text(llm: LLM) -> None:
         assert found.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.full
 def test_lark_grammars(llm: LLM) -> None:
     for found in answers(llm, LARK, 24):
         assert re.fullmatch(r"[0-9+()]+", found.text)
@@ -135,6 +138,7 @@ def test_stop_strings_still_end_the_text(llm: LLM) -> None:
         assert found.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.full
 def test_every_answer_of_one_prompt_has_a_state_of_its_own(llm: LLM) -> None:
     found = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=400, n=6, seed=1, grammar=PERSON_GRAMMAR))
     for answer in found:
@@ -181,14 +185,17 @@ def expected() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"max_num_batched_tokens": 17},
-        {"num_blocks": 13},
-        {"prefix_caching": False, "num_blocks": 14},
-        {"speculative_model": "ngram"},
-        {"speculative_model": str(draft_model_path()), "num_blocks": 20},
-    ],
+    sample(
+        [
+            {},
+            {"max_num_batched_tokens": 17},
+            {"num_blocks": 13},
+            {"prefix_caching": False, "num_blocks": 14},
+            {"speculative_model": "ngram"},
+            {"speculative_model": str(draft_model_path()), "num_blocks": 20},
+        ],
+        quick=2,
+    ),
     ids=["together", "small chunks", "scarce blocks", "no prefix cache", "n-gram drafts", "a draft model"],
 )
 def test_the_same_tokens_whatever_the_engine_does(expected: list[list[int]], changes: dict[str, object]) -> None:
