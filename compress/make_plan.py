@@ -69,7 +69,7 @@ def _methods_for(matrix: str) -> tuple[str, ...]:
 
 
 def find_ends(skeleton: Skeleton, files: TensorFiles) -> dict[str, End]:
-    """Both ends of a model by name; what has no name that readers know for an embedding cannot be changed."""
+    """Return embedding and head by name; one with a name that readers do not know cannot be changed."""
     architecture = skeleton.architecture
     ends: dict[str, End] = {}
     for name, what, methods in (
@@ -95,7 +95,7 @@ Shapes = Mapping[str, tuple[int, int]]
 def assign(
     stages: Sequence[TensorStage], linears: Shapes, ends: Mapping[str, End]
 ) -> tuple[dict[str, LayerPlan], dict[str, str]]:
-    """What each quantized linear gets, and why the ignored ones get nothing. A later stage wins.
+    """Plan every linear, with the reasons of those that stay as they are. A later stage wins.
 
     Args:
         linears: those in the blocks, which a stage without targets takes.
@@ -133,7 +133,7 @@ UNCHANGED = LayerPlan(None, None)
 
 
 def _apply(stage: TensorStage, before: LayerPlan, ignored: bool, in_features: int) -> LayerPlan:
-    """What a linear gets after one more stage; a stage that ignores it takes its own part back."""
+    """Apply one more stage to the plan of a linear; a stage that ignores it takes its own part back."""
     pruning, factoring = before.pruning, before.factoring
     method, scheme, options = before.method, before.quantized, before.options
     if isinstance(stage, FactorizeStage):
@@ -212,7 +212,7 @@ def _with_rank(name: str, assignment: LayerPlan, shape: tuple[int, int]) -> Laye
 
 
 def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:
-    """How the weight is stored: the zeros of a pattern are left out, others are not."""
+    """Return the stored form: without the zeros of a pattern, with other zeros."""
     return NM.of(scheme, pruning.pattern if pruning else None)
 
 
@@ -322,8 +322,8 @@ class _Rows:
 
 
 def packed_bytes(assignment: LayerPlan, shape: tuple[int, ...], scale_dtype: str) -> int:
-    """Of a weight with a scheme. Exact, but for ranks that are shared out later: all of the budget is spent, of which
-    this is the weight's share."""
+    """Return the stored bytes of a weight with a scheme. For ranks that are allocated later it is the weight's share of
+    the budget, all of which is spent."""
     scheme, factoring = assignment.scheme, assignment.factoring
     if scheme is None:
         raise ValueError("a weight without a scheme is not packed")

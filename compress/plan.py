@@ -1,4 +1,4 @@
-"""What will happen to every tensor, decided before anything runs."""
+"""The plan of a run: the work on every tensor, decided before anything runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Pruning:
 
 @dataclass(frozen=True, slots=True)
 class Factoring:
-    """How a linear becomes two factors.
+    """Factorization of one linear.
 
     Attributes:
         allocation: block and model share ranks out when more is known
@@ -113,7 +113,7 @@ class LayerPlan:
 
 
 SHAPE_TENSOR_BYTES = 16
-"""Bytes of the `weight_shape` that stands beside every packed weight; it is no weight and not counted as one."""
+"""Bytes of the `weight_shape` beside every packed weight; not counted as a weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class PlanRow:
     Attributes:
         tensor: its name.
         shape: its shape.
-        assignment: what is done to it; None when it stays as it is.
+        assignment: the work on it; None when it stays as it is.
         reason: why it is stored dense; empty otherwise.
         bytes_before, bytes_after: stored bytes.
     """
@@ -151,7 +151,7 @@ class Plan:
     Attributes:
         rows: every stored tensor of the source.
         notes: what a careful user should know, one sentence each.
-        edges: smoothing edges in use, by block index.
+        edges: smoothing mappings in use, by block index.
         scale_dtype: dtype in which scales are stored: the model's.
     """
 
@@ -172,13 +172,13 @@ class Plan:
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """Of every packed linear, by module name."""
+        """Schemes of packed linears, by module name."""
         found = {name: each.scheme for name, each in self.assignments.items()}
         return {name: scheme for name, scheme in found.items() if scheme is not None}
 
     @property
     def assignments(self) -> dict[str, LayerPlan]:
-        """Of every changed linear, by module name."""
+        """Plans of changed linears, by module name."""
         return {row.tensor.removesuffix(".weight"): row.assignment for row in self.rows if row.assignment is not None}
 
     @property
@@ -226,7 +226,7 @@ class Plan:
 
 
 def shape_bytes(scheme: Scheme) -> int:
-    """Of the shapes that stand beside a packed weight: one for each matrix of packed integers."""
+    """Return the bytes of the shapes beside a packed weight: one for each matrix of packed integers."""
     return SHAPE_TENSOR_BYTES * scheme.num_shapes
 
 
@@ -263,7 +263,7 @@ class KVChoice:
 
 
 def choose_kv_cache(stage: KVCacheStage, record: KVCacheRecord | None) -> KVChoice:
-    """The smallest form within the recipe's limit; 16 bits where none is."""
+    """Return the smallest form within the recipe's limit; 16 bits where none is."""
     if record is None:
         return KVChoice(UNCOMPRESSED)
     passing = [each for each in record.candidates if record.passes(each)]
@@ -288,7 +288,7 @@ def _cost(candidate: MeasuredKVCache) -> tuple[int, float]:
 
 
 def kv_notes(recipe: Recipe, context: int | None) -> list[str]:
-    """What the plan says of the stage."""
+    """Return notes on the kv_cache stage."""
     stage = recipe.kv_cache
     if stage is None or not stage.candidates:
         return [] if stage is None else ["keys and values stay 16 bits by default"]
@@ -306,7 +306,7 @@ _HALVINGS = 20
 
 
 def with_keep(recipe: Recipe, planned_bytes: Callable[[Recipe], int]) -> Recipe:
-    """The recipe with the largest `keep` in the place of a target size; without a target size it stays as it is.
+    """Return the recipe with the largest `keep` in the place of a target size; without a target size it stays as it is.
 
     Args:
         planned_bytes: of a recipe's checkpoint.

@@ -74,7 +74,7 @@ def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, LayerPlan]) -> l
 
 
 def _scheme_of(assignments: Mapping[str, LayerPlan], module: str) -> Scheme | None:
-    """Without ranks: siblings of other shapes have others, and engines that fuse them read no factors anyway."""
+    """Return the scheme without ranks, which siblings of other shapes do not share."""
     assignment = assignments.get(module)
     if assignment and assignment.factoring and assignment.scheme:
         return assignment.scheme.codes
@@ -82,12 +82,12 @@ def _scheme_of(assignments: Mapping[str, LayerPlan], module: str) -> Scheme | No
 
 
 def scheme_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
-    """Which engines load what the plan writes, where not all of them do, and what the plan cannot know yet."""
+    """Return notes on engines that do not load the result, and on decisions made during the run."""
     return [*_own_format_notes(assignments), *_open_notes(assignments.values()), *_engine_notes(assignments.values())]
 
 
 def _own_format_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
-    """What only this runtime reads."""
+    """Return notes on forms that only this runtime reads."""
     schemes = _schemes(assignments.values())
     notes = []
     if any(scheme.sparsity for scheme in schemes):
@@ -114,7 +114,7 @@ def _own_format_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
 
 
 def _open_notes(assignments: Collection[LayerPlan]) -> list[str]:
-    """What is decided while the run goes on."""
+    """Return notes on decisions made during the run."""
     allocations = {each.factoring.allocation for each in assignments if each.factoring}
     notes = []
     if "model" in allocations:
@@ -138,7 +138,7 @@ def _open_notes(assignments: Collection[LayerPlan]) -> list[str]:
 
 
 def _engine_notes(assignments: Collection[LayerPlan]) -> list[str]:
-    """What makes nothing smaller, and what some engines do not load."""
+    """Return notes on changes that save no space, and on forms that some engines do not load."""
     schemes = _schemes(assignments)
     notes = []
     if any(each.pruning and not each.pruning.pattern for each in assignments):
@@ -157,11 +157,11 @@ def _schemes(assignments: Collection[LayerPlan]) -> set[Scheme]:
 READ_RATE = 4.3e12
 """Bytes per second that a large GPU reads (H200); smaller ones read less, and then less must be saved."""
 LAUNCH_SECONDS = 1.5e-6
-"""What one more kernel costs, by published measurements of launches in CUDA graphs; not measured here."""
+"""Cost of one more kernel, by published measurements of launches in CUDA graphs; not measured here."""
 
 
 def slower_seconds(whole_bytes: int, factor_bytes: int) -> float:
-    """How much longer one token's product is predicted to take with factors than without; negative where they pay.
+    """Predict the extra time of one token's product with factors; negative where they pay.
 
     For few tokens a product takes as long as its weights are read. The second one costs a launch, for it waits for the
     first.
@@ -170,7 +170,7 @@ def slower_seconds(whole_bytes: int, factor_bytes: int) -> float:
 
 
 def factor_notes(rows: Iterable[PlanRow]) -> list[str]:
-    """One sentence about the layers of a plan for which factors are predicted not to pay."""
+    """Return one sentence about the layers of a plan for which factors are predicted not to pay."""
     factorized = [row for row in rows if row.assignment and row.assignment.scheme and row.assignment.scheme.rank]
     slower = [row for row in factorized if slower_seconds(_whole_bytes(row), row.bytes_after) > 0]
     if not slower:
@@ -185,14 +185,14 @@ def factor_notes(rows: Iterable[PlanRow]) -> list[str]:
 
 
 def _whole_bytes(row: PlanRow) -> int:
-    """Of the same layer, stored as its factors are but in one piece."""
+    """Return the bytes of the same layer in one piece, in the scheme of its factors."""
     scheme = row.assignment.scheme.codes if row.assignment and row.assignment.scheme else None
     outputs, inputs = row.shape
     return row.bytes_before if scheme is None else scheme.stored_bits(outputs, inputs) // 8
 
 
 def cost_notes(recipe: Recipe, rows: Iterable[PlanRow]) -> list[str]:
-    """One sentence for each, to be read before anything runs."""
+    """Return notes on size and speed."""
     rows = list(rows)
     return [*_larger_notes(rows), *factor_notes(rows), *_rotation_notes(recipe, rows)]
 

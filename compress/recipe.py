@@ -1,4 +1,4 @@
-"""What to do to a model, as data: `compress quantize` builds it from options, `compress run` reads it from YAML."""
+"""Recipes as data: `compress quantize` builds one from options, `compress run` reads one from YAML."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LONGEST_WINDOW = 8192
 
 @dataclass(frozen=True, slots=True)
 class KVCacheStage:
-    """Chooses the checkpoint's default form of keys and values, by what it costs on long texts. No tensor changes.
+    """Choice of the checkpoint's default KV cache format by its loss on long texts. No tensor changes.
 
     Attributes:
         format: `16bit`, `fp8`, `int8`, `k8v4`, `int4`, or `auto`: the smallest that stays within `max_kl`.
-        rotate: keys are turned by a Hadamard matrix; None turns those of int4.
+        rotate: Hadamard-rotates keys; None rotates those of int4.
         sinks, recent: first and last tokens that stay exact. Recent ones save the most, and cost the runtime's prefix
             cache: blocks are then not alike for all sequences that have the same tokens.
         max_kl: most mean KL, in nats, between the checkpoint with a 16-bit cache and with this one.
@@ -57,7 +57,7 @@ class KVCacheStage:
 
     @property
     def candidates(self) -> tuple[KVCacheScheme, ...]:
-        """What is measured, the smallest first; nothing for a cache of 16 bits."""
+        """Formats to measure, the smallest first; none for a cache of 16 bits."""
         formats = SMALLEST_FIRST if self.format == AUTO else (self.format,)
         schemes = [KVCacheScheme.named(format, self.rotate, self.sinks, self.recent) for format in formats]
         return tuple(scheme for scheme in schemes if not scheme.is_exact)
@@ -74,11 +74,12 @@ class KVCacheStage:
 
 @dataclass(frozen=True, slots=True)
 class RotateStage:
-    """Turns the residual stream and the value heads by randomized Hadamard matrices, folded into the weights around
-    them: the model computes the same, its weights and hidden states have no outlier channels any more. It stands first.
+    """Rotation of the residual stream and the value heads by randomized Hadamard matrices, folded into the weights
+    around them: the model computes the same, without outlier channels in weights and hidden states. It is the first
+    stage.
 
     Attributes:
-        heads: whether values are turned too, head by head.
+        heads: whether values are rotated too, head by head.
     """
 
     heads: bool = True
@@ -118,7 +119,7 @@ class FactorizeStage:
             remedy = nearest(self.allocation, ALLOCATIONS, "Allocations")
             raise RecipeError(f"allocation {self.allocation!r} does not exist", remedy)
         if self.target_size is not None and (self.allocation != "model" or self.target_size < 1):
-            problem = f"target_size={self.target_size} with allocation {self.allocation!r} means nothing"
+            problem = f"target_size={self.target_size} with allocation {self.allocation!r} has no effect"
             raise RecipeError(problem, "Give allocation: model a size above 0")
         if not 0 < self.keep < 1:
             raise RecipeError(f"keep={self.keep} is not between 0 and 1", "Use --keep 0.8 to keep 80 % of the weights")
@@ -140,7 +141,7 @@ class PruneStage:
 
     Attributes:
         method: sparsegpt, wanda, ria, or magnitude (no calibration).
-        pattern: N:M, stored without its zeros; None prunes a `sparsity` of the weights wherever they stand, and the
+        pattern: N:M, stored without its zeros; None prunes a `sparsity` of the weights anywhere, and the
             zeros are stored.
         sparsity: share of the weights that go; a pattern decides it itself.
         layerwise: uniform prunes every block alike; owl spares those with outliers, see `compress.methods.owl`.
@@ -246,8 +247,8 @@ class QuantizeStage:
         return OutlierColumns.of(self.scheme, number_of_columns(self.outlier_columns, in_features))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values. Learned methods' options stand under `tuning`, others beside it, as older readers
-        expect them."""
+        """Return plain values. Options of learned methods are under `tuning`, others beside it, where older readers
+        look for them."""
         values = asdict(self) | {"scheme": self.scheme.to_dict()}
         options = values.pop("options")
         learned = methods.quantization(self.method).tunes
@@ -265,7 +266,7 @@ def default_scheme(method: str, fp8: bool = False) -> Scheme:
 
 
 def activation_bits_from(value: int) -> int | None:
-    """The scheme's activation bits from what a user writes: 16 means that activations are not rounded."""
+    """Return the scheme's activation bits from what a user writes: 16 means that activations are not rounded."""
     return None if value == FLOAT_BITS else value
 
 
@@ -275,7 +276,7 @@ def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int 
     usual ones beside 8-bit activations, whose weights have none.
 
     Args:
-        stage: what the linears in the blocks get.
+        stage: the stage of the linears in the blocks.
     """
     head_method = "gptq" if stage.needs_calibration else "rtn"
     group_size = Int().group_size if stage.scheme.activation_bits else stage.scheme.group_size
@@ -288,7 +289,7 @@ def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int 
 
 
 def group_size_from(value: int) -> int | None:
-    """The scheme's group size from what a user writes: -1 means one group per output channel."""
+    """Return the scheme's group size from what a user writes: -1 means one group per output channel."""
     return None if value == PER_CHANNEL else value
 
 
@@ -340,7 +341,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides the result besides the model: stages in order, calibration and seed."""
+    """A recipe: stages in order, calibration and seed."""
 
     stages: tuple[Stage, ...]
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -354,24 +355,24 @@ class Recipe:
             raise RecipeError(f"seed={self.seed} is outside 0 to 2^63 - 1", "Use --seed 0")
 
         if len([stage for stage in self.stages if isinstance(stage, KVCacheStage)]) > 1:
-            raise RecipeError("kv_cache stands twice in the recipe", "Keep one: its format `auto` compares them all")
+            raise RecipeError("the recipe has two kv_cache stages", "Keep one: its format `auto` compares them all")
 
         if any(isinstance(stage, RotateStage) for stage in self.stages[1:]):
-            raise RecipeError("rotate does not stand first", "Put it first: every other stage works on what it gives")
+            raise RecipeError("rotate is not the first stage", "Put it first: every other stage works on its result")
 
     @property
     def rotate(self) -> RotateStage | None:
-        """The one that turns the whole model before all others."""
+        """The stage that rotates the whole model before all others."""
         return next((stage for stage in self.stages if isinstance(stage, RotateStage)), None)
 
     @property
     def tensor_stages(self) -> tuple[TensorStage, ...]:
-        """Those that change linears, in order."""
+        """Stages that change linears, in order."""
         return tuple(stage for stage in self.stages if not isinstance(stage, KVCacheStage | RotateStage))
 
     @property
     def kv_cache(self) -> KVCacheStage | None:
-        """The one that chooses the form of keys and values, wherever it stands: it is carried out last."""
+        """The kv_cache stage, which runs last wherever it is listed."""
         return next((stage for stage in self.stages if isinstance(stage, KVCacheStage)), None)
 
     @property

@@ -203,7 +203,7 @@ class Document:
         return RecipeError(f"{self.origin}:{self.lines.get(path, self.lines[()])}: {problem}", remedy)
 
     def at(self, path: Path_, make: Callable[[], Built]) -> Built:
-        """Call `make`; what it refuses is refused with file and line."""
+        """Call `make`, and add file and line to its refusals."""
         try:
             return make()
         except (RecipeError, SchemeError, DataError) as error:

@@ -1,4 +1,4 @@
-"""What a run was and what it gave, as data: `compression_config` of config.json and `compression_report.json`."""
+"""Reports of a run as data: `compression_config` of config.json and `compression_report.json`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compress.pipeline.resume import Progress
 
 
 def provenance(prepared: RunContext, progress: Progress) -> dict[str, Any]:
-    """`compression_config`: where a checkpoint came from. Equal runs give equal values."""
+    """Return `compression_config`: where a checkpoint came from. Equal runs give equal values."""
     request = prepared.request
     return {
         "source": request.source,
@@ -44,7 +44,7 @@ def full_report(
     quality: dict[str, Any],
     seconds: float,
 ) -> dict[str, Any]:
-    """`compression_report.json`: plan, every block's losses and fallbacks, verification and quality.
+    """Return `compression_report.json`: plan, every block's losses and fallbacks, verification and quality.
 
     Args:
         seconds: wall time of this process's part; an earlier, killed part is not counted.
@@ -68,7 +68,7 @@ def full_report(
 
 
 def environment(prepared: RunContext) -> dict[str, Any]:
-    """What may change the last bits of a result."""
+    """Return the versions and devices that may change the last bits of a result."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""Which modules a pattern of `--ignore` or of a recipe means. One that means nothing is an error, never a shrug."""
+"""Patterns of modules, for `--ignore` and recipes. A pattern without a match is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_SUGGESTIONS = 4
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a pattern means a module.
+    """Return whether a pattern matches a module.
 
     `re:...` is a regular expression matched from the start of the name, a pattern with `*`, `?` or `[` is a glob over
     the whole name, and anything else is a name: of the module, of its last parts (`down_proj`), or of one around it.
@@ -30,15 +30,15 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def select(patterns: Sequence[str], modules: Sequence[str], what: str) -> set[str]:
-    """Modules that any of the patterns means.
+    """Return the modules that any of the patterns matches.
 
     Args:
         patterns: names, globs or `re:` expressions.
-        modules: every module the patterns may mean.
+        modules: the modules to match.
         what: where the patterns came from (`--ignore`, `targets`), for the error.
 
     Raises:
-        RecipeError: a pattern that means no module; names the nearest ones.
+        RecipeError: a pattern without a match; names the nearest ones.
     """
     selected: set[str] = set()
     for pattern in patterns:
@@ -50,7 +50,7 @@ def select(patterns: Sequence[str], modules: Sequence[str], what: str) -> set[st
 
 
 def without_indices(module: str) -> str:
-    """The kind of a module: its name with every number replaced by `*`."""
+    """Return the kind of a module: its name with every number replaced by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 

@@ -1,4 +1,4 @@
-"""What `compress quantize`, `prune` and `run` share: from a recipe to a finished checkpoint, or to the plan of one."""
+"""The commands `compress quantize`, `prune` and `factorize`, and the run of a recipe."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ DEFAULT_OUT = Path("packed")
 def check_rounded(bits: int | None, group_size: int | None) -> None:
     """Raises RecipeError for groups of weights that are not rounded."""
     if bits is None and group_size is not None:
-        raise RecipeError(f"--group-size {group_size} means nothing without --bits", "Add --bits 4, or leave it out")
+        raise RecipeError(f"--group-size {group_size} needs --bits", "Add --bits 4, or leave it out")
 
 
 DEFAULT_TEXT = "bundled"
@@ -75,7 +75,7 @@ class TextOptions:
     seed: Seed = 0
 
     def recipe(self, stages: tuple[Stage, ...], name: str) -> Recipe:
-        """Stages that calibrate on this text. Raises RecipeError, also where none does and a text is named."""
+        """Return stages that calibrate on this text. Raises RecipeError, also where none does and a text is named."""
         recipe = Recipe(stages, self.options, self.seed, name=name)
         if self.calibration != DEFAULT_TEXT and not recipe.needs_calibration:
             problem = f"nothing in this run looks at the calibration text {self.calibration}"
@@ -89,7 +89,7 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """How a recipe is carried out."""
+    """Options of a run."""
 
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -138,10 +138,11 @@ class EndOptions:
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """What is searched for; one of the three is given."""
+    """The target of a search: one of the three."""
 
     target_bpw: Annotated[
-        float | None, typer.Option("--target-bpw", help="Best quality within so many bits per weight, scales included.")
+        float | None,
+        typer.Option("--target-bpw", help="Best quality within this many bits per weight, scales included."),
     ] = None
     target_size: Annotated[
         str | None, typer.Option("--target-size", metavar="SIZE", help="Best quality within a size: 5GB, 800MB.")
@@ -151,14 +152,14 @@ class TargetOptions:
     ] = None
 
     def goal(self) -> Goal:
-        """What the options say. Raises RecipeError."""
+        """Build the goal. Raises RecipeError."""
         size = None if self.target_size is None else parse_size(self.target_size)
         return Goal(self.target_bpw, size, self.max_kl)
 
 
 @dataclass(frozen=True, slots=True)
 class SearchFiles:
-    """Where a search keeps what it finds."""
+    """Files of a search."""
 
     sensitivities: Annotated[
         Path | None,
@@ -181,7 +182,7 @@ KernelsMode = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """What is predicted, by what, and which model is asked too."""
+    """Text, backend and baseline of an evaluation."""
 
     data: Annotated[
         str,
@@ -202,7 +203,7 @@ class ScoreOptions:
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, ...")] = "auto"
 
     def request(self, model: Path, kv_cache: KVCacheScheme, kernels: str) -> EvaluationRequest:
-        """What to measure of the checkpoint in the folder `model`. Imports torch."""
+        """Build the request for the checkpoint in the folder `model`. Imports torch."""
         from compress.evaluate.session import EvaluationRequest
 
         return EvaluationRequest(
@@ -221,7 +222,7 @@ class ScoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheOptions:
-    """How keys and values of the measured model are read."""
+    """Format of the KV cache of the measured model."""
 
     kv_cache: Annotated[
         str,
@@ -238,7 +239,7 @@ class KVCacheOptions:
     kv_residual_length: Annotated[int | None, typer.Option(min=0, help="Last tokens that stay in 16 bits.")] = None
 
     def scheme(self, config: dict[str, Any]) -> KVCacheScheme:
-        """What is asked for, of the checkpoint with this `config.json`. Raises SchemeError."""
+        """Build the scheme for the checkpoint with this `config.json`. Raises SchemeError."""
         return wished_kv_cache(
             stored_kv_cache(config), self.kv_cache, self.kv_rotate, self.kv_sinks, self.kv_residual_length
         )

@@ -112,7 +112,7 @@ def search_clip(
     scheme: Int,
     scale_dtype: torch.dtype | None = None,
 ) -> GroupScales:
-    """Each group's range, clipped where that lowers the error of the group's share of the output on real inputs.
+    """Return each group's range, clipped where that lowers the error of the group's share of the output on real inputs.
 
     The released code tries ten symmetric limits per group. Here every candidate of the scale search is judged by
     that same error instead: both signs, finer steps, and zero points where there are any.

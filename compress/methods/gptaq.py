@@ -1,4 +1,4 @@
-"""GPTAQ: GPTQ whose layers reproduce what the dense model's inputs gave, not what their own inputs would have given.
+"""GPTAQ: GPTQ that matches each layer's output in the dense model, so it also corrects the drift of earlier layers.
 
 Li et al. 2025, https://arxiv.org/abs/2504.02692 (section 4). X is what a layer receives in the quantized model, `X + D`
 what it received in the dense one, and `|W^ X - W (X + D)|` is to be least. Column by column: when column i is reached,
@@ -92,7 +92,7 @@ class DriftedFactor:
 
         Args:
             difference: `[I, I]` float32, `2 D X^T / tokens`: the unit of the Hessian; rows are of D.
-            alpha: share of the drift that is made up for, 0 (GPTQ) to 1.
+            alpha: share of the drift to correct, 0 (GPTQ) to 1.
         """
         import torch
 
@@ -110,7 +110,7 @@ class DriftedFactor:
         return cls(replace(factor, feedback=drifted.float()), transfer.float())
 
     def targets(self, weight: Tensor) -> Tensor:
-        """`[O, I]` in the original order."""
+        """Return `[O, I]` in the original order."""
         if self.transfer is None:
             return weight
         import torch
@@ -127,12 +127,12 @@ def quantize_gptaq(
     scale_dtype: torch.dtype | None = None,
     kept: Tensor | None = None,
 ) -> IntegerWeight:
-    """Quantizes `weight [O, I]`; see `quantize_gptq`, which also names what is raised."""
+    """Quantizes `weight [O, I]`; see `quantize_gptq`, also for the errors raised."""
     return quantize_gptq(drifted.targets(weight), drifted.factor, scheme, scale_dtype, kept)
 
 
 def _projections(root: Tensor, difference: Tensor) -> Tensor:
-    """`triu(D X^T U^T, 1) U` with `U = root^-1`, by triangular solves."""
+    """Return `triu(D X^T U^T, 1) U` with `U = root^-1`, by triangular solves."""
     import torch
 
     seen = torch.linalg.solve_triangular(root, difference.T, upper=True).T
@@ -140,7 +140,7 @@ def _projections(root: Tensor, difference: Tensor) -> Tensor:
 
 
 def _divided(left: Tensor, right: Tensor) -> Tensor:
-    """`left right^-1`, `right` upper triangular."""
+    """Return `left right^-1`, `right` upper triangular."""
     import torch
 
     return torch.linalg.solve_triangular(right, left, upper=True, left=False)

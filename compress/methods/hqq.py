@@ -79,7 +79,7 @@ def quantize_hqq(
 
 
 def norm_error(change: Tensor, exponent: float) -> Tensor:
-    """`sum |change|^p` over the last dimension `[..., g]`, kept as `[..., 1]`."""
+    """Return `sum |change|^p` over the last dimension `[..., g]`, kept as `[..., 1]`."""
     return change.abs().pow(exponent).sum(-1, keepdim=True)
 
 
@@ -99,7 +99,7 @@ class _Groups:
         self._consider(scale, zero)
 
     def _consider(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """The rounded groups, which are remembered where they are the best so far."""
+        """Return the rounded groups, which are remembered where they are the best so far."""
         import torch
 
         from compress.checkpoint.scale_search import round_to_grid
@@ -113,7 +113,7 @@ class _Groups:
         return rounded
 
     def _next(self, scale: Tensor, zero: Tensor, rounded: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-        """The best zero point, then the best scale, for these codes once outliers are set aside."""
+        """Return the best zero point, then the best scale, for these codes once outliers are set aside."""
         import torch
 
         from compress.checkpoint.scale_search import storable

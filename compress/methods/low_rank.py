@@ -80,7 +80,7 @@ def rank_step(scheme: Scheme | None) -> int:
 
 
 def largest_rank(rows: int, columns: int, step: int) -> int:
-    """The largest multiple of `step` whose factors are smaller than the weight; 0 when there is none."""
+    """Return the largest multiple of `step` whose factors are smaller than the weight; 0 when there is none."""
     return (rows * columns - 1) // (rows + columns) // step * step
 
 
@@ -154,7 +154,7 @@ def share_out(linears: Mapping[str, RankedLinear], keep: float) -> dict[str, int
 
 
 def _spend(linears: Mapping[str, RankedLinear], ranks: dict[str, int | None], left: float) -> dict[str, int | None]:
-    """Buys single steps with what is left where being whole was a bargain that nobody could pay."""
+    """Spend the rest of the budget on single steps, where a whole weight was worth more but did not fit."""
     steps = [
         portion
         for name, rank in ranks.items()
@@ -186,14 +186,14 @@ def share_out_over_blocks(blocks: Sequence[Mapping[str, RankedLinear]], keep: fl
 
 
 def _lost_alone(linears: Mapping[str, RankedLinear], keep: float) -> float:
-    """Energy that a block loses by itself; 1 where it loses nothing."""
+    """Return energy that a block loses by itself; 1 where it loses nothing."""
     ranks = share_out(linears, keep)
     dropped = (linears[name].energies[rank:] for name, rank in ranks.items() if rank is not None)
     return sum(map(sum, dropped)) or 1.0
 
 
 def _steps(name: str, linear: RankedLinear) -> list[_Portion]:
-    """One for each step of the rank, their values falling."""
+    """Return one portion for each step of the rank, their values falling."""
     cost = linear.step * (linear.rows + linear.columns)
     most = largest_rank(linear.rows, linear.columns, linear.step)
     return [
@@ -203,7 +203,8 @@ def _steps(name: str, linear: RankedLinear) -> list[_Portion]:
 
 
 def _portions(name: str, linear: RankedLinear) -> list[_Portion]:
-    """One for each step of the rank and one for the rest of the weight, their values falling but for the first."""
+    """Return one portion for each step of the rank and one for the rest of the weight, their values falling after the
+    first."""
     portions = _steps(name, linear)
     most = largest_rank(linear.rows, linear.columns, linear.step)
     spent = sum(portion.cost for portion in portions)

@@ -45,7 +45,7 @@ def compress_rest(method: QuantizationMethod, layer: Layer, columns: Tensor) -> 
 
 
 def sensitivity(weights: Sequence[Tensor], scheme: Int, importance: Tensor | None) -> Tensor:
-    """What rounding each input column costs at the outputs of all `weights [O_k, I]`, which share it: `[I]` float32.
+    """Return the output error `[I]` float32 of rounding each input column, over all `weights [O_k, I]` that share it.
 
     Args:
         scheme: of the codes.
@@ -61,12 +61,12 @@ def sensitivity(weights: Sequence[Tensor], scheme: Int, importance: Tensor | Non
 
 
 def highest(score: Tensor, count: int) -> Tensor:
-    """Places `[count]` of the highest scores `[I]`, int64, rising; of equal ones the first."""
+    """Return places `[count]` of the highest scores `[I]`, int64, rising; of equal ones the first."""
     return score.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def beside_outliers(weight: Tensor, codes: IntegerWeight, columns: Tensor, scheme: OutlierColumns) -> OutlierWeight:
-    """Codes of any method, with `columns [k]` of `weight [O, I]` as they are."""
+    """Return codes of any method, with `columns [k]` of `weight [O, I]` as they are."""
     from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
 
     values = weight[:, columns].to(codes.scale.dtype)
@@ -80,11 +80,11 @@ def quantize_gptq_beside(
     columns: Tensor,
     scale_dtype: torch.dtype | None = None,
 ) -> OutlierWeight:
-    """GPTQ on all but `columns [k]`, which come last and in 16 bits make up for the error of all others.
+    """Quantize all but `columns [k]` by GPTQ; these come last and compensate, in 16 bits, the error of all others.
 
     Args:
         factor: of a Hessian whose order ends with `columns`, see `HessianOptions.last`.
-        scheme: with so many outliers.
+        scheme: with these outlier columns.
 
     Raises:
         SchemeError: the group size does not divide `I`.
@@ -109,7 +109,7 @@ def quantize_gptq_beside(
     loop.run()
     codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
     codes[:, order] = loop.codes.T
-    # What the rounded columns feed back to the last ones, and those, which take it all, to each other.
+    # Feedback of the rounded columns to the last ones, and of these to each other.
     fed = loop.errors.T @ factor.feedback[:rounded, rounded:]
     among = factor.feedback[rounded:, rounded:]
     moved = weight.float().clone()

@@ -1,4 +1,4 @@
-"""How much of each transformer block is pruned. Free of torch.
+"""OWL: the sparsity of each transformer block. Free of torch.
 
 OWL (Yin et al. 2023, https://arxiv.org/abs/2310.05175, section 3): a block with more outliers among its weights' scores
 `|w| * ||x||` keeps more of them. Shares stay within `spread` (the paper's lambda) of the mean, and the mean stays.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OutlierShares:
-    """What decides a block's share.
+    """Options that decide a block's sparsity.
 
     Attributes:
         factor: a score is an outlier above this many times the mean score of its block (the paper's M).
@@ -44,7 +44,7 @@ class OutlierShares:
 
 @dataclass(frozen=True, slots=True)
 class BlockShare:
-    """What a first pass found in a block, and the share of its weights that goes for it; a pattern keeps the rest."""
+    """The outliers of a block, and the resulting sparsity; with a pattern, also the N:M of the block."""
 
     block: str
     outlier_ratio: float
@@ -52,18 +52,18 @@ class BlockShare:
     pattern: Sparsity | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, for the report."""
+        """Return plain values for the report."""
         return asdict(self) | {"pattern": str(self.pattern) if self.pattern else None}
 
 
 def block_shares(ratios: Sequence[float], weights: Sequence[int], share: float, spread: float) -> list[float]:
-    """The share of each block's weights that goes: the fewer outliers, the more.
+    """Return the sparsity of each block: the fewer outliers, the higher.
 
     Args:
         ratios: outliers in each block, as a share of its weights.
         weights: number of weights in each block.
         share: mean over all weights; it is kept exactly.
-        spread: most that a block differs from it; the block that stands out most does so by just that.
+        spread: largest difference of a block from it; the most extreme block reaches it.
     """
     mean = sum(ratio * count for ratio, count in zip(ratios, weights, strict=True)) / sum(weights)
     above = [ratio - mean for ratio in ratios]
@@ -86,7 +86,7 @@ def block_patterns(shares: Sequence[float], pattern: Sparsity) -> list[Sparsity]
 
 
 def outlier_ratio(scores: Sequence[Tensor], factor: float) -> float:
-    """Share of all scores that exceed `factor` times their mean.
+    """Return share of all scores that exceed `factor` times their mean.
 
     Args:
         scores: of the linears of one block, `[O, I]` each, not negative.

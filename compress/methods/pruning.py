@@ -5,7 +5,7 @@
 * RIA (Zhang et al. 2024, https://openreview.net/forum?id=Tr0lPx9woF, section 3): `|w|` relative to the sums of its row
   and of its column, times `||x|| ** 0.5`, over the whole layer.
 
-SparseGPT chooses while it makes up for what is gone: see `gptq`.
+SparseGPT chooses while it compensates: see `sparsegpt`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RIA(MaskingMethod):
 
 
 def scores(method: str, weight: Tensor, mean_square: Tensor | None) -> Tensor:
-    """How much each weight matters, float32 `[O, I]`; only the order counts.
+    """Return the score of each weight, float32 `[O, I]`; only the order counts.
 
     Args:
         method: magnitude, wanda or ria.

@@ -1,8 +1,8 @@
-"""SparseGPT: prunes column by column, and lets the columns still to come make up for what is gone.
+"""SparseGPT: prunes column by column and compensates the error in the columns that follow.
 
 Frantar and Alistarh 2023, https://arxiv.org/abs/2301.00774, sections 3 and 3.4: the mask is chosen on the weights as
 they are by then, and where a scheme is given each kept weight is rounded in the same loop, so that the feedback of one
-serves both. Columns are taken as they stand: patterns lie in the original order.
+serves both. Columns keep their order, in which patterns lie.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def prune_sparsegpt(
     scheme: Int | None = None,
     scale_dtype: torch.dtype | None = None,
 ) -> IntegerWeight | Tensor:
-    """Prunes `weight [O, I]`, and quantizes what is kept when there is a scheme; zeros are exact either way.
+    """Prunes `weight [O, I]`, and quantizes the kept weights where there is a scheme; zeros are exact either way.
 
     Args:
         factor: of the inputs' Hessian, without activation order.
-        pattern: N:M; None prunes a `share` of the weights wherever they stand.
+        pattern: N:M; None prunes a `share` of the weights anywhere.
 
     Returns:
         Integers under the scheme, or float32 `[O, I]`.

@@ -1,4 +1,4 @@
-"""What goes into the quantization of one block, and what comes out."""
+"""One transformer block of a run: its weights, its plan, and the records of its compression."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compress.plan import LayerPlan
 
 @dataclass(frozen=True, slots=True)
 class LinearRecord:
-    """What happened to one linear: for the report.
+    """The record of one linear for the report.
 
     Attributes:
         input_outlier: its largest input over the median of its channels' largest, before smoothing; None when nothing
@@ -46,7 +46,7 @@ class LinearRecord:
 
 @dataclass(frozen=True, slots=True)
 class EdgeRecord:
-    """What smoothing one edge gave."""
+    """The record of one smoothing mapping."""
 
     source: str
     targets: tuple[str, ...]
@@ -88,7 +88,7 @@ class BlockOutcome:
         self.linears.append(record)
 
     def facts(self) -> dict[str, Any]:
-        """The JSON-able part, for the piece's metadata and the report."""
+        """Return plain values for the metadata of the piece and the report."""
         return {
             "relative_error": self.relative_error,
             "linears": [asdict(record) for record in self.linears],
@@ -104,7 +104,7 @@ class BlockJob:
     Attributes:
         index: which block.
         assignments: what happens to each linear, by name inside the block.
-        edges: smoothing edges in use.
+        edges: smoothing mappings in use.
         scale_dtype: dtype in which scales are stored.
         head_dim: channels of an attention head.
         seed: the recipe's.
@@ -182,7 +182,7 @@ def load_block(
 def read_block(
     skeleton: Skeleton, files: TensorFiles, index: int, quantized: set[str], device: torch.device
 ) -> LoadedBlock:
-    """The tensors of block `index` without a module that could compute: all that rounding to nearest needs."""
+    """Return the tensors of block `index` without a module that could compute: all that rounding to nearest needs."""
     block = LoadedBlock(skeleton.block_name(index), skeleton.blocks[index])
     for name in _stored_names(files, block.name):
         linear, _, leaf = name.rpartition(".")
@@ -216,7 +216,7 @@ def release(module: nn.Module) -> None:
 
 
 def read_tensor(files: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A finite floating point tensor of the expected shape. Raises CheckpointError or NumericsError."""
+    """Return a finite floating point tensor of the expected shape. Raises CheckpointError or NumericsError."""
     if files.shape(name) != shape:
         raise CheckpointError(
             f"{name} has shape {list(files.shape(name))} in {files.path}, but config.json asks for {list(shape)}",

@@ -19,8 +19,8 @@ _SEARCH_SHARE, _MIN_SEARCH_TOKENS = 1 / 32, 512
 
 
 class PassedOn(Protocol):
-    """What work on a block gives: at least `hidden [N, L, H]`, the inputs of the next block, and `reference`, what they
-    are in the dense model, where something asks for it."""
+    """The outcome of work on a block: `hidden [N, L, H]`, the inputs of the next block, and `reference`, the same of
+    the dense model where a method needs it."""
 
     hidden: Tensor | None
     reference: Tensor | None
@@ -34,7 +34,7 @@ class CalibratedRunner(Generic[Outcome]):
     """Carries the calibration from block to block.
 
     Args:
-        work: what is done to a block; its outcome holds the inputs of the next.
+        work: the work on a block; its outcome holds the inputs of the next.
         progress: where those of block `done` are.
         embedding: gives what takes the place of the stored embedding `[V, H]`, if anything does.
 
@@ -94,7 +94,7 @@ class CalibratedRunner(Generic[Outcome]):
         self._calibration = None
 
     def _capture(self, micro_batch: int) -> Calibration:
-        """Arguments of all blocks, and the hidden states as far as they have come."""
+        """Return arguments of all blocks, and the hidden states as far as they have come."""
         inputs = self._capture_tokens(self._tokens, micro_batch, self._embedding())
         search = self._capture_tokens(self._tokens[self._rows], micro_batch, self._embedding())
         calibration = Calibration(inputs, search, self._rows)
@@ -116,14 +116,14 @@ class CalibratedRunner(Generic[Outcome]):
 
 
 def _search_rows(tokens: Tensor) -> Tensor:
-    """Sequences for searches, evenly spread; the choice does not depend on the micro-batch."""
+    """Return sequences for searches, evenly spread; the choice does not depend on the micro-batch."""
     count, length = tokens.shape
     wanted = max(count * length * _SEARCH_SHARE, _MIN_SEARCH_TOKENS)
     return torch.linspace(0, count - 1, min(count, max(1, round(wanted / length)))).round().long()
 
 
 def block_job(prepared: RunContext, index: int) -> BlockJob:
-    """One block's share of the plan."""
+    """Return one block's share of the plan."""
     skeleton, plan = prepared.skeleton, prepared.plan
     return BlockJob(
         index,

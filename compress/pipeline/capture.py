@@ -1,4 +1,4 @@
-"""What each transformer block receives: hidden states kept as numbers, everything else replayed as it was passed.
+"""The inputs of each transformer block: hidden states, and all other arguments as they were passed.
 
 The model's own forward runs once over its embedding with recorders in place of the blocks. So rotary embeddings, masks
 and whatever else a family passes to its blocks come from the family's own code, and no forward pass is copied here.
@@ -80,7 +80,7 @@ class Calibration:
 
 
 def run_block(module: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    """A block's output `[B, L, H]`; families that return a tuple put it first."""
+    """Return a block's output `[B, L, H]`; families that return a tuple put it first."""
     output = module(hidden, *call.args, **call.kwargs)
     return output if isinstance(output, Tensor) else output[0]
 
@@ -93,7 +93,7 @@ def run_all(
     device: torch.device,
     tick: Callable[[float], None] = lambda _: None,
 ) -> Tensor:
-    """The block's output `[N, L, H]` on the host, for all of the calibration.
+    """Return the block's output `[N, L, H]` on the host, for all of the calibration.
 
     Args:
         tick: told the share of the calibration that has passed.
@@ -169,7 +169,7 @@ class StandIn(nn.Module):
 
 
 class _Recorder(StandIn):
-    """Keeps what it is passed."""
+    """A module that records its arguments."""
 
     hidden: Tensor
     call: Call
@@ -212,7 +212,7 @@ def _record(trunk: nn.Module, recorders: list[_Recorder], tokens: Tensor) -> lis
 
 
 def _outside(skeleton: Skeleton, trunk: nn.Module) -> dict[str, nn.Module]:
-    """The trunk's children beside the blocks, by full name."""
+    """Return the trunk's children beside the blocks, by full name."""
     prefix = skeleton.architecture.blocks.rpartition(".")[0]
     return {f"{prefix}.{name}": child for name, child in trunk.named_children() if child is not skeleton.blocks}
 
@@ -225,7 +225,7 @@ def _fill_outside(
 
 
 def _shared(call: Call, first: Call) -> Call:
-    """The first micro-batch's arguments where these are equal, so that they are kept once."""
+    """Return the first micro-batch's arguments where these are equal, so that they are kept once."""
     return first if _equal(call.args, first.args) and _equal(call.kwargs, first.kwargs) else call
 
 

@@ -1,4 +1,4 @@
-"""What the recipe does to one block: observe, smooth, quantize, measure, and hand on the block's new outputs."""
+"""The work on one block: observe, smooth, quantize, measure, and compute the inputs of the next block."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _repeatable(device: torch.device) -> AbstractContextManager[None]:
 
 
 Step = Callable[[str, float], None]
-# Where each part of the work on a block begins and ends; what they really take differs by method and device.
+# Begin and end of each part of the work on a block, for the progress bar; real times differ by method and device.
 _PARTS = {
     "statistics": (0.0, 0.3),
     "dense outputs": (0.3, 0.35),
@@ -158,7 +158,7 @@ def quantize_block(
     """Quantizes a block by its inputs; the block then holds what will be served, and so do its outputs.
 
     Args:
-        step: told what is being done and the share of the block that is done.
+        step: receives the current part of the work and the share of the block that is done.
 
     Raises:
         NumericsError: NaN or infinity in inputs or outputs.
@@ -203,8 +203,8 @@ def _follow_dense(
     device: torch.device,
     tick: Callable[[float], None],
 ) -> tuple[dict[str, InputDifference], Tensor | None]:
-    """How inputs differ from the dense model's, by the first of the linears that share one, where any of them asks; and
-    `[N, L, H]`, what the dense block makes of the dense model's inputs, None when nothing asks for it."""
+    """Return the differences of inputs to the dense model's, by the first of the linears that share one, and the output
+    `[N, L, H]` of the dense block on the dense model's inputs; empty and None where no method needs them."""
     if calibration.reference is None:
         return {}, None
     asking = {name for name, each in job.assignments.items() if each.needs.dense_inputs}

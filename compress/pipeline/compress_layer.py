@@ -40,7 +40,7 @@ def decompose_block(
     assignments: Mapping[str, LayerPlan],
     statistics: Mapping[str, InputStatistics],
 ) -> dict[str, Ranked]:
-    """Every linear of a block that is to be factorized, with its rank.
+    """Return every linear of a block that is to be factorized, with its rank.
 
     Args:
         weights: float32 `[O, I]` by name inside the block, after smoothing.
@@ -62,7 +62,7 @@ def decompose_block(
 def energies(
     weights: Mapping[str, Tensor], assignments: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
 ) -> dict[str, Tensor]:
-    """What each rank of linears that are to be factorized would keep, float64 `[min(O, I)]`, falling; arguments as
+    """Return the energy of each rank of linears that are to be factorized, float64 `[min(O, I)]`, falling; arguments as
     those of `decompose_block`. Raises NumericsError from the decomposition."""
     known = _Whitenings(statistics)
     return {
@@ -248,7 +248,7 @@ def values_of(stored: Stored) -> Tensor:
 
 
 def _relative_error(weight: Tensor, values: Tensor, importance: Tensor | None) -> float:
-    """Squared error over squared weights, each column weighted by the mean square of its input."""
+    """Return squared error over squared weights, each column weighted by the mean square of its input."""
     columns = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance
     error = ((values - weight).square() * columns).sum()
     total = (weight.square() * columns).sum()
@@ -297,7 +297,7 @@ def choose_columns(
 
 
 def outlier_columns(weights: Mapping[str, Weight], block: str) -> dict[str, Tensor]:
-    """Columns `[k]`, int64, of those packed weights that have some, by name inside the block."""
+    """Return columns `[k]`, int64, of those packed weights that have some, by name inside the block."""
     return {
         module.removeprefix(f"{block}."): weight.outlier_columns.long()
         for module, weight in weights.items()

@@ -56,14 +56,14 @@ def quantize_head(prepared: RunContext, progress: Progress) -> None:
 
 
 def head_needs_inputs(prepared: RunContext) -> bool:
-    """Whether the hidden states behind the last block are wanted."""
+    """Return whether the hidden states behind the last block are wanted."""
     architecture = prepared.skeleton.architecture
     assignment = prepared.plan.assignments.get(architecture.head)
     return assignment is not None and assignment.needs.inputs and bool(architecture.final_norm)
 
 
 def stored_embedding(prepared: RunContext, progress: Progress) -> Tensor | None:
-    """The quantized embedding `[V, H]` as numbers, in the dtype of computation; None when it stays as it is."""
+    """Return the quantized embedding `[V, H]` as numbers, in the dtype of computation; None when it stays as it is."""
     module = prepared.skeleton.architecture.embedding
     scheme = prepared.plan.schemes.get(module)
     if scheme is None:
@@ -113,7 +113,7 @@ def _quantize(
 def _by_rows(
     weight: Tensor, quantize: Quantize, device: torch.device, importance: Tensor | None
 ) -> tuple[IntegerWeight, float]:
-    """The integers of `weight [O, I]` on the host, and their squared error over the squared weights, each column
+    """Return the integers of `weight [O, I]` on the host, and their squared error over the squared weights, each column
     weighted by its importance."""
     parts: list[IntegerWeight] = []
     error = total = 0.0
@@ -130,7 +130,7 @@ def _by_rows(
 
 @torch.no_grad()
 def _observe(prepared: RunContext, progress: Progress) -> InputStatistics:
-    """Statistics of what the head multiplies: the last block's outputs behind the final norm."""
+    """Return statistics of the head's inputs: the last block's outputs after the final norm."""
     skeleton = prepared.skeleton
     name = skeleton.architecture.final_norm
     norm = skeleton.model.get_submodule(name)

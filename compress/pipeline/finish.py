@@ -1,4 +1,4 @@
-"""From finished blocks to a checkpoint: assembled, re-read, compared with what was chosen, measured, put in place."""
+"""From finished blocks to a checkpoint: assembled, re-read, compared with the chosen codes, measured, put in place."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def assemble_checkpoint(prepared: RunContext, progress: Progress, provenance: di
 
 
 def check_checkpoint(prepared: RunContext, folder: Path, digests: dict[str, str]) -> StructureReport:
-    """Re-reads what was written and compares it with the digests taken when the codes were chosen.
+    """Re-reads the written checkpoint and compares it with the digests taken when the codes were chosen.
 
     Raises:
         CheckpointError: anything is not as it should be.
@@ -75,7 +75,7 @@ def check_checkpoint(prepared: RunContext, folder: Path, digests: dict[str, str]
 
 
 def check_quality(folder: Path, prepared: RunContext) -> dict[str, Any]:
-    """Perplexity and KL on a small fixed slice; says why where they were not measured."""
+    """Return perplexity and KL on a small fixed slice; says why where they were not measured."""
     if not prepared.request.measure:
         return {"not_measured": "not asked for"}
     from compress.evaluate.session import quick_check
@@ -94,13 +94,13 @@ def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
 
 
 def chosen_schemes(prepared: RunContext, progress: Progress) -> dict[str, Scheme]:
-    """How every packed linear is stored: as planned, but for ranks, which some blocks decide when they are reached."""
+    """Return the scheme of every packed linear: as planned, with the ranks that blocks chose."""
     finished = progress.all_facts(prepared.skeleton.num_blocks)
     return {module: Scheme.from_dict(fields) for facts in finished for module, fields in facts["schemes"].items()}
 
 
 def _dense_linears(prepared: RunContext, schemes: Mapping[str, Scheme]) -> list[str]:
-    """Every linear that stays dense, by full name: loaders that target the class `Linear` must know."""
+    """Return every linear that stays dense, by full name: loaders that target the class `Linear` must know."""
     skeleton = prepared.skeleton
     inside = {
         f"{skeleton.block_name(index)}.{name}"
@@ -144,7 +144,7 @@ def compare_with_report(folder: Path) -> list[str] | None:
 
 
 def stored_form(prepared: RunContext, outcome: BlockOutcome) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by full name, and what happened, with the scheme and the digest of every weight.
+    """Return tensors by full name, and what happened, with the scheme and the digest of every weight.
 
     Raises:
         SchemeError: a weight that the format of this plan cannot hold.
@@ -164,7 +164,7 @@ def stored_form(prepared: RunContext, outcome: BlockOutcome) -> tuple[dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class KVResult:
-    """What was chosen; `record` is None where 16 bits were asked for and nothing had to be measured."""
+    """The chosen KV cache; `record` is None where 16 bits were asked for and nothing had to be measured."""
 
     choice: KVChoice
     record: KVCacheRecord | None
@@ -174,7 +174,7 @@ class KVResult:
         return (self.choice.warning,) if self.choice.warning else ()
 
     def describe(self) -> str:
-        """The default with its figures, in one line."""
+        """Return the default with its figures, in one line."""
         scheme, record = self.choice.scheme, self.record
         if record is None:
             return str(scheme)
@@ -189,7 +189,7 @@ class KVResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, for the report."""
+        """Return plain values for the report."""
         return {
             "default": self.choice.scheme.to_dict(),
             "warning": self.choice.warning,
@@ -198,7 +198,7 @@ class KVResult:
 
 
 def choose_default(prepared: RunContext, folder: Path, quiet: bool) -> KVResult | None:
-    """Measures what the recipe names, chooses, and records both in config.json of the finished checkpoint in `folder`.
+    """Measure the recipe's formats, choose one, and record both in config.json of the finished checkpoint in `folder`.
 
     Returns:
         None without such a stage.

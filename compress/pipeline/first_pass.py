@@ -27,7 +27,7 @@ from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning
 
 @dataclass
 class BlockSurvey:
-    """What one block shows.
+    """Observations of one block.
 
     Attributes:
         energies: what each rank of a linear would keep, by full name, float64 `[min(O, I)]`: `low_rank_work.energies`.
@@ -42,7 +42,7 @@ class BlockSurvey:
     reference: Tensor | None = None
 
     def facts(self) -> dict[str, Any]:
-        """The JSON-able part."""
+        """Return plain values."""
         return {"outliers": self.outliers}
 
 
@@ -98,7 +98,7 @@ def survey_block(
 
 @torch.no_grad()
 def _survey_plainly(prepared: RunContext, index: int) -> BlockSurvey:
-    """What weights alone say."""
+    """Observe a block without calibration."""
     job = block_job(prepared, index)
     chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
     block = read_block(prepared.skeleton, prepared.files, index, set(chosen), prepared.device)
@@ -115,7 +115,7 @@ def _energies(
 def _outliers(
     block: LoadedBlock, chosen: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
 ) -> dict[str, float]:
-    """The share of outliers, for each kind of pruning; linears that nothing reaches do not count."""
+    """Return the share of outliers, for each kind of pruning; linears that nothing reaches do not count."""
     members: dict[Pruning, list[str]] = {}
     for name, assignment in chosen.items():
         if assignment.pruning and assignment.pruning.layerwise and name in statistics:
@@ -170,7 +170,7 @@ def finalize_plan(prepared: RunContext, progress: Progress, quiet: bool) -> Fina
 
 
 def _layerwise(plan: Plan) -> dict[Pruning, dict[str, LayerPlan]]:
-    """Linears whose share depends on their block, those of one stage together."""
+    """Return linears whose share depends on their block, those of one stage together."""
     members: dict[Pruning, dict[str, LayerPlan]] = {}
     for name, assignment in plan.assignments.items():
         if assignment.pruning and assignment.pruning.layerwise:
@@ -181,7 +181,7 @@ def _layerwise(plan: Plan) -> dict[Pruning, dict[str, LayerPlan]]:
 def _share_out(
     prepared: RunContext, pruning: Pruning, members: Mapping[str, LayerPlan], ratios: Sequence[float]
 ) -> list[BlockShare]:
-    """The share of every block that has such linears."""
+    """Return the share of every block that has such linears."""
     rows = {row.tensor.removesuffix(".weight"): row.parameters for row in prepared.plan.rows}
     names = [prepared.skeleton.block_name(index) for index in range(prepared.skeleton.num_blocks)]
     weights = [sum(rows[name] for name in members if name.startswith(f"{block}.")) for block in names]
@@ -208,7 +208,7 @@ def _with_shares(members: Mapping[str, LayerPlan], shares: Sequence[BlockShare])
 
 
 def _ranked(plan: Plan) -> dict[Factoring, dict[str, LayerPlan]]:
-    """Linears whose ranks are shared out over the model, those of one stage together."""
+    """Return linears whose ranks are shared out over the model, those of one stage together."""
     members: dict[Factoring, dict[str, LayerPlan]] = {}
     for name, assignment in plan.assignments.items():
         if assignment.factoring and assignment.shares_ranks:
@@ -217,7 +217,7 @@ def _ranked(plan: Plan) -> dict[Factoring, dict[str, LayerPlan]]:
 
 
 def _saved_energies(survey: Progress, num_blocks: int) -> list[dict[str, list[float]]]:
-    """What each rank of a linear would keep, block by block, by full name."""
+    """Return the energies of each linear's ranks, block by block, by full name."""
     files = (survey.piece(index) for index in range(num_blocks))
     return [{name: file.tensor(name).tolist() for name in file.entries} for file in files]
 
@@ -250,7 +250,7 @@ def _ranked_scheme(assignment: LayerPlan, rank: int | None) -> Scheme | None:
 
 
 def _replaced(plan: Plan, changed: Mapping[str, LayerPlan]) -> Plan:
-    """The plan with other assignments."""
+    """Return the plan with other assignments."""
     return replace(plan, rows=tuple(_row(plan, row, changed) for row in plan.rows))
 
 

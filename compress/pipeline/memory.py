@@ -1,4 +1,4 @@
-"""Memory of a run: how much is taken at once, what it came to, and what to do when it is not there."""
+"""Memory of a run: estimate, micro-batch size, measured peak, and retries with smaller batches."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _TOKENS_CPU, _TOKENS_GPU = 4096, 16384
 
 
 def first_micro_batch(length: int, device: str) -> int:
-    """Sequences to run at once before memory has been found short."""
+    """Return sequences to run at once before memory has been found short."""
     return max(1, (_TOKENS_GPU if device.startswith("cuda") else _TOKENS_CPU) // length)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the host."""
+    """Return whether an error says that memory ran out, on a GPU or on the host."""
     import torch
 
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
@@ -75,7 +75,7 @@ def forget_device_peak(device: torch.device) -> None:
 
 
 def device_peak(device: torch.device) -> int | None:
-    """The most bytes of a GPU that tensors held since `forget_device_peak`; None without a GPU."""
+    """Return the most bytes of a GPU that tensors held since `forget_device_peak`; None without a GPU."""
     import torch
 
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -131,7 +131,7 @@ class _Block:
 
 
 def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, micro_batch: int, item_bytes: int) -> int:
-    """Bytes a calibrated run needs at its worst moment, host and device together: an estimate, not a bound.
+    """Return bytes a calibrated run needs at its worst moment, host and device together: an estimate, not a bound.
 
     Args:
         samples, length: size of the calibration; zero samples when there is none.
@@ -159,7 +159,7 @@ def _factor_bytes(block: _Block, plan: Plan) -> int:
 
 
 def _end_bytes(skeleton: Skeleton, plan: Plan) -> int:
-    """Codes and packed codes of the embedding or the head; their numbers are taken a few rows at a time."""
+    """Return the bytes of codes and packed codes of the embedding or the head; their numbers are taken a few rows at a time."""
     sizes = [row.parameters for row in plan.packed if not row.tensor.startswith(f"{skeleton.architecture.blocks}.")]
     return 2 * max(sizes) + 8 * _FLOAT32 * min(ELEMENTS_AT_ONCE, max(sizes)) if sizes else 0
 
@@ -174,7 +174,7 @@ def _hessian_bytes(block: _Block, plan: Plan) -> int:
 
 
 def _activation_bytes(block: _Block, plan: Plan, token_bytes: int) -> int:
-    """Of the tokens that run at once, one number of each of which takes `token_bytes`."""
+    """Return the bytes of activations, for tokens whose numbers take `token_bytes` per channel."""
     activations = token_bytes * block.outputs
     if not plan.needs.learning_batch:
         return activations

@@ -1,4 +1,4 @@
-"""Everything a run needs, opened and checked before any of it starts: what `--dry-run` shows."""
+"""Inputs of a run, opened and checked before it starts; `--dry-run` shows them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def calibration_sequences(
     """Packed sequences of the text or mixture that `options` name.
 
     Args:
-        dry_run: leaves text that the model would write unwritten; zeros stand in for it.
+        dry_run: leaves text that the model would write unwritten; zeros take their place.
 
     Raises:
         ToolkitError: a text that cannot be used, or no memory for the model that should write it.
@@ -67,7 +67,7 @@ def calibration_sequences(
 
 
 def _write(source: SourceModel, tokenizer: Any, count: int, length: int, seed: int) -> Tensor:
-    """Text sampled from the whole dense model, which is in memory for just that long."""
+    """Return text sampled from the whole dense model, which is in memory for just that long."""
     _require_memory(source)
     with RunDisplay(1, unit="calibration text") as display:
         display.say(f"sampling {count} sequences of {length} tokens from the model itself")
@@ -106,7 +106,7 @@ def _load(source: SourceModel) -> Any:
 
 @contextmanager
 def _no_loading_bar() -> Iterator[None]:
-    """transformers draws a bar of its own, which would cut through the one of this run."""
+    """Hide the progress bar of transformers, which would cut through the one of this run."""
     from transformers.utils import logging
 
     before = logging.is_progress_bar_enabled()
@@ -125,7 +125,7 @@ def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 
 def _require_memory(source: SourceModel) -> None:
-    """Compressing streams; sampling holds the whole dense model. Refused in words rather than killed by the system."""
+    """Check memory for sampling, which holds the whole dense model. Refuse rather than be killed by the system."""
     from compress.common.device import available_bytes, format_bytes
 
     files = TensorFiles.open(source.path)
@@ -164,7 +164,7 @@ def _has_native_bfloat16() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What a user asks for.
+    """A request to compress a model.
 
     Attributes:
         model: folder of the dense model.
@@ -221,11 +221,11 @@ class RunContext:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a careful user should know, about the plan and about the calibration text."""
+        """Notes on the plan and on the calibration text."""
         return self.plan.notes + (self.sequences.warnings if self.sequences else ())
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able: what `--dry-run --json` prints."""
+        """Return plain values, as `--dry-run --json` prints them."""
         return {
             "model": str(self.request.model),
             "source": self.request.source,
@@ -246,7 +246,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     model itself writes the calibration text.
 
     Args:
-        dry_run: only for a plan: text from the model itself is not sampled, its shape stands in for it.
+        dry_run: only for a plan: text from the model itself is not sampled, only its shape counts.
 
     Raises:
         ToolkitError: whatever would make the run fail and can be known now.
@@ -282,7 +282,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
 
 
 def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[str, Any] | None:
-    """Text, size and hashes of the calibration; None when there was none."""
+    """Return text, size and hashes of the calibration; None when there was none."""
     if sequences is None:
         return None
     return {
@@ -302,7 +302,7 @@ def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[
 def _calibration(
     request: RunRequest, config: dict[str, Any], device: torch.device, dtype: torch.dtype, dry_run: bool
 ) -> SequenceSet:
-    """The calibration text as tokens, in sequences within the model's context."""
+    """Return the calibration text as tokens, in sequences within the model's context."""
     options = request.recipe.calibration
     length = min(options.length, config.get("max_position_embeddings") or options.length)
     source = SourceModel(request.model, device, dtype, request.trust_remote_code)
@@ -310,14 +310,14 @@ def _calibration(
 
 
 def _check_kv_measurable(config: dict[str, Any], plan: Plan, device: torch.device) -> None:
-    """Better refused now than after the last block."""
+    """Refuse before the run, rather than after the last block."""
     from compress.evaluate.kv_cache import check_measurable
 
     check_measurable(config, plan.bytes_after, str(device))
 
 
 def _model_dtype(config: dict[str, Any], files: TensorFiles) -> str:
-    """What config.json says; where it says nothing, the dtype of the largest tensor."""
+    """Return the dtype in config.json, or without one that of the largest tensor."""
     if config.get("dtype") or config.get("torch_dtype"):
         return dtype_name(config)
     largest = max(files.names(), key=lambda name: math.prod(files.shape(name)))

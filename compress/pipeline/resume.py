@@ -89,7 +89,7 @@ class Progress:
 
     @property
     def finished(self) -> Path:
-        """Where the checkpoint is assembled and verified before it moves to its place."""
+        """Folder where the checkpoint is assembled and verified before it moves to its place."""
         return self.folder / "finished"
 
     def num_finished(self, num_blocks: int) -> int:
@@ -97,15 +97,15 @@ class Progress:
         return next((index for index in range(num_blocks) if not self.pieces.has(self._key(index))), num_blocks)
 
     def has_begun(self, num_blocks: int) -> bool:
-        """Whether any block is done, be it of the first pass."""
+        """Return whether any block is done, be it of the first pass."""
         return bool(self.num_finished(num_blocks) or self.survey.num_finished(num_blocks))
 
     def facts(self, index: int) -> dict[str, Any]:
-        """What was recorded with a finished block."""
+        """Return the metadata of a finished block."""
         return self.pieces.read_metadata(self._key(index))
 
     def piece(self, index: int) -> MappedFile:
-        """The tensors of a finished block."""
+        """Return the tensors of a finished block."""
         return self.pieces.open(self._key(index))
 
     def ends(self) -> list[str]:
@@ -113,7 +113,7 @@ class Progress:
         return [key for key in (EMBEDDING, HEAD) if self.pieces.has(key)]
 
     def all_facts(self, num_blocks: int) -> list[dict[str, Any]]:
-        """Of every block and of what was made of both ends, once all are finished."""
+        """Return the metadata of all blocks, the embedding and the head, once all are finished."""
         return [self.facts(index) for index in range(num_blocks)] + [*map(self.pieces.read_metadata, self.ends())]
 
     def save_block(
@@ -124,7 +124,7 @@ class Progress:
         hidden: Tensor | None,
         reference: Tensor | None = None,
     ) -> None:
-        """Records a finished block and the inputs of the next one; `reference` is what they are in the dense model."""
+        """Records a finished block and the inputs of the next one; `reference` holds the same of the dense model."""
         if hidden is not None:
             known = {} if reference is None else {_REFERENCE: reference}
             self._inputs.write(self._hidden_key(index + 1), {_HIDDEN: hidden} | known)
@@ -136,7 +136,7 @@ class Progress:
         return self._inputs.open(self._hidden_key(index)).tensor(_HIDDEN).clone()
 
     def load_reference(self, index: int) -> Tensor | None:
-        """The dense model's hidden states `[N, L, H]` in the same place; None when none were saved."""
+        """Return the dense model's hidden states `[N, L, H]` in the same place; None when none were saved."""
         file = self._inputs.open(self._hidden_key(index))
         return file.tensor(_REFERENCE).clone() if _REFERENCE in file.entries else None
 
@@ -205,7 +205,7 @@ def _refuse_other(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one level, keys joined by dots."""
+    """Return nested mappings and lists as one level, keys joined by dots."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         return {prefix: value}
@@ -255,7 +255,7 @@ class RunDisplay:
             self._bar.update(self._task, description=description, completed=self._block + fraction)
 
     def finish(self, line: str = "") -> None:
-        """One block is done; prints a line about it, if there is one, with the seconds it took."""
+        """Advance by one block, and print its line, if there is one, with the seconds it took."""
         self._block += 1
         elapsed = time.monotonic() - self._started
         self._started = time.monotonic()

@@ -1,4 +1,4 @@
-"""A dense source with its residual stream turned, computed tensor by tensor whenever one is read.
+"""A dense source with its residual stream rotated, computed tensor by tensor whenever one is read.
 
 RMSNorm without its weight commutes with an orthogonal Q, so each norm's weight g first moves into the linears behind
 it: readers `W -> W diag(g) Q`, writers `W -> Q^T W`, the embedding `E -> E Q`, the head `W -> W diag(g) Q`. Value heads
@@ -27,27 +27,29 @@ from compress.recipe import RotateStage
 
 Read = Callable[[], Tensor]
 
-# A matrix in float64, what it becomes, and a transposed copy.
+# A matrix in float64, the rotated one, and a transposed copy.
 _COPIES = 3
 
 
 @dataclass
 class RotatedFiles(TensorFiles):
-    """The tensors of a source by the same names, turned.
+    """The tensors of a source by the same names, Hadamard-rotated.
 
     Attributes:
-        turned: what takes the place of a tensor, in the stored dtype.
+        rotated: the replacement of a tensor, in the stored dtype.
         added: a tensor that the source does not have (a head that was the embedding), and the one whose form it has.
-        description: what was done, in one sentence.
+        description: the rotation in one sentence.
     """
 
-    turned: dict[str, Read] = field(default_factory=dict)
+    rotated: dict[str, Read] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
     description: str = ""
 
     @classmethod
-    def over(cls, files: TensorFiles, turned: dict[str, Read], added: dict[str, str], description: str) -> RotatedFiles:
-        return cls(files.path, files.files, files._owner, turned, added, description)
+    def over(
+        cls, files: TensorFiles, rotated: dict[str, Read], added: dict[str, str], description: str
+    ) -> RotatedFiles:
+        return cls(files.path, files.files, files._owner, rotated, added, description)
 
     def names(self) -> list[str]:
         return sorted([*super().names(), *self.added])
@@ -68,36 +70,36 @@ class RotatedFiles(TensorFiles):
         return super().tensor_nbytes(self.added.get(name, name))
 
     def tensor(self, name: str) -> Tensor:
-        """The turned tensor, computed anew, or the stored one where nothing turns it."""
-        return self.turned[name]() if name in self.turned else super().tensor(name)
+        """Return the rotated tensor, computed anew, or the stored one."""
+        return self.rotated[name]() if name in self.rotated else super().tensor(name)
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(map(self.tensor_nbytes, self.added))
 
     def working_bytes(self, blocks: str) -> int:
-        """Memory that turning takes: float64 copies of one matrix inside `blocks`, and all that lies outside of them,
-        which is turned in small parts but kept until it is written."""
-        inside = [name for name in self.turned if name.startswith(f"{blocks}.")]
-        outside = self.turned.keys() - set(inside)
+        """Return the memory of the rotation: float64 copies of one matrix inside `blocks`, and everything outside of
+        them, which is rotated in small parts but kept until it is written."""
+        inside = [name for name in self.rotated if name.startswith(f"{blocks}.")]
+        outside = self.rotated.keys() - set(inside)
         largest = max((math.prod(self.shape(name)) for name in inside), default=0)
         return _COPIES * torch.float64.itemsize * largest + sum(map(self.tensor_nbytes, outside))
 
     def marked(self, plan: Plan) -> Plan:
-        """The plan, saying what was turned and what was not there before."""
+        """Return the plan with notes on rotated and added tensors."""
         return replace(plan, rows=tuple(map(self._marked, plan.rows)), notes=(self.description, *plan.notes))
 
     def _marked(self, row: PlanRow) -> PlanRow:
         if row.tensor in self.added:
             reason = "" if row.assignment else "output head, no longer the token embedding"
             return replace(row, bytes_before=0, reason=reason)
-        is_norm = row.tensor in self.turned and len(row.shape) == 1 and row.tensor.endswith(".weight")
+        is_norm = row.tensor in self.rotated and len(row.shape) == 1 and row.tensor.endswith(".weight")
         return replace(row, reason="norm, now ones: moved into the linears behind it") if is_norm else row
 
 
 @dataclass(frozen=True, slots=True)
 class RotatedSource:
-    """A dense model whose residual stream is turned: its files, config and structure."""
+    """A dense model with a rotated residual stream: its files, config and structure."""
 
     files: RotatedFiles
     config: dict[str, Any]
@@ -114,15 +116,15 @@ class RotatedSource:
         trust_remote_code: bool = False,
     ) -> RotatedSource:
         """Turns a source. Raises RecipeError, see `rotate_files`."""
-        turned = rotate_files(files, skeleton, stage, seed)
-        if skeleton.ties_head and f"{skeleton.architecture.head}.weight" in turned.turned:
+        rotated = rotate_files(files, skeleton, stage, seed)
+        if skeleton.ties_head and f"{skeleton.architecture.head}.weight" in rotated.rotated:
             config = config | {"tie_word_embeddings": False}
             skeleton = open_skeleton(files.path, config, trust_remote_code)
-        return cls(turned, config, skeleton)
+        return cls(rotated, config, skeleton)
 
 
 def rotate_files(files: TensorFiles, skeleton: Skeleton, stage: RotateStage, seed: int) -> RotatedFiles:
-    """The source with its residual stream turned.
+    """Rotate the residual stream of a source.
 
     Args:
         seed: decides the signs.
@@ -156,14 +158,14 @@ class _Builder:
     def build(self) -> RotatedFiles:
         for index in range(self._skeleton.num_blocks):
             self._turn_block(f"{self._skeleton.block_name(index)}.")
-        words = [f"the residual stream is turned by a randomized {self._residual.kind}"]
+        words = [f"the residual stream is rotated by a randomized {self._residual.kind}"]
         if self._heads is not None:
             words.append(f"value heads by a {self._heads.kind}")
-        words += ["the norms' weights move into the linears behind them", *self._turn_ends()]
+        words += ["the norms' weights move into the linears behind them", *self._rotate_embed_and_head()]
         return RotatedFiles.over(self._files, self._turned, self._added, "; ".join(words))
 
-    def _turn_ends(self) -> list[str]:
-        """Embedding, final norm and head. Returns what there is to say of them."""
+    def _rotate_embed_and_head(self) -> list[str]:
+        """Rotate embedding, final norm and head. Returns notes on them."""
         architecture = self._skeleton.architecture
         embedding, norm, head = (
             f"{name}.weight" for name in (architecture.embedding, architecture.final_norm, architecture.head)
@@ -201,7 +203,7 @@ class _Builder:
         )
 
         def outputs(tensor: Tensor) -> Tensor:
-            """Turns what the linear gives: the last dimension of `tensor`."""
+            """Rotate the output of the linear: the last dimension of `tensor`."""
             tensor = self._residual.turn(tensor) if writes else tensor
             return self._heads.turn_heads(tensor) if produces and self._heads is not None else tensor
 

@@ -1,4 +1,4 @@
-"""The run itself: one block at a time from the dense checkpoint to the packed one, resumable after any of them."""
+"""The run: block by block from the dense checkpoint to the packed one, resumable after each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from compress.report import environment, full_report, provenance
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a finished run can say for itself."""
+    """A finished run."""
 
     out: Path
     structure: StructureReport
@@ -75,7 +75,7 @@ def run(prepared: RunContext, quiet: bool = False) -> RunResult:
 
 
 def _compress(prepared: RunContext, progress: Progress, quiet: bool) -> Path:
-    """From the embedding over the blocks to the head, and to an assembled checkpoint; its folder."""
+    """Compress embedding, blocks and head, and return the folder of the assembled checkpoint."""
     quantize_embedding(prepared, progress)
     _run_blocks(prepared, progress, quiet)
     quantize_head(prepared, progress)
@@ -91,7 +91,7 @@ def _report(
     quality: dict[str, Any],
     seconds: float,
 ) -> dict[str, Any]:
-    """The report, with the plan as it was made: kinds of layers, not every layer on its own."""
+    """Return the report, with the plan as it was made: kinds of layers, not every layer on its own."""
     report = full_report(settled.prepared, progress, structure, quality, seconds)
     return report | {"plan": prepared.to_dict(), "layerwise": [each.to_dict() for each in settled.shares]}
 
@@ -155,7 +155,7 @@ def _run_blocks(prepared: RunContext, progress: Progress, quiet: bool) -> None:
 
 
 def _note_other_machine(prepared: RunContext, before: dict[str, Any], display: RunDisplay) -> None:
-    """The same bytes come out only where sums are taken in the same order; elsewhere the last bits may differ."""
+    """Note a change of machine: sums in another order may differ in the last bits."""
     now = environment(prepared)
     differing = [f"{key} {before.get(key)}, now {now[key]}" for key in now if before.get(key) != now[key]]
     if differing:

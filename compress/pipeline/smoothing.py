@@ -32,7 +32,7 @@ from compress.plan import LayerPlan
 
 @dataclass
 class ModuleTrace:
-    """What one module was called with and what it returned, micro-batch by micro-batch."""
+    """Arguments and outputs of one module, micro-batch by micro-batch."""
 
     calls: list[Call] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -40,7 +40,7 @@ class ModuleTrace:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How o_proj's input repeats value heads: `heads_per_group` query heads of `head_dim` channels read each."""
+    """The layout of o_proj's input over value heads: `heads_per_group` query heads of `head_dim` channels read each."""
 
     heads_per_group: int = 1
     head_dim: int = 1
@@ -71,7 +71,7 @@ def search_edge(
     assignments: Mapping[str, LayerPlan],
     layout: HeadLayout,
 ) -> SmoothingResult:
-    """The scale of one edge that lets the quantized targets reproduce the parent's output best."""
+    """Return the scale of one edge that lets the quantized targets reproduce the parent's output best."""
     assignment = assignments[edge.balance_layers[0]]
     scheme = assignment.quantized
     if scheme is None or assignment.method is None:
@@ -108,7 +108,7 @@ def activations_quantized(
     scale: Tensor | None = None,
     outliers: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
-    """Inside of it the named linears see their inputs as 8-bit activations.
+    """Quantize the inputs of the named linears to 8 bits inside the context.
 
     Args:
         schemes: by linear.

@@ -1,4 +1,4 @@
-"""The loop of GPTQ and SparseGPT: columns are changed one by one, and those still to come make up for the error.
+"""The loop of GPTQ and SparseGPT: columns are changed one by one, and the following ones compensate the error.
 
 What happens to a column is rounding to a grid, pruning, or both; see `gptq` and `sparsegpt`.
 """
@@ -43,7 +43,7 @@ class OrderedGrid:
         self._group = self.compiled.group.tolist()
 
     def round(self, target: Tensor, column: int, codes: Tensor, kept: Tensor | None) -> Tensor:
-        """The nearest value on the grid `[O]`; writes its codes, the zero point for what is pruned."""
+        """Return the nearest value on the grid `[O]` and write its codes, the zero point for pruned weights."""
         group = self._group[column]
         scale, zero = self.compiled.scale[group], self.compiled.zero[group]
         found = (target / scale).round_().add_(zero).clamp_(0, self.compiled.max_code)
@@ -55,7 +55,7 @@ class OrderedGrid:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the loop prunes on its way: N:M by `pattern`, or a `share` of all weights.
+    """Pruning inside the loop: N:M by `pattern`, or a `share` of all weights.
 
     A share is met stretch by stretch. The paper takes the same share of each; here a stretch loses as many weights as
     it would if all of them were compared at the outset, so that important columns keep more.
@@ -89,7 +89,7 @@ class Chooser:
 
     @property
     def pattern(self) -> Sparsity | None:
-        """What is chosen with every column that it divides; without one shares are, of stretches."""
+        """The N:M pattern; None where shares of column ranges are pruned."""
         return self._choice.pattern
 
     def choose_pattern(self, leaf: int, column: int) -> None:
@@ -111,7 +111,7 @@ class Chooser:
         self.kept[start:stop] = keep_share(score, gone, per_output=False)
 
     def _score(self, targets: Tensor, start: int, stop: int) -> Tensor:
-        """SparseGPT's score of columns `start` to `stop`, given what the columns before them feed back to each.
+        """Return SparseGPT's score of columns `start` to `stop`, with the feedback of the columns before them.
 
         A target counts on every column before it having its final value. These have none yet: with values x they would
         be `x = target + (original - x) M'`, M' being the feedback among them, and that is solved for x.
@@ -124,14 +124,14 @@ class Chooser:
 
 # Columns changed one by one before their errors are passed on with one matrix product. A multiple of every pattern.
 _LEAF_COLUMNS = 16
-# The same where a GPU changes them: so many errors fit in the registers of a thread.
+# The same on a GPU: as many errors as fit in the registers of a thread.
 _GPU_LEAF_COLUMNS = 64
-# SparseGPT compares the weights of so many columns at once. The paper takes 128; fewer let more feedback in.
+# Number of columns among which SparseGPT compares weights. The paper takes 128; fewer let more feedback in.
 _CHOICE_COLUMNS = 32
 
 
 def column_kernel(device: torch.device) -> str:
-    """What changes columns on a device; torch only where there is no kernel, and then why."""
+    """Return the kernel that changes columns on a device; for torch, with the reason why there is no other."""
     if device.type == "cuda":
         return "Triton" if find_spec("triton") else "torch, column by column: Triton is not installed"
     return f"torch, column by column: {absence()}" if absence() else "C"
@@ -197,7 +197,7 @@ class GPTQSolver:
         return self.targets
 
     def in_original_order(self, columns: Tensor) -> Tensor:
-        """`[O, I]` of columns `[I, O]` in the loop's order."""
+        """Return `[O, I]` of columns `[I, O]` in the loop's order."""
         restored = torch.empty_like(columns)
         restored[self._order] = columns
         return restored.T.contiguous()

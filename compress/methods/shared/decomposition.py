@@ -28,7 +28,7 @@ FLOOR = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Whitening:
-    """What a weight is multiplied by before it is decomposed, and what it took to find it.
+    """The matrix that a weight is multiplied by before it is decomposed, and how it was found.
 
     Attributes:
         root: float64: `[I, I]` lower triangular, `[I]` a diagonal, or None for nothing.
@@ -41,13 +41,13 @@ class Whitening:
     recovery: str = ""
 
     def apply(self, weight: Tensor) -> Tensor:
-        """`W S`, float64 `[O, I]`."""
+        """Return `W S`, float64 `[O, I]`."""
         if self.root is None:
             return weight
         return weight * self.root if self.root.dim() == 1 else weight @ self.root
 
     def undo(self, right: Tensor) -> Tensor:
-        """`right S^-1`, float64 `[r, I]`."""
+        """Return `right S^-1`, float64 `[r, I]`."""
         if self.root is None:
             return right
         if self.root.dim() == 1:
@@ -70,11 +70,11 @@ class Decomposition:
     energies: Tensor
 
     def truncated(self, rank: int) -> tuple[Tensor, Tensor]:
-        """The factors `[O, rank]` and `[rank, I]` of least error."""
+        """Return the factors `[O, rank]` and `[rank, I]` of least error."""
         return self.left[:, :rank].contiguous(), self.right[:rank].contiguous()
 
     def lost(self, rank: int) -> float:
-        """Energy that ranks beyond this one would have kept."""
+        """Return energy that ranks beyond this one would have kept."""
         return float(self.energies[rank:].sum())
 
 
@@ -116,7 +116,7 @@ def whiten(second_moment: Tensor, damping: tuple[float, ...] = DAMPING) -> White
 
 
 def spectrum(weight: Tensor, whitening: Whitening) -> Tensor:
-    """The energies of `decompose` without the factors, float64 `[min(O, I)]`, for a fraction of the time.
+    """Return the energies of `decompose` without the factors, float64 `[min(O, I)]`, for a fraction of the time.
 
     Raises:
         NumericsError: as `decompose`.

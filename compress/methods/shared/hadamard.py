@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows turned at once: their float64 copies stay small beside the tensor.
+# Elements rotated at once: their float64 copies stay small beside the tensor.
 _CHUNK_ELEMENTS = 1 << 22
 # Larger dense factors would cost more than they spread.
 _MAX_PALEY = 1024
@@ -37,7 +37,7 @@ class Rotation:
 
     @classmethod
     def random(cls, order: int, seed: int) -> Rotation:
-        """The rotation of a seed; the same on every machine up to the last bits of a random factor."""
+        """Return the rotation of a seed; the same on every machine up to the last bits of a random factor."""
         generator = torch.Generator().manual_seed(seed)
         signs = torch.randint(0, 2, (order,), generator=generator).double() * 2 - 1
         odd = order // (order & -order)
@@ -55,19 +55,19 @@ class Rotation:
         return len(self.signs)
 
     def turn(self, rows: Tensor, scale: Tensor | None = None) -> Tensor:
-        """`rows [..., n] @ Q`, computed in float64 and rounded once, to the dtype of `rows`.
+        """Return `rows [..., n] @ Q`, computed in float64 and rounded once, to the dtype of `rows`.
 
         Args:
-            scale: `[n]` float64, what columns are multiplied by before they are turned.
+            scale: `[n]` float64, factors of the columns before they are rotated.
         """
         factors = self.signs if scale is None else self.signs * scale
-        turned = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        for source, target in zip(self._chunks(rows), self._chunks(turned), strict=True):
+        rotated = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        for source, target in zip(self._chunks(rows), self._chunks(rotated), strict=True):
             target.copy_(self._mix(source.double() * factors))
-        return turned
+        return rotated
 
     def turn_heads(self, rows: Tensor) -> Tensor:
-        """`rows [..., h * n]`, each stretch of n turned by itself."""
+        """Rotate each head of n channels of `rows [..., h * n]` by itself."""
         return self.turn(rows.unflatten(-1, (-1, self.order))).flatten(-2)
 
     def _chunks(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ def _hadamard(rows: Tensor) -> Tensor:
 
 
 def paley_matrix(order: int) -> Tensor:
-    """A Hadamard matrix `[order, order]` of 1 and -1, float64, by Paley's first or second construction.
+    """Return a Hadamard matrix `[order, order]` of 1 and -1, float64, by Paley's first or second construction.
 
     Raises:
         ValueError: neither construction reaches this order from a prime.
@@ -110,7 +110,7 @@ def paley_matrix(order: int) -> Tensor:
 
 
 def _conference(prime: int, sign: int) -> Tensor:
-    """`C [prime + 1, prime + 1]` with `C C^T = prime I`, zero diagonal and `C^T = sign C`."""
+    """Return `C [prime + 1, prime + 1]` with `C C^T = prime I`, zero diagonal and `C^T = sign C`."""
     numbers = torch.arange(prime)
     squares = torch.zeros(prime, dtype=torch.float64) - 1
     squares[numbers[1:].square() % prime] = 1

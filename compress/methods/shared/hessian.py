@@ -23,13 +23,13 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class HessianOptions:
-    """How the Hessian is ordered and regularised.
+    """Options of the factorization of a Hessian.
 
     Attributes:
         activation_order: quantize columns by falling diag(H), so the costliest are rounded while most others can
-            still make up for them. Groups stay those of the original columns: nothing is stored.
+            still compensate. Groups stay those of the original columns: nothing is stored.
         damping: shares of mean(diag(H)) added to the diagonal, tried in turn until the factorization succeeds.
-        last: columns that come behind all others: not rounded, they make up for the error of the rest.
+        last: columns that come behind all others: not rounded, they compensate the error of the rest.
     """
 
     activation_order: bool = True
@@ -39,11 +39,11 @@ class HessianOptions:
 
 @dataclass(frozen=True, slots=True)
 class HessianFactor:
-    """A factorized Hessian, and what it took.
+    """A factorized Hessian, and how it was factorized.
 
     Attributes:
         feedback: `[I, I]` float32, unit upper triangular, rows and columns in `order`; None means round to nearest.
-        spread: `[I]` float32, in `order`: what is left of each input's magnitude once those after it are known.
+        spread: `[I]` float32, in `order`: standard deviation of each input given those after it.
         order: `[I]` int64, original column of each position.
         importance: `[I]` diag(H) in the original order, for the scale search.
         damping: share of mean(diag(H)) that was added; None when no damping helped.
@@ -60,7 +60,7 @@ class HessianFactor:
     dead_columns: int
 
     def facts(self) -> dict[str, float | str | None]:
-        """What it took, for the report."""
+        """Return damping, fallback and dead columns for the report."""
         return {"recovery": self.recovery, "damping": self.damping, "dead_columns": self.dead_columns}
 
     def equivalent_inputs(self) -> Tensor | None:
@@ -120,10 +120,10 @@ def _climb(hessian: Tensor, dampings: tuple[float, ...]) -> tuple[Tensor | None,
 def _upper_factor(matrix: Tensor, damping: float = 0.0) -> Tensor | None:
     """R of `matrix + damping = R R^T`, upper triangular, float32; None when that is not positive definite."""
     # Reversing rows and columns turns the usual lower factor into an upper one.
-    turned = matrix.flip(0, 1)
-    turned.diagonal().add_(damping)
-    factor, info = torch.linalg.cholesky_ex(turned)
-    del turned  # these matrices are what decides how much memory a wide layer needs
+    flipped = matrix.flip(0, 1)
+    flipped.diagonal().add_(damping)
+    factor, info = torch.linalg.cholesky_ex(flipped)
+    del flipped  # these matrices are what decides how much memory a wide layer needs
     if int(info) != 0:
         return None
     factor = factor.flip(0, 1).float()

@@ -35,11 +35,11 @@ class LearnedRounding:
     """One weight `[O, I]` while its rounding is learned.
 
     Args:
-        weight: `[O, I]`, what is approximated.
+        weight: `[O, I]`, the target.
         start: where to begin; with no step taken, `codes()` is equal to it.
 
     Attributes:
-        offset: `[O, I]` float32, what is added before rounding, in steps of the grid.
+        offset: `[O, I]` float32, added before rounding, in steps of the grid.
         stretch: `[E, O, G]` float32, factors of the range's ends: one for both when symmetric, else (lower, upper).
     """
 
@@ -52,13 +52,13 @@ class LearnedRounding:
         self.stretch = torch.ones(ends, *start.scale.shape, device=weight.device, requires_grad=True)
 
     def values(self) -> Tensor:
-        """`[O, I]` float32, differentiable in `offset` and `stretch`."""
+        """Return `[O, I]` float32, differentiable in `offset` and `stretch`."""
         scale, zero = self._scales()
         return _Rounded.apply(self._latent, self.offset, scale, zero, self._start.scheme.max_code)
 
     @torch.no_grad()
     def codes(self) -> IntegerWeight:
-        """What the weight is rounded to; its values are `values()`."""
+        """Return the rounded weight; its values are `values()`."""
         scale, zero = self._scales()
         codes, _, _ = _round(self._latent, self.offset, scale, zero, self._start.scheme.max_code)
         stored = scale.to(self._start.scale.dtype), zero.to(torch.uint8)
@@ -74,7 +74,7 @@ class LearnedRounding:
         self.offset.clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
 
     def state(self) -> tuple[Tensor, Tensor]:
-        """A copy of what is learned."""
+        """Return a copy of the learned parameters."""
         return self.offset.detach().clone(), self.stretch.detach().clone()
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class LearnedRounding:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """How learning went.
+    """The outcome of learning.
 
     Attributes:
         step: after which the best state was seen; 0 when nothing was better than the start.
@@ -121,7 +121,7 @@ def learn(
     """Takes `steps` steps and leaves the weights in the best state seen, which may be the start.
 
     Args:
-        weights: what is learned, together.
+        weights: the weights that are learned together.
         backward: given the number of a step, adds the gradients of its loss to the weights' tensors.
         judge: the error that decides which state is best.
         rate: of the first step; it falls linearly to zero.
@@ -143,7 +143,7 @@ def learn(
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounding to a grid, with the gradients it would have if it changed nothing but what is clamped."""
+    """Rounding to a grid, with straight-through gradients: those of clamping alone."""
 
     @staticmethod
     def forward(ctx: Any, latent: Tensor, offset: Tensor, scale: Tensor, zero: Tensor, max_code: int) -> Tensor:
@@ -166,7 +166,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def _round(latent: Tensor, offset: Tensor, scale: Tensor, zero: Tensor, max_code: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes as float32, `latent / scale`, and where the codes are not clamped: all `[O, G, g]`."""
+    """Return codes as float32, `latent / scale`, and where the codes are not clamped: all `[O, G, g]`."""
     groups = scale.shape[1]
     exact = latent.unflatten(1, (groups, -1)) / scale.unsqueeze(-1)
     codes = (exact + offset.unflatten(1, (groups, -1))).round_().add_(zero.unsqueeze(-1))
@@ -175,7 +175,7 @@ def _round(latent: Tensor, offset: Tensor, scale: Tensor, zero: Tensor, max_code
 
 
 def _straight_through(exact: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-    """`rounding(exact)` exactly, with the gradient of `exact`."""
+    """Return `rounding(exact)` exactly, with the gradient of `exact`."""
     return _Replaced.apply(exact, rounding(exact.detach()))
 
 
@@ -196,7 +196,7 @@ def _on(device: torch.device, weight: IntegerWeight) -> IntegerWeight:
 
 
 def _within_codes(weight: Tensor, start: IntegerWeight) -> Tensor:
-    """The values nearest to `weight [O, I]` that round to the start's codes, float32."""
+    """Return the values nearest to `weight [O, I]` that round to the start's codes, float32."""
     scale, zero = start.scale.float().unsqueeze(-1), start.zero.float().unsqueeze(-1)
     codes = start.codes.float().unflatten(1, (start.scale.shape[1], -1))
     exact = weight.float().unflatten(1, (start.scale.shape[1], -1)) / scale + zero

@@ -125,5 +125,5 @@ def share_across_heads(scale: Tensor, heads_per_group: int, head_dim: int) -> Te
 
 
 def one_per_value_head(scale: Tensor, heads_per_group: int, head_dim: int) -> Tensor:
-    """The tied scale `[query_heads * head_dim]` as v_proj sees it: `[value_heads * head_dim]`."""
+    """Return the tied scale `[query_heads * head_dim]` as v_proj sees it: `[value_heads * head_dim]`."""
     return scale.view(-1, heads_per_group, head_dim)[:, 0].reshape(-1)

@@ -79,7 +79,7 @@ def test_candidates_are_what_the_options_say() -> None:
         ("{sinks: -1}", "no number of tokens"),
         ("{format: 16bit, rotate: true}", "16-bit"),
         ("{bits: 4}", r"'bits'.*kv_cache"),
-        ("{}\n- kv_cache: {}", "stands twice"),
+        ("{}\n- kv_cache: {}", "two kv_cache stages"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused(text, problem) -> None:

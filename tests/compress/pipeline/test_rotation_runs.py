@@ -127,7 +127,7 @@ def test_families_whose_residual_stream_is_not_known_are_refused(tiny_model, tmp
 
 
 def test_rotation_stands_first() -> None:
-    with pytest.raises(RecipeError, match="rotate does not stand first"):
+    with pytest.raises(RecipeError, match="rotate is not the first"):
         Recipe((QuantizeStage("rtn"), RotateStage()))
     text = "stages:\n  - rotate: {heads: false}\n  - quantize: {method: rtn, bits: 3, group_size: -1}\n"
     assert parse_recipe(text, "r.yaml").stages[0] == RotateStage(heads=False)
