@@ -159,7 +159,7 @@ def _factor_bytes(block: _Block, plan: Plan) -> int:
 
 
 def _end_bytes(skeleton: Skeleton, plan: Plan) -> int:
-    """Return the bytes of codes and packed codes of the embedding or the head; their numbers are taken a few rows at a time."""
+    """Return the bytes of the codes of embedding or head, packed and not; numbers are taken a few rows at a time."""
     sizes = [row.parameters for row in plan.packed if not row.tensor.startswith(f"{skeleton.architecture.blocks}.")]
     return 2 * max(sizes) + 8 * _FLOAT32 * min(ELEMENTS_AT_ONCE, max(sizes)) if sizes else 0
 
