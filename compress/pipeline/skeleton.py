@@ -103,9 +103,12 @@ def check_supported(path: Path, config: dict[str, Any], trust_remote_code: bool 
 
 
 def _is_known(model_type: str) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return True
+    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:

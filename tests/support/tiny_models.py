@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from compress.checkpoint.activations import FP8
 from compress.checkpoint.config import packed_config, read_config, write_config
@@ -17,7 +25,13 @@ from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 
-FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -34,6 +34,7 @@ MODELS = {
     "mistral, window 16": ("mistral", {"sliding_window": 16}),
     "mistral, window longer than the text": ("mistral", {"sliding_window": 128}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
+    "phi3, with a window": ("phi3", {"sliding_window": 16, "pad_token_id": 0}),
     "qwen2": ("qwen2", {}),
     "qwen2, window in the last layer": (
         "qwen2",
