@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -168,18 +169,15 @@ class ModelSpec:
     def weight_bytes(self, itemsize: int) -> int:
         """Bytes of all parameters, stored dense with `itemsize` bytes each; a tied head counts once."""
         tied = self.hidden_size * self.vocab_size if self.tied else 0
-        return itemsize * (sum(_product(shape) for shape in self.parameters().values()) - tied)
+        return itemsize * (sum(math.prod(shape) for shape in self.parameters().values()) - tied)
 
-    def kv_values(self) -> int:
-        """Numbers that the cache holds per token: keys and values of all layers."""
-        return sum(2 * block.mixer.num_kv_heads * block.mixer.head_dim for block in self.blocks)
+    def kv_token_bytes(self, head_bytes: Callable[[int], int]) -> int:
+        """Bytes that the cache holds per token: keys and values of all layers.
 
-
-def _product(shape: Iterable[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
+        Args:
+            head_bytes: bytes of one key head and one value head, by head dimension.
+        """
+        return sum(block.mixer.num_kv_heads * head_bytes(block.mixer.head_dim) for block in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A transformers model without its weights: the structure that blocks of real weights pass through one at a time."""
+"""A transformers model without weights: blocks are filled, run and released one at a time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Skeleton:
 
     @property
     def head_dim(self) -> int:
-        """Channels of an attention head; 1 where the config does not say."""
+        """Channels of an attention head; 1 where the config does not define it."""
         config = self.model.config
         heads = getattr(config, "num_attention_heads", 0)
         return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 1)
@@ -55,7 +55,7 @@ class Skeleton:
         return f"{self.architecture.blocks}.{index}"
 
     def linears(self, block: nn.Module) -> dict[str, nn.Linear]:
-        """The linears of a block by name inside it, in the order in which they are defined."""
+        """Returns the linears of a block by relative name, in the order of definition."""
         from torch import nn
 
         return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
@@ -65,12 +65,12 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
     """Builds the model that `config` describes, without allocating its weights.
 
     Args:
-        path: the model folder, where code of its own would lie.
+        path: the model folder, which may hold code of its own.
         config: the parsed config.json.
         trust_remote_code: whether Python files of the folder may run.
 
     Raises:
-        CheckpointError: already quantized, not a decoder-only text model, or a model type nobody here knows.
+        CheckpointError: already quantized, not a decoder-only text model, or an unknown model type.
     """
     check_supported(path, config, trust_remote_code)
     model = _build(path, _load_config(path, config, trust_remote_code), trust_remote_code)
@@ -79,7 +79,7 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
 
 
 def check_supported(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
-    """What config.json alone can rule out. Free of torch. Raises CheckpointError."""
+    """Refuses what config.json alone can rule out. Raises CheckpointError."""
     model_type = config.get("model_type", "")
     if not model_type:
         raise CheckpointError(f"config.json of {path} has no model_type", "Use a Hugging Face model folder")
@@ -152,7 +152,7 @@ def _build(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> Pre
 
 
 def find_architecture(model: PreTrainedModel) -> Architecture:
-    """The architecture of a model (which may be on the meta device), by its family or else by structure.
+    """Finds the architecture of a model (which may be on the meta device), by family or else by structure.
 
     Raises:
         CheckpointError: sizes that define no model of its family, or no module list that could be the blocks.

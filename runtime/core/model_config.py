@@ -163,7 +163,7 @@ def _unsupported_rope(rope: Rope) -> str:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json, empty when there is none. Raises CheckpointError when it is not JSON."""
+    """Reads generation_config.json, empty when there is none. Raises CheckpointError when it is not JSON."""
     path = folder / GENERATION_FILE
     if not path.is_file():
         return {}
@@ -175,7 +175,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
-    """generation_config.json wins: it lists the end of a turn beside the end of a text."""
+    """Reads end-of-text ids. generation_config.json wins, as it lists the end of a chat turn too."""
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     if eos is None:
         return frozenset()

@@ -21,40 +21,43 @@ class Rotary:
 
     def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         frequencies, self.scale = VARIANTS[rope.type](rope, head_dim)
-        # rotated = x * cos(angle) + half_turned(x) * (-sin, +sin): a negative frequency gives the sign for nothing.
+        # rotated = x * cos(angle) + swap_halves(x) * (-sin, +sin): a negative frequency gives the sign at no cost.
         self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
         self.dtype = dtype
 
     def exact(self) -> Rotary:
-        """The same rotary embedding with angles in float64. In float32 an angle is off by `position * 6e-8`; that is
-        too much for positions far beyond the context, whose differences count."""
+        """Returns the same rotary embedding with angles in float64.
+
+        In float32 an angle is off by `position * 6e-8`, too much for positions far beyond the context, whose
+        differences count.
+        """
         exact = copy(self)
         exact.frequencies = self.frequencies.double()
         return exact
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine `[T, 1, D]` of int64 positions `[T]`, shared by all layers of a step."""
-        cos, sin = self._turn(positions)
+        """Computes cosine and signed sine `[T, 1, D]` of int64 positions `[T]`, shared by all layers of a step."""
+        cos, sin = self._cos_sin(positions)
         if self.scale != 1.0:
             cos, sin = cos * self.scale, sin * self.scale
         return cos.to(self.dtype), sin.to(self.dtype)
 
     def by(self, distances: Tensor) -> tuple[Tensor, Tensor]:
-        """As `at`, to move heads that are rotated (and scaled) already by int64 `distances [T]`."""
-        cos, sin = self._turn(distances)
+        """As `at`, for moving heads that are already rotated (and scaled) by int64 `distances [T]`."""
+        cos, sin = self._cos_sin(distances)
         return cos.to(self.dtype), sin.to(self.dtype)
 
-    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = (positions.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies).unsqueeze(-2)
         return angles.cos(), angles.sin()
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotated `[T, heads, D]`, a new tensor."""
+        """Rotates `[T, heads, D]` into a new tensor."""
         return rotate(heads, cos, sin)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads `[T, heads, D]` turned by cosine and signed sine `[T, 1, D]`, a new tensor."""
+    """Rotates heads `[T, heads, D]` by cosine and signed sine `[T, 1, D]` into a new tensor."""
     return heads.roll(heads.shape[-1] // 2, -1).mul_(sin).add_(heads * cos)
 
 
@@ -63,17 +66,17 @@ def _default(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _linear(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Position interpolation (arXiv:2306.15595): every position counts as `1 / factor` of one."""
+    """Position interpolation (arXiv:2306.15595): positions are divided by `factor`."""
     frequencies, scale = _default(rope, head_dim)
     return frequencies / rope.options["factor"], scale
 
 
 def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those in between blended."""
     frequencies, scale = _default(rope, head_dim)
     low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
-    turns = rope.options["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    cycles = rope.options["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((cycles - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept) * frequencies / rope.options["factor"] + kept * frequencies, scale
 
 
@@ -84,7 +87,7 @@ def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     fast, slow = rope.options.get("beta_fast") or 32, rope.options.get("beta_slow") or 1
     context = rope.options["original_max_position_embeddings"]
     low, high = (
-        head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta)) for turns in (fast, slow)
+        head_dim * math.log(context / (cycles * 2 * math.pi)) / (2 * math.log(rope.theta)) for cycles in (fast, slow)
     )
     if rope.options.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)

@@ -93,7 +93,7 @@ def kv_token_bytes(model: DecoderConfig, scheme: KVCacheScheme = UNCOMPRESSED, i
     Args:
         itemsize: bytes of one element where nothing is quantized.
     """
-    return model.num_layers * model.num_kv_heads * scheme.head_bytes(model.head_dim, itemsize)
+    return model.spec.kv_token_bytes(lambda head_dim: scheme.head_bytes(head_dim, itemsize))
 
 
 @dataclass(frozen=True)

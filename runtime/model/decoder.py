@@ -1,4 +1,4 @@
-"""The decoder that interprets a family's blocks, on a flattened token axis: no batch, no padding, no phases."""
+"""The decoder: interprets the blocks of a family over a flattened token axis, without batches or padding."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from runtime.model.embedding import Embedding
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one decoder layer. `qkv` and `gate_up` give their parts side by side.
+    """Weights of one decoder layer. `qkv` and `gate_up` return their parts concatenated.
 
     Attributes:
-        head_norm: `[heads + kv_heads, D]` RMSNorm weights of the query and key heads, or None.
+        head_norm: RMSNorm weights `[heads + kv_heads, D]` of query and key heads, or None.
     """
 
     attention_norm: Tensor
@@ -38,10 +38,10 @@ class Decoder:
     """A decoder-only model. Holds no state between calls: keys and values belong to the attention object.
 
     Attributes:
-        embedding: gives rows `[T, H]` of token ids `[T]`.
+        embedding: maps token ids `[T]` to rows `[T, H]`.
         head: output projection `[H] -> [V]`.
-        ops: what is computed between linears.
-        description: what was loaded and which kernel serves what, one line per kind of linear.
+        ops: norms, rotary embedding and gating between linears.
+        description: the kernel of each kind of linear, one line each.
     """
 
     config: DecoderConfig
@@ -64,10 +64,11 @@ class Decoder:
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, run_layers: RunLayers | None = None
     ) -> Tensor:
-        """Hidden states `[T, H]` before the final norm, of int64 `token_ids [T]` at int64 `positions [T]`.
+        """Computes hidden states `[T, H]` before the final norm, of int64 `token_ids [T]` at int64 `positions [T]`.
 
-        Tokens of several sequences may stand in any order; `attention` knows which belong together. `run_layers` stands
-        in for all that is between the embedding and the final norm.
+        Args:
+            attention: knows which tokens belong to one sequence; they may come in any order.
+            run_layers: replaces everything between the embedding and the final norm.
         """
         cos, sin = self.rotary.at(positions)
         hidden = self.embedding(token_ids)
@@ -82,11 +83,11 @@ class Decoder:
         return hidden if update is None else hidden.add_(update)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """What the output head sees, `[T, H] -> [T, H]`; transformers calls it the last hidden state."""
+        """Applies the final norm, `[T, H] -> [T, H]`: the last hidden state of transformers."""
         return self.ops.add_norm(hidden, None, self.norm, self.config.norm_eps)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Final norm, output head and logit scale: `[T, H] -> [T, V]` in the dtype of the head."""
+        """Applies final norm, output head and logit scale: `[T, H] -> [T, V]` in the dtype of the head."""
         logits, scale = self.head(self.final_norm(hidden)), self.config.spec.logit_scale
         return logits if scale == 1.0 else logits * scale
 

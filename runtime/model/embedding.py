@@ -14,21 +14,21 @@ from runtime.backends.base import Linear, RowSource, Target
 
 
 class Embedding(Protocol):
-    """A matrix `[V, H]` of which rows are read."""
+    """A matrix `[V, H]` whose rows are looked up."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds; nothing where the output head holds it."""
+        """Bytes that it holds; 0 where the output head holds them."""
         ...
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Rows `[T, H]` of int64 `token_ids [T]`, a new tensor in the activation dtype."""
+        """Copies rows `[T, H]` of int64 `token_ids [T]` in the activation dtype."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DenseEmbedding:
-    """Plain numbers; a memory-mapped weight stays mapped."""
+    """A dense matrix; a memory-mapped weight stays mapped."""
 
     weight: Tensor
 
@@ -41,12 +41,12 @@ class DenseEmbedding:
 
 
 class PackedEmbedding:
-    """Codes as they are stored, so memory is what the scheme says."""
+    """A matrix of codes, packed as stored; looked-up rows are dequantized."""
 
     def __init__(self, weight: IntegerWeight, target: Target) -> None:
         self.scheme, self.dtype = weight.scheme, target.dtype
         self.hidden_size = weight.shape[1]
-        # A byte for a code is no packing at all, and faster to read.
+        # One byte per code needs no packing and is faster to read.
         codes = weight.codes if self.scheme.bits == 8 else pack_bits(weight.codes, self.scheme.bits, 1)
         self.codes, self.scale = codes.to(target.device), weight.scale.to(target.device)
         self.zero = None if self.scheme.symmetric else weight.zero.to(target.device)
@@ -65,7 +65,7 @@ class PackedEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class SharedEmbedding:
-    """Rows of the output head, which holds the matrix for both."""
+    """A view of the output head, which holds the matrix for both."""
 
     head: RowSource
     dtype: torch.dtype
@@ -79,7 +79,7 @@ class SharedEmbedding:
 
 
 def make_embedding(weight: IntegerWeight | Tensor, target: Target, head: Linear | None = None) -> Embedding:
-    """The embedding of a weight `[V, H]`.
+    """Makes the embedding of a weight `[V, H]`.
 
     Args:
         head: the output head, when it multiplies by this same weight.

@@ -40,7 +40,7 @@ from runtime.model.embedding import Embedding, make_embedding
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Linears over the same input whose schemes differ, so that they cannot be one weight."""
+    """Linears over one input whose schemes differ, so that they cannot be one weight."""
 
     parts: tuple[Linear, ...]
 
@@ -53,8 +53,8 @@ class SideBySide:
 
 
 def fuse_weights(weights: Sequence[Weight | Tensor]) -> Weight | Tensor | None:
-    """Weights over the same input as one weight along the output features; None when they cannot be one: their forms or
-    dtypes differ, or their form does not allow it."""
+    """Concatenates weights over one input along the output features; None when their forms or dtypes differ, or when
+    their form does not allow it."""
     if len(weights) == 1:
         return weights[0]
     packed = [weight for weight in weights if isinstance(weight, Weight)]
@@ -65,7 +65,7 @@ def fuse_weights(weights: Sequence[Weight | Tensor]) -> Weight | Tensor | None:
 
 
 def fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """Biases side by side, zeros where there is none; None when no part has one."""
+    """Concatenates biases, with zeros for parts without one; None when no part has one."""
     present = next((bias for bias in biases if bias is not None), None)
     if present is None:
         return None
@@ -76,7 +76,7 @@ REMEDY = "Check that config.json and the weights belong to the same model"
 
 
 def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
-    """Every tensor the decoder needs is there, with the right shape; reads headers only.
+    """Checks from headers that every tensor the decoder needs is there, with the right shape.
 
     Raises:
         CheckpointError: the first tensor that is missing, has another shape than config.json says, or holds integers
@@ -102,7 +102,7 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
 
 
 def _check_numbers(checkpoint: PackedCheckpoint, module: str) -> None:
-    """Raises CheckpointError for integers where nothing says what they mean."""
+    """Raises CheckpointError for integers that no scheme explains."""
     if checkpoint.scheme(module) is None:
         dtype = checkpoint.files.dtype(f"{module}.weight")
         if not dtype.is_floating_point:
@@ -110,7 +110,7 @@ def _check_numbers(checkpoint: PackedCheckpoint, module: str) -> None:
 
 
 def expected_linears(config: DecoderConfig, checkpoint: PackedCheckpoint) -> Iterator[LinearSpec]:
-    """Every linear that is loaded, the head last where it is a matrix of its own."""
+    """Yields every linear that is loaded, the head last where it is a matrix of its own."""
     yield from config.spec.linears()
     if not head_is_embedding(checkpoint, config):
         yield config.spec.head
@@ -123,7 +123,7 @@ def head_is_embedding(checkpoint: PackedCheckpoint, config: DecoderConfig) -> bo
 
 @dataclass
 class DeviceFiles(TensorFiles):
-    """Tensor files whose matrices of integers (codes and zero points) are given on a device; the small rest is not."""
+    """Tensor files that place matrices of integers (codes and zero points) on a device, and nothing else."""
 
     device: torch.device
 
@@ -133,8 +133,10 @@ class DeviceFiles(TensorFiles):
 
 
 def unpacked_on(checkpoint: PackedCheckpoint, device: torch.device) -> PackedCheckpoint:
-    """The checkpoint with integers unpacked on `device`; scales stay in host memory. For modules that
-    `unpacks_anywhere`."""
+    """Returns the checkpoint with integers unpacked on `device` and scales in host memory.
+
+    For modules that `unpacks_anywhere`.
+    """
     files = checkpoint.files
     return replace(checkpoint, files=DeviceFiles(**vars(files), device=device))
 
@@ -148,7 +150,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """The activation dtype. Raises ToolkitError for an unknown one, and for one with no fast path on this CPU."""
+    """Chooses the activation dtype. Raises ToolkitError for an unknown one, or one without a fast path on this CPU."""
     if name != "auto" and name not in DTYPES:
         raise ToolkitError(f"unknown dtype {name!r}", f"Choose auto, {', '.join(DTYPES)}")
     wanted = getattr(torch, checkpoint_dtype if name == "auto" else name)
@@ -165,13 +167,13 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
     Args:
         device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: of activations and keys and values; `auto` is the checkpoint's, except that CPUs without 16-bit
-            arithmetic of that kind compute float16 as bfloat16 and bfloat16 as float32.
+            arithmetic in it compute float16 as bfloat16 and bfloat16 as float32.
         kernels: `auto`, or the name of one kernel; `reference` is plain torch everywhere.
 
     Raises:
         CheckpointError: a folder that cannot be read, an architecture that is not supported, missing or misshapen
             tensors. All of it is checked before weights are read.
-        ToolkitError: a device, dtype or kernel that is not there.
+        ToolkitError: a device, dtype or kernel that does not exist.
     """
     check_name(kernels)
     checkpoint = PackedCheckpoint.open(path)
@@ -184,7 +186,7 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", k
 
 
 def load_layers(checkpoint: PackedCheckpoint, model: Decoder, kernels: str = "auto") -> tuple[list[Layer], list[str]]:
-    """The layers of a model from another form of its checkpoint, and which kernel serves what."""
+    """Loads the layers of a model from another form of its checkpoint; also returns the lines of its description."""
     target = Target(model.device, model.dtype)
     excluded = exclude_kernels(checkpoint, model.config, target, kernels, available_bytes(model.device))
     loader = _Loader(checkpoint, model.config, target, kernels, excluded)
@@ -193,7 +195,7 @@ def load_layers(checkpoint: PackedCheckpoint, model: Decoder, kernels: str = "au
 
 @dataclass
 class _Loader:
-    """Builds a decoder; counts which kernel serves what on the way."""
+    """Builds a decoder and counts the kernels in use."""
 
     checkpoint: PackedCheckpoint
     config: DecoderConfig
@@ -250,7 +252,7 @@ class _Loader:
         return torch.cat((query.expand(mixer.num_heads, -1), key.expand(mixer.num_kv_heads, -1)))
 
     def _ends(self) -> tuple[Embedding, Linear]:
-        """Embedding and head, with one matrix for both where that is possible."""
+        """Prepares embedding and head, with one matrix for both where possible."""
         names = self.config.spec.names
         weight = self._weight(names.embedding)
         if not isinstance(weight, IntegerWeight | Tensor):
@@ -263,7 +265,7 @@ class _Loader:
         return make_embedding(weight, self.target, head), head
 
     def _weight(self, module: str) -> Weight | Tensor:
-        """A weight as stored; plain integers on the device."""
+        """Reads a weight as stored; plain integers are unpacked on the device."""
         device = self.target.device
         # A checkpoint that makes its weights itself (`RoundedCheckpoint`) reads more than one matrix for each.
         is_read = type(self.checkpoint) is PackedCheckpoint
@@ -276,7 +278,7 @@ class _Loader:
         return self.checkpoint.tensor(name).to(self.target.device, self.target.dtype)
 
     def _linear(self, *linears: LinearSpec) -> Linear:
-        """One linear out of several over the same input, fused when they can be."""
+        """Makes one linear of several over one input, fused when they can be."""
         weights = [self._weight(linear.name) for linear in linears]
         names = [linear.name.rpartition(".")[2] for linear in linears]
         biases = [self._vector(f"{linear.name}.bias") if linear.bias else None for linear in linears]
@@ -333,7 +335,7 @@ def contradictions(checkpoint: PackedCheckpoint, config: DecoderConfig) -> Itera
 def exclude_kernels(
     checkpoint: PackedCheckpoint, config: DecoderConfig, target: Target, kernels: str, free: int
 ) -> dict[str, str]:
-    """Kernels that may not be chosen for a checkpoint, with the reason.
+    """Returns kernels that may not be chosen for a checkpoint, with the reason.
 
     Weights are dequantized at load only while their dense form takes at most half of the `free` bytes.
     """

@@ -1,4 +1,4 @@
-"""Logits of whole windows of text from the model that is served, without pages. Evaluation measures with this."""
+"""Logits of whole windows of text from the served model, without pages. Evaluation uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.model.decoder import Decoder
 
 
 class CachedAttention:
-    """As `DenseAttention`, but every token reads keys and values, its own included, as a cache gives them back.
+    """As `DenseAttention`, but every token reads keys and values, its own included, as dequantized from a cache.
 
     The first `scheme.sinks` tokens, and the last `scheme.recent` ones before a token, are read as they are.
 
@@ -52,8 +52,10 @@ class CachedAttention:
 
 
 def _mask(positions: Tensor, window: int | None, recent: int, dtype: torch.dtype) -> Tensor | None:
-    """Additive `[T, T]`, None where causality says it all; `[T, 2 T]` with recent tokens: each stands there as it comes
-    out of the cache, for those that see it from afar, and once more as it is."""
+    """Builds the additive mask `[T, T]`; None where the causal one suffices.
+
+    With recent tokens it is `[T, 2 T]`: first the dequantized keys, seen from afar, then the exact ones.
+    """
     length = len(positions)
     if not recent:
         return None if window is None else visibility_mask(positions, length, window, dtype)
@@ -69,10 +71,10 @@ TOKENS_AT_ONCE = 4096
 
 @torch.inference_mode()
 def hidden_states(decoder: Decoder, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED) -> Tensor:
-    """Hidden states `[B, T, H]` before the final norm, of int64 tokens `[B, T]`; rows start at position 0.
+    """Computes hidden states `[B, T, H]` before the final norm, of int64 tokens `[B, T]`; rows start at position 0.
 
     Args:
-        kv_cache: keys and values are read as such a cache gives them back: what a server that keeps them so computes.
+        kv_cache: form in which keys and values are stored and read back, as in serving.
     """
     batch, length = tokens.shape
     attention = _attention(decoder, length, kv_cache)
@@ -86,10 +88,10 @@ def hidden_states(decoder: Decoder, tokens: Tensor, kv_cache: KVCacheScheme = UN
 
 @torch.inference_mode()
 def score(decoder: Decoder, tokens: Tensor, kv_cache: KVCacheScheme = UNCOMPRESSED) -> Tensor:
-    """Causal next-token logits `[B, T, V]` in float32 (float64 for a float64 model) of int64 tokens `[B, T]`.
+    """Computes causal next-token logits `[B, T, V]` in float32 (float64 for a float64 model) of int64 tokens `[B, T]`.
 
-    The result itself is the memory: B * T * V * 4 bytes. Call it with few rows, or take `hidden_states` and
-    `decoder.logits` of a slice at a time.
+    The result takes B * T * V * 4 bytes: call it with few rows, or use `hidden_states` and `decoder.logits` of a
+    slice at a time.
     """
     return decoder.logits(hidden_states(decoder, tokens, kv_cache).flatten(0, 1)).view(*tokens.shape, -1)
 

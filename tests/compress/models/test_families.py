@@ -77,7 +77,8 @@ def test_outputs_are_split_by_columns_and_inputs_by_rows() -> None:
 
 
 def test_a_token_takes_keys_and_values_of_every_layer() -> None:
-    assert describe("llama").kv_values() == 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 16
+    layers, heads = SIZES["num_hidden_layers"], SIZES["num_key_value_heads"]
+    assert describe("llama").kv_token_bytes(lambda head_dim: 2 * 2 * head_dim) == layers * heads * 2 * 2 * 16
 
 
 def test_a_name_belongs_to_one_family() -> None:

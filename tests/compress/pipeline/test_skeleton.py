@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import SIZES
 from transformers import AutoConfig
 
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
 from compress.pipeline.skeleton import open_skeleton
+from compress.recipe import QuantizeStage, Recipe
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -24,3 +30,18 @@ def test_buffers_are_not_rounded_to_the_checkpoints_dtype(tmp_path: Path, dtype:
     assert buffers["model.embed_tokens.embed_scale"].item() == torch.tensor(48**0.5).item()
     assert {buffer.dtype for buffer in buffers.values()} == {torch.float32}
     assert all(parameter.is_meta for parameter in skeleton.model.parameters())
+
+
+def test_a_head_that_differs_from_the_tied_embedding_stays_a_matrix_of_its_own(tiny_model, tmp_path: Path) -> None:
+    """As transformers reads such a checkpoint, and not without a word."""
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model(tie_word_embeddings=True), source)
+    tensors = load_file(source / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].flip(0)
+    save_file(tensors | {"lm_head.weight": head.clone()}, source / "model.safetensors", {"format": "pt"})
+    context = prepare(RunRequest(source, str(source), Recipe((QuantizeStage("rtn"),)), tmp_path / "out", measure=False))
+    assert any("differs from the embedding" in note for note in context.plan.notes)
+    assert run(context, quiet=True).structure.ok
+    packed = PackedCheckpoint.open(tmp_path / "out")
+    assert packed.config["tie_word_embeddings"] is False
+    assert torch.equal(packed.weight("lm_head"), head)
