@@ -122,7 +122,7 @@ async def _warm_up(client: Client, jobs: list[Job], concurrency: int) -> None:
         return
     records = await closed_loop(client, jobs, concurrency, lambda record: None)
     if not any(record.is_complete for record in records):
-        remedy = "Check the server and the lengths; --warmup 0 measures all the same"
+        remedy = "Check the server and the lengths; --num-warmups 0 measures all the same"
         raise ToolkitError(f"every warm-up request failed: {records[0].error.rstrip('.')}", remedy)
 
 

@@ -1,4 +1,4 @@
-"""The `runtime` command line. Imports torch only inside of commands, so that help returns at once."""
+"""The `runtime` command line. Commands import torch when they run, so that help is instant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ app.command()(memory)
 
 @app.callback()
 def options(version: VersionOption = False) -> None:
-    """What belongs to no command."""
+    """Options before a command."""
 
 
 def main() -> None:

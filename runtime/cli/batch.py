@@ -1,4 +1,4 @@
-"""`runtime batch`: a file of requests in, a file of answers out."""
+"""`runtime batch`: answers a file of requests."""
 
 from __future__ import annotations
 
@@ -34,23 +34,28 @@ if TYPE_CHECKING:
 
 MAX_PROBLEMS_SHOWN = 20
 WAITING = 16
-"""Requests that wait behind those computed together, so that the engine never runs dry."""
+"""Requests in the queue beyond those computed together, so that the engine is never idle."""
 PATIENCE = 1e9
-"""Seconds: nobody waits for one answer of a batch, so none is too late."""
+"""Seconds; effectively no time limit."""
 
 
 @with_groups
 def batch(
     *,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Requests in OpenAI's batch format, one JSON a line.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where answers are added, as they come.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="File of requests in OpenAI's batch format, one JSON object per line.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to append answers to, in order of completion.")],
     model: Annotated[
         Path | None,
-        typer.Option("--model", help="Checkpoint folder; default: 'packed' if there is one, else the demo."),
+        typer.Option("--model", help="Checkpoint folder. Default: 'packed' if it exists, else the bundled demo model."),
     ] = None,
-    name: Annotated[str | None, typer.Option("--served-model-name", help="What the requests call the model.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", help="Model name in the requests. Default: the name of the folder."),
+    ] = None,
     errors: Annotated[
-        Path | None, typer.Option("--errors", help="File for answers with another status than 200; default: OUT.")
+        Path | None, typer.Option("--errors", help="File for answers with a status other than 200. Default: OUT.")
     ] = None,
     batching: BatchOptions,
     compute: ComputeOptions,
@@ -64,9 +69,9 @@ def batch(
 
     IN has lines {"custom_id", "method": "POST", "url", "body"} for /v1/chat/completions, /v1/completions and
     /v1/embeddings; OUT gets lines {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"} in
-    order of completion. Requests are checked and answered as by `runtime serve`. The same command again, after Ctrl-C
-    or a crash, answers what is missing in OUT and --errors: remove a line there to have it answered anew. Status 1 when
-    a request failed.
+    order of completion. Requests are validated and answered as by `runtime serve`. Run the same command again, after
+    Ctrl-C or a crash, to answer the requests that are missing in OUT and --errors; remove a line there to repeat its
+    request. Exits with status 1 if a request failed.
     """
     from runtime.cli.batch_file import Batch, Progress
 
@@ -87,7 +92,7 @@ def batch(
 
 @contextmanager
 def result_files(out: Path, errors: Path | None) -> Iterator[list[ResultFile]]:
-    """Open files: for all answers, or for good ones and for failures."""
+    """Opens the result files: one, or one for successes and one for failures."""
     from runtime.cli.batch_file import ResultFile
 
     paths = [out] if errors is None or errors == out else [out, errors]
@@ -96,7 +101,7 @@ def result_files(out: Path, errors: Path | None) -> Iterator[list[ResultFile]]:
 
 
 def load(path: Path, name: str, config: RuntimeConfig) -> FastAPI:
-    """The application that the server would serve, without bounds on queue and time."""
+    """Loads the application that `runtime serve` serves, without limits on queue and time."""
     from runtime.core.config import Limits
 
     limits = partial(
@@ -111,7 +116,7 @@ def load(path: Path, name: str, config: RuntimeConfig) -> FastAPI:
 
 
 def run(app: FastAPI, plan: Batch, progress: Progress) -> None:
-    """Answers what is pending. Ctrl-C ends it between lines of the results."""
+    """Answers the pending requests. Ctrl-C stops between two lines of results."""
     import asyncio
 
     from runtime.cli.batch_file import answer_all
@@ -119,14 +124,14 @@ def run(app: FastAPI, plan: Batch, progress: Progress) -> None:
     try:
         asyncio.run(answer_all(app, plan, progress))
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        print("\nstopped; run the same command again to continue", file=sys.stderr)
         raise
     finally:
         progress.close()
 
 
 def report(files: list[ResultFile], custom_ids: list[str]) -> None:
-    """Says where the answers are. Raises ToolkitError when some are failures."""
+    """Prints the result file. Raises ToolkitError if requests failed."""
     from runtime.cli.batch_file import OK
 
     print(f"answers   {files[0].path}")
@@ -137,10 +142,10 @@ def report(files: list[ResultFile], custom_ids: list[str]) -> None:
 
 
 def check(source: Path, name: str) -> list[str]:
-    """The custom ids of a file. Every wrong line is named on standard error.
+    """Validates a file and returns its custom ids. Prints every invalid line to standard error.
 
     Raises:
-        DataError: the file cannot be read, is empty, or has a wrong line.
+        DataError: the file cannot be read, is empty, or has an invalid line.
     """
     from runtime.cli.batch_file import Line, read_lines
 
@@ -149,7 +154,9 @@ def check(source: Path, name: str) -> list[str]:
     for problem in problems[:MAX_PROBLEMS_SHOWN]:
         print(problem, file=sys.stderr)
     if problems:
-        raise DataError(f"{len(problems)} of {len(lines)} lines of {source} are wrong", "Mend them; nothing was run")
+        raise DataError(
+            f"{len(problems)} of {len(lines)} lines of {source} are invalid", "Correct them; nothing was run"
+        )
     if not lines:
-        raise DataError(f"{source} has no requests", "Write one JSON object a line")
+        raise DataError(f"{source} has no requests", "Write one JSON object per line")
     return [line.custom_id for line in lines if isinstance(line, Line)]

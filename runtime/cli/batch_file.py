@@ -1,4 +1,4 @@
-"""Lines of a batch file: `{"custom_id", "method", "url", "body"}`, checked by number before anything runs."""
+"""Batch files: requests `{"custom_id", "method", "url", "body"}`, results, and the run that connects them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIELDS = ("custom_id", "method", "url", "body")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request."""
+    """One request of a batch file."""
 
     number: int
     custom_id: str
@@ -35,13 +35,13 @@ class Line:
 
 
 def read_lines(path: Path, model_name: str) -> Iterator[Line | str]:
-    """Requests in order, and in place of every wrong line what is wrong with it, with its number. Reads as it goes.
+    """Yields requests in order, and an error with the line number for every invalid line. Reads lazily.
 
     Args:
-        model_name: what the bodies must call the model.
+        model_name: model name that the bodies must have.
 
     Raises:
-        DataError: there is no such file, or it is not UTF-8.
+        DataError: the file does not exist or is not UTF-8.
     """
     if not path.is_file():
         raise DataError(f"there is no file {path}", "Name a file of JSON lines in OpenAI's batch format")
@@ -64,7 +64,7 @@ def _unless_seen(line: Line, first_lines: dict[str, int], path: Path) -> Line | 
 
 
 def _parse(number: int, text: str, model_name: str) -> Line | str:
-    """The request, or what is wrong with it."""
+    """Returns the request, or an error."""
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -90,23 +90,23 @@ def _problem(entry: dict[str, Any], model_name: str) -> str:
     if not isinstance(body, dict):
         return "body is not a JSON object"
     if body.get("stream"):
-        return "body has stream=true; answers in a file are whole"
+        return "body has stream=true; answers in a file are not streamed"
     if body.get("model") != model_name:
         return f"model {body.get('model')!r} is not the loaded one, {model_name!r}; --served-model-name sets the name"
     return ""
 
 
 BEGINNING = b'{"id":"batch_req_'
-"""Of every line written here; what does not begin so is not ours to cut off."""
+"""Start of every line written here; other incomplete lines are not removed."""
 
 
 class ResultFile:
-    """Appends results to a file and knows the status of the requests that it holds.
+    """Appends results to a file and knows the statuses of the requests in it.
 
-    A last line without its end, which a killed run may leave, is cut off when the file is opened.
+    An incomplete last line, which a killed run may leave, is removed when the file is opened.
 
     Raises:
-        DataError: the file holds something else than results, by line number; it is left as it is.
+        DataError: the file has a line that is not a result, by number; the file is not changed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,21 +116,21 @@ class ResultFile:
         self._stream.truncate(num_bytes)
 
     def write(self, custom_id: str, answer: Response) -> None:
-        """Adds one answer. The line is whole or, after a crash, recognizably broken."""
+        """Appends one answer. After a crash its line is complete or recognizably incomplete."""
         line = json.dumps(result_json(custom_id, answer), separators=(",", ":"))
         self._stream.write(line.encode() + b"\n")
         self._stream.flush()
         self.statuses[custom_id] = answer.status_code
 
     def close(self) -> None:
-        """Makes what was written survive a power cut."""
+        """Flushes to disk and closes the file."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
 
 
 def result_json(custom_id: str, answer: Response) -> dict[str, Any]:
-    """OpenAI's shape of one result. `error` is for requests that were not run, which are not written at all."""
+    """Returns one result in OpenAI's format. `error` is for requests that were not run, which are not written."""
     response = {
         "status_code": answer.status_code,
         "request_id": answer.headers.get("x-request-id", ""),
@@ -140,7 +140,7 @@ def result_json(custom_id: str, answer: Response) -> dict[str, Any]:
 
 
 def _read_statuses(path: Path) -> tuple[dict[str, int], int]:
-    """Status by custom id in the whole lines of a file, and how many bytes those lines have."""
+    """Returns the statuses by custom id in the complete lines of a file, and the bytes of those lines."""
     statuses: dict[str, int] = {}
     num_bytes = 0
     with path.open("rb") as lines:
@@ -151,7 +151,7 @@ def _read_statuses(path: Path) -> tuple[dict[str, int], int]:
                 result = json.loads(line)
                 statuses[result["custom_id"]] = result["response"]["status_code"]
             except (ValueError, KeyError, TypeError) as error:
-                remedy = "Name another file for the results; this one is left as it is"
+                remedy = "Name another file for the results; this one was not changed"
                 raise DataError(f"{path}:{number} is not a result of a batch", remedy) from error
             num_bytes += len(line)
     return statuses, num_bytes
@@ -169,10 +169,11 @@ OK = 200
 
 @dataclass
 class Progress:
-    """Counts, shown on standard error: in place on a terminal, else a line now and then.
+    """Progress on standard error: updated in place on a terminal, else a line every few seconds.
 
     Attributes:
-        total: requests in the file. skipped: those that were answered by an earlier run.
+        total: requests in the file.
+        skipped: requests that an earlier run answered.
     """
 
     total: int
@@ -202,11 +203,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch file and where its answers go.
+    """A batch file and its result files.
 
     Attributes:
-        failures: file for answers with another status than 200; may be `results`.
-        num_at_once: requests under way together.
+        failures: file for answers with a status other than 200; may be `results`.
+        num_at_once: most requests in flight.
     """
 
     source: Path
@@ -216,7 +217,7 @@ class Batch:
     num_at_once: int
 
     def pending(self) -> Iterator[Line]:
-        """Requests that no result file holds, read as they are needed."""
+        """Yields the requests without a result, read lazily."""
         for line in read_lines(self.source, self.model_name):
             if isinstance(line, Line) and not self.is_done(line.custom_id):
                 yield line

@@ -1,4 +1,4 @@
-"""`runtime bench`: load on a server, latencies and throughput out."""
+"""`runtime bench`: measures latency and throughput of a server under load."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ def bench(
     target: ServerOptions,
     arrivals: LoadOptions,
     requests: WorkloadOptions,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Requests before the measured ones.")] = 4,
+    warmup: Annotated[int, typer.Option("--num-warmups", min=0, help="Requests before the measured ones.")] = 4,
     slo: Annotated[
-        str | None, typer.Option("--slo", help="Objectives for goodput: ttft=500ms,itl=50ms,tpot=40ms,e2e=10s.")
+        str | None,
+        typer.Option("--slo", help="Service level objectives for goodput, e.g. ttft=500ms,itl=50ms,tpot=40ms,e2e=10s."),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for one request.")] = 600.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw latencies and throughput as SVG.")] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Most seconds for one request.")] = 600.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Plot latencies and throughput to this SVG file.")] = None,
 ) -> None:
     """Measure latency and throughput of a server under load.
 
-    Prompts are pieces of the Python manual, cut to exact token counts; answers ignore end tokens. Each request is one
-    streamed HTTP request. ttft: from sending (with --rate: from when it was due) to the first text. itl: every gap
-    between two pieces of streamed text, one piece per engine step. tpot: per request, (last text - first text) /
-    (output tokens - 1). e2e: to the end of the answer. Goodput: requests that meet all of --slo, where itl bounds
-    the longest gap.
+    Prompts are pieces of the Python manual with exact token counts; answers ignore end tokens. Each request is a
+    streamed HTTP request. ttft: from sending (with --request-rate: from the due time) to the first text. itl: each gap
+    between two chunks of streamed text, one chunk per engine step. tpot: per request, (last text - first text) /
+    (output tokens - 1). e2e: to the end of the answer. Goodput: requests that meet all objectives of --slo, where itl
+    bounds the longest gap.
     """
     from runtime.bench.figures import parse_objectives
     from runtime.bench.load import read_prompts
@@ -71,7 +72,7 @@ def bench(
 
 
 def split_options(text: str) -> list[str]:
-    """Raises typer.BadParameter for quotes that are left open."""
+    """Splits like a shell. Raises typer.BadParameter for unclosed quotes."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -80,12 +81,12 @@ def split_options(text: str) -> list[str]:
 
 @contextmanager
 def server(target: ServerOptions, path: Path | None) -> Iterator[str]:
-    """The URL given, or one of an own server that lives as long as the block."""
+    """Yields the given URL, or that of a server that runs as long as the block."""
     from runtime.bench.run import own_server
 
     if target.url is not None or path is None:
         if target.serve_options:
-            raise ToolkitError("--serve is for an own server, and --url names a running one", "Give one of them")
+            raise ToolkitError("--serve and --url exclude each other: --url names a running server", "Use one of them")
         yield target.url or ""
         return
     options = split_options(target.serve_options)
@@ -95,7 +96,7 @@ def server(target: ServerOptions, path: Path | None) -> Iterator[str]:
 
 
 def write(result: Run, json_file: Path | None, plot: Path | None) -> None:
-    """Prints the table; writes the files asked for. Status 1 when no request was complete."""
+    """Prints the table and writes the files. Raises ToolkitError if no request was completed."""
     from runtime.bench.figures import print_run
     from runtime.bench.plot import draw
 

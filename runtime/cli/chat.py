@@ -1,4 +1,4 @@
-"""`runtime chat`: a conversation in the terminal."""
+"""`runtime chat`: chats with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def chat(
     *,
     model: ModelArgument = None,
     system: Annotated[str, typer.Option("--system", help="System message.")] = "",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens of one answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of one answer.")] = 512,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.7,
     truncation: TruncationParams,
     seed: SeedOption = None,
     compute: ComputeOptions,
@@ -43,21 +45,21 @@ def chat(
     context: ContextOptions,
     drafts: SpeculativeOptions,
 ) -> None:
-    """Talk with a model in the terminal.
+    """Chat with a model in the terminal.
 
-    Every line is a turn; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves. Answers go to standard output,
-    everything else to standard error; without a terminal the turns are the lines of standard input.
+    Each line is a message; /help lists commands, Ctrl-C stops an answer, Ctrl-D quits. Answers go to standard output,
+    everything else to standard error. Without a terminal, messages are the lines of standard input.
     """
     path, name = resolve_model(model)
     sampling = SamplingParams(max_tokens, temperature, seed=seed, **asdict(truncation))
     config = runtime_config(compute, kv, context, drafts)
-    tokenizer = open_tokenizer(path)  # refuses a model without a template before the slow part
+    tokenizer = open_tokenizer(path)  # refuses a model without a template before loading it
     tell(f"model: {name}")
     talk(load(path, tokenizer, config, sampling, system))
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Raises ToolkitError for a model without a chat template."""
+    """Opens the tokenizer. Raises ToolkitError for a model without a chat template."""
     from runtime.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.open(path)
@@ -68,7 +70,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def load(path: Path, tokenizer: Tokenizer, config: RuntimeConfig, sampling: SamplingParams, system: str) -> Session:
-    """An engine for one conversation. Imports torch."""
+    """Loads an engine for one conversation. Imports torch."""
     from runtime.llm import load_engine
 
     engine, _ = load_engine(path, config)
@@ -76,7 +78,7 @@ def load(path: Path, tokenizer: Tokenizer, config: RuntimeConfig, sampling: Samp
 
 
 def talk(session: Session) -> None:
-    """Reads lines until the user leaves."""
+    """Handles lines until the user quits."""
     for line in read_lines(session):
         try:
             if line.startswith("/"):
@@ -88,12 +90,13 @@ def talk(session: Session) -> None:
 
 
 def obey(session: Session, line: str) -> None:
-    if said := run_command(session.conversation, line):
-        tell(said)
+    """Runs a command and prints its message."""
+    if message := run_command(session.conversation, line):
+        tell(message)
 
 
 def answer(session: Session, question: str) -> None:
-    """Streams one answer. Ctrl-C stops it, and what was said until then stays part of the conversation."""
+    """Streams one answer. Ctrl-C stops it; the text so far stays part of the conversation."""
     with ctrl_c() as is_pressed:
         for piece in session.ask(question, is_pressed):
             print(piece, end="", flush=True)
@@ -102,12 +105,12 @@ def answer(session: Session, question: str) -> None:
 
 
 def read_lines(session: Session) -> Iterator[str]:
-    """Lines of the user, with a prompt and a history on a terminal. Ctrl-C drops a line that is being typed."""
+    """Yields lines of input, with a prompt and a history on a terminal. Ctrl-C discards the current line."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # gives input() a history
-        tell("Say something; /help lists commands.")
+        tell("Type a message; /help lists commands.")
     while not session.conversation.is_over:
         try:
             yield input(PROMPT if is_terminal else "")
@@ -116,12 +119,12 @@ def read_lines(session: Session) -> Iterator[str]:
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
-            tell("\n/quit or Ctrl-D leaves")
+            tell("\n/quit or Ctrl-D quits")
 
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C becomes a question to ask between steps: an exception inside of one would leave the engine half done."""
+    """Turns Ctrl-C into a flag that is read between steps: an exception in a step would corrupt the engine."""
     presses: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: presses.append(number))
     try:
@@ -139,11 +142,11 @@ Message = dict[str, str]
 
 @dataclass
 class Conversation:
-    """Turns of user and assistant in order, after a system message if there is one.
+    """Messages of user and assistant in order, after an optional system message.
 
     Attributes:
-        sampling: of the next answer.
-        is_over: the user has left.
+        sampling: parameters of the next answer.
+        is_over: whether the user has quit.
     """
 
     sampling: SamplingParams
@@ -153,30 +156,31 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """As a chat template takes them."""
+        """Messages in the form of chat templates."""
         return [{"role": "system", "content": self.system}, *self.turns] if self.system else list(self.turns)
 
     def with_user(self, text: str) -> list[Message]:
-        """The messages if the user said this next."""
+        """Returns the messages with one more of the user."""
         return [*self.messages, {"role": "user", "content": text}]
 
     def add_turn(self, question: str, answer: str) -> None:
-        """Keeps a question and its answer, whole or stopped."""
+        """Adds a question and its answer, complete or stopped."""
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def save(self, path: Path) -> None:
-        """Writes the messages as JSON, in the form that chat completions take."""
+        """Writes the messages as JSON, in the form of `/v1/chat/completions`."""
         content = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
         path.write_text(content + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command.
+    """A command of the chat.
 
     Attributes:
-        usage: how it is typed. help: what it does.
-        run: does it and says so; takes what stands behind the name.
+        usage: name and argument.
+        help: one sentence.
+        run: executes it with the text after the name; returns a message.
     """
 
     usage: str
@@ -185,14 +189,14 @@ class Command:
 
 
 def run_command(conversation: Conversation, line: str) -> str:
-    """Obeys a line that begins with a slash and says what was done.
+    """Runs a line that begins with a slash and returns a message.
 
     Raises:
-        RequestError: no such command, or a value that cannot be.
+        RequestError: an unknown command, or an invalid value.
     """
     name, _, argument = line.strip().partition(" ")
     if name not in COMMANDS:
-        raise RequestError(f"there is no command {name}", f"There are {', '.join(COMMANDS)}")
+        raise RequestError(f"unknown command {name}", f"Commands: {', '.join(COMMANDS)}")
     return COMMANDS[name].run(conversation, argument.strip())
 
 
@@ -206,19 +210,21 @@ def _temperature(conversation: Conversation, text: str) -> str:
         try:
             value = float(text)
         except ValueError as error:
-            raise RequestError(f"{text!r} is no temperature", "Write a number, for example /temperature 0.7") from error
+            raise RequestError(
+                f"{text!r} is not a temperature", "Write a number, for example /temperature 0.7"
+            ) from error
         conversation.sampling = replace(conversation.sampling, temperature=value)
     return f"temperature {conversation.sampling.temperature:g}"
 
 
 def _reset(conversation: Conversation, _: str) -> str:
     conversation.turns.clear()
-    return "the conversation begins anew" + ("; the system message stays" if conversation.system else "")
+    return "conversation cleared" + ("; the system message is kept" if conversation.system else "")
 
 
 def _save(conversation: Conversation, name: str) -> str:
     if not name:
-        raise RequestError("/save has no file", "Name one, for example /save chat.json")
+        raise RequestError("/save needs a file", "Name one, for example /save chat.json")
     path = Path(name).expanduser()
     try:
         conversation.save(path)
@@ -237,18 +243,18 @@ def _quit(conversation: Conversation, _: str) -> str:
 
 
 COMMANDS = {
-    "/system": Command("/system TEXT", "Set the system message; without text: remove it.", _system),
+    "/system": Command("/system TEXT", "Set the system message; remove it without TEXT.", _system),
     "/temperature": Command("/temperature X", "Set or show the temperature; 0 is greedy.", _temperature),
-    "/reset": Command("/reset", "Forget what was said.", _reset),
+    "/reset": Command("/reset", "Clear the conversation.", _reset),
     "/save": Command("/save FILE", "Write the conversation as JSON.", _save),
     "/help": Command("/help", "Show this list.", _help),
-    "/quit": Command("/quit", "Leave; Ctrl-D does too.", _quit),
+    "/quit": Command("/quit", "Quit, as Ctrl-D does.", _quit),
 }
 
 
 @dataclass
 class TurnFigures:
-    """Of the last answer. Seconds count from the question."""
+    """Metrics of the last answer. Seconds count from the question."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -261,15 +267,15 @@ class TurnFigures:
         generating = self.seconds - self.first_seconds
         rate = f", {(self.output_tokens - 1) / generating:.1f} tokens/s" if self.output_tokens > 1 else ""
         prompt = f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached)"
-        cut = "; the limit of tokens cut it" if self.is_cut else ""
+        cut = "; cut off by --max-tokens" if self.is_cut else ""
         return f"{prompt}, {self.output_tokens} generated, the first after {self.first_seconds:.2f} s{rate}{cut}"
 
 
 class Session:
-    """Answers a conversation's questions with an engine of its own.
+    """Answers the questions of a conversation.
 
     Args:
-        engine: nobody else may use it.
+        engine: an engine that is used by nothing else.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, conversation: Conversation) -> None:
@@ -279,10 +285,10 @@ class Session:
         self.figures = TurnFigures()
 
     def ask(self, question: str, is_stopped: Callable[[], bool]) -> Iterator[str]:
-        """The answer in pieces. However it ends, the turn is kept with what was said, and the engine is free again.
+        """Yields the answer in pieces. Keeps the turn and frees the engine, however the answer ends.
 
         Args:
-            is_stopped: asked after every step; True ends the answer.
+            is_stopped: called after every step; True ends the answer.
 
         Raises:
             RequestError: the conversation does not fit in the context, or the template refuses it; nothing is kept.
@@ -306,7 +312,7 @@ class Session:
         if room < 1:
             raise RequestError(
                 f"the conversation has {num_prompt_tokens} tokens and the context {self.engine.runner.max_model_len}",
-                "/reset begins anew",
+                "Use /reset",
             )
         sampling = self.conversation.sampling
         return replace(sampling, max_tokens=min(sampling.max_tokens, room))

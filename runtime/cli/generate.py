@@ -1,4 +1,4 @@
-"""`runtime generate`: one prompt in, text out, on the terminal."""
+"""`runtime generate`: continues one prompt."""
 
 from __future__ import annotations
 
@@ -28,17 +28,21 @@ def generate(
     *,
     model: ModelArgument = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text to continue; without it standard input is read.")
+        str | None, typer.Option("--prompt", "-p", help="Text to continue. Default: standard input.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a user's message of a chat.")] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 1.0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Treat the prompt as a user message, with the model's chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, help="Sampling temperature; 0 is greedy.")
+    ] = 1.0,
     truncation: TruncationParams,
     penalties: PenaltyParams,
     seed: SeedOption = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop before this text; may be repeated.")] = None,
     form: GrammarOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     compute: ComputeOptions,
     kv: KVCacheOptions,
     context: ContextOptions,
@@ -62,7 +66,7 @@ def generate(
     )
     text = read_prompt() if prompt is None else prompt
     if not text:
-        raise RequestError("the prompt is empty", "Give --prompt TEXT or pipe text in")
+        raise RequestError("the prompt is empty", "Use --prompt TEXT or pipe text in")
     print(f"model: {name}", file=sys.stderr)
     from runtime.llm import load_engine
 
@@ -78,7 +82,7 @@ def read_prompt() -> str:
 
 
 def steps(engine: Engine, token_ids: list[int], sampling: SamplingParams) -> Iterator[Delta]:
-    """Deltas of one prompt. Raises ToolkitError when the engine fails it."""
+    """Yields the deltas of one prompt. Raises ToolkitError if the engine fails."""
     engine.add_request(token_ids, sampling)
     while engine.has_work:
         for delta in engine.step():
@@ -90,7 +94,7 @@ def steps(engine: Engine, token_ids: list[int], sampling: SamplingParams) -> Ite
 
 
 def write(deltas: Iterator[Delta], as_json: bool, model_name: str) -> None:
-    """Streams the text, or prints one JSON object; tokens per second are counted from the first token on."""
+    """Streams the text, or prints one JSON object. The rate is measured from the first token on."""
     texts: list[str] = []
     times: list[float] = []
     num_first = 0

@@ -1,4 +1,4 @@
-"""`runtime memory`: what a checkpoint needs and what fits, without loading it."""
+"""`runtime memory`: estimates the memory of a checkpoint without loading it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ def memory(
     model: ModelArgument = None,
     memory: Annotated[
         int | None,
-        typer.Option("--memory", parser=read_size, metavar="SIZE", help="To fit in; default: what is free here."),
+        typer.Option(
+            "--memory",
+            parser=read_size,
+            metavar="SIZE",
+            help="Memory to fit in. Default: what is free on this machine.",
+        ),
     ] = None,
     compute: ComputeOptions,
     kv: KVCacheOptions,
     context: ContextOptions,
     kv_memory: KVMemoryOptions,
     batching: BatchOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with sizes in bytes.")] = False,
 ) -> None:
-    """Say what serving a checkpoint takes, how many tokens and requests fit, and the cheapest ways to fit more.
+    """Show the memory that serving a checkpoint takes, how much fits, and options that make more fit.
 
-    Reads config and headers only. Weights and keys and values are exact; activations and the process are estimates.
+    Reads config.json and headers only. Weights and KV cache are exact; activations and the process are estimates.
     """
     path, _ = resolve_model(model)
     from runtime.cli.serve import describe_scheme

@@ -50,13 +50,13 @@ PORTS_TO_TRY = 50
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one. Clients that come while the model loads wait for it.
+    """Opens a listening socket; port 0 picks a free one. Clients that connect while the model loads wait.
 
     Raises:
-        ToolkitError: the port is in use or forbidden, or the host is not this machine's.
+        ToolkitError: the port is in use or forbidden, or the address is not of this machine.
     """
     if port not in PORTS:
-        raise ToolkitError(f"--port {port} is no port", "Use a number from 0 to 65535")
+        raise ToolkitError(f"--port {port} is out of range", "Use a number from 0 to 65535")
     try:
         return _listen(host, port)
     except socket.gaierror as error:
@@ -73,7 +73,7 @@ def _refusal(host: str, port: int, error: OSError) -> ToolkitError:
         case errno.EACCES:
             return ToolkitError(f"port {port} needs more rights than this user has", "Use a --port of 1024 or more")
         case errno.EADDRNOTAVAIL:
-            return ToolkitError(f"--host {host} is no address of this machine", "Use --host 127.0.0.1 or 0.0.0.0")
+            return ToolkitError(f"--host {host} is not an address of this machine", "Use --host 127.0.0.1 or 0.0.0.0")
         case _:
             return ToolkitError(f"cannot listen on {host}:{port}: {error.strerror}", "Use another --host or --port")
 
@@ -84,7 +84,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _free_port(host: str, port: int) -> int:
-    """The next free port, to be named in a remedy; 0 (any) when there is none near."""
+    """Returns the next free port for a remedy; 0 (any) if there is none near."""
     for candidate in range(port + 1, min(port + PORTS_TO_TRY, PORTS.stop)):
         try:
             _listen(host, candidate).close()
@@ -95,7 +95,7 @@ def _free_port(host: str, port: int) -> int:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a client on this machine reaches the socket."""
+    """Returns the URL of a socket for clients on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -103,7 +103,7 @@ def url_of(listener: socket.socket) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One engine, its tokenizer, and the application through which clients reach it under `name`."""
+    """An engine, its tokenizer, and the HTTP application that serves it as `name`."""
 
     name: str
     engine: Engine
@@ -112,7 +112,7 @@ class ServedModel:
 
 
 def name_of(path: Path) -> str:
-    """What clients call the model of a folder when nobody says otherwise."""
+    """Returns the default name of a folder's model in the API."""
     return "demo" if path == demo_model_path() else path.resolve().name
 
 
@@ -128,13 +128,13 @@ def load_served_model(
     """Loads a checkpoint and wraps it. Imports torch; the engine's thread starts with the application.
 
     Args:
-        limits: what the server takes on, given the context length that the loaded model has.
-        api_key: key that clients must send; None asks for none.
-        allowed_hosts: names by which clients may call the server; empty for any.
+        limits: makes the limits of the server from the context length of the loaded model.
+        api_key: key that clients must send; None requires none.
+        allowed_hosts: host names by which clients may address the server; empty allows any.
 
     Raises:
-        CheckpointError: the folder cannot be loaded, and why.
-        ToolkitError: the configuration asks for what this machine or the model does not have.
+        CheckpointError: the folder cannot be loaded.
+        ToolkitError: this machine or model does not support the configuration.
     """
     from runtime.engine.engine_thread import EngineThread
     from runtime.llm import load_engine
@@ -175,17 +175,20 @@ def serve(
         typer.Option(
             "--allowed-host",
             metavar="NAME",
-            help="Name by which clients may call the server, and whose web pages may use it; can be repeated. "
-            "A server on 127.0.0.1 answers to its local names only.",
+            help="Host name by which clients may address the server, and whose web pages may use it; may be repeated. "
+            "Default: any; on 127.0.0.1 the local names only.",
         ),
     ] = None,
     drain_seconds: Annotated[
-        int, typer.Option("--drain-seconds", min=0, help="Time that running requests get when the server is stopped.")
+        int,
+        typer.Option(
+            "--drain-seconds", min=0, help="Seconds for running requests to finish when the server is stopped."
+        ),
     ] = 30,
 ) -> None:
     """Serve a checkpoint through OpenAI's HTTP API.
 
-    Ctrl-C or SIGTERM lets running requests finish, then stops.
+    After Ctrl-C or SIGTERM running requests finish before the server stops.
     """
     host, api_key = address.host, address.api_key
     check_key(api_key)
@@ -209,25 +212,23 @@ def serve(
 
 
 def check_key(api_key: str | None) -> None:
-    """Raises ToolkitError for an empty key, as an unset variable of a shell gives one: it would guard nothing."""
+    """Raises ToolkitError for an empty key, such as an unset variable of a shell: it would protect nothing."""
     if api_key is not None and not api_key.strip():
-        raise ToolkitError("--api-key is empty", "Give --api-key KEY, or leave it out to serve without a key")
+        raise ToolkitError("--api-key is empty", "Use --api-key KEY, or leave it out to serve without a key")
 
 
 def names_of_server(host: str, allowed: list[str]) -> list[str]:
-    """What clients may call the server: anything when others reach it too, unless names are given."""
+    """Returns the allowed host names; empty (any) if the server is reachable from elsewhere and none are given."""
     return [*LOCAL_HOSTS, *allowed] if host in LOCAL_HOSTS or allowed else []
 
 
 def describe_weights(path: Path) -> None:
-    """Says how the weights are stored, before the slow part begins."""
-
+    """Prints how the weights are stored."""
     print(f"weights   {describe_scheme(path)}", flush=True)
 
 
 def describe_engine(served: ServedModel) -> None:
-    """Says what computes, and what room there is for requests."""
-
+    """Prints kernels and the room for requests."""
     config = served.engine.config
     print(f"context   {served.engine.runner.max_model_len} tokens")
     print(f"KV cache  {describe_memory(served.engine)}")
@@ -244,13 +245,16 @@ def describe_engine(served: ServedModel) -> None:
 
 
 def warn_of_open_door(host: str, api_key: str | None) -> None:
-    """A server that others can reach and that asks for no key deserves a word."""
+    """Warns of a server that is reachable from elsewhere without a key."""
     if api_key is None and host not in LOCAL_HOSTS:
-        print(f"warning: everybody who reaches {host} may use this server; --api-key KEY restricts it", file=sys.stderr)
+        print(
+            f"warning: everyone who can connect to {host} may use this server; restrict it with --api-key KEY",
+            file=sys.stderr,
+        )
 
 
 def announce(url: str, name: str, has_chat: bool, api_key: str | None) -> None:
-    """Says where the server is and how to talk to it."""
+    """Prints the URL of the server and a command that uses it."""
     message = {"messages": [{"role": "user", "content": "Hello"}]} if has_chat else {"prompt": "Hello"}
     body = json.dumps({"model": name, **message, "max_tokens": 32})
     command = ["curl", f"{url}/v1/{'chat/completions' if has_chat else 'completions'}"]
@@ -265,8 +269,11 @@ def announce(url: str, name: str, has_chat: bool, api_key: str | None) -> None:
 
 
 def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float) -> None:
-    """Serves until SIGINT or SIGTERM, lets running requests end for at most `drain_seconds`, then returns. Clients have
-    `client_seconds` to send the head of a request, and to read on."""
+    """Serves until SIGINT or SIGTERM, then waits at most `drain_seconds` for running requests.
+
+    Args:
+        client_seconds: time for a client to send the head of a request, and to read on.
+    """
     import uvicorn
 
     from runtime.server.timeouts import IDLE_SECONDS, ReadTimeoutProtocol
@@ -276,11 +283,11 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            print(f"stopping: running requests get up to {drain_seconds} s", file=sys.stderr, flush=True)
+            print(f"stopping: waiting up to {drain_seconds} s for running requests", file=sys.stderr, flush=True)
             await super().shutdown(sockets)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn raises the signal again once it has drained; being stopped so is this command's normal end.
+        # uvicorn raises the signal again after draining; for this command that is a normal end.
         signal.signal(number, lambda *_: None)
     config = uvicorn.Config(
         app,
@@ -294,18 +301,18 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
 
 
 def describe_scheme(path: Path) -> str:
-    """How the weights are stored: `compressed-tensors, w4a16 g128 sym (42 linears)`."""
+    """Describes how the weights are stored: `compressed-tensors, w4a16 g128 sym (42 linears)`."""
     from compress.checkpoint.reader import PackedCheckpoint
 
     checkpoint = PackedCheckpoint.open(path)
-    # Ranks may differ from layer to layer; what is alike in the rest is one kind.
+    # Ranks may differ between layers; schemes that are equal otherwise are counted together.
     counts = Counter(re.sub(r" rank \d+", " low rank", str(scheme)) for scheme in checkpoint.schemes.values())
     schemes = ", ".join(f"{scheme} ({count} linears)" for scheme, count in counts.most_common())
     return f"{checkpoint.format}, {schemes}" if schemes else f"dense {str(checkpoint.dtype).removeprefix('torch.')}"
 
 
 def describe_kv_form(engine: Engine) -> str:
-    """How keys and values are kept, and why: `int4 rotated (as asked for)`."""
+    """Describes the format of the KV cache, with the reason: `int4 rotated (as asked for)`."""
     from runtime.runner.runner import ModelRunner
 
     runner = engine.runner
@@ -313,14 +320,14 @@ def describe_kv_form(engine: Engine) -> str:
 
 
 def describe_kernels(engine: Engine) -> list[str]:
-    """Which kernel multiplies what, and why it, one line a kind: what is slow, or not as asked for, shows here."""
+    """Describes the kernels of the linears, with reasons, one line per kind."""
     from runtime.runner.runner import ModelRunner
 
     return [*engine.runner.decoder.description] if isinstance(engine.runner, ModelRunner) else []
 
 
 def describe_attention(engine: Engine) -> str:
-    """What computes attention, and why it: `compiled, reads pages as they are; all layers in one call`."""
+    """Describes the attention kernel, with the reason: `compiled, reads pages as they are; all layers in one call`."""
     from runtime.runner.runner import ModelRunner
 
     runner = engine.runner
@@ -330,7 +337,7 @@ def describe_attention(engine: Engine) -> str:
 
 
 def describe_gpu(engine: Engine) -> list[str]:
-    """What only a GPU has: how its memory is divided, and which steps are recorded. Nothing on a CPU."""
+    """Describes memory and captured steps of a GPU; empty on a CPU."""
     from runtime.memory.plan import explain
     from runtime.runner.runner import ModelRunner
 
@@ -345,7 +352,7 @@ def describe_gpu(engine: Engine) -> list[str]:
 
 
 def describe_memory(engine: Engine) -> str:
-    """Room in the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
+    """Describes the room in the KV cache: `16384 tokens in 1024 blocks, 8.0 requests of the whole context`."""
     runner, config = engine.runner, engine.config
     needed = runner.attention_window.blocks_for(runner.max_model_len, config.max_span_tokens, config.block_size)
     num_tokens, requests = runner.num_blocks * config.block_size, runner.num_blocks / needed

@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path) -> Non
         _, errors = run.communicate(timeout=120)
         assert run.returncode == (-9 if number == signal.SIGKILL else 130), errors
         assert "Traceback" not in errors
-    assert "the same command goes on" in errors
+    assert "run the same command again" in errors
     with out.open("ab") as stream:
         stream.write(b'{"id":"batch_req_12')  # as a kill in the middle of a line leaves it
     before = read_whole_lines(out)
@@ -130,7 +130,7 @@ def test_wrong_files_are_refused_before_loading(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "in.jsonl:2: custom_id 'a' was in line 1 already" in result.stderr
     assert "in.jsonl:3: url" in result.stderr
-    assert "2 of 3 lines of in.jsonl are wrong" in result.stderr
+    assert "2 of 3 lines of in.jsonl are invalid" in result.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 

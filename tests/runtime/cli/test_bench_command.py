@@ -17,7 +17,7 @@ from runtime_command import runtime, runtime_here, start
 from compress.common.cli import demo_model_path
 from runtime.bench.run import own_server
 
-SMALL = ["--input", "8:24", "--output", "4:12", "--warmup", "2"]
+SMALL = ["--input-len", "8:24", "--output-len", "4:12", "--num-warmups", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 
 def test_own_server_closed_loop_writes_json_and_plot(tmp_path: Path) -> None:
     files = ["--json", "b.json", "--plot", "b.svg", "--slo", "ttft=100s,itl=100s,tpot=100s,e2e=0.001ms"]
-    result = runtime("bench", "-n", "12", "-c", "3", *SMALL, "--shared-prefix", "32", *files, cwd=tmp_path)
+    result = runtime("bench", "-n", "12", "-c", "3", *SMALL, "--prefix-len", "32", *files, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "b.json").read_text())
     figures = found["figures"]
@@ -49,7 +49,7 @@ def test_own_server_closed_loop_writes_json_and_plot(tmp_path: Path) -> None:
 
 
 def test_open_loop_beyond_the_queue_counts_refusals(url: str, tmp_path: Path) -> None:
-    options = ["--url", url, "--api-key", "secret", "--rate", "400", "-n", "40", "--json", "b.json"]
+    options = ["--url", url, "--api-key", "secret", "--request-rate", "400", "-n", "40", "--json", "b.json"]
     result = runtime("bench", str(demo_model_path()), *options, *SMALL, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "b.json").read_text())
@@ -66,7 +66,20 @@ def test_open_loop_beyond_the_queue_counts_refusals(url: str, tmp_path: Path) ->
 def test_prompts_of_a_file_through_both_routes(url: str, tmp_path: Path) -> None:
     lines = [{"prompt": "The castle"}, {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    options = ["--url", f"{url}/v1", "--api-key", "secret", "-n", "4", "-c", "1", "--output", "5", "--json", "b.json"]
+    options = [
+        "--url",
+        f"{url}/v1",
+        "--api-key",
+        "secret",
+        "-n",
+        "4",
+        "-c",
+        "1",
+        "--output-len",
+        "5",
+        "--json",
+        "b.json",
+    ]
     result = runtime_here("bench", *options, "--prompts", "p.jsonl", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     requests = json.loads((tmp_path / "b.json").read_text())["requests"]
@@ -75,7 +88,7 @@ def test_prompts_of_a_file_through_both_routes(url: str, tmp_path: Path) -> None
 
 def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) -> None:
     options = ["--url", url, "--api-key", "secret", "-n", "3", "-c", "1", "--json", "b.json"]
-    result = runtime_here("bench", *options, "--input", "10", "--output", "2", cwd=tmp_path)
+    result = runtime_here("bench", *options, "--input-len", "10", "--output-len", "2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     requests = json.loads((tmp_path / "b.json").read_text())["requests"]
     assert [request["prompt_tokens"] for request in requests] == [10, 10, 10]
@@ -84,13 +97,13 @@ def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--rate", "1", "--concurrency", "2"], 1, "exclude each other"),
-        (["--input", "9:3"], 2, "as 128"),
+        (["--request-rate", "1", "--max-concurrency", "2"], 1, "exclude each other"),
+        (["--input-len", "9:3"], 2, "as 128"),
         (["--slo", "ttft"], 1, "is no objective"),
         (["--prompts", "nowhere"], 1, "there is no file nowhere"),
         (["--url", "http://127.0.0.1:1"], 1, r"from 127\.0\.0\.1:1"),
         (["--url", "nonsense"], 1, "is no URL"),
-        (["--url", "http://127.0.0.1:1", "--serve", "--max-num-seqs 1"], 1, "Give one of them"),
+        (["--url", "http://127.0.0.1:1", "--serve", "--max-num-seqs 1"], 1, "Use one of them"),
         (["--json", "no/such/folder/x.json"], 1, "no/such/folder"),
         (["--json", "."], 1, r"\. is a folder"),
         (["--serve", "--served-model-name 'x"], 2, "No closing quotation"),
@@ -112,11 +125,11 @@ def test_wrong_key_ends_with_the_server_s_words(url: str, tmp_path: Path) -> Non
 
 
 def test_prompts_that_never_fit_are_refused_in_the_warm_up(url: str, tmp_path: Path) -> None:
-    options = ["--url", url, "--api-key", "secret", "-n", "2", "--input", "4000"]
+    options = ["--url", url, "--api-key", "secret", "-n", "2", "--input-len", "4000"]
     result = runtime_here("bench", str(demo_model_path()), *options, cwd=tmp_path)
     assert result.returncode == 1
     assert "every warm-up request failed: The prompt has 4000 tokens" in result.stderr
-    result = runtime_here("bench", str(demo_model_path()), *options, "--warmup", "0", cwd=tmp_path)
+    result = runtime_here("bench", str(demo_model_path()), *options, "--num-warmups", "0", cwd=tmp_path)
     assert result.returncode == 1
     assert "no request was complete" in result.stderr
     assert "2 failed" in result.stdout
@@ -124,7 +137,7 @@ def test_prompts_that_never_fit_are_refused_in_the_warm_up(url: str, tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 def test_no_server_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
-    bench = start("bench", "-n", "1000", "--output", "500", cwd=tmp_path)
+    bench = start("bench", "-n", "1000", "--output-len", "500", cwd=tmp_path)
     child = wait_for_child(bench.pid)
     time.sleep(1)
     bench.send_signal(number)

@@ -26,7 +26,7 @@ def test_lines_of_a_pipe_are_turns(tmp_path: Path) -> None:
     messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert result.stdout == messages[2]["content"] + "\n" + messages[4]["content"] + "\n"
-    assert "there is no command /foo" in result.stderr
+    assert "unknown command /foo" in result.stderr
     assert result.stderr.count("generated, the first after") == 2
 
 
@@ -83,7 +83,7 @@ def test_terminal_has_a_prompt_and_ctrl_c_drops_a_line(tmp_path: Path) -> None:
             chat.send_signal(signal.SIGINT)
             if select.select([ours], [], [], 0.5)[0]:
                 break
-        read_until(ours, "/quit or Ctrl-D leaves")
+        read_until(ours, "/quit or Ctrl-D quits")
         os.write(ours, b"Hello\n")
         read_until(ours, "generated, the first after")
         os.write(ours, b"/quit\n")

@@ -82,7 +82,7 @@ def test_answer_nobody_reads_to_its_end_frees_the_engine(session: Session) -> No
 
 
 def test_conversation_beyond_the_context(session: Session) -> None:
-    with pytest.raises(RequestError, match=r"the conversation has \d+ tokens and the context 1024. /reset"):
+    with pytest.raises(RequestError, match=r"the conversation has \d+ tokens and the context 1024. Use /reset"):
         say(session, "word " * 2000)
     assert session.conversation.turns == []
     run_command(session.conversation, "/temperature 0")
@@ -112,7 +112,7 @@ def test_commands(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "c.json").read_text()) == {"messages": conversation.messages}
     assert run_command(conversation, "/temperature 0.5") == run_command(conversation, "/temperature")
     assert conversation.sampling.temperature == 0.5
-    assert "the system message stays" in run_command(conversation, "/reset")
+    assert "the system message is kept" in run_command(conversation, "/reset")
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
     assert run_command(conversation, "/system") == "no system message"
     assert conversation.messages == []
