@@ -173,7 +173,7 @@ def cast_exactly(scale: Tensor, dtype: torch.dtype) -> Tensor:
     import torch
 
     stored = scale.to(dtype)
-    changed = stored.to(torch.float64) != scale.to(torch.float64)
+    changed = (stored.to(torch.float64) != scale.to(torch.float64)) & ~scale.isnan()
     if bool(changed.any()):
         worst = scale[changed].abs()
         raise SchemeError(

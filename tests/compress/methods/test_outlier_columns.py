@@ -245,8 +245,8 @@ def outlier_model(source: Path, out: Path) -> Path:
 def test_recipes_and_stages_say_what_makes_no_sense(tiny_model, tmp_path) -> None:
     recipe = parse_recipe("stages:\n  - quantize: {method: gptq, bits: 2, group_size: 64, outlier_columns: 0.01}", "r")
     assert recipe.stages[0].outlier_columns == 0.01
-    assert recipe.stages[0].scheme_for(4096).outliers == 41
-    assert QuantizeStage("rtn", Int(), outlier_columns=5).scheme_for(4096).outliers == 5
+    assert recipe.stages[0].scheme_for(4096).num_outliers == 41
+    assert QuantizeStage("rtn", Int(), outlier_columns=5).scheme_for(4096).num_outliers == 5
     assert QuantizeStage("rtn", Int(), outlier_columns=5).needs_calibration
     for wrong in (0, -1, 1.5, float("nan"), float("inf")):
         with pytest.raises(RecipeError, match="below 1"):

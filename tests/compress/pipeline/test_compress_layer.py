@@ -27,8 +27,8 @@ def test_sparsegpt_sees_smoothed_inputs(method: str | None) -> None:
 
     def error(scale: torch.Tensor | None) -> float:
         folded = weight if scale is None else weight * scale
-        inputs = HessianCache(statistics, scale)
-        stored, _ = LayerCompressor("q", folded, assignment, torch.float32, inputs).apply()
+        cache = HessianCache(statistics, scale)
+        stored, _ = LayerCompressor("q", folded, assignment, torch.float32, cache).apply()
         found = values_of(stored) if scale is None else values_of(stored) / scale
         return float((inputs @ (found - weight).T).square().mean())
 

@@ -10,7 +10,6 @@ from calibration.sources import load_texts
 from compress.checkpoint.activations import MAX_FP8
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Activations, Fp8
-from compress.cli.options import RoundingOptions
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError
 from compress.evaluate.perplexity import cut_windows, evaluate
@@ -20,6 +19,7 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
 from compress.recipe_file import parse_recipe
+from compress.stage_keys import QuantizeKeys
 from runtime.backends.base import Target
 from runtime.core.model_config import parse_config
 from runtime.memory.estimate import Weights
@@ -118,19 +118,19 @@ def test_words_for_it():
     assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("smoothquant", W8A8, options=SmoothQuantOptions(0.5)),)
     text = "stages:\n- quantize: {fp8: true, activation_bits: 16}\n"
     assert parse_recipe(text, "r.yaml").stages == (QuantizeStage("rtn", W8A16),)
-    assert RoundingOptions(fp8=True).scheme == W8A8
-    assert RoundingOptions(fp8=True, activation_bits=16).scheme == W8A16
+    assert QuantizeKeys(fp8=True).scheme == W8A8
+    assert QuantizeKeys(fp8=True, activation_bits=16).scheme == W8A16
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "gptaq", "signround", "hqq"])
 def test_methods_that_choose_integers_are_refused(method):
-    with pytest.raises(RecipeError, match=f"{method} chooses integers.*rtn or smoothquant"):
+    with pytest.raises(RecipeError, match=f"{method} cannot make.*chooses integers.*rtn or smoothquant"):
         QuantizeStage(method, W8A8)
 
 
 def test_other_refusals(tmp_path):
     with pytest.raises(SchemeError, match="8 bits"):
-        RoundingOptions(bits=4, fp8=True).stage(())
+        QuantizeKeys(bits=4, fp8=True).stage()
     with pytest.raises(RecipeError, match="8-bit"):
         prepare(request(tmp_path / "a", QuantizeStage("rtn", W8A16, targets=("embed_tokens",))))
     with pytest.raises(SchemeError, match="outlier columns"):

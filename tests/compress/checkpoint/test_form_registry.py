@@ -1,0 +1,209 @@
+"""A stored form that this file alone defines goes all the way: planned, rounded, written, verified, read, served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compress.checkpoint.export import export_checkpoint
+from compress.checkpoint.formats.registry import format_for
+from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
+from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scheme import FORMS, Scheme, register
+from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights.base import StoredTensors, Weight, cast_exactly, digest, scale_problems
+from compress.common.errors import CheckpointError, SchemeError
+from compress.evaluate.scorers import open_scorer
+from compress.pipeline.finish import compare_with_report
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.recipe import QuantizeStage, Recipe
+from runtime.backends.base import Target
+from runtime.core.model_config import parse_config
+from runtime.memory.estimate import Weights
+from runtime.model.loader import load_model
+
+KEY = "ternary"
+
+
+@dataclass(frozen=True, slots=True)
+class Ternary(Scheme):
+    """`W ~ codes * scale` with codes -1, 0 and 1 and one scale per row."""
+
+    suffixes = (".ternary_codes", ".ternary_scale")
+    mark = ".ternary_codes"
+    bits = 2
+
+    def check(self, shape: tuple[int, int]) -> None:
+        if shape[1] % 16:
+            raise SchemeError(f"{shape[1]} ternary codes do not fill words", "Leave the layer out")
+
+    def stored_bits(self, out_features: int, in_features: int, scale_bits: int = 16) -> int:
+        return out_features * (in_features * self.bits + scale_bits)
+
+    def __str__(self) -> str:
+        return "ternary"
+
+    def fields(self) -> dict[str, Any]:
+        return {"bits": self.bits, KEY: True}
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Ternary:
+        return cls()
+
+    def shape(self, stored: StoredTensors) -> tuple[int, int]:
+        rows, words = stored[".ternary_codes"].shape
+        return rows, words * 16
+
+    def read(self, stored: StoredTensors) -> TernaryWeight:
+        words, scale = stored[".ternary_codes"], stored[".ternary_scale"]
+        codes = unpack_bits(words, self.bits, words.shape[1] * 16, 1).to(torch.int8) - 1
+        return TernaryWeight(codes, scale, self)
+
+    def round(
+        self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None
+    ) -> TernaryWeight:
+        scale = weight.abs().mean(1, keepdim=True).to(scale_dtype or torch.bfloat16)
+        codes = (weight / scale.float()).round_().clamp_(-1, 1).to(torch.int8)
+        return TernaryWeight(codes, scale, self)
+
+
+@dataclass(frozen=True, slots=True)
+class TernaryWeight(Weight):
+    """`codes` int8 `[O, I]` and `scale [O, 1]`."""
+
+    codes: Tensor
+    scale: Tensor
+    scheme: Ternary
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return (self.codes.float() * self.scale.float()).to(dtype or torch.float32)
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        codes = pack_bits((self.codes + 1).to(torch.uint8), self.scheme.bits, 1)
+        return {".ternary_codes": codes, ".ternary_scale": cast_exactly(self.scale, dtype)}
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> TernaryWeight:
+        return TernaryWeight(change(self.codes), change(self.scale), self.scheme)
+
+    def fuse(self, others: Sequence[Weight]) -> TernaryWeight | None:
+        parts = [self, *(each for each in others if isinstance(each, TernaryWeight))]
+        if len(parts) <= len(others):
+            return None
+        return TernaryWeight(*(torch.cat([getattr(p, n) for p in parts]) for n in ("codes", "scale")), self.scheme)
+
+    def problems(self, module: str) -> Iterator[str]:
+        if int(self.codes.max()) > 1:
+            yield f"{module} has ternary codes above 1"
+        yield from scale_problems(module, self.scale)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register(KEY)(Ternary)
+    yield
+    FORMS.pop(KEY)
+
+
+@pytest.fixture
+def packed(tiny_model, tmp_path) -> Path:
+    """A model that the pipeline rounded to ternary weights."""
+    source, out = tiny_model("llama"), tmp_path / "packed"
+    request = RunRequest(source, str(source), Recipe((QuantizeStage("rtn", Ternary()),)), out, measure=False)
+    run(prepare(request), quiet=True)
+    return out
+
+
+def test_it_is_written_verified_and_read(packed) -> None:
+    report = verify_structure(packed)
+    assert report.ok
+    assert compare_with_report(packed) == []
+    checkpoint = PackedCheckpoint.open(packed)
+    assert checkpoint.format == "compress-runtime"
+    assert checkpoint.modules
+    assert set(checkpoint.schemes.values()) == {Ternary()}
+    for module in checkpoint.modules:
+        weight = checkpoint.packed_weight(module)
+        assert weight.codes.unique().tolist() == [-1, 0, 1]
+        assert checkpoint.shape(module) == weight.shape
+        assert 8 * checkpoint.weight_bytes(module) == weight.scheme.stored_bits(*weight.shape)
+        assert checkpoint.files.shape(f"{module}.ternary_codes") == (weight.shape[0], num_words(weight.shape[1], 2))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "value", "problem"),
+    [(".ternary_codes", -1, "has ternary codes above 1"), (".ternary_scale", float("nan"), "1 scales that are not")],
+)
+def test_its_problems_are_found(packed, suffix, value, problem) -> None:
+    module = PackedCheckpoint.open(packed).modules[0]
+    tensors = load_file(packed / "model.safetensors")
+    tensors[f"{module}{suffix}"][0, 0] = value
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    report = verify_structure(packed)
+    assert [each for each in report.problems if module in each and problem in each]
+    assert compare_with_report(packed)
+
+
+def test_a_missing_tensor_is_found(packed) -> None:
+    module = PackedCheckpoint.open(packed).modules[0]
+    tensors = load_file(packed / "model.safetensors")
+    del tensors[f"{module}.ternary_scale"]
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="ternary_scale"):
+        PackedCheckpoint.open(packed).packed_weight(module)
+    assert not verify_structure(packed).ok
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_it_is_served_dequantized(packed, tmp_path, kernels) -> None:
+    decoder = load_model(packed, device="cpu", dtype="float32", kernels=kernels)
+    name = "dequantized" if kernels == "auto" else "reference"
+    lines = [line for line in decoder.description if ": ternary, kernel " in line]
+    assert lines
+    assert all(f"kernel {name} " in line for line in lines)
+    checkpoint, target = PackedCheckpoint.open(packed), Target(torch.device("cpu"), torch.float32)
+    foreseen = Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).prepared()
+    assert decoder.nbytes == foreseen
+    tokens = torch.randint(10, 4000, (1, 24), generator=torch.Generator().manual_seed(0))
+    dense = open_scorer(export_checkpoint(packed, "dense", tmp_path / "dense"), dtype="float32").logits(tokens)
+    torch.testing.assert_close(open_scorer(packed, dtype="float32").logits(tokens), dense, rtol=1e-4, atol=1e-4)
+
+
+def test_formats_of_other_tools_refuse_it(packed, tmp_path) -> None:
+    for format in ("compressed-tensors", "gptq", "awq"):
+        with pytest.raises(SchemeError, match="ternary layout"):
+            export_checkpoint(packed, format, tmp_path / format)
+    assert format_for({"a": Ternary()}).NAME == "compress-runtime"
+
+
+def test_descriptions_name_one_form() -> None:
+    assert Scheme.from_dict(Ternary().to_dict()) == Ternary()
+    with pytest.raises(SchemeError, match="cannot be"):
+        Scheme.from_dict({"bits": 8, "fp8": True, KEY: True})
+    FORMS.pop(KEY)
+    with pytest.raises(TypeError, match=KEY):
+        Scheme.from_dict({"bits": 2, KEY: True})
+    register(KEY)(Ternary)
+
+
+def test_equal_values_have_equal_digests() -> None:
+    weight = Ternary().round(torch.randn(8, 32, generator=torch.Generator().manual_seed(0)))
+    assert digest(weight) == digest(TernaryWeight(weight.codes.clone(), weight.scale.float(), weight.scheme))
+    other = weight.codes.clone()
+    other[0, 0] = -other[0, 0] or 1
+    assert digest(weight) != digest(TernaryWeight(other, weight.scale, weight.scheme))
