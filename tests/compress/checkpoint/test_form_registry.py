@@ -16,8 +16,9 @@ from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.formats.registry import format_for
 from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scheme import FORMS, Scheme, register
+from compress.checkpoint.scheme import FORMS, register
 from compress.checkpoint.verify import verify_structure
+from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.base import StoredTensors, Weight, cast_exactly, digest, scale_problems
 from compress.common.errors import CheckpointError, SchemeError
 from compress.evaluate.scorers import open_scorer

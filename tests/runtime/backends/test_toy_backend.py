@@ -10,8 +10,7 @@ import torch
 from tiny_models import pack_model
 from torch import Tensor
 
-from compress.checkpoint.scheme import Scheme
-from compress.checkpoint.weights import Int, Weight
+from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.common.cli import demo_model_path
 from runtime.backends.base import Backend, LinearKernel, Target, is_integer
 from runtime.backends.registry import BACKENDS, check_name, register, unregister
