@@ -82,7 +82,7 @@ def test_sparse_integers_export_to_what_others_read(tiny_model, tmp_path) -> Non
 
 def test_sixteen_bit_patterns_export_only_dense(tiny_model, tmp_path) -> None:
     compress(tiny_model("llama"), tmp_path / "packed", PruneStage("magnitude", TWO_OF_FOUR))
-    with pytest.raises(SchemeError, match="2:4.*--format dense"):
+    with pytest.raises(SchemeError, match=r"2:4.*--format dense"):
         export_checkpoint(tmp_path / "packed", "compressed-tensors", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
