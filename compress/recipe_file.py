@@ -15,12 +15,12 @@ from compress.common.cli import nearest
 from compress.common.errors import DataError, RecipeError, SchemeError
 from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage
 from compress.search.space import (
+    DEFAULT_CANDIDATES,
     DEFAULT_MEASURED,
-    DEFAULT_MENU,
     DEFAULT_TRIES,
     Goal,
     SearchRequest,
-    parse_menu,
+    parse_candidates,
     parse_size,
 )
 from compress.stage_keys import PATTERN_STAGES, build_stage, stage_keys
@@ -68,7 +68,7 @@ class SearchKeys:
     target_bpw: float | None = None
     target_size: str | int | None = None
     max_kl: float | None = None
-    candidates: list[str | int] = field(default_factory=lambda: list[str | int](DEFAULT_MENU.split(",")))
+    candidates: list[str | int] = field(default_factory=lambda: list[str | int](DEFAULT_CANDIDATES.split(",")))
     method: str = "gptq"
     measured: int = DEFAULT_MEASURED
     tries: int = DEFAULT_TRIES
@@ -257,7 +257,7 @@ class Document:
         keys = self.keys(SearchKeys, data, path, "search")
         size = None if keys.target_size is None else self.at(path, lambda: parse_size(str(keys.target_size)))
         goal = self.at(path, lambda: Goal(keys.target_bpw, size, keys.max_kl))
-        menu = self.at(path, lambda: parse_menu(",".join(map(str, keys.candidates))))
+        menu = self.at(path, lambda: parse_candidates(",".join(map(str, keys.candidates))))
         options |= {"method": keys.method, "measured": keys.measured, "tries": keys.tries}
         options |= {"ignore": tuple(keys.ignore), "ends": keys.include_embeddings}
         return self.at(path, lambda: SearchRequest(goal, menu, **options))

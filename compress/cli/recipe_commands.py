@@ -14,7 +14,7 @@ from compress.cli.compress_commands import carry_out, make_request
 from compress.cli.options import DEFAULT_OUT, Ignore, JobOptions, Model, Out, SearchFiles, TargetOptions, TextOptions
 from compress.common.cli import with_groups
 from compress.recipe import Recipe
-from compress.search.space import DEFAULT_MEASURED, DEFAULT_MENU, DEFAULT_TRIES, SearchRequest, parse_menu
+from compress.search.space import DEFAULT_CANDIDATES, DEFAULT_MEASURED, DEFAULT_TRIES, SearchRequest, parse_candidates
 
 if TYPE_CHECKING:
     from compress.search.run import Files, Findings
@@ -116,7 +116,7 @@ def search(
     model: Model = None,
     out: Out = DEFAULT_OUT,
     target: TargetOptions,
-    menu: Annotated[
+    offered: Annotated[
         str,
         typer.Option(
             "--candidates",
@@ -124,12 +124,12 @@ def search(
             help="Forms that layers may take: w4g64 (width, columns that share a scale), rank0.8 or asvd0.8 (share of "
             "the weights in two factors), 2:4 (pruned), rank0.8w8, 2:4w4g128, dense.",
         ),
-    ] = DEFAULT_MENU,
-    method: Annotated[str, typer.Option(help="gptq, or rtn (needs no calibration, and loses more).")] = "gptq",
+    ] = DEFAULT_CANDIDATES,
+    method: Annotated[str, typer.Option(help="gptq, or rtn (no calibration, lower quality).")] = "gptq",
     measured: Annotated[
-        int, typer.Option(help="Sequences of the calibration text to measure on; rounding does not see them.")
+        int, typer.Option(help="Sequences of the calibration text for measurements; rounding does not see them.")
     ] = DEFAULT_MEASURED,
-    tries: Annotated[int, typer.Option(help="Checkpoints that --max-kl may make to come close.")] = DEFAULT_TRIES,
+    tries: Annotated[int, typer.Option(help="Largest number of checkpoints to meet --max-kl closely.")] = DEFAULT_TRIES,
     ignore: Ignore = None,
     ends: Annotated[
         bool,
@@ -142,14 +142,23 @@ def search(
     text: TextOptions,
     job: JobOptions,
 ) -> None:
-    """Find what every layer should become to fit a target best, and compress so.
+    """Search a form for every layer that meets a target of size or quality, and compress with it.
 
-    Measures how far each layer alone, in each form, moves the whole model's output (KL on calibration text), and
-    chooses so that these add up to least. Writes the choice as a recipe, runs it, verifies and measures the result.
-    Figures are kept as they come: interrupted, the same command continues, and another target needs no new ones.
+    Measures how much each layer alone, in each form, changes the model's output (KL on calibration text), and chooses
+    the forms with the least sum. Writes the choice as a recipe, runs it, verifies and measures the result.
+    Measurements are stored: an interrupted command continues, and another target reuses them.
     """
     goal = target.goal()
     request = SearchRequest(
-        goal, parse_menu(menu), method, measured, tries, tuple(ignore or ()), ends, text.options, text.seed, goal.name
+        goal,
+        parse_candidates(offered),
+        method,
+        measured,
+        tries,
+        tuple(ignore or ()),
+        ends,
+        text.options,
+        text.seed,
+        goal.name,
     )
     carry_out_search(model, request, out, files, job)

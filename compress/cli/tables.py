@@ -209,11 +209,13 @@ def print_survey(survey: Survey) -> None:
     table.add_column("count", justify="right")
     table.add_column("may become (MB each)", overflow="fold")
     kinds: dict[tuple[str, ...], list] = {}
-    for unit in survey.menus:
-        kinds.setdefault(tuple(map(without_indices, unit.modules)), []).append(unit)
-    for modules, units in kinds.items():
-        sizes = [f"{form} {megabytes(survey.cost(units[0], form))}" for form in survey.menus[units[0]]]
-        table.add_row("\n".join(modules), str(len(units)), ", ".join(sizes))
+    for group in survey.candidates:
+        kinds.setdefault(tuple(map(without_indices, group.modules)), []).append(group)
+    for modules, groups in kinds.items():
+        sizes = [
+            f"{candidate} {megabytes(survey.cost(groups[0], candidate))}" for candidate in survey.candidates[groups[0]]
+        ]
+        table.add_row("\n".join(modules), str(len(groups)), ", ".join(sizes))
     console = wide_console()
     console.print(table)
     for line in describe_survey(survey):
@@ -224,7 +226,7 @@ def describe_survey(survey: Survey) -> list[str]:
     """Returns target, range of sizes, time and memory, one line each."""
     low, high = survey.smallest, survey.largest
     return [
-        f"target: {survey.request.goal}; the menu reaches {survey.bits_per_weight(low):.3f} to "
+        f"target: {survey.request.goal}; candidates reach {survey.bits_per_weight(low):.3f} to "
         f"{survey.bits_per_weight(high):.3f} bits per weight, {megabytes(low + survey.fixed_bytes)} to "
         f"{megabytes(high + survey.fixed_bytes)} MB",
         f"{survey.measurements} measurements over {survey.measured.numel():,} tokens, "
@@ -236,15 +238,15 @@ def describe_survey(survey: Survey) -> list[str]:
 
 
 def print_choice(survey: Survey, choice: Choice, tries: Sequence[Try], recipe: Path) -> None:
-    """Prints how often each form was chosen, by kind of layer."""
-    words = list(map(str, survey.request.menu))
+    """Prints how often each candidate was chosen, by kind of layer."""
+    words = list(map(str, survey.request.candidates))
     table = Table(title=f"Found for {survey.request.goal}", title_justify="left")
     table.add_column("decided together", overflow="fold")
     for each in words:
         table.add_column(each, justify="right")
     kinds: dict[str, Counter[str]] = {}
-    for unit, form in choice.forms.items():
-        kinds.setdefault("\n".join(map(without_indices, unit.modules)), Counter())[str(form)] += 1
+    for group, candidate in choice.candidates.items():
+        kinds.setdefault("\n".join(map(without_indices, group.modules)), Counter())[str(candidate)] += 1
     for modules, counts in kinds.items():
         table.add_row(modules, *(str(counts[each] or "") for each in words))
     console = wide_console()

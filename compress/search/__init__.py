@@ -1,1 +1,1 @@
-"""What each layer becomes: measured sensitivities, an allocation for a target, and the recipe that says so."""
+"""Search for the stored form of every layer: sensitivities, allocation for a target, and the recipe."""

@@ -1,6 +1,7 @@
-"""Which option each unit gets, so that losses add up to the least within a budget: a multiple-choice knapsack.
+"""Allocation: one candidate for each layer group with the least sum of losses within a budget.
 
-Free of torch. Solved by dynamic programming over the budget, which gives the best choice for every budget at once.
+A multiple-choice knapsack, solved by dynamic programming over the budget, which gives the best choice for every budget
+at once. Free of torch.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from compress.common.errors import RecipeError
-from compress.search.space import Form, Unit
+from compress.search.space import Candidate, LayerGroup
 
 STEPS = 1 << 16
-"""Budgets that are told apart at most. Where costs have a common divisor large enough, the answer is exact; elsewhere
-costs are rounded up to whole steps, and what that leaves over is spent greedily."""
+"""Largest number of budgets. The answer is exact where costs have a large enough common divisor; elsewhere costs are
+rounded up to whole steps, and the remainder is spent greedily."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a unit could get: what it costs, in bytes, and what it loses, in nats."""
+    """One option of a layer group: its cost in bytes and its loss in nats."""
 
     cost: int
     loss: float
@@ -32,7 +33,7 @@ Menu = Sequence[Option]
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The option of each unit by index, and what they cost and lose together."""
+    """Index of each group's option, and the sums of costs and losses."""
 
     chosen: tuple[int, ...]
     cost: int
@@ -40,18 +41,18 @@ class Allocation:
 
 
 class Frontier:
-    """The best allocations of all budgets.
+    """Best allocations of all budgets.
 
     Args:
-        menus: options of each unit, one of which it gets; at least one each.
-        steps: budgets told apart at most.
+        menus: options of each group, at least one.
+        steps: largest number of budgets.
     """
 
     def __init__(self, menus: Sequence[Menu], steps: int = STEPS) -> None:
         self._menus = menus
         self._floors = [min(option.cost for option in menu) for menu in menus]
         self._step = _step(menus, steps)
-        extras = [[self._extra(unit, option) for option in menu] for unit, menu in enumerate(menus)]
+        extras = [[self._extra(group, option) for option in menu] for group, menu in enumerate(menus)]
         self._extras = extras
         self._size = 1 + sum(map(max, extras))
         self._choices: list[np.ndarray] = []
@@ -61,31 +62,31 @@ class Frontier:
 
     @property
     def smallest(self) -> int:
-        """The least that all units cost together."""
+        """Least sum of costs."""
         return sum(self._floors)
 
     @property
     def least_loss(self) -> float:
-        """What they lose where no budget limits them."""
+        """Least sum of losses, without a budget."""
         return float(self._least[-1])
 
     def within_cost(self, budget: int) -> Allocation | None:
-        """The least loss of all allocations that cost at most `budget`; None where even the smallest costs more."""
+        """Returns the allocation of least loss that costs at most `budget`; None where even the smallest costs more."""
         if budget < self.smallest:
             return None
         index = min((budget - self.smallest) // self._step, self._size - 1)
         return _filled(self._menus, self._at(index), budget)
 
     def within_loss(self, limit: float) -> Allocation:
-        """The least cost of all allocations that lose at most `limit`, which must be `least_loss` or more."""
+        """Returns the cheapest allocation that loses at most `limit`, which must be `least_loss` or more."""
         return self._at(int(np.argmax(self._least <= limit)))
 
-    def _extra(self, unit: int, option: Option) -> int:
-        """Steps by which an option costs more than the unit's cheapest, rounded up."""
-        return -((self._floors[unit] - option.cost) // self._step)
+    def _extra(self, group: int, option: Option) -> int:
+        """Returns the steps by which an option costs more than the group's cheapest, rounded up."""
+        return -((self._floors[group] - option.cost) // self._step)
 
     def _add(self, menu: Menu, extra: Sequence[int]) -> None:
-        """One more unit: for each budget the option that, with the best of what is left, loses least."""
+        """Adds a group: for each budget the option that loses least, with the best allocation of the rest."""
         best = np.full(self._size, np.inf)
         choice = np.zeros(self._size, dtype=np.uint8)
         for index, (option, cost) in enumerate(zip(menu, extra, strict=True)):
@@ -105,7 +106,7 @@ class Frontier:
 
 
 def _step(menus: Sequence[Menu], steps: int) -> int:
-    """Bytes of a step: what divides all differences of costs, or more where that would be too many steps."""
+    """Returns the bytes of a step: the common divisor of differences of costs, or more to limit the steps."""
     floors = [min(option.cost for option in menu) for menu in menus]
     exact = math.gcd(*(option.cost - floor for menu, floor in zip(menus, floors, strict=True) for option in menu)) or 1
     whole = sum(max(option.cost for option in menu) for menu in menus) - sum(floors)
@@ -118,59 +119,62 @@ def _allocation(menus: Sequence[Menu], chosen: tuple[int, ...]) -> Allocation:
 
 
 def _filled(menus: Sequence[Menu], allocation: Allocation, budget: int) -> Allocation:
-    """Spends what is left of a budget on the changes that take away the most loss per byte."""
+    """Spends the remainder of a budget on the changes that reduce the loss most per byte."""
     while True:
         left = budget - allocation.cost
         offers = [
-            (_worth(menu[now], option), unit, index)
-            for unit, (menu, now) in enumerate(zip(menus, allocation.chosen, strict=True))
+            (_worth(menu[now], option), group, index)
+            for group, (menu, now) in enumerate(zip(menus, allocation.chosen, strict=True))
             for index, option in enumerate(menu)
             if option.loss < menu[now].loss and option.cost - menu[now].cost <= left
         ]
         if not offers:
             return allocation
-        _, unit, index = max(offers)
-        chosen = (*allocation.chosen[:unit], index, *allocation.chosen[unit + 1 :])
+        _, group, index = max(offers)
+        chosen = (*allocation.chosen[:group], index, *allocation.chosen[group + 1 :])
         allocation = _allocation(menus, chosen)
 
 
 def _worth(now: Option, other: Option) -> float:
-    """Loss taken away per byte."""
+    """Returns the reduction of the loss per byte."""
     more = other.cost - now.cost
     return (now.loss - other.loss) / more if more > 0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The form of every unit, the bytes they take together, and the sum of their sensitivities."""
+    """One candidate for each layer group, their bytes, and the sum of their sensitivities."""
 
-    forms: dict[Unit, Form]
+    candidates: dict[LayerGroup, Candidate]
     cost: int
     predicted: float
 
 
 class Chooser:
-    """All best choices of a search.
+    """Best choices of a search.
 
     Args:
-        menus: forms that each unit may get.
-        cost: bytes of a unit in a form.
+        candidates: candidates of each layer group.
+        cost: bytes of a group as a candidate.
         loss: its sensitivity.
     """
 
     def __init__(
         self,
-        menus: Mapping[Unit, Sequence[Form]],
-        cost: Callable[[Unit, Form], int],
-        loss: Callable[[Unit, Form], float],
+        candidates: Mapping[LayerGroup, Sequence[Candidate]],
+        cost: Callable[[LayerGroup, Candidate], int],
+        loss: Callable[[LayerGroup, Candidate], float],
     ) -> None:
-        self._menus = menus
+        self._candidates = candidates
         self._frontier = Frontier(
-            [[Option(cost(unit, form), loss(unit, form)) for form in menu] for unit, menu in menus.items()]
+            [
+                [Option(cost(group, candidate), loss(group, candidate)) for candidate in offered]
+                for group, offered in candidates.items()
+            ]
         )
 
     def within_budget(self, budget: int) -> Choice:
-        """The least sum of sensitivities. Raises RecipeError where even the smallest forms take more bytes."""
+        """Returns the choice with the least sum of sensitivities. Raises RecipeError where nothing fits."""
         found = self._frontier.within_cost(budget)
         if found is None:
             raise RecipeError(
@@ -179,21 +183,21 @@ class Chooser:
         return self._choice(found)
 
     def within_loss(self, limit: float) -> Choice:
-        """The fewest bytes; where even the best forms lose more, those."""
+        """Returns the smallest choice that loses at most `limit`; the best one where all lose more."""
         return self._choice(self._frontier.within_loss(max(limit, self._frontier.least_loss)))
 
     def _choice(self, allocation: Allocation) -> Choice:
-        chosen = zip(self._menus.items(), allocation.chosen, strict=True)
-        return Choice({unit: menu[index] for (unit, menu), index in chosen}, allocation.cost, allocation.loss)
+        chosen = zip(self._candidates.items(), allocation.chosen, strict=True)
+        return Choice({group: offered[index] for (group, offered), index in chosen}, allocation.cost, allocation.loss)
 
 
 CLOSE = 0.97
-"""A checkpoint whose divergence is at least this share of what is allowed is close enough."""
+"""Least share of the KL target that counts as met."""
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One checkpoint that was made.
+    """One checkpoint made on the way to a KL target.
 
     Attributes:
         predicted: sum of the sensitivities of its layers, in nats.
@@ -207,15 +211,15 @@ class Try:
 
 
 def best(tries: Sequence[Try], limit: float) -> Try | None:
-    """The smallest that keeps the limit; None when none does."""
+    """Returns the smallest checkpoint within the limit; None when none is."""
     return min((each for each in tries if each.measured <= limit), key=lambda each: each.bytes, default=None)
 
 
-def next_allowed(tries: Sequence[Try], limit: float) -> float | None:
-    """The sum of sensitivities to allow next; None when the best is close enough.
+def next_kl_target(tries: Sequence[Try], limit: float) -> float | None:
+    """Returns the sum of sensitivities to aim at next (secant method); None when the best try is close enough.
 
-    Measured divergence grows with the predicted one, nearly in proportion: so the last ratio tells what to allow.
-    What is known to be too much, or not too much, bounds it.
+    Measured divergence is nearly proportional to the predicted one, so the last ratio gives the next target, within the
+    bounds of earlier tries.
     """
     if not tries:
         return limit

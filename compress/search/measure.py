@@ -1,7 +1,7 @@
-"""Sensitivities: the divergence that each unit alone causes in each form while all else is dense.
+"""Measurement of sensitivities: the divergence of the model when one layer group is compressed and all else is dense.
 
-Divergence is nearly quadratic in small changes of the weights, and the changes that rounding makes in different layers
-are nearly uncorrelated, so what single layers cause adds up to nearly what they cause together.
+Divergence is nearly quadratic in small changes of the weights, and rounding errors of different layers are nearly
+uncorrelated, so the sum of sensitivities is nearly the divergence of the compressed model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from compress.pipeline.resume import RunDisplay
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan
 from compress.search.sensitivities import Sensitivities
-from compress.search.space import EMBEDDING, Form, Unit
+from compress.search.space import EMBEDDING, Candidate, LayerGroup, reads_inputs
 from compress.search.survey import Survey
 
 
 class _Given(StandIn):
-    """Returns what it was given beforehand, and keeps what it was passed: the embedding, where it stands first."""
+    """Module that returns a given output and keeps its input: the embedding, in place of the first block."""
 
     output: Tensor | None = None
     passed: Tensor
@@ -42,14 +42,14 @@ class _Given(StandIn):
         return self.passed if self.output is None else self.output
 
 
-class ResidentModel:
-    """A model whose blocks run on from stored hidden states, while its own forward does what comes after the blocks.
+class LoadedModel:
+    """Dense model whose blocks run on from stored hidden states; its own forward computes final norm and head.
 
     Args:
-        skeleton: gets real weights; its blocks are taken out and run here.
-        measured: the text that divergence is measured on, as it enters the first block.
+        skeleton: receives real weights; its blocks are replaced by stand-ins and run here.
+        measured: inputs of the first block for the text that divergence is measured on.
         tokens: int64 `[N, T]`, the same text.
-        device, dtype: where and in which dtype everything computes.
+        device, dtype: device and dtype of the computation.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class ResidentModel:
 
     @torch.no_grad()
     def divergence(self, block: int) -> float:
-        """Mean KL(dense || now) over all positions, in nats, as the blocks from `block` on are now.
+        """Returns the mean KL(dense || current) over all positions, in nats, with the current blocks from `block` on.
 
-        Those before it must be as they were when `advance` passed them. `EMBEDDING` stands for what comes before all
-        blocks, their number for what comes after.
+        Blocks before it must not have changed since `advance` passed them. `EMBEDDING` is the position before the first
+        block, the number of blocks the one after the last.
 
         Raises:
             NumericsError: the output is not finite.
@@ -90,17 +90,17 @@ class ResidentModel:
 
     @torch.no_grad()
     def advance(self, block: int) -> None:
-        """Moves the text past `block`: from here on blocks up to it do not run again."""
+        """Moves the text past `block`: blocks up to it do not run again."""
         name = self._skeleton.block_name(block)
         self._inputs.hidden = run_all(self.blocks[block], name, self._inputs, block, self._device)
 
     def weight(self, module: str) -> nn.Parameter:
-        """The weight of a module outside of the blocks, in float32."""
+        """Returns the weight of a module outside of the blocks, in float32."""
         return self._skeleton.model.get_submodule(module).get_parameter("weight")
 
     @torch.no_grad()
     def observe_head(self, hidden: Iterable[Tensor], see: Callable[[Tensor], None]) -> None:
-        """Shows what the head multiplies, `[B, T, H]`, for outputs of the last block."""
+        """Passes the inputs of the head, `[B, T, H]`, for outputs of the last block."""
         head = self._skeleton.model.get_output_embeddings()
         handle = head.register_forward_pre_hook(lambda _module, args: see(args[0]))
         try:
@@ -111,7 +111,7 @@ class ResidentModel:
 
     @torch.no_grad()
     def _logits(self, first: int) -> Iterator[Tensor]:
-        """Logits `[B, T, V]` in float32, micro-batch by micro-batch."""
+        """Yields logits `[B, T, V]` in float32, one micro-batch at a time."""
         states = self._inputs.hidden.split(self._inputs.micro_batch)
         batches = zip(states, self._inputs.calls, self._tokens.split(self._inputs.micro_batch), strict=True)
         begin = max(first, 0)
@@ -122,22 +122,22 @@ class ResidentModel:
             yield self._after_blocks(hidden, tokens)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """What enters the first block, `[B, T, H]`, as the embedding is now."""
+        """Returns the input of the first block, `[B, T, H]`, with the current embedding."""
         self._last.output = None
         self._skeleton.model(input_ids=tokens, use_cache=False)
         return self._first.passed.to(self._dtype)
 
     def _after_blocks(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Logits `[B, T, V]` of outputs of the last block."""
+        """Returns logits `[B, T, V]` for outputs of the last block."""
         self._last.output = hidden.float()
         return self._skeleton.model(input_ids=tokens, use_cache=False).logits.float()
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """What the dense model said of some positions: probabilities `[B, T, V]`, and the sum of their logarithms' means.
+    """Probabilities `[B, T, V]` of the dense model, and the sum of their negative entropies.
 
-    Kept as probabilities, a divergence is one product and one logarithm of a sum.
+    With probabilities, a divergence is one product and one log-sum-exp.
     """
 
     probabilities: Tensor
@@ -149,13 +149,13 @@ class _Reference:
         return cls(probabilities, -cls(probabilities, 0.0).divergence(logits))
 
     def divergence(self, logits: Tensor) -> float:
-        """KL to a model with these logits `[B, T, V]`, in nats, summed over positions."""
+        """Returns the KL to a model with these logits `[B, T, V]`, in nats, summed over positions."""
         cross = logits.logsumexp(-1) - torch.linalg.vecdot(self.probabilities, logits)
         return self.negative_entropy + float(cross.sum(dtype=torch.float64))
 
 
 def _fill_rest(skeleton: Skeleton, files: TensorFiles, device: torch.device) -> None:
-    """Real weights for everything outside of the blocks, in float32: the last layers decide what is measured."""
+    """Loads weights outside of the blocks in float32: final norm and head decide the divergence."""
     model = skeleton.model
     for name, parameter in list(model.named_parameters()):
         if name in files and parameter.is_meta:
@@ -170,7 +170,7 @@ def _fill_rest(skeleton: Skeleton, files: TensorFiles, device: torch.device) -> 
 
 
 def _take_blocks_out(skeleton: Skeleton) -> list[_Given]:
-    """Puts stand-ins where the blocks were. The output of the last one goes on to the final norm."""
+    """Replaces the blocks by stand-ins. The output of the last one goes to the final norm."""
     given = [_Given(block) for block in skeleton.blocks]
     for index, each in enumerate(given):
         skeleton.blocks[index] = each
@@ -178,14 +178,14 @@ def _take_blocks_out(skeleton: Skeleton) -> list[_Given]:
 
 
 @dataclass
-class ChangedUnit:
-    """Weights of linears that share their input. What several forms need is computed once: the Hessian's factor, and
-    the singular values that all ranks of a method are cut from.
+class CandidateLayer:
+    """Layer group to be compressed as several candidates. Computes once per group the factor of the Hessian and the
+    decomposition that all ranks of a method are cut from.
 
     Attributes:
         weights: float32 `[O, I]` by full name.
         model_dtype: dtype in which scales and unquantized values are stored.
-        statistics: of the input; None when nothing is known.
+        statistics: statistics of the shared input; None when nothing is known.
     """
 
     weights: Mapping[str, Tensor]
@@ -197,7 +197,7 @@ class ChangedUnit:
         self._inputs = HessianCache(self.statistics)
 
     def values(self, module: str, assignment: LayerPlan) -> Tensor:
-        """The weight `[O, I]` as the finished checkpoint would multiply by it, float32.
+        """Returns the weight `[O, I]` as the finished checkpoint holds it, in float32.
 
         Raises:
             SchemeError, NumericsError: from the methods.
@@ -216,12 +216,12 @@ class ChangedUnit:
         return replace(self._ranked[key], rank=assignment.scheme.rank)
 
 
-Wanted = Mapping[Unit, Sequence[Form]]
-Found = Callable[[Unit, Form, float], None]
+Wanted = Mapping[LayerGroup, Sequence[Candidate]]
+Found = Callable[[LayerGroup, Candidate, float], None]
 
 
 def identity(survey: Survey) -> dict[str, Any]:
-    """What sensitivities depend on."""
+    """Returns everything that sensitivities depend on."""
     prepared = survey.prepared
     files = [file.path for file in prepared.files.files]
     return {
@@ -238,29 +238,32 @@ def identity(survey: Survey) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure(survey: Survey, known: Sensitivities, display: RunDisplay) -> None:
-    """Measures what is not known yet, unit by unit in the order of the model.
+    """Measures missing sensitivities, group by group in the order of the model.
 
     Raises:
         CheckpointError: the model does not fit in memory, or a tensor of it is missing or misshapen.
         NumericsError: NaN or infinity on the way.
     """
-    wanted = {unit: [each for each in menu if known.get(unit, each) is None] for unit, menu in survey.menus.items()}
-    wanted = {unit: forms for unit, forms in wanted.items() if forms}
+    wanted = {
+        group: [each for each in offered if known.get(group, each) is None]
+        for group, offered in survey.candidates.items()
+    }
+    wanted = {group: candidates for group, candidates in wanted.items() if candidates}
     if not wanted:
         return
     survey.require_memory()
     display.step("loading the model")
     meter = _Meter.open(survey)
 
-    def found(unit: Unit, form: Form, divergence: float) -> None:
-        known.add(unit, form, divergence)
-        display.finish(f"{unit.name} {form}: KL {divergence:.6f}")
+    def found(group: LayerGroup, candidate: Candidate, divergence: float) -> None:
+        known.add(group, candidate, divergence)
+        display.finish(f"{group.name} {candidate}: KL {divergence:.6f}")
 
-    for index in range(EMBEDDING, 1 + max(unit.block for unit in wanted)):
-        inside = {unit: forms for unit, forms in wanted.items() if unit.block == index}
+    for index in range(EMBEDDING, 1 + max(group.block for group in wanted)):
+        inside = {group: candidates for group, candidates in wanted.items() if group.block == index}
         if index not in range(len(meter.model.blocks)):
-            for unit, forms in inside.items():
-                meter.measure_end(unit, forms, found)
+            for group, candidates in inside.items():
+                meter.measure_end(group, candidates, found)
             continue
         if inside:
             display.step(f"statistics of block {index}")
@@ -270,64 +273,64 @@ def measure(survey: Survey, known: Sensitivities, display: RunDisplay) -> None:
 
 @dataclass
 class _Meter:
-    """The dense model with both texts on their way through it.
+    """Dense model with both texts on their way through it.
 
     Attributes:
-        calibration: what rounding is calibrated on.
-        model: holds what divergence is measured on.
+        calibration: inputs of the current block for the calibration text.
+        model: holds those for the text that divergence is measured on.
     """
 
     survey: Survey
     calibration: BlockInputs
-    model: ResidentModel
+    model: LoadedModel
 
     @classmethod
     def open(cls, survey: Survey) -> _Meter:
         prepared = survey.prepared
         place = prepared.device, prepared.dtype
-        # One sequence at a time, and what it takes stays in the processor's cache; a GPU wants more to do.
+        # One sequence at a time stays in the processor's cache; a GPU takes a micro-batch.
         small = 1 if prepared.device.type == "cpu" else prepared.micro_batch
         calibration, measured = (
             capture_inputs(prepared.skeleton, prepared.files, tokens, micro_batch, *place)
             for tokens, micro_batch in ((survey.calibration, prepared.micro_batch), (survey.measured, small))
         )
-        model = ResidentModel(prepared.skeleton, prepared.files, measured, survey.measured, *place)
+        model = LoadedModel(prepared.skeleton, prepared.files, measured, survey.measured, *place)
         return cls(survey, calibration, model)
 
     def measure(self, index: int, wanted: Wanted, found: Found) -> None:
-        """All that is wanted of one block."""
+        """Measures the missing candidates of one block."""
         prepared = self.survey.prepared
         name = prepared.skeleton.block_name(index)
-        inside = {module.removeprefix(f"{name}.") for unit in wanted for module in unit.modules}
+        inside = {module.removeprefix(f"{name}.") for group in wanted for module in group.modules}
         block = read_block(prepared.skeleton, prepared.files, index, inside, prepared.device)
         block.module = self.model.blocks[index]
-        statistics = self._statistics(block, index) if self.survey.request.method != "rtn" else {}
-        for unit, forms in wanted.items():
-            leaves = {module: module.removeprefix(f"{name}.") for module in unit.modules}
+        statistics = self._statistics(block, index) if self.survey.request.reads_inputs else {}
+        for group, candidates in wanted.items():
+            leaves = {module: module.removeprefix(f"{name}.") for module in group.modules}
             weights = {module: block.weights[leaf] for module, leaf in leaves.items()}
-            # Linears of one unit share their input.
-            changed = ChangedUnit(weights, self._scale_dtype, statistics.get(leaves[unit.name]))
-            for form in forms:
-                for module, assignment in self.survey.assignments(unit, form).items():
+            # Linears of one group share their input.
+            changed = CandidateLayer(weights, self._scale_dtype, statistics.get(leaves[group.name]))
+            for candidate in candidates:
+                for module, assignment in self.survey.assignments(group, candidate).items():
                     block.set_weight(leaves[module], changed.values(module, assignment))
-                found(unit, form, 0.0 if form.is_dense else self.model.divergence(index))
+                found(group, candidate, 0.0 if candidate.is_dense else self.model.divergence(index))
             for module, leaf in leaves.items():
                 block.set_weight(leaf, weights[module])
 
-    def measure_end(self, unit: Unit, forms: Sequence[Form], found: Found) -> None:
-        """All that is wanted of the embedding or of the head."""
-        prepared, (module,) = self.survey.prepared, unit.modules
+    def measure_end(self, group: LayerGroup, candidates: Sequence[Candidate], found: Found) -> None:
+        """Measures the missing candidates of the embedding or the head."""
+        prepared, (module,) = self.survey.prepared, group.modules
         parameter = self.model.weight(module)
         weight = prepared.files.tensor(f"{module}.weight").to(parameter.device, torch.float32)
         seen = None
-        if self.survey.request.method_of(unit) != "rtn":
+        if reads_inputs(self.survey.request.method_of(group)):
             seen = InputStatistics(weight.shape[1], module, device=prepared.device)
             self.model.observe_head(self.calibration.hidden.split(prepared.micro_batch), seen.update)
-        changed = ChangedUnit({module: weight}, self._scale_dtype, seen)
-        for form in forms:
-            for assignment in self.survey.assignments(unit, form).values():
+        changed = CandidateLayer({module: weight}, self._scale_dtype, seen)
+        for candidate in candidates:
+            for assignment in self.survey.assignments(group, candidate).values():
                 parameter.data = changed.values(module, assignment)
-            found(unit, form, 0.0 if form.is_dense else self.model.divergence(unit.block))
+            found(group, candidate, 0.0 if candidate.is_dense else self.model.divergence(group.block))
         parameter.data = weight
 
     @property

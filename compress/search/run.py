@@ -1,4 +1,4 @@
-"""The search itself: measure, choose, write the recipe, run it, and where the target is a quality, try again."""
+"""The search: measure, choose, write the recipe and run it; for a KL target, try again until it is met."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from compress.recipe import (
     Recipe,
     Stage,
 )
-from compress.search.allocate import Choice, Chooser, Try, best, next_allowed
+from compress.search.allocate import Choice, Chooser, Try, best, next_kl_target
 from compress.search.measure import identity, measure
 from compress.search.sensitivities import Sensitivities
 from compress.search.survey import Survey
 
 
 def record(survey: Survey, known: Sensitivities, choice: Choice, tries: Sequence[Try]) -> dict[str, Any]:
-    """The `search` section of a report, JSON-able."""
+    """Returns the `search` section of a report, JSON-able."""
     return {
         "request": survey.request.to_dict(),
         "target": str(survey.request.goal),
@@ -40,11 +40,11 @@ def record(survey: Survey, known: Sensitivities, choice: Choice, tries: Sequence
         "predicted": choice.predicted,
         "units": [
             {
-                "modules": list(unit.modules),
-                "chosen": str(form),
-                "sensitivity": {str(each): known.of(unit, each) for each in survey.menus[unit]},
+                "modules": list(group.modules),
+                "chosen": str(candidate),
+                "sensitivity": {str(each): known.of(group, each) for each in survey.candidates[group]},
             }
-            for unit, form in choice.forms.items()
+            for group, candidate in choice.candidates.items()
         ],
         "tries": [asdict(each) for each in tries],
     }
@@ -63,11 +63,11 @@ def put_in_place(result: RunResult, out: Path, search: dict[str, Any]) -> RunRes
 
 
 def made_before(folder: Path, recipe: Recipe) -> RunResult | None:
-    """The checkpoint that an interrupted search made of this recipe. One of another recipe is removed: the folder is
-    the search's own, for it holds a report.
+    """Returns the checkpoint that an interrupted search made with this recipe. One of another recipe is removed: a
+    folder with a report belongs to the search.
 
     Raises:
-        CheckpointError: there is such a folder, but no report in it, or it does not verify.
+        CheckpointError: the folder has no report, or does not verify.
     """
     if not folder.exists():
         return None
@@ -89,7 +89,7 @@ HEADER = "# Found by compress search."
 
 
 def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str]) -> None:
-    """Writes a recipe, over an older one of a search if need be. Raises CheckpointError for anybody else's file."""
+    """Writes a recipe, replacing an older one of a search. Raises CheckpointError for other files."""
     if path.exists() and not path.read_bytes().startswith(HEADER.encode()):
         raise CheckpointError(f"{path} exists and is no recipe of a search", "Name another file with --recipe")
     with atomic_file(path) as stream:
@@ -132,12 +132,12 @@ def _stage(stage: Stage) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where a search writes, beside the checkpoint.
+    """Files of a search beside the checkpoint.
 
     Attributes:
-        sensitivities: every figure as soon as it is measured.
-        recipe: what was found.
-        command: how the user asked for it, for the recipe's remarks.
+        sensitivities: measurements, each written when it is done.
+        recipe: the recipe found.
+        command: the command line, for the recipe's remarks.
     """
 
     sensitivities: Path
@@ -147,14 +147,14 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """A search whose sensitivities are known."""
+    """Search with all sensitivities."""
 
     survey: Survey
     known: Sensitivities
     chooser: Chooser
 
     def first_choice(self) -> Choice:
-        """What a target of size asks for; of a target of quality, what it would ask for if predictions were exact.
+        """Returns the choice for a target of size; for a KL target, the choice if predictions were exact.
 
         Raises:
             RecipeError: a size that cannot be reached.
@@ -166,28 +166,30 @@ class Findings:
 
 
 def find(survey: Survey, files: Files, quiet: bool = False) -> Findings:
-    """Measures the sensitivities that are not on disk yet.
+    """Measures the sensitivities that are not on disk.
 
     Raises:
-        ToolkitError: as `compress.search.measure.measure`; what is on disk is of another model, text or method.
+        ToolkitError: as `compress.search.measure.measure`; the file belongs to another model, text or method.
     """
     known = Sensitivities.open(files.sensitivities, identity(survey), survey.run.restart)
-    done = sum(known.get(unit, form) is not None for unit, menu in survey.menus.items() for form in menu)
+    done = sum(
+        known.get(group, candidate) is not None for group, offered in survey.candidates.items() for candidate in offered
+    )
     with RunDisplay(survey.measurements, done, quiet, "measurement") as display:
         if done:
             display.say(f"{done} of {survey.measurements} sensitivities are in {known.path} already")
         measure(survey, known, display)
-    return Findings(survey, known, Chooser(survey.menus, survey.cost, known.of))
+    return Findings(survey, known, Chooser(survey.candidates, survey.cost, known.of))
 
 
 def write_choice(findings: Findings, choice: Choice, files: Files, kl: float | None = None) -> Recipe:
-    """Writes the recipe that a choice means. Raises CheckpointError where somebody's own file stands there.
+    """Writes the recipe of a choice. Raises CheckpointError where another file exists.
 
     Args:
-        kl: what the finished checkpoint was measured with; None before there is one.
+        kl: measured KL of the finished checkpoint; None before it exists.
     """
     survey = findings.survey
-    recipe = survey.request.recipe(choice.forms)
+    recipe = survey.request.recipe(choice.candidates)
     remarks = [
         f"  {files.command}",
         f"Target: {survey.request.goal}. {survey.bits_per_weight(choice.cost):.3f} bits per weight in these layers, "
@@ -212,7 +214,7 @@ def carry_out(findings: Findings, files: Files, quiet: bool = False) -> Outcome:
     """Makes the checkpoint, verified and measured, and its recipe.
 
     Raises:
-        ToolkitError: as `compress.pipeline.run.run`; a target of quality that no try kept.
+        ToolkitError: as `compress.pipeline.run.run`; a KL target that no try meets.
     """
     choice = findings.first_choice()
     write_choice(findings, choice, files)
@@ -227,13 +229,13 @@ def carry_out(findings: Findings, files: Files, quiet: bool = False) -> Outcome:
 
 
 def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tuple[Choice, RunResult]:
-    """Makes checkpoints until the smallest that keeps the limit is found closely enough. The others are removed, and
-    all of them when none keeps it: a changed goal begins anew."""
+    """Makes checkpoints until the KL target is met closely enough. Keeps the smallest within the limit and removes the
+    others."""
     made: list[tuple[Choice, RunResult]] = []
-    allowed = next_allowed(tries, limit)
+    allowed = next_kl_target(tries, limit)
     while allowed is not None and len(tries) < findings.survey.request.tries:
         choice = findings.chooser.within_loss(allowed)
-        if any(choice.forms == other.forms for other, _ in made):
+        if any(choice.candidates == other.candidates for other, _ in made):
             break
         out = findings.survey.run.out
         result = _make(findings, choice, out.with_name(f"{out.name}.try{len(tries) + 1}"), quiet)
@@ -241,7 +243,7 @@ def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tu
         tries.append(Try(choice.predicted, _measured(result), result.structure.total_bytes))
         if not quiet:
             _say(tries, limit)
-        allowed = next_allowed(tries, limit)
+        allowed = next_kl_target(tries, limit)
     kept = best(tries, limit)
     chosen = None if kept is None else made[tries.index(kept)]
     for each in made:
@@ -253,9 +255,9 @@ def _meet(findings: Findings, limit: float, tries: list[Try], quiet: bool) -> tu
 
 
 def _make(findings: Findings, choice: Choice, out: Path, quiet: bool) -> RunResult:
-    """Runs the recipe of a choice, unless an interrupted search has done so."""
+    """Runs the recipe of a choice, unless an interrupted search did."""
     request = findings.survey.run
-    recipe = findings.survey.request.recipe(choice.forms)
+    recipe = findings.survey.request.recipe(choice.candidates)
     if before := made_before(out, recipe):
         return before
     return run(prepare(replace(request, recipe=recipe, out=out)), quiet)
@@ -281,7 +283,7 @@ def _say(tries: list[Try], limit: float) -> None:
 def _unmet(findings: Findings, tries: list[Try], limit: float) -> RecipeError:
     least = min(tries, key=lambda each: each.measured)
     exhausted = len(tries) == findings.survey.request.tries
-    widest = max(findings.survey.request.menu, key=lambda form: form.bits_per_weight)
+    widest = max(findings.survey.request.candidates, key=lambda candidate: candidate.bits_per_weight)
     return RecipeError(
         f"no checkpoint of {len(tries)} tries has KL {limit:g} or less: the best has {least.measured:.4g} with "
         f"{least.bytes / 1e6:,.2f} MB",

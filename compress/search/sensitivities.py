@@ -1,4 +1,4 @@
-"""Sensitivities on disk: every figure is there as soon as it was measured. Free of torch."""
+"""Sensitivities on disk, written as they are measured. Free of torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from compress.common.errors import CheckpointError
 from compress.common.files import atomic_file
-from compress.search.space import Form, Unit
+from compress.search.space import Candidate, LayerGroup
 
 FORMAT_VERSION = 1
 
 
 @dataclass
 class Sensitivities:
-    """The divergence that each unit alone causes, by form, in nats.
+    """Divergence in nats caused by each layer group alone, by candidate.
 
-    They depend on neither menu nor target, so that a second search of the same model finds them here.
+    It depends on neither the other candidates nor the target, so a second search of the same model reuses it.
 
     Attributes:
         path: the file.
-        identity: what they depend on.
-        values: by name of the unit, then by form.
+        identity: everything that they depend on.
+        values: by name of the group, then by candidate.
     """
 
     path: Path
@@ -33,13 +33,13 @@ class Sensitivities:
 
     @classmethod
     def open(cls, path: Path, identity: Mapping[str, Any], restart: bool = False) -> Sensitivities:
-        """What earlier searches left in a file, or nothing yet.
+        """Opens the file of earlier searches, or begins one.
 
         Args:
-            restart: leaves out what is there.
+            restart: ignores stored values.
 
         Raises:
-            CheckpointError: the file is damaged, or its figures are of another model, text or method.
+            CheckpointError: the file is damaged, or belongs to another model, text or method.
         """
         now = dict(identity)
         if restart or not path.is_file():
@@ -59,16 +59,16 @@ class Sensitivities:
             )
         return cls(path, now, values)
 
-    def get(self, unit: Unit, form: Form) -> float | None:
-        return self.values.get(unit.name, {}).get(str(form))
+    def get(self, group: LayerGroup, candidate: Candidate) -> float | None:
+        return self.values.get(group.name, {}).get(str(candidate))
 
-    def of(self, unit: Unit, form: Form) -> float:
-        """A figure that is known."""
-        return self.values[unit.name][str(form)]
+    def of(self, group: LayerGroup, candidate: Candidate) -> float:
+        """Returns a stored value."""
+        return self.values[group.name][str(candidate)]
 
-    def add(self, unit: Unit, form: Form, divergence: float) -> None:
-        """Keeps one figure, on disk too."""
-        self.values.setdefault(unit.name, {})[str(form)] = divergence
+    def add(self, group: LayerGroup, candidate: Candidate, divergence: float) -> None:
+        """Stores one value, on disk too."""
+        self.values.setdefault(group.name, {})[str(candidate)] = divergence
         stored = {"format_version": FORMAT_VERSION, "identity": self.identity, "values": self.values}
         with atomic_file(self.path) as stream:
             stream.write(json.dumps(stored, indent=1).encode())

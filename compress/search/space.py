@@ -1,4 +1,4 @@
-"""What a search is asked for, as data: `compress search` builds it from options, a recipe file from `search:`."""
+"""Search space: candidates, layer groups, goal and request of a search. Free of torch."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from compress.recipe import (
     TensorStage,
 )
 
-RANK_WORDS = {"rank": "svd-llm", "asvd": "asvd", "svd": "svd"}
-"""Factorizing methods by the words that menus have for them."""
+DEFAULT_RANK_WORD = "rank"
+"""Word for the default factorization method; others go by their names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Pruned or factorized or neither, and quantized or not; a layer of which none is true stays dense.
+class Candidate:
+    """One way to store a layer: pruned, factorized or neither, and quantized or not; dense when nothing is set.
 
     Attributes:
-        scheme: of the integers: of all weights, of both factors, or of what pruning leaves; None keeps 16-bit values.
+        scheme: integers of the weights, of both factors, or of what pruning leaves; None keeps 16-bit values.
         pattern: N:M sparsity.
-        factorizing: method that makes two factors; None leaves one matrix.
+        factorizing: factorization method; None leaves one matrix.
         keep: share of the weights that factors keep.
 
     Raises:
-        RecipeError: pruned and factorized, or a share that means nothing.
-        SchemeError: groups that cut through the pattern.
+        RecipeError: pruned and factorized, or a share outside of 0 to 1.
+        SchemeError: the pattern does not divide the groups.
     """
 
     scheme: Scheme | None = None
@@ -60,22 +60,22 @@ class Form:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every weight is rounded and nothing else is done."""
+        """Whether weights are rounded and nothing else is done."""
         return self.scheme is not None and not self.pattern and not self.factorizing
 
     @property
     def bits_per_weight(self) -> float:
-        """About how many, scales left out."""
+        """Approximate bits of a weight, without scales."""
         bits = self.scheme.bits if self.scheme else FLOAT_BITS
         if self.pattern:
             return (bits + self.pattern.index_bits) * self.pattern.kept / self.pattern.of
         return bits * self.keep
 
     def stages(self, method: str, targets: Sequence[str]) -> tuple[TensorStage, ...]:
-        """What a recipe does to give these layers this form.
+        """Returns the stages of a recipe that make these layers this candidate.
 
         Args:
-            method: how integers are rounded.
+            method: quantization method.
         """
         named = tuple(targets)
         stages: list[TensorStage] = []
@@ -88,7 +88,7 @@ class Form:
         return tuple(stages)
 
     def __str__(self) -> str:
-        words = {method: word for word, method in RANK_WORDS.items()}
+        words = {method: word for word, method in rank_words().items()}
         structure = str(self.pattern) if self.pattern else ""
         if self.factorizing:
             structure += f"{words[self.factorizing]}{self.keep}"
@@ -98,56 +98,62 @@ class Form:
         return f"{structure}w{self.scheme.bits}{group}{'' if self.scheme.symmetric else 'asym'}"
 
 
-DEFAULT_MENU = "w2g128,w2g64,w3g128,w3g64,w4g128,w4g32,w5g128,w6g128,w8"
+DEFAULT_CANDIDATES = "w2g128,w2g64,w3g128,w3g64,w4g128,w4g32,w5g128,w6g128,w8"
 DENSE = "dense"
-_WORD = re.compile(
-    rf"(?P<pattern>\d+:\d)?(?:(?P<method>{'|'.join(RANK_WORDS)})(?P<keep>\d*\.\d+|\d+))?"
-    r"(?:w(?P<bits>\d)(?:g(?P<group>\d+))?(?P<asym>asym)?)?"
-)
+_PATTERN, _WIDTH = r"(?P<pattern>\d+:\d)?", r"(?:w(?P<bits>\d)(?:g(?P<group>\d+))?(?P<asym>asym)?)?"
+_KEEP = r"(?P<keep>\d*\.\d+|\d+)"
 
 
-def parse_menu(text: str) -> tuple[Form, ...]:
-    """Forms from `w2g64,2:4w4g128,rank0.8`, each once. A word says, in this order and each only if wanted: an N:M
-    pattern, or a share of the weights that factors keep (`rank` by SVD-LLM, `asvd`, `svd`); then the width, the columns
-    that share a scale (none: all of a row), and `asym` for stored zero points. `dense` leaves layers as they are.
+def rank_words() -> dict[str, str]:
+    """Returns the registered factorization methods by their words in candidates; `rank` is the default one."""
+    default = FactorizeStage().method
+    return {DEFAULT_RANK_WORD if name == default else name: name for name in base.names("factorize")}
+
+
+def parse_candidates(text: str) -> tuple[Candidate, ...]:
+    """Parses candidates from `w2g64,2:4w4g128,rank0.8`, each once. A word has, in this order and all optional: an N:M
+    pattern, or a factorization method with the share of the weights to keep (`rank`: the default method); the width,
+    the columns that share a scale (default: all of a row), and `asym` for stored zero points. `dense` changes nothing.
 
     Raises:
-        RecipeError: a word that means nothing, or fewer than two forms.
-        SchemeError: a width, group or pattern that no scheme has.
+        RecipeError: an unknown word, or fewer than two candidates.
+        SchemeError: an impossible width, group or pattern.
     """
-    forms = dict.fromkeys(_form(word.strip()) for word in text.split(","))
-    if len(forms) < 2:
-        raise RecipeError(f"a menu of {len(forms)} leaves nothing to choose", f"Use --candidates {DEFAULT_MENU}")
-    return tuple(forms)
-
-
-def _form(word: str) -> Form:
-    if word == DENSE:
-        return Form()
-    found = _WORD.fullmatch(word)
-    if not word or found is None:
+    candidates = dict.fromkeys(_candidate(word.strip()) for word in text.split(","))
+    if len(candidates) < 2:
         raise RecipeError(
-            f"{word!r} is nothing a layer can become", "Write w4g128, w8, 2:4w4g128, rank0.8 or asvd0.8w8"
+            f"a list of {len(candidates)} leaves nothing to choose", f"Use --candidates {DEFAULT_CANDIDATES}"
         )
+    return tuple(candidates)
+
+
+def _candidate(word: str) -> Candidate:
+    if word == DENSE:
+        return Candidate()
+    words = rank_words()
+    named = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
+    found = re.fullmatch(f"{_PATTERN}(?:(?P<method>{named}){_KEEP})?{_WIDTH}", word)
+    if not word or found is None:
+        raise RecipeError(f"{word!r} is no candidate", "Write w4g128, w8, 2:4w4g128, rank0.8 or asvd0.8w8")
     bits, group = found["bits"], found["group"]
-    return Form(
+    return Candidate(
         Int(int(bits), int(group) if group else None, found["asym"] is None) if bits else None,
         Sparsity.parse(found["pattern"]) if found["pattern"] else None,
-        RANK_WORDS.get(found["method"]),
+        words.get(found["method"]),
         float(found["keep"] or 1),
     )
 
 
 EMBEDDING = -1
-"""Index that stands for a block before the first."""
+"""Index of the token embedding, before the first block."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One linear, or siblings that engines fuse and that therefore share a form.
+class LayerGroup:
+    """One linear, or siblings that engines fuse and that therefore become the same candidate.
 
     Attributes:
-        block: index of the block it stands in; of the token embedding `EMBEDDING`, of the head the number of blocks.
+        block: index of its block; `EMBEDDING` for the token embedding, the number of blocks for the head.
         modules: full names.
         shapes: `(O, I)` of each.
     """
@@ -165,24 +171,28 @@ class Unit:
         return sum(map(math.prod, self.shapes))
 
 
-def units_of(blocks: Sequence[str], linears: Mapping[str, tuple[int, int]], architecture: Architecture) -> list[Unit]:
-    """Units in the order of the model.
+def layer_groups(
+    blocks: Sequence[str], linears: Mapping[str, tuple[int, int]], architecture: Architecture
+) -> list[LayerGroup]:
+    """Groups linears, in the order of the model.
 
     Args:
         blocks: names of the blocks.
-        linears: shapes of the linears to decide about, by full name.
+        linears: shapes of the searched linears, by full name.
     """
-    units = []
+    groups = []
     for index, block in enumerate(blocks):
         inside = [name for name in linears if name.startswith(f"{block}.")]
         leader = {
             f"{block}.{name}": f"{block}.{siblings[0]}" for siblings in architecture.siblings for name in siblings
         }
-        groups: dict[str, list[str]] = {}
+        members: dict[str, list[str]] = {}
         for name in inside:
-            groups.setdefault(leader.get(name, name), []).append(name)
-        units += [Unit(index, tuple(modules), tuple(linears[name] for name in modules)) for modules in groups.values()]
-    return units
+            members.setdefault(leader.get(name, name), []).append(name)
+        groups += [
+            LayerGroup(index, tuple(modules), tuple(linears[name] for name in modules)) for modules in members.values()
+        ]
+    return groups
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -191,12 +201,12 @@ _SIZE = re.compile(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]*)")
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The best quality within a size, or the least size within a loss of quality: one of the three.
+    """Target of a search: best quality within a size, or least size within a loss of quality. One of three.
 
     Attributes:
-        bits_per_weight: of the layers searched, scales included.
-        size: bytes of the weight files.
-        kl: mean divergence from the dense model as the finished checkpoint is measured, in nats.
+        bits_per_weight: limit for the searched layers, scales included.
+        size: limit of the weight files in bytes.
+        kl: limit of the finished checkpoint's mean divergence from the dense model, in nats.
 
     Raises:
         RecipeError: none or several are given, or one is not a positive number.
@@ -217,7 +227,7 @@ class Goal:
 
     @property
     def name(self) -> str:
-        """A short one, for recipes and reports."""
+        """Short name for recipes and reports."""
         if self.kl is not None:
             return f"search-kl{self.kl:g}"
         return f"search-{self.size / 1e6:g}MB" if self.size is not None else f"search-{self.bits_per_weight:g}bpw"
@@ -231,35 +241,45 @@ class Goal:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `5GB`, `800 MB`, `1.5GiB` or a plain number. Raises RecipeError for anything else."""
+    """Parses `5GB`, `800 MB`, `1.5GiB` or a plain number into bytes. Raises RecipeError for anything else."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or found.group(2).upper() not in _UNITS:
         raise RecipeError(f"{text!r} is no size", "Write a number and a unit: 5GB, 800MB, 1.5GiB")
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
 
 
-METHODS = ("gptq", "rtn")
 DEFAULT_MEASURED = 8
 DEFAULT_TRIES = 5
 
 
+def search_methods() -> tuple[str, ...]:
+    """Returns the quantization methods that round each layer by itself, factors too: each layer has a sensitivity."""
+    return tuple(name for name in base.names("quantize") if base.quantization(name).rounds_factors)
+
+
+def reads_inputs(method: str) -> bool:
+    """Returns whether a quantization method reads the inputs of layers."""
+    found = base.quantization(method)
+    return found.needs(found.Options()).inputs
+
+
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """Everything that decides what a search finds besides the model.
+    """Everything that decides the result of a search besides the model.
 
     Attributes:
-        goal: what it aims at.
-        menu: what a layer may become.
-        method: how weights are rounded, both where sensitivities are measured and in the end.
-        measured: sequences of the calibration text that sensitivities are measured on; rounding does not see them.
-        tries: checkpoints that may be made before a target of KL is met as closely as it can be.
+        goal: its target.
+        candidates: ways to store a layer.
+        method: quantization method, for measurements and for the result.
+        measured: sequences of the calibration text for measurements; rounding does not see them.
+        tries: largest number of checkpoints to meet a KL target closely.
         ignore: patterns of modules that stay dense.
-        ends: whether the token embedding and the output head take part. They are rounded and nothing else; only this
-            runtime reads a rounded embedding.
+        ends: whether the token embedding and the output head take part. They are only rounded; only this runtime
+            reads a rounded embedding.
     """
 
     goal: Goal
-    menu: tuple[Form, ...] = field(default_factory=lambda: parse_menu(DEFAULT_MENU))
+    candidates: tuple[Candidate, ...] = field(default_factory=lambda: parse_candidates(DEFAULT_CANDIDATES))
     method: str = "gptq"
     measured: int = DEFAULT_MEASURED
     tries: int = DEFAULT_TRIES
@@ -270,43 +290,50 @@ class SearchRequest:
     name: str = "search"
 
     def __post_init__(self) -> None:
-        if self.method in base.names("quantize") and base.quantization(self.method).smooths:
-            problem = f"{self.method} smooths several layers at once, so none has a sensitivity of its own"
-            raise RecipeError(problem, "Search with gptq or rtn")
-        if self.method not in METHODS:
-            raise RecipeError(f"method {self.method!r} cannot be searched with", nearest(self.method, METHODS, "Use"))
+        able = search_methods()
+        if self.method not in able:
+            found = base.quantization(self.method)
+            reason = "changes" if found.smooths or found.tunes else "does not round the factors of"
+            problem = f"{self.method} {reason} layers together, so none has a sensitivity of its own"
+            raise RecipeError(problem, nearest(self.method, able, "Use"))
         for name, value in (("measured", self.measured), ("tries", self.tries)):
             if value < 1:
-                raise RecipeError(f"{name}={value} leaves nothing to go by", f"Use {name} 4 or more")
-        for form in self.menu:
-            self._check(form)
+                raise RecipeError(f"{name}={value} leaves nothing to measure", f"Use {name} 4 or more")
+        for candidate in self.candidates:
+            self._check(candidate)
 
-    def _check(self, form: Form) -> None:
-        """Raises RecipeError for a form that looks at inputs where rounding does not: its run would have no text."""
-        if self.method == "rtn" and any(stage.needs_calibration for stage in form.stages(self.method, ())):
-            problem = f"{form} is found by inputs, and with rtn nothing looks at them"
+    def _check(self, candidate: Candidate) -> None:
+        """Raises RecipeError for a candidate that reads inputs with a method that does not: there would be no text."""
+        if not self.reads_inputs and any(stage.needs_calibration for stage in candidate.stages(self.method, ())):
+            problem = f"{candidate} needs the inputs of layers, and {self.method} reads none"
             raise RecipeError(problem, "Search with gptq, or make factors by plain svd, e.g. svd0.8w8")
 
     def probe(self) -> Recipe:
-        """A recipe that takes the same layers and texts: what a search is prepared with."""
+        """Returns a recipe of the same layers and texts, to prepare a search with."""
         text = CalibrationOptions(
             self.calibration.source, self.calibration.samples + self.measured, self.calibration.length
         )
         return Recipe((QuantizeStage("gptq", Int(8, None), ignore=self.ignore),), text, self.seed, self.name)
 
-    def method_of(self, unit: Unit) -> str:
-        """How a unit is rounded. Rows of an embedding are looked up, not multiplied: nothing can make up for errors."""
-        return "rtn" if unit.block == EMBEDDING else self.method
+    def method_of(self, group: LayerGroup) -> str:
+        """Returns the method of a group. Rows of an embedding are looked up, so errors cannot be compensated."""
+        rounds_embeddings = base.EMBEDDING in base.quantization(self.method).matrices
+        return self.method if group.block != EMBEDDING or rounds_embeddings else base.fallback("quantize").name
 
-    def recipe(self, chosen: Mapping[Unit, Form]) -> Recipe:
-        """The recipe that gives every unit its form: the stages of each form together, small ones first.
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether the quantization method reads the inputs of layers."""
+        return reads_inputs(self.method)
+
+    def recipe(self, chosen: Mapping[LayerGroup, Candidate]) -> Recipe:
+        """Returns the recipe of a choice: the stages of each candidate together, small ones first.
 
         Raises:
-            RecipeError: all units stay dense.
+            RecipeError: all groups stay dense.
         """
-        targets: dict[tuple[str, Form], list[str]] = {}
-        for unit, form in chosen.items():
-            targets.setdefault((self.method_of(unit), form), []).extend(unit.modules)
+        targets: dict[tuple[str, Candidate], list[str]] = {}
+        for group, candidate in chosen.items():
+            targets.setdefault((self.method_of(group), candidate), []).extend(group.modules)
         order = sorted(targets, key=lambda each: (_order(each[1]), each[0]))
         stages = [stage for each in order for stage in each[1].stages(each[0], targets[each])]
         if not stages:
@@ -316,11 +343,13 @@ class SearchRequest:
         return Recipe(tuple(stages), self.calibration, self.seed, self.name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the report."""
-        return asdict(self) | {"menu": list(map(str, self.menu))}
+        """Returns plain values for the report."""
+        values = asdict(self)
+        del values["candidates"]
+        return values | {"menu": list(map(str, self.candidates))}
 
 
-def _order(form: Form) -> tuple[float, int, str]:
-    """Few bits first, and of the same bits those with fewer scales."""
-    group = form.scheme.group_size if form.scheme else None
-    return form.bits_per_weight, -(group or 1 << 30), str(form)
+def _order(candidate: Candidate) -> tuple[float, int, str]:
+    """Sort key: fewer bits first, then fewer scales."""
+    group = candidate.scheme.group_size if candidate.scheme else None
+    return candidate.bits_per_weight, -(group or 1 << 30), str(candidate)

@@ -1,4 +1,4 @@
-"""What a search will measure, and what that takes: everything known before it begins."""
+"""Survey of a search: candidates of every layer group, sizes, time and memory, before anything is measured."""
 
 from __future__ import annotations
 
@@ -17,44 +17,42 @@ from compress.make_plan import assign, find_ends, packed_bytes
 from compress.methods.low_rank import ALIGNMENT, largest_rank
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.plan import LayerPlan, Plan, shape_bytes
-from compress.search.space import EMBEDDING, Form, Goal, SearchRequest, Unit, units_of
+from compress.search.space import EMBEDDING, Candidate, Goal, LayerGroup, SearchRequest, layer_groups
 
 
-def assignments_of(unit: Unit, form: Form, method: str) -> dict[str, LayerPlan]:
-    """What each linear of a unit gets, by full name; empty where it stays dense.
+def assignments_of(group: LayerGroup, candidate: Candidate, method: str) -> dict[str, LayerPlan]:
+    """Plans each linear of a group by full name; empty where it stays dense.
 
     Args:
-        method: how integers are rounded.
+        method: quantization method.
 
     Raises:
-        SchemeError: the form does not fit: groups or pattern do not divide, or factors would be no smaller.
+        SchemeError: the candidate does not fit: groups or pattern do not divide, or factors would be no smaller.
     """
-    if form.factorizing and not all(largest_rank(*shape, ALIGNMENT) for shape in unit.shapes):
-        raise SchemeError(f"factors of {unit.name} would be no smaller", "Leave low rank out")
-    if form.is_dense:
+    if candidate.factorizing and not all(largest_rank(*shape, ALIGNMENT) for shape in group.shapes):
+        raise SchemeError(f"factors of {group.name} would be no smaller", "Leave low rank out")
+    if candidate.is_dense:
         return {}
-    shapes = dict(zip(unit.modules, unit.shapes, strict=True))
-    assignments, _ = assign(form.stages(method, unit.modules), shapes, {})
+    shapes = dict(zip(group.modules, group.shapes, strict=True))
+    assignments, _ = assign(candidate.stages(method, group.modules), shapes, {})
     for module, each in assignments.items():
         if each.scheme is not None:
             compress_runtime.check(each.scheme, shapes[module])
     return assignments
 
 
-def menu_for(unit: Unit, menu: Sequence[Form], method: str) -> list[Form]:
-    """The forms that fit a unit. Raises SchemeError when none does."""
-    fitting = [form for form in menu if _fits(unit, form, method)]
+def candidates_for(group: LayerGroup, offered: Sequence[Candidate], method: str) -> list[Candidate]:
+    """Returns the candidates that fit a group. Raises SchemeError when none does."""
+    fitting = [candidate for candidate in offered if _fits(group, candidate, method)]
     if not fitting:
-        widths = ", ".join(str(columns) for _, columns in unit.shapes)
-        raise SchemeError(
-            f"nothing on the menu fits the {widths} inputs of {unit.name}", "Add w8 or w4 to --candidates"
-        )
+        widths = ", ".join(str(columns) for _, columns in group.shapes)
+        raise SchemeError(f"no candidate fits the {widths} inputs of {group.name}", "Add w8 or w4 to --candidates")
     return fitting
 
 
-def _fits(unit: Unit, form: Form, method: str) -> bool:
+def _fits(group: LayerGroup, candidate: Candidate, method: str) -> bool:
     try:
-        assignments_of(unit, form, method)
+        assignments_of(group, candidate, method)
     except SchemeError:
         return False
     return True
@@ -64,43 +62,45 @@ def _fits(unit: Unit, form: Form, method: str) -> bool:
 _ENTRY_BYTES = 128
 
 
-def unit_bytes(plan: Plan, unit: Unit, form: Form, method: str) -> int:
-    """Of a unit's weights: values and their places, both factors, scales, zero points.
+def group_bytes(plan: Plan, group: LayerGroup, candidate: Candidate, method: str) -> int:
+    """Returns the bytes of a group's weights: values and their indices, both factors, scales, zero points.
 
     Args:
-        plan: of the same model, whatever its recipe.
-        method: how integers are rounded.
+        plan: any plan of the same model.
+        method: quantization method.
     """
-    if form.is_dense:
-        dense = {f"{module}.weight" for module in unit.modules}
+    if candidate.is_dense:
+        dense = {f"{module}.weight" for module in group.modules}
         return sum(row.bytes_before for row in plan.rows if row.tensor in dense)
-    assignments = assignments_of(unit, form, method)
-    shapes = zip(unit.modules, unit.shapes, strict=True)
+    assignments = assignments_of(group, candidate, method)
+    shapes = zip(group.modules, group.shapes, strict=True)
     packed = sum(packed_bytes(assignments[module], shape, plan.scale_dtype) for module, shape in shapes)
     return packed - _shape_bytes(assignments)
 
 
-def fixed_bytes(plan: Plan, menus: Mapping[Unit, Sequence[Form]], method_of: Callable[[Unit], str]) -> int:
-    """At most how many all else takes: other tensors, headers, and the shapes beside packed weights."""
-    searched = {f"{module}.weight" for unit in menus for module in unit.modules}
+def fixed_bytes(
+    plan: Plan, candidates: Mapping[LayerGroup, Sequence[Candidate]], method_of: Callable[[LayerGroup], str]
+) -> int:
+    """Returns an upper bound for the bytes of all else: other tensors, headers, shapes beside packed weights."""
+    searched = {f"{module}.weight" for group in candidates for module in group.modules}
     others = sum(row.bytes_after for row in plan.rows if row.tensor not in searched)
     header = sum(_ENTRY_BYTES + len(row.tensor) for row in plan.rows if row.bytes_after)
     shapes = 0
-    for unit, menu in menus.items():
-        more = max(map(_entries, menu)) - 1
-        header += sum(more * (_ENTRY_BYTES + len(module)) for module in unit.modules)
-        shapes += max(_shape_bytes(assignments_of(unit, form, method_of(unit))) for form in menu)
+    for group, offered in candidates.items():
+        more = max(map(_entries, offered)) - 1
+        header += sum(more * (_ENTRY_BYTES + len(module)) for module in group.modules)
+        shapes += max(_shape_bytes(assignments_of(group, candidate, method_of(group))) for candidate in offered)
     return others + header + shapes
 
 
-def _entries(form: Form) -> int:
-    """Tensors in the file: values, or codes, scales, shapes and zero points; places beside them; two factors of all."""
-    tensors = 1 if form.scheme is None else 3 if form.scheme.symmetric else 4
-    return (tensors + bool(form.pattern)) * (2 if form.factorizing else 1)
+def _entries(candidate: Candidate) -> int:
+    """Counts tensors: values, or codes, scales, shapes and zero points; indices beside them; all twice for factors."""
+    tensors = 1 if candidate.scheme is None else 3 if candidate.scheme.symmetric else 4
+    return (tensors + bool(candidate.pattern)) * (2 if candidate.factorizing else 1)
 
 
 def _shape_bytes(assignments: Mapping[str, LayerPlan]) -> int:
-    """Of the shapes beside packed weights, which are no weights."""
+    """Returns the bytes of the shapes beside packed weights."""
     return sum(shape_bytes(each.scheme) for each in assignments.values() if each.scheme)
 
 
@@ -109,62 +109,66 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A search with everything resolved.
+    """Search with everything resolved.
 
     Attributes:
-        request: what is asked for.
-        run: the model, the folder to write and how to compute; its recipe means nothing.
-        prepared: a run of the same layers and texts, whose recipe is only a probe.
-        menus: what each unit may become.
-        calibration, measured: int64 `[N, L]`, what rounding and what divergence is measured on.
-        fixed_bytes: of the weight files, whatever is chosen; rounded up.
+        request: the search.
+        run: model, output folder and device; its recipe is not used.
+        prepared: a run of the same layers and texts with a probing recipe.
+        candidates: candidates of each layer group.
+        calibration, measured: int64 `[N, L]`, tokens for rounding and for measuring divergence.
+        fixed_bytes: upper bound for the bytes of the weight files outside of the searched groups.
     """
 
     request: SearchRequest
     run: RunRequest
     prepared: RunContext
-    menus: dict[Unit, list[Form]]
+    candidates: dict[LayerGroup, list[Candidate]]
     calibration: Tensor
     measured: Tensor
     fixed_bytes: int
 
     @property
     def measurements(self) -> int:
-        return sum(map(len, self.menus.values()))
+        return sum(map(len, self.candidates.values()))
 
-    def assignments(self, unit: Unit, form: Form) -> dict[str, LayerPlan]:
-        """What a form does to each linear of a unit; empty where they stay dense."""
-        return assignments_of(unit, form, self.request.method_of(unit))
+    def assignments(self, group: LayerGroup, candidate: Candidate) -> dict[str, LayerPlan]:
+        """Plans each linear of a group; empty where they stay dense."""
+        return assignments_of(group, candidate, self.request.method_of(group))
 
-    def cost(self, unit: Unit, form: Form) -> int:
-        """Bytes of a unit's weights in the file."""
-        return unit_bytes(self.prepared.plan, unit, form, self.request.method_of(unit))
+    def cost(self, group: LayerGroup, candidate: Candidate) -> int:
+        """Returns the bytes of a group's weights in the file."""
+        return group_bytes(self.prepared.plan, group, candidate, self.request.method_of(group))
 
     @property
     def smallest(self) -> int:
-        """Bytes of all units where each is as small as it can be."""
-        return sum(min(self.cost(unit, form) for form in menu) for unit, menu in self.menus.items())
+        """Bytes of all groups with their smallest candidates."""
+        return sum(
+            min(self.cost(group, candidate) for candidate in offered) for group, offered in self.candidates.items()
+        )
 
     @property
     def largest(self) -> int:
-        return sum(max(self.cost(unit, form) for form in menu) for unit, menu in self.menus.items())
+        return sum(
+            max(self.cost(group, candidate) for candidate in offered) for group, offered in self.candidates.items()
+        )
 
     def bits_per_weight(self, cost: int) -> float:
-        """Of units that take `cost` bytes in all."""
-        return 8 * cost / sum(unit.weights for unit in self.menus)
+        """Converts the bytes of all groups."""
+        return 8 * cost / sum(group.weights for group in self.candidates)
 
     def budget(self, goal: Goal) -> int:
-        """Bytes that the units may take. Raises RecipeError for a size that nothing can reach; says what can be."""
+        """Returns the bytes for all groups. Raises RecipeError, with the least size, for one that cannot be reached."""
         if goal.size is not None:
             budget = goal.size - self.fixed_bytes
         elif goal.bits_per_weight is not None:
-            weights = sum(unit.weights for unit in self.menus)
+            weights = sum(group.weights for group in self.candidates)
             budget = math.floor(goal.bits_per_weight * weights / 8)
         else:
             raise ValueError("a goal of quality has no budget")
         if budget < self.smallest:
             raise RecipeError(
-                f"{goal} cannot be reached: the menu's smallest forms take {self.bits_per_weight(self.smallest):.3f} "
+                f"{goal} cannot be reached: the smallest candidates take {self.bits_per_weight(self.smallest):.3f} "
                 f"bits per weight, {(self.smallest + self.fixed_bytes) / 1e6:,.2f} MB in all",
                 "Allow that much, or add something smaller to --candidates, e.g. w2g128",
             )
@@ -176,17 +180,19 @@ class Survey:
         blocks = [sum(each.numel() for each in block.parameters()) for block in self.prepared.skeleton.blocks]
         config = self.prepared.skeleton.model.config
         head = config.vocab_size * config.hidden_size
-        passes = sum(len(menu) * (sum(blocks[max(unit.block, 0) :]) + head) for unit, menu in self.menus.items())
+        passes = sum(
+            len(offered) * (sum(blocks[max(group.block, 0) :]) + head) for group, offered in self.candidates.items()
+        )
         calibrating = 2 * sum(blocks) * self.calibration.numel()
         return 2.0 * (passes * self.measured.numel() + calibrating)
 
     def seconds(self) -> float:
-        """How long that takes at the speed at which the device multiplies now: an estimate from below."""
+        """Estimates the time from below, by the current speed of matrix products."""
         return self.operations / _speed(self.prepared.device, self.prepared.dtype)
 
     @property
     def peak_memory(self) -> int:
-        """Bytes at the worst moment: the model, what it said of the measured text, and one block's statistics."""
+        """Peak bytes: the model, its probabilities for the measured text, and one block's statistics."""
         skeleton, item = self.prepared.skeleton, self.prepared.dtype.itemsize
         blocks = sum(each.numel() for block in skeleton.blocks for each in block.parameters())
         everything = sum(math.prod(row.shape) for row in self.prepared.plan.rows if row.bytes_after)
@@ -194,7 +200,7 @@ class Survey:
         return self.prepared.peak_memory + blocks * item + (everything - blocks) * _FLOAT32 + reference
 
     def require_memory(self) -> None:
-        """Raises CheckpointError where the model does not fit: better than a search that the system kills."""
+        """Raises CheckpointError where the model does not fit into memory."""
         from compress.common.device import available_bytes, format_bytes
 
         available = available_bytes(self.prepared.device)
@@ -206,14 +212,17 @@ class Survey:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able: what `--dry-run --json` prints."""
+        """Returns the JSON of `--dry-run --json`."""
         return {
             "model": str(self.prepared.request.model),
             "out": str(self.prepared.request.out),
             "search": self.request.to_dict(),
             "units": [
-                {"modules": list(unit.modules), "bytes": {str(form): self.cost(unit, form) for form in menu}}
-                for unit, menu in self.menus.items()
+                {
+                    "modules": list(group.modules),
+                    "bytes": {str(candidate): self.cost(group, candidate) for candidate in offered},
+                }
+                for group, offered in self.candidates.items()
             ],
             "measurements": self.measurements,
             "measured_tokens": self.measured.numel(),
@@ -230,11 +239,11 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
     """Opens and checks everything; reads no weights.
 
     Args:
-        run: see `Survey`. Where its dtype is `auto`, sensitivities are measured in float32: those of wide integers are
-            smaller than what half precision rounds away.
+        run: see `Survey`. With dtype `auto`, sensitivities are measured in float32: those of wide integers are below
+            the rounding of half precision.
 
     Raises:
-        ToolkitError: as `compress.pipeline.prepare.prepare`; a size that cannot be reached; too little text.
+        ToolkitError: as `compress.pipeline.prepare.prepare`; an unreachable size; too little text.
     """
     dtype = "float32" if run.dtype == "auto" else run.dtype
     prepared = prepare(replace(run, recipe=search.probe(), dtype=dtype), dry_run)
@@ -247,18 +256,20 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
         for leaf, linear in skeleton.linears(block).items()
         if f"{name}.{leaf}" in searched
     }
-    units = [*units_of(blocks, shapes, skeleton.architecture), *(_ends(prepared) if search.ends else ())]
-    menus = {unit: menu_for(unit, _offered(unit, prepared, search), search.method_of(unit)) for unit in units}
+    groups = [*layer_groups(blocks, shapes, skeleton.architecture), *(_ends(prepared) if search.ends else ())]
+    candidates = {
+        group: candidates_for(group, _offered(group, prepared, search), search.method_of(group)) for group in groups
+    }
     calibration, measured = _split(prepared, search)
-    fixed = fixed_bytes(prepared.plan, menus, search.method_of)
-    found = Survey(search, run, prepared, menus, calibration, measured, fixed)
+    fixed = fixed_bytes(prepared.plan, candidates, search.method_of)
+    found = Survey(search, run, prepared, candidates, calibration, measured, fixed)
     if search.goal.kl is None:
         found.budget(search.goal)
     return found
 
 
 def _split(prepared: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]:
-    """Sequences to calibrate on, and others to measure on. Where the text is short both get less."""
+    """Splits sequences for calibration and measurement. Where the text is short both get less."""
     if prepared.sequences is None:
         raise ValueError("the probe of a search is calibrated")
     tokens = prepared.sequences.tokens
@@ -273,29 +284,28 @@ def _split(prepared: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]
     return tokens[:-measured], tokens[-measured:]
 
 
-def _ends(prepared: RunContext) -> list[Unit]:
-    """The token embedding and, where it has a matrix of its own, the head. Raises RecipeError where neither can be
-    quantized."""
+def _ends(prepared: RunContext) -> list[LayerGroup]:
+    """Returns groups for the token embedding and an untied head. Raises RecipeError where neither can be quantized."""
     skeleton = prepared.skeleton
     ends = find_ends(skeleton, prepared.files)
-    units = [
-        Unit(EMBEDDING if name == skeleton.architecture.embedding else skeleton.num_blocks, (name,), (end.shape,))
+    groups = [
+        LayerGroup(EMBEDDING if name == skeleton.architecture.embedding else skeleton.num_blocks, (name,), (end.shape,))
         for name, end in ends.items()
         if end.shape is not None
     ]
-    if not units:
+    if not groups:
         raise RecipeError("neither embedding nor head of this model can be quantized", "Leave --include-embeddings out")
-    return units
+    return groups
 
 
-def _offered(unit: Unit, prepared: RunContext, search: SearchRequest) -> list[Form]:
-    """Of embedding and head every row is rounded, or they stay dense."""
-    inside = 0 <= unit.block < prepared.skeleton.num_blocks
-    return [form for form in search.menu if inside or form.is_plain or form.is_dense]
+def _offered(group: LayerGroup, prepared: RunContext, search: SearchRequest) -> list[Candidate]:
+    """Returns the requested candidates; embedding and head are only rounded or stay dense."""
+    inside = 0 <= group.block < prepared.skeleton.num_blocks
+    return [candidate for candidate in search.candidates if inside or candidate.is_plain or candidate.is_dense]
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of a matrix product."""
+    """Measures operations per second of a matrix product."""
     size = 1024 if device.type == "cpu" else 4096
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     float((matrix @ matrix)[0, 0])

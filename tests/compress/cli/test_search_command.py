@@ -47,7 +47,7 @@ def compress(monkeypatch, capsys, tmp_path):
 def test_a_dry_run_says_what_would_be_measured(compress, tiny_model, tmp_path: Path) -> None:
     table, _ = compress("search", tiny_model(), "--target-bpw", "5", *QUICK, "--dry-run")
     assert "24 measurements over 96 tokens" in table
-    assert "the menu reaches 4.250 to 8." in table
+    assert "candidates reach 4.250 to 8." in table
     plan = json.loads(compress("search", tiny_model(), "--max-kl", "0.1", *QUICK, "--dry-run", "--json")[0])
     assert (plan["measurements"], len(plan["units"])) == (24, 12)
     assert plan["units"][0]["modules"] == [f"model.layers.0.self_attn.{each}_proj" for each in "qkv"]
@@ -68,7 +68,7 @@ def test_a_recipe_alone(compress, tiny_model, tmp_path: Path) -> None:
 
 def test_refusals_are_one_line(compress, tiny_model) -> None:
     _, said = compress("search", tiny_model(), "--target-size", "1KB", *QUICK, code=1)
-    assert said.startswith("error: at most 0.00 MB cannot be reached: the menu's smallest forms take 4.250 bits per")
+    assert said.startswith("error: at most 0.00 MB cannot be reached: the smallest candidates take 4.250 bits per")
     _, said = compress("search", tiny_model(), *QUICK, code=1)
     assert said == "error: a search has one target, and 0 are given. Use --target-bpw, --target-size or --max-kl.\n"
 

@@ -10,25 +10,25 @@ import pytest
 from compress.search.allocate import Frontier, Option
 
 
-def random_menus(seed: int, units: int = 5, options: int = 4) -> list[list[Option]]:
+def random_menus(seed: int, groups: int = 5, options: int = 4) -> list[list[Option]]:
     chance = random.Random(seed)
     grain = chance.choice([1, 7, 64])
     return [
         [Option(grain * chance.randint(1, 40), chance.random()) for _ in range(chance.randint(1, options))]
-        for _ in range(chance.randint(1, units))
+        for _ in range(chance.randint(1, groups))
     ]
 
 
-def every_choice(menus: list[list[Option]]) -> list[tuple[int, float]]:
+def every_choice(candidates: list[list[Option]]) -> list[tuple[int, float]]:
     """Cost and loss of all choices."""
-    choices = itertools.product(*menus)
+    choices = itertools.product(*candidates)
     return [(sum(each.cost for each in choice), sum(each.loss for each in choice)) for choice in choices]
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_choice_is_better_within_a_budget(seed: int) -> None:
-    menus = random_menus(seed)
-    frontier, possible = Frontier(menus), every_choice(menus)
+    candidates = random_menus(seed)
+    frontier, possible = Frontier(candidates), every_choice(candidates)
     for budget in {cost + change for cost, _ in possible[:40] for change in (-1, 0, 1)}:
         affordable = [loss for cost, loss in possible if cost <= budget]
         found = frontier.within_cost(budget)
@@ -41,8 +41,8 @@ def test_no_choice_is_better_within_a_budget(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_choice_is_smaller_within_a_loss(seed: int) -> None:
-    menus = random_menus(seed)
-    frontier, possible = Frontier(menus), every_choice(menus)
+    candidates = random_menus(seed)
+    frontier, possible = Frontier(candidates), every_choice(candidates)
     for limit in {loss + 1e-9 for _, loss in possible[:40] if loss >= frontier.least_loss}:
         found = frontier.within_loss(limit)
         assert found.loss <= limit
@@ -51,18 +51,18 @@ def test_no_choice_is_smaller_within_a_loss(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_few_steps_stay_within_the_budget_and_near_the_best(seed: int) -> None:
-    menus = random_menus(seed, units=6)
-    possible = every_choice(menus)
+    candidates = random_menus(seed, groups=6)
+    possible = every_choice(candidates)
     budget = sorted(cost for cost, _ in possible)[len(possible) // 2]
     best = min(loss for cost, loss in possible if cost <= budget)
-    found = Frontier(menus, steps=64).within_cost(budget)
+    found = Frontier(candidates, steps=64).within_cost(budget)
     worst = max(loss for _, loss in possible)
     assert found.cost <= budget
     assert best - 1e-12 <= found.loss <= best + 0.15 * (worst - best) + 1e-12
 
 
 def test_a_larger_budget_never_loses_more() -> None:
-    frontier = Frontier(random_menus(3, units=12, options=6))
+    frontier = Frontier(random_menus(3, groups=12, options=6))
     losses = [frontier.within_cost(budget).loss for budget in range(frontier.smallest, frontier.smallest + 400, 7)]
     assert losses == sorted(losses, reverse=True)
 

@@ -16,7 +16,7 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, Recipe
 from compress.search.run import Files, carry_out, find
-from compress.search.space import Goal, SearchRequest, parse_menu
+from compress.search.space import Goal, SearchRequest, parse_candidates
 from compress.search.survey import survey
 
 TEXT = CalibrationOptions("bundled", samples=32, length=512)
@@ -41,11 +41,11 @@ def measured(folder: Path) -> tuple[int, float]:
     ],
 )
 def test_a_search_beats_one_form_everywhere(tmp_path: Path, words: str, uniform: str, share: float) -> None:
-    menu = {str(form): form for form in parse_menu(words)}
-    recipe = Recipe(menu[uniform].stages("gptq", ("*_proj",)), TEXT)
+    offered = {str(candidate): candidate for candidate in parse_candidates(words)}
+    recipe = Recipe(offered[uniform].stages("gptq", ("*_proj",)), TEXT)
     request = RunRequest(demo_model_path(), "demo", recipe, tmp_path / uniform, measure=False)
     same = run(prepare(request), quiet=True)
-    search = SearchRequest(Goal(size=same.structure.total_bytes), tuple(menu.values()), calibration=TEXT)
+    search = SearchRequest(Goal(size=same.structure.total_bytes), tuple(offered.values()), calibration=TEXT)
     files = Files(tmp_path / "figures.json", tmp_path / "found.yaml", "compress search")
     found = survey(search, replace(request, out=tmp_path / "searched"))
     searched = carry_out(find(found, files, quiet=True), files, quiet=True).run

@@ -17,17 +17,19 @@ from compress.recipe import CalibrationOptions
 from compress.recipe_file import load_recipe
 from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page
-from compress.search.measure import ResidentModel
+from compress.search.measure import LoadedModel
 from compress.search.run import Files, carry_out, find, write_choice
-from compress.search.space import Form, Goal, SearchRequest, parse_menu
+from compress.search.space import Candidate, Goal, SearchRequest, parse_candidates
 from compress.search.survey import survey
 
-MENU = parse_menu("w2g64,w4g64,w8")
+MENU = parse_candidates("w2g64,w4g64,w8")
 TEXT = CalibrationOptions("bundled", samples=4, length=64)
 
 
 def asked(goal: Goal, **options) -> SearchRequest:
-    return SearchRequest(goal, **({"menu": MENU, "measured": 2, "calibration": TEXT, "name": goal.name} | options))
+    return SearchRequest(
+        goal, **({"candidates": MENU, "measured": 2, "calibration": TEXT, "name": goal.name} | options)
+    )
 
 
 def opened(model: Path, out: Path, search: SearchRequest, **options):
@@ -45,7 +47,7 @@ def test_a_search_for_bits_ends_in_a_checkpoint_that_its_recipe_makes_again(tiny
     result = carry_out(find(found, files(out), quiet=True), files(out), quiet=True).run
     assert result.structure.bits_per_weight <= 4.0 < 0.2 + result.structure.bits_per_weight
     schemes = PackedCheckpoint.open(out).schemes
-    assert {str(Form(scheme)) for scheme in schemes.values()} <= {"w2g64", "w4g64", "w8"}
+    assert {str(Candidate(scheme)) for scheme in schemes.values()} <= {"w2g64", "w4g64", "w8"}
     for block in range(3):
         for siblings in (
             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -57,21 +59,25 @@ def test_a_search_for_bits_ends_in_a_checkpoint_that_its_recipe_makes_again(tiny
     weights = [(folder / "model.safetensors").read_bytes() for folder in (out, again.out)]
     assert weights[0] == weights[1]
     search = json.loads((out / "compression_report.json").read_text())["search"]
-    assert search["predicted"] == pytest.approx(sum(unit["sensitivity"][unit["chosen"]] for unit in search["units"]))
+    assert search["predicted"] == pytest.approx(sum(group["sensitivity"][group["chosen"]] for group in search["units"]))
     assert len(search["units"]) == 12
 
 
 @pytest.mark.full
 def test_rank_and_sparsity_are_chosen_beside_widths(tiny_model, tmp_path: Path) -> None:
-    """One form after the other over the units, so that all are made and read back; then what the search chooses."""
+    """Every candidate in turn over the groups, so that all are made and read back; then the choice of the search."""
     out, model = tmp_path / "out", tiny_model("llama", num_hidden_layers=2)
-    menu = parse_menu("rank0.5,asvd0.8w8,2:4,2:4w4g64,w8,dense")
-    found = opened(model, out, asked(Goal(bits_per_weight=6.0), menu=menu), measure=False)
+    offered = parse_candidates("rank0.5,asvd0.8w8,2:4,2:4w4g64,w8,dense")
+    found = opened(model, out, asked(Goal(bits_per_weight=6.0), candidates=offered), measure=False)
     findings = find(found, files(out), quiet=True)
-    assert all(findings.known.of(unit, form) > 0 for unit, forms in found.menus.items() for form in forms[:-1])
-    assert all(findings.known.of(unit, Form()) == 0 for unit in found.menus)
-    mixed = {unit: menu[index % len(menu)] for index, unit in enumerate(found.menus)}
-    cost = sum(found.cost(unit, form) for unit, form in mixed.items())
+    assert all(
+        findings.known.of(group, candidate) > 0
+        for group, candidates in found.candidates.items()
+        for candidate in candidates[:-1]
+    )
+    assert all(findings.known.of(group, Candidate()) == 0 for group in found.candidates)
+    mixed = {group: offered[index % len(offered)] for index, group in enumerate(found.candidates)}
+    cost = sum(found.cost(group, candidate) for group, candidate in mixed.items())
     made = run(prepare(replace(found.run, recipe=found.request.recipe(mixed), out=tmp_path / "mixed")), quiet=True)
     assert not made.structure.problems
     assert 0.97 < made.structure.total_bytes / (cost + found.fixed_bytes) <= 1
@@ -85,29 +91,31 @@ def test_a_rank_costs_and_loses_what_the_run_of_its_recipe_does(tiny_model, tmp_
     from transformers import AutoModelForCausalLM
 
     model, out = tiny_model("qwen3", torch.float32), tmp_path / "out"
-    found = opened(model, out, asked(Goal(kl=1.0), menu=parse_menu("svd0.4,svd0.7,w8"), method="rtn"))
+    found = opened(model, out, asked(Goal(kl=1.0), candidates=parse_candidates("svd0.4,svd0.7,w8"), method="rtn"))
     known = find(found, files(out), quiet=True).known
-    unit = next(unit for unit in found.menus if unit.block == 1 and "gate_proj" in unit.name)
+    group = next(group for group in found.candidates if group.block == 1 and "gate_proj" in group.name)
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.no_grad():
         dense = torch.log_softmax(whole(found.measured).logits, -1)
-        for module in unit.modules:
+        for module in group.modules:
             weight = whole.get_submodule(module).weight
-            rank = found.assignments(unit, found.menus[unit][0])[module].scheme.rank
+            rank = found.assignments(group, found.candidates[group][0])[module].scheme.rank
             left, sigma, right = torch.linalg.svd(weight.double(), full_matrices=False)
             weight.copy_((left[:, :rank] * sigma[:rank]) @ right[:rank])
         changed = torch.log_softmax(whole(found.measured).logits, -1)
     expected = (dense.exp() * (dense - changed)).sum(-1).mean()
-    low, high, _ = found.menus[unit]
-    assert known.of(unit, low) == pytest.approx(float(expected), rel=1e-3)
-    assert known.of(unit, low) > known.of(unit, high)
-    assert found.cost(unit, low) < found.cost(unit, high) < 4 * unit.weights
+    low, high, _ = found.candidates[group]
+    assert known.of(group, low) == pytest.approx(float(expected), rel=1e-3)
+    assert known.of(group, low) > known.of(group, high)
+    assert found.cost(group, low) < found.cost(group, high) < 4 * group.weights
 
 
 def test_low_rank_is_not_offered_where_it_would_be_no_smaller(tiny_model, tmp_path: Path) -> None:
-    found = opened(tiny_model("llama"), tmp_path / "out", asked(Goal(kl=1.0), menu=parse_menu("rank0.9w8g128,2:4,w8")))
-    offered = {unit.name.rpartition(".")[2]: list(map(str, menu)) for unit, menu in found.menus.items()}
-    assert all("2:4" in menu and "rank0.9w8g128" not in menu for menu in offered.values())
+    found = opened(
+        tiny_model("llama"), tmp_path / "out", asked(Goal(kl=1.0), candidates=parse_candidates("rank0.9w8g128,2:4,w8"))
+    )
+    offered = {group.name.rpartition(".")[2]: list(map(str, offered)) for group, offered in found.candidates.items()}
+    assert all("2:4" in offered and "rank0.9w8g128" not in offered for offered in offered.values())
 
 
 def test_files_stay_within_a_target_of_size(tiny_model, tmp_path: Path) -> None:
@@ -128,18 +136,18 @@ def test_sensitivities_are_what_the_whole_model_says(tiny_model, tmp_path: Path)
     known = find(found, files(tmp_path / "out"), quiet=True).known
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     packed = tmp_path / "packed"
-    unit = next(unit for unit in found.menus if unit.block == 1 and "q_proj" in unit.name)
-    recipe = replace(asked(Goal(kl=1.0), method="rtn").recipe({unit: MENU[0]}), calibration=TEXT)
+    group = next(group for group in found.candidates if group.block == 1 and "q_proj" in group.name)
+    recipe = replace(asked(Goal(kl=1.0), method="rtn").recipe({group: MENU[0]}), calibration=TEXT)
     run(prepare(RunRequest(model, str(model), recipe, packed, measure=False)), quiet=True)
     with torch.no_grad():
         dense = torch.log_softmax(whole(found.measured).logits, -1)
-        for module in unit.modules:
+        for module in group.modules:
             stored = PackedCheckpoint.open(packed).packed_weight(module)
             whole.get_submodule(module).weight.copy_(stored.dequantize())
         changed = torch.log_softmax(whole(found.measured).logits, -1)
     expected = (dense.exp() * (dense - changed)).sum(-1).mean()
     # The run knows no statistics, so its scales weigh all columns alike, as do those of the search by rtn.
-    assert known.of(unit, MENU[0]) == pytest.approx(float(expected), rel=1e-3)
+    assert known.of(group, MENU[0]) == pytest.approx(float(expected), rel=1e-3)
 
 
 @pytest.mark.full
@@ -148,12 +156,12 @@ def test_embedding_and_head_are_measured_and_chosen_like_layers(tiny_model, tmp_
 
     model, out = tiny_model("llama", torch.float32), tmp_path / "out"
     # Each next to dense in most of the network, so that size is a matter of the ends.
-    found = opened(model, out, asked(Goal(bits_per_weight=7.0), menu=MENU[1:], ends=True), measure=False)
+    found = opened(model, out, asked(Goal(bits_per_weight=7.0), candidates=MENU[1:], ends=True), measure=False)
     findings = find(found, files(out), quiet=True)
     carry_out(findings, files(out), quiet=True)
     stored = PackedCheckpoint.open(out)
     assert {"model.embed_tokens", "lm_head"} < stored.schemes.keys()
-    embedding = next(unit for unit in found.menus if unit.name == "model.embed_tokens")
+    embedding = next(group for group in found.candidates if group.name == "model.embed_tokens")
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.no_grad():
         dense = torch.log_softmax(whole(found.measured).logits, -1)
@@ -161,12 +169,12 @@ def test_embedding_and_head_are_measured_and_chosen_like_layers(tiny_model, tmp_
         changed = torch.log_softmax(whole(found.measured).logits, -1)
     expected = (dense.exp() * (dense - changed)).sum(-1).mean()
     chosen = stored.schemes["model.embed_tokens"]
-    assert findings.known.of(embedding, Form(chosen)) == pytest.approx(float(expected), rel=1e-3, abs=1e-7)
+    assert findings.known.of(embedding, Candidate(chosen)) == pytest.approx(float(expected), rel=1e-3, abs=1e-7)
 
 
 def test_an_interrupted_search_goes_on_with_what_it_has(tiny_model, tmp_path: Path, monkeypatch) -> None:
     measured: list[int] = []
-    divergence = ResidentModel.divergence
+    divergence = LoadedModel.divergence
 
     def counted(self, block: int) -> float:
         if len(measured) == 7:
@@ -176,23 +184,23 @@ def test_an_interrupted_search_goes_on_with_what_it_has(tiny_model, tmp_path: Pa
 
     out = tmp_path / "out"
     found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0)))
-    monkeypatch.setattr(ResidentModel, "divergence", counted)
+    monkeypatch.setattr(LoadedModel, "divergence", counted)
     with pytest.raises(KeyboardInterrupt):
         find(found, files(out), quiet=True)
-    monkeypatch.setattr(ResidentModel, "divergence", divergence)
+    monkeypatch.setattr(LoadedModel, "divergence", divergence)
     continued = find(opened(tiny_model("llama"), out, found.request), files(out), quiet=True).known
     whole = find(
         opened(tiny_model("llama"), out, found.request), replace(files(out), sensitivities=tmp_path / "b"), quiet=True
     ).known
     assert continued.values == whole.values
-    monkeypatch.setattr(ResidentModel, "divergence", None)
-    other = opened(tiny_model("llama"), out, asked(Goal(kl=0.5), menu=MENU[:2]))
+    monkeypatch.setattr(LoadedModel, "divergence", None)
+    other = opened(tiny_model("llama"), out, asked(Goal(kl=0.5), candidates=MENU[:2]))
     assert find(other, files(out), quiet=True).known.values == whole.values
 
 
 def test_figures_of_another_model_are_refused(tiny_model, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    find(opened(tiny_model("llama"), out, asked(Goal(kl=1.0), menu=MENU[1:])), files(out), quiet=True)
+    find(opened(tiny_model("llama"), out, asked(Goal(kl=1.0), candidates=MENU[1:])), files(out), quiet=True)
     with pytest.raises(CheckpointError, match=r"another configuration \(measured, texts differ\).*--restart"):
         find(opened(tiny_model("llama"), out, asked(Goal(kl=1.0), measured=3)), files(out), quiet=True)
 
@@ -216,7 +224,7 @@ def test_what_cannot_be_reached_is_said_with_what_can(tiny_model, tmp_path: Path
     out, model = tmp_path / "out", tiny_model("llama")
     with pytest.raises(RecipeError, match=r"2 bits.*2.250 bits"):
         opened(model, out, asked(Goal(bits_per_weight=2.0)))
-    findings = find(opened(model, out, asked(Goal(kl=1e-9), menu=MENU[:2])), files(out), quiet=True)
+    findings = find(opened(model, out, asked(Goal(kl=1e-9), candidates=MENU[:2])), files(out), quiet=True)
     with pytest.raises(RecipeError, match=r"1 tries.*1e-09.*w4g64"):
         carry_out(findings, files(out), quiet=True)
     assert not list(tmp_path.glob("out*"))
@@ -233,7 +241,9 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, tmp_p
 def test_schemes_whose_groups_do_not_divide_a_layer_are_not_offered_to_it(tiny_model, tmp_path: Path) -> None:
     model = tiny_model("llama", intermediate_size=160)
     found = opened(model, tmp_path / "out", asked(Goal(kl=1.0)))
-    offered = {unit.name.rpartition(".")[2]: [str(each) for each in menu] for unit, menu in found.menus.items()}
+    offered = {
+        group.name.rpartition(".")[2]: [str(each) for each in offered] for group, offered in found.candidates.items()
+    }
     assert offered["down_proj"] == ["w8"]
     assert offered["q_proj"] == ["w2g64", "w4g64", "w8"]
 
@@ -241,11 +251,11 @@ def test_schemes_whose_groups_do_not_divide_a_layer_are_not_offered_to_it(tiny_m
 def test_ignored_layers_take_no_part(tiny_model, tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = opened(tiny_model("llama"), out, asked(Goal(bits_per_weight=4.0), ignore=("down_proj",), method="rtn"))
-    assert not any("down_proj" in module for unit in found.menus for module in unit.modules)
+    assert not any("down_proj" in module for group in found.candidates for module in group.modules)
     findings = find(found, files(out), quiet=True)
     choice = findings.first_choice()
     recipe = write_choice(findings, choice, files(out))
-    assert set(choice.forms.values()) <= set(MENU)
+    assert set(choice.candidates.values()) <= set(MENU)
     assert not any("down_proj" in target for stage in recipe.stages for target in stage.targets)
 
 

@@ -12,12 +12,22 @@ from compress.common.errors import CheckpointError, RecipeError, ToolkitError
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
 from compress.recipe_file import load_recipe, load_work, parse_recipe, parse_work
 from compress.search.run import recipe_text, write_recipe
-from compress.search.space import DEFAULT_MENU, Form, Goal, SearchRequest, Unit, parse_menu, parse_size
+from compress.search.space import (
+    DEFAULT_CANDIDATES,
+    Candidate,
+    Goal,
+    LayerGroup,
+    SearchRequest,
+    parse_candidates,
+    parse_size,
+)
 
 
 def test_menu_words() -> None:
-    assert parse_menu("w2g64, w3g64asym,w8,w2g64") == tuple(map(Form, (Int(2, 64), Int(3, 64, False), Int(8, None))))
-    assert ",".join(map(str, parse_menu(DEFAULT_MENU))) == DEFAULT_MENU
+    assert parse_candidates("w2g64, w3g64asym,w8,w2g64") == tuple(
+        map(Candidate, (Int(2, 64), Int(3, 64, False), Int(8, None)))
+    )
+    assert ",".join(map(str, parse_candidates(DEFAULT_CANDIDATES))) == DEFAULT_CANDIDATES
 
 
 @pytest.mark.parametrize(
@@ -37,13 +47,13 @@ def test_menu_words() -> None:
     ],
 )
 def test_words_for_rank_and_sparsity(word: str, stages: tuple) -> None:
-    form, _ = parse_menu(f"{word},w8")
-    assert str(form) == word
-    assert form.stages("gptq", ("q",)) == stages
+    candidate, _ = parse_candidates(f"{word},w8")
+    assert str(candidate) == word
+    assert candidate.stages("gptq", ("q",)) == stages
 
 
 def test_forms_know_about_how_many_bits_they_take() -> None:
-    bits = [form.bits_per_weight for form in parse_menu("dense,2:4,2:4w4g128,rank0.5,rank0.5w8,w3")]
+    bits = [candidate.bits_per_weight for candidate in parse_candidates("dense,2:4,2:4w4g128,rank0.5,rank0.5w8,w3")]
     assert bits == [16, 9, 3, 8, 4, 3]
 
 
@@ -61,7 +71,7 @@ def test_forms_know_about_how_many_bits_they_take() -> None:
 )
 def test_menus_that_mean_nothing(text: str, said: str) -> None:
     with pytest.raises(ToolkitError, match=said):
-        parse_menu(text)
+        parse_candidates(text)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,7 @@ def test_a_search_in_a_recipe() -> None:
     )
     expected = SearchRequest(
         Goal(size=5_000_000),
-        (Form(Int(2, 64)), Form(Int(4, 128))),
+        (Candidate(Int(2, 64)), Candidate(Int(4, 128))),
         "rtn",
         4,
         ignore=("o_proj",),
@@ -129,15 +139,15 @@ def test_mistakes_in_a_search_are_named_with_their_line(body: str, said: str) ->
 def test_the_bundled_search() -> None:
     search = load_work("smallest-kl")
     assert isinstance(search, SearchRequest)
-    assert (search.goal, ",".join(map(str, search.menu))) == (Goal(kl=0.05), DEFAULT_MENU)
+    assert (search.goal, ",".join(map(str, search.candidates))) == (Goal(kl=0.05), DEFAULT_CANDIDATES)
     with pytest.raises(RecipeError, match=r"smallest-kl.yaml"):
         load_recipe("smallest-kl")
 
 
 UNITS = (
-    Unit(0, ("b.0.q", "b.0.k"), ((8, 8), (4, 8))),
-    Unit(0, ("b.0.o",), ((8, 8),)),
-    Unit(1, ("b.1.o",), ((8, 8),)),
+    LayerGroup(0, ("b.0.q", "b.0.k"), ((8, 8), (4, 8))),
+    LayerGroup(0, ("b.0.o",), ((8, 8),)),
+    LayerGroup(1, ("b.1.o",), ((8, 8),)),
 )
 
 
@@ -145,7 +155,7 @@ UNITS = (
 def test_a_written_recipe_reads_as_what_was_meant(source) -> None:
     search = SearchRequest(Goal(kl=0.1), calibration=CalibrationOptions(source, 8, 64), seed=5, name="search-kl0.1")
     narrow, wide = Int(3, 64, False), Int(8, None)
-    recipe = search.recipe(dict(zip(UNITS, map(Form, (wide, narrow, narrow)), strict=True)))
+    recipe = search.recipe(dict(zip(UNITS, map(Candidate, (wide, narrow, narrow)), strict=True)))
     assert recipe.stages == (
         QuantizeStage("gptq", narrow, ("b.0.o", "b.1.o")),
         QuantizeStage("gptq", wide, ("b.0.q", "b.0.k")),
@@ -155,8 +165,8 @@ def test_a_written_recipe_reads_as_what_was_meant(source) -> None:
 
 def test_rank_and_sparsity_are_written_as_stages_of_their_own() -> None:
     search = SearchRequest(Goal(kl=0.1), calibration=CalibrationOptions(samples=8, length=64), name="n")
-    low, pruned, _ = parse_menu("asvd0.75w8,2:4w4g64,dense")
-    recipe = search.recipe(dict(zip(UNITS, (low, pruned, Form()), strict=True)))
+    low, pruned, _ = parse_candidates("asvd0.75w8,2:4w4g64,dense")
+    recipe = search.recipe(dict(zip(UNITS, (low, pruned, Candidate()), strict=True)))
     assert [type(stage) for stage in recipe.stages] == [PruneStage, QuantizeStage, FactorizeStage, QuantizeStage]
     assert [stage.targets for stage in recipe.stages] == [
         ("b.0.o",),
@@ -166,20 +176,20 @@ def test_rank_and_sparsity_are_written_as_stages_of_their_own() -> None:
     ]
     assert parse_recipe(recipe_text(recipe, []), "x.yaml") == recipe
     with pytest.raises(RecipeError, match=r"0\.1"):
-        search.recipe(dict.fromkeys(UNITS, Form()))
+        search.recipe(dict.fromkeys(UNITS, Candidate()))
 
 
 @pytest.mark.parametrize("word", ["rank0.8", "asvd0.8", "2:4"])
 def test_rounding_to_nearest_goes_with_nothing_that_looks_at_inputs(word: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{word} is found by inputs"):
-        SearchRequest(Goal(kl=0.1), parse_menu(f"{word},w8"), "rtn")
-    assert SearchRequest(Goal(kl=0.1), parse_menu("svd0.8,w8"), "rtn").method == "rtn"
+    with pytest.raises(RecipeError, match=rf"{word} needs the inputs"):
+        SearchRequest(Goal(kl=0.1), parse_candidates(f"{word},w8"), "rtn")
+    assert SearchRequest(Goal(kl=0.1), parse_candidates("svd0.8,w8"), "rtn").method == "rtn"
 
 
 def test_menus_of_recipes_have_patterns_without_quotes() -> None:
     search = parse_work("search: {max_kl: 1, candidates: [2:4, rank0.8, dense]}\n", "r.yaml")
     assert isinstance(search, SearchRequest)
-    assert list(map(str, search.menu)) == ["2:4", "rank0.8", "dense"]
+    assert list(map(str, search.candidates)) == ["2:4", "rank0.8", "dense"]
 
 
 def test_only_recipes_of_searches_are_written_over(tmp_path) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from compress.search.allocate import CLOSE, Try, best, next_allowed
+from compress.search.allocate import CLOSE, Try, best, next_kl_target
 
 
 def tries_until_close(limit: float, measured, most: int = 6) -> list[Try]:
     """Plays a search: `measured` is the divergence of a checkpoint by its prediction; sizes fall with it."""
     tries: list[Try] = []
-    allowed = next_allowed(tries, limit)
+    allowed = next_kl_target(tries, limit)
     while allowed is not None and len(tries) < most:
         tries.append(Try(allowed, measured(allowed), int(1e6 / allowed)))
-        allowed = next_allowed(tries, limit)
+        allowed = next_kl_target(tries, limit)
     return tries
 
 
