@@ -26,7 +26,8 @@ from benchmarking.tables import Row, describe, print_table, write_json
 from rich.console import Console
 
 from compress.checkpoint.weights import Int, Scheme
-from compress.recipe import METHODS, CalibrationOptions, QuantizeStage, group_size_from
+from compress.methods.base import names
+from compress.recipe import CalibrationOptions, QuantizeStage, group_size_from
 
 DENSE_PASS = "dense forward"
 
@@ -86,14 +87,14 @@ def measure_dense_pass(setup: Setup) -> Measured:
     tokens = pack_sequences(
         load_texts(options.source),
         load_tokenizer(setup.model),
-        samples=options.num_calibration_samples,
-        length=options.max_seq_length,
+        samples=options.samples,
+        length=options.length,
     ).tokens
     blocks = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype).to(device).model
     with torch.inference_mode():
         blocks(tokens[:1].to(device), use_cache=False)
         started = Stopwatch()
-        for batch in tokens.split(first_micro_batch(options.max_seq_length, device.type)):
+        for batch in tokens.split(first_micro_batch(options.length, device.type)):
             blocks(batch.to(device), use_cache=False)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -124,7 +125,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tiny", choices=("tiny", "125m", "1.1b", "8b"))
     parser.add_argument("--layers", type=int, help="fewer layers of that shape; time per layer is the same")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=names("quantize"), choices=names("quantize"))
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128, help="-1: one group per output channel")
     parser.add_argument("--num-calibration-samples", type=int, default=32, help="calibration sequences")

@@ -15,7 +15,8 @@ from benchmarking.tables import Row
 from compress.checkpoint.weights import Activations, Int, Sparsity
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import Evaluation
-from compress.recipe import METHODS, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
+from compress.methods.base import names
+from compress.recipe import FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
 from compress.recipe_file import bundled_recipes, load_recipe, load_work
 
 RECIPES = "recipes"
@@ -43,10 +44,11 @@ def methods_of(setting: str) -> tuple[str, ...]:
     if setting == "w8a8":
         return ("rtn", "smoothquant")
     if setting.startswith("w"):
-        return tuple(method for method in METHODS if method != "smoothquant")
+        without_calibration_first = sorted(names("quantize"), key=lambda method: method not in NO_CALIBRATION)
+        return tuple(method for method in without_calibration_first if method != "smoothquant")
     if setting.startswith("rank"):
-        return ("svd", "asvd", "svd-llm")
-    return (AFTERWARDS, JOINT) if "+" in setting else ("magnitude", "wanda", "ria", "sparsegpt")
+        return names("factorize")
+    return (AFTERWARDS, JOINT) if "+" in setting else names("prune")
 
 
 def orders_of(setting: str) -> tuple[Order, ...]:
