@@ -87,7 +87,7 @@ class LLM:
         return self._answer(prompts, sampling or SamplingParams(), NO_OPTIONS)
 
     def embed(self, prompts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        """Of each prompt the mean over its tokens of the final hidden states, `[hidden_size]`.
+        """Returns for each prompt the mean of the final hidden states over its tokens, `[hidden_size]`.
 
         Raises:
             RequestError: a prompt is refused; then none is computed.

@@ -1,4 +1,4 @@
-"""How keys and values are kept while serving. Free of torch; the arithmetic is in `kv_numerics`.
+"""Formats of keys and values while serving. Free of torch; the arithmetic is in `kv_numerics`.
 
 A checkpoint records its default as `compression_config.kv_cache` in config.json, and serving may choose another.
 """
@@ -22,7 +22,7 @@ _SPLIT = {"k8v4": ("int8", "int4")}
 """Formats of keys and of values where they differ."""
 CODE_BITS = {"fp8": 8, "int8": 8, "int4": 4}
 METADATA_BITS = {"fp8": 16, "int8": 32, "int4": 32}
-"""Of one token and head: float16 scale, and for integers a float16 offset."""
+"""Bits of the parameters of one token and head: a float16 scale, and for integers a float16 offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def wished_kv_cache(
     sinks: int | None = None,
     recent: int | None = None,
 ) -> KVCacheScheme:
-    """What somebody asks for, of a checkpoint that may record a default.
+    """Chooses the requested format, or the default that the checkpoint may record.
 
     The format that is recorded brings what is recorded with it, another one its own defaults. None leaves either.
 
@@ -205,7 +205,7 @@ class KVCacheRecord:
     candidates: tuple[MeasuredKVCache, ...]
 
     def find(self, scheme: KVCacheScheme) -> MeasuredKVCache | None:
-        """What this form was measured to cost, if it was."""
+        """Measured cost of this format; None when it was not measured."""
         return next((each for each in self.candidates if each.scheme == scheme), None)
 
     def passes(self, candidate: MeasuredKVCache) -> bool:
@@ -235,7 +235,7 @@ def _candidate(block: Mapping[str, Any]) -> MeasuredKVCache:
 
 
 def measured_kv_caches(config: Mapping[str, Any]) -> KVCacheRecord | None:
-    """What a checkpoint's config.json records, or None.
+    """Reads the record in a checkpoint's config.json; None without one.
 
     Raises:
         CheckpointError: the record cannot be understood.

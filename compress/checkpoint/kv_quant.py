@@ -102,7 +102,7 @@ def _float16(exact: Tensor) -> Tensor:
 
 
 def _divisor(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to divide by for codes `[..., 1]`. Where the scale is zero every code gives the same, and it shall be 0."""
+    """Divisor for codes `[..., 1]`; infinite where the scale is zero, so that codes are 0."""
     return scale.to(dtype).masked_fill(scale == 0, math.inf).unsqueeze(-1)
 
 

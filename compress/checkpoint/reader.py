@@ -91,7 +91,7 @@ class PackedCheckpoint:
         return is_tied(self.config, self.files.names()) and not stores_other_head(self.files)
 
     def scheme(self, module: str) -> Scheme | None:
-        """How a module is quantized; None when it is dense."""
+        """Scheme of a module; None when it is dense."""
         return self.schemes.get(module)
 
     def weight(self, module: str) -> Weight | Tensor:
@@ -107,7 +107,7 @@ class PackedCheckpoint:
         return expanded if isinstance(expanded, Tensor) else packed
 
     def packed_weight(self, module: str) -> Weight:
-        """What a packed module holds. Raises CheckpointError for tensors that contradict the config."""
+        """Reads the weight of a packed module. Raises CheckpointError for tensors that contradict the config."""
         with self._explained(module):
             return self.codec.decode(module, self.tensor, self.schemes[module], quantization_block(self.config))
 

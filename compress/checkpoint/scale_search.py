@@ -28,7 +28,7 @@ _FINE = (0.97, 0.98, 0.99, 1.01, 1.02, 1.03)
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """What each group `[R, G, 1]` spans: `low <= 0 <= high`, and the signed element of largest magnitude."""
+    """Range of each group `[R, G, 1]`: `low <= 0 <= high`, and the signed element of largest magnitude."""
 
     low: Tensor
     high: Tensor

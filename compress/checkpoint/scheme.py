@@ -122,7 +122,7 @@ class Scheme(ABC):
 
     @property
     def structure(self) -> str:
-        """What the form has beside plain codes and scales, which no format of other tools holds; else empty."""
+        """Feature beside plain codes and scales that no format of other tools supports; else empty."""
         return f"the {self.key} layout"
 
     @property

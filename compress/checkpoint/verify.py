@@ -32,7 +32,7 @@ class DenseTensor:
 
 @dataclass(frozen=True, slots=True)
 class StructureReport:
-    """What a checkpoint holds, and what is wrong with it.
+    """Structure of a checkpoint, and its problems.
 
     Attributes:
         format: `compressed-tensors`, `gptq`, `awq`, `compress-runtime` or `dense`.

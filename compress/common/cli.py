@@ -1,4 +1,4 @@
-"""How both command lines end: refusals as one line, Ctrl-C as status 130. Free of torch."""
+"""Helpers of both command lines: refusals end as one line, Ctrl-C as status 130. Free of torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REMEDIES = {
     errno.EACCES: "Change its permissions, or name another path",
     errno.EROFS: "Name a path on a writable disk",
 }
-"""What the user can do about failures of the system that may come from any read or write."""
+"""Remedies for system errors that any read or write may raise."""
 
 
 def run_cli(app: typer.Typer) -> None:
@@ -183,7 +183,7 @@ VersionOption = Annotated[
 
 DEMO_NAME = "bundled demo model"
 DEMO_SOURCE = "demo"
-"""How `compression_config.source` names it: the folder differs from machine to machine."""
+"""Name in `compression_config.source`, since the folder differs from machine to machine."""
 
 
 def demo_model_path() -> Path:

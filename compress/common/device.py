@@ -15,7 +15,7 @@ def resolve_device(name: str) -> torch.device:
     """The device of that name; `auto` is the GPU when there is one. Kernels of this thread run there from now on.
 
     Raises:
-        ToolkitError: there is none such.
+        ToolkitError: the device does not exist.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -35,7 +35,7 @@ def check_out_folder(out: str | Path) -> Path:
 
 
 def _make_room(path: Path) -> str:
-    """Names for removal nothing but what a run here has written: `--out .` is a folder where somebody works."""
+    """Suggests removal only of folders that a run has written: `--out .` may be a folder with other work."""
     if path.name in ("", "..") or not (path / REPORT_FILE).is_file():
         return "Choose another --out"
     return f"Remove it (rm -r {shlex.quote(str(path))}) or choose --out OTHER"

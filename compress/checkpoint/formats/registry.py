@@ -16,7 +16,7 @@ from compress.common.errors import CheckpointError
 
 
 class Format(Protocol):
-    """What every format module offers."""
+    """Interface of every format module."""
 
     NAME: str
 

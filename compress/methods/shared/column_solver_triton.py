@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.cpu.gptq import ColumnGrid
 
 OUTPUTS = 32
-"""Of one program: one for each thread of a warp, so that enough programs fill the GPU."""
+"""Outputs of one program: one for each thread of a warp, so that enough programs fill the GPU."""
 
 
 @triton.jit
