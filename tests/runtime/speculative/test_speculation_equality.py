@@ -152,8 +152,8 @@ TEXTS = (
 )
 
 
-def load(speculate: str, **options: object) -> LLM:
-    defaults = {"dtype": "float64", "num_blocks": 128, "max_model_len": 256, "speculative_model": speculate}
+def load(speculative_model: str, **options: object) -> LLM:
+    defaults = {"dtype": "float64", "num_blocks": 128, "max_model_len": 256, "speculative_model": speculative_model}
     return LLM(demo_model_path(), RuntimeConfig(**(defaults | options)))
 
 
@@ -224,15 +224,15 @@ def test_text_that_repeats_itself_is_guessed() -> None:
         ({"speculative_model": "self:skip=5"}, r"5.*6 layers.*from 1.*4"),
         ({"speculative_model": "self:skip=0"}, r"0.*6 layers"),
         ({"speculative_model": "ngram", "num_speculative_tokens": 17}, r"17 draft.*between 1.*16"),
-        ({"speculative_model": "ngram", "spec_verify": "guess"}, "unknown --spec-verify 'guess'"),
+        ({"speculative_model": "ngram", "spec_verify": "guess"}, "--spec-verify"),
         (
             {"speculative_model": "", "spec_verify": "rejection"},
             "--speculative-model",
         ),
-        ({"speculative_model": "ngram-tree", "spec_verify": "rejection"}, "trees of draft tokens are verified exactly"),
+        ({"speculative_model": "ngram-tree", "spec_verify": "rejection"}, "tree"),
         (
             {"speculative_model": "ngram-tree", "kv_cache": "int8", "kv_residual_length": 8},
-            "exact sinks and recent",
+            "sinks",
         ),
         ({"speculative_model": "ngram-tree", "attention_window": 4}, r"4 tokens.*4"),
     ],

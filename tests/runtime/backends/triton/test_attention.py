@@ -15,7 +15,7 @@ from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quant
 from compress.models.spec import Rope
 from runtime.backends.kv_pages import ExactPages, ExactPlaces, QuantizedPages, pack_halves
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
-from runtime.backends.triton.attention import SinkTokens, TritonAttention, num_splits, refuse
+from runtime.backends.triton.attention import SinkTokens, TritonAttention, attention_unsupported_reason, num_splits
 from runtime.core.batch import AttentionGroup
 from runtime.core.rope import Rotary
 from runtime.core.step import ancestor_bits, paths
@@ -270,10 +270,21 @@ def test_splits_fill_the_processors_and_are_never_tiny() -> None:
     assert num_splits(10**6, 1, 132) == 64
 
 
-def test_refusals_say_why() -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert not refuse(cuda, torch.bfloat16, 128, 0)
-    assert "NVIDIA" in refuse(cpu, torch.bfloat16, 128, 0)
-    assert "16 bits" in refuse(cuda, torch.float32, 128, 0)
-    assert all("dimensions" in refuse(cuda, torch.bfloat16, head_dim, 0) for head_dim in (16, 96, 512))
-    assert "recent window" in refuse(cuda, torch.bfloat16, 128, 64)
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "recent", "fact"),
+    [
+        ("cuda", torch.bfloat16, 128, 0, ""),
+        ("cpu", torch.bfloat16, 128, 0, "NVIDIA"),
+        ("cuda", torch.float32, 128, 0, "16 bits"),
+        ("cuda", torch.bfloat16, 16, 0, "32, 64, 128, 256"),
+        ("cuda", torch.bfloat16, 96, 0, "32, 64, 128, 256"),
+        ("cuda", torch.bfloat16, 512, 0, "32, 64, 128, 256"),
+        ("cuda", torch.bfloat16, 128, 64, "recent"),
+    ],
+)
+def test_refusals_say_why(device: str, dtype: torch.dtype, head_dim: int, recent: int, fact: str) -> None:
+    config = SimpleNamespace(head_dim=head_dim)
+    model = SimpleNamespace(device=torch.device(device), dtype=dtype, config=config)
+    reason = attention_unsupported_reason(model, SimpleNamespace(kv_cache=SimpleNamespace(recent=recent)))
+    assert fact in reason
+    assert bool(reason) == bool(fact)
