@@ -29,7 +29,7 @@ set_up() {
             return 1
         fi
     fi
-    wanted="$(cat "$repository/pyproject.toml" "$repository"/compress/cpu/c/* | cksum) $extra"
+    wanted="$(cat "$repository/pyproject.toml" "$repository"/compress/cpu/c/*/* | cksum) $extra"
     if [ "$(cat "$venv/installed-$extra" 2>/dev/null)" != "$wanted" ]; then
         say "installing the project${extra:+ with [$extra]} into $venv (the first time takes some minutes)"
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "$repository${extra:+[$extra]}"

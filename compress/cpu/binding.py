@@ -1,5 +1,5 @@
-"""How many threads this process may keep busy: its cores, the share of them that its control group grants, and the
-number that its user allows OpenMP, which is what PyTorch goes by."""
+"""Loads the compiled library and counts the threads it may use: the process's cores, the share of them that its control
+group grants, and OMP_NUM_THREADS, which PyTorch follows too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def available_threads() -> int:
 
 
 def openmp_limit() -> float:
-    """What OMP_NUM_THREADS says of the outermost level; infinity where it is not set to a number."""
+    """Limit that OMP_NUM_THREADS sets for the outermost level; infinity where it is not set to a number."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return (outermost.isdigit() and int(outermost)) or math.inf
 
@@ -76,7 +76,7 @@ INSTRUCTION_SETS = (
     if platform.machine() in ("aarch64", "arm64")
     else ("scalar", "avx2", "avx512", "avx512_bf16")
 )
-"""Of this kind of processor, from the slowest to the fastest, as `dispatch.h` numbers them."""
+"""Names for this kind of processor, from the slowest to the fastest, as `dispatch.h` numbers them."""
 BEST = -1
 """In place of an instruction set: the fastest this machine has."""
 

@@ -22,7 +22,7 @@ COMPILERS = ("cc", "gcc", "clang")
 # Contraction stays off: what is a fused multiply-add is written so, or sums would differ between compilers.
 FLAGS = (
     *("-std=c11", "-D_GNU_SOURCE", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
-    *("-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"),
+    *("-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", f"-I{SOURCES}"),
 )
 
 
@@ -32,10 +32,10 @@ def find_compiler() -> str | None:
 
 
 def source_digest() -> str:
-    """Of all sources and headers. It is compiled in, so that a library is known to be older than its sources."""
+    """Hashes all sources and headers. It is compiled in, so that an outdated library is recognized."""
     digest = hashlib.sha256()
-    for file in sorted(SOURCES.glob("*.[ch]")):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    for file in sorted(file for file in SOURCES.rglob("*") if file.suffix in (".c", ".h", ".inc")):
+        digest.update(file.relative_to(SOURCES).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -46,7 +46,7 @@ def build(target: Path = LIBRARY) -> Path:
         ToolkitError: no compiler, or one that fails; a folder that cannot be written.
     """
     digest = source_digest()
-    sources = sorted(str(file) for file in SOURCES.glob("*.c"))
+    sources = sorted(str(file) for file in SOURCES.rglob("*.c"))
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as folder:
             built = Path(folder) / target.name

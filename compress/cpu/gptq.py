@@ -1,4 +1,4 @@
-"""The compiled inner loop of GPTQ and SparseGPT; `c/columns.h` says what it does with which matrix."""
+"""The compiled inner loop of GPTQ and SparseGPT; `c/gptq/gptq.h` describes the matrices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ColumnPattern:
 
 
 class _Stretch(ctypes.Structure):
-    """`ColumnStretch` of columns.h."""
+    """`ColumnStretch` of gptq.h."""
 
     _fields_ = (
         ("outputs", c_int64),
@@ -58,7 +58,7 @@ class _Stretch(ctypes.Structure):
 
 
 class CpuColumns:
-    """Changes columns of one weight in place. All tensors are on the CPU, and but for `feedback` contiguous.
+    """Changes columns of one weight in place. All tensors are on the CPU, and contiguous except for `feedback`.
 
     Args:
         targets, errors: float32 `[I, O]`.

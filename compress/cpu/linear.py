@@ -1,4 +1,4 @@
-"""Weights in the layout of the C linears (`c/linear.h`), and products with them."""
+"""Weights in the layout of the C linears (`c/linear/linear.h`), and products with them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ def check_kept(codes: Tensor) -> None:
         SchemeError: there are such codes.
     """
     if (codes.unflatten(1, (-1, 4)) != ZERO_CODE).sum(-1, dtype=torch.uint8).max() > 2:
-        raise SchemeError("a weight that is said to be 2:4 sparse keeps more", "Use --linear-backend reference")
+        raise SchemeError(
+            "a weight recorded as 2:4 sparse keeps more than 2 of 4 values", "Use --linear-backend reference"
+        )
 
 
 def expand_words(words: Tensor) -> Tensor:
-    """Codes `[T, I]`, int32, of words `[T, I * 3 / 32]` of so many features."""
+    """Codes `[T, I]`, int32, from words `[T, I * 3 / 32]`."""
     codes, places = words.unflatten(1, (-1, 3)).split((2, 1), -1)
     nibbles = torch.arange(0, 32, 4, dtype=torch.int32)
     kept = (codes.unsqueeze(-1) >> nibbles & 15).flatten(-2).unflatten(-1, (8, 2))
@@ -58,7 +60,7 @@ ERRORS = {-1: "this machine lacks the instruction set", -2: "there is no memory"
 
 
 class Activations(IntEnum):
-    """How activations enter a product."""
+    """Form in which activations enter a product."""
 
     FLOAT = 0
     """As they come."""
@@ -69,7 +71,7 @@ class Activations(IntEnum):
 
 
 class _Weight(ctypes.Structure):
-    """`LinearWeight` of c/linear.h."""
+    """`LinearWeight` of c/linear/linear.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("out_features", "in_features", "group")),
@@ -82,7 +84,7 @@ class _Weight(ctypes.Structure):
 class CpuLinear:
     """A weight `[O, I]`, perhaps with a bias, in the layout of the C kernels.
 
-    Codes of up to 2, 4 and 8 bits take so many bits, those of 2:4 sparsity 3 if asked for; O is padded to a
+    Codes of up to 2, 4 and 8 bits take 2, 4 and 8 bits, those of 2:4 sparsity 3 if asked for; O is padded to a
     multiple of 64.
 
     Args:

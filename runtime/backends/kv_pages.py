@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockField:
-    """What a layout keeps of each block in each layer: a tensor of this shape."""
+    """Part of a layout: a tensor of this shape for each block of each layer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class BlockMemory:
             slots.index_copy_(1, written, slots.index_select(1, read))
 
     def offload(self, offloads: Iterable[BlockOffload]) -> None:
-        """Saves blocks in host memory. Only `restore` reads it, on the same stream, so nobody has to wait."""
+        """Saves blocks in host memory. Only `restore` reads it, on the same stream, so no synchronization is needed."""
         for offload in offloads:
             for name, tensor in self.tensors.items():
                 self.host[name][offload.slot].copy_(tensor[:, offload.block].contiguous(), non_blocking=True)

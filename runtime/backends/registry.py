@@ -171,11 +171,11 @@ def choose_dense(
         kernels: a mode, or the name of a kernel of quantized weights.
         weight: `[O, I]`; without it kernels that gain from its values are left out.
     """
-    *preferred, last = dense_kernels()
+    found = dense_kernels()
     if kernels == REFERENCE:
-        return Choice(last, f"asked for; {last.summary}")
+        return Choice(found[-1], f"asked for; {found[-1].summary}")
     reasons: list[str] = []
-    for kernel in (*preferred, last):
+    for kernel in sorted(found, key=lambda kernel: kernel.mode != kernels):
         reason = kernel.unsupported_reason(out_features, in_features, target)
         if kernel.mode:
             if weight is None or (reason and kernels != kernel.mode) or not kernel.suits(weight):
@@ -201,7 +201,7 @@ def choose_ops(config: DecoderConfig, target: Target, kernels: str = AUTO) -> Ch
 
 @dataclass(frozen=True, slots=True)
 class StepKernels:
-    """What computes the steps of one runner.
+    """Kernels of the steps of one runner.
 
     Attributes:
         attention: the attention of a step, from its batch.

@@ -344,7 +344,7 @@ def describe_gpu(engine: Engine) -> list[str]:
     runner = engine.runner
     if not isinstance(runner, ModelRunner) or runner.decoder.device.type != "cuda":
         return []
-    steps = f"launched kernel by kernel: {runner.graphs_refusal}"
+    steps = f"launched kernel by kernel: {runner.graphs_reason}"
     if runner.graphs is not None:
         sizes = ", ".join(map(str, runner.graphs.sizes))
         steps = f"of one token for each of {sizes} sequences are recorded at their first use (CUDA graphs)"

@@ -46,7 +46,7 @@ class AttentionGroup:
 
     @property
     def tree(self) -> tuple[Tensor, Tensor] | None:
-        """Of every row the key of its sequence's first row, and its ancestors; None without trees."""
+        """For every row the key of its sequence's first row, and its ancestors; None without trees."""
         if self.ancestors is None:
             return None
         positions = self.positions.view(self.num_sequences, -1)
@@ -191,7 +191,7 @@ def _key_positions(entry: ScheduledSequence, block_size: int, attention_window: 
 
 
 def _positions(entry: ScheduledSequence) -> Iterable[int]:
-    """Of the span's tokens in the text: guesses that follow the same token have the same one."""
+    """Positions of the span's tokens in the text; draft tokens that follow the same token share one."""
     if entry.has_tree:
         return [entry.start, *(entry.start + len(path) for path in paths(entry.draft_parents))]
     return range(entry.start, _stop(entry))
@@ -209,7 +209,7 @@ def _token_ids(entry: ScheduledSequence) -> list[int]:
 
 
 def _sample_rows(entry: ScheduledSequence, stop_row: int) -> range:
-    """Of a span that ends before `stop_row`: the rows whose logits are wanted."""
+    """Rows of a span ending before `stop_row` whose logits are needed."""
     if not entry.samples:
         return range(0)
     return range(stop_row - 1 - entry.num_draft_tokens, stop_row)

@@ -32,7 +32,7 @@ class KVBudget:
         nbytes: at most.
         reason: why so much.
         step_bytes: beside it, for what a GPU computes.
-        spare_bytes: for nobody.
+        spare_bytes: kept free for the allocator.
     """
 
     nbytes: int
@@ -45,7 +45,7 @@ NO_BUDGET = KVBudget(0, "as many blocks as asked for")
 
 
 SPARE_RESIDUAL_TOKENS = 17
-"""A sequence's exact recent tokens have room for so many more: one that is known and the longest draft. What a rejected
+"""Slots beyond a sequence's residual window: one that is known and the longest draft. What a rejected
 draft overwrote is out of sight then."""
 
 
@@ -54,7 +54,7 @@ class ExactTokens:
     """Tokens whose keys and values are kept as they were computed, beside the blocks.
 
     Attributes:
-        per_sequence: so many of a sequence have room.
+        per_sequence: tokens of a sequence that have room.
         num_sequences: that have such tokens at the same time, at most.
         token_bytes: keys and values of one of them in all layers.
     """
@@ -76,7 +76,7 @@ NO_EXACT_TOKENS = ExactTokens()
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What will be allocated.
+    """Sizes of all that will be allocated.
 
     Attributes:
         weight_bytes: prepared weights, embedding included.
@@ -113,10 +113,10 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the blocks and of what is exact beside them."""
+        """Bytes of the blocks and of the exact tokens beside them."""
         return self.num_blocks * self.block_size * self.token_bytes + self.exact.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, for keys and values that were evicted from the pool."""
+        """Bytes of host memory for keys and values that were evicted from the pool."""
         return self.num_host_blocks * self.block_size * self.token_bytes

@@ -32,7 +32,7 @@ UNIFORM_BITS = 52
 
 @dataclass(frozen=True, slots=True)
 class RowNoise:
-    """Of which stream the noise of each row is, and what scores are divided by before it is added; `[R]` each.
+    """Noise stream of each row, and the temperature that divides scores before noise is added; `[R]` each.
 
     Attributes:
         seeds, positions: int64, as `gumbel_noise` takes them.
@@ -108,7 +108,7 @@ class SamplingTensors:
         return (self.noise.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     def limits(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """What cuts off scores of a dtype."""
+        """Top-k, top-p and min-p in the dtype of scores."""
         return self.top_k, self.top_p.to(dtype), self.min_p.to(dtype)
 
 
@@ -128,7 +128,7 @@ def integers_of(sampling: SamplingParams, seed: int, position: int) -> tuple[int
 
 
 def floats_of(sampling: SamplingParams) -> tuple[float, float, float]:
-    """Of temperatures only 0 is greedy."""
+    """Temperature, top-p and min-p; only temperature 0 is greedy."""
     temperature = max(sampling.temperature, MIN_TEMPERATURE) if sampling.temperature > 0 else 0.0
     return temperature, sampling.top_p, sampling.min_p
 

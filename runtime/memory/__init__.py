@@ -1,1 +1,1 @@
-"""What a checkpoint needs and what fits, from its headers: nothing is loaded."""
+"""Memory that serving a checkpoint takes, and the requests that fit, from its headers."""

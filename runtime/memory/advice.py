@@ -220,7 +220,7 @@ class Report:
             yield f"  {capacity.concurrency(length):>8,} requests of {length:,} tokens{note}"
 
     def _formats(self) -> dict[str, Capacity]:
-        """What would fit in each form of keys and values."""
+        """Capacity with each format of keys and values."""
         return {name: self.capacity.with_kv_format(self.model, name) for name in KV_FORMATS}
 
     def _kv_formats(self) -> Iterator[str]:
@@ -272,7 +272,7 @@ def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | None = None) -> Report:
-    """What a checkpoint needs, and what fits in the given memory or in what is free here. Reads no weights.
+    """Estimates what a checkpoint needs and what fits in the given, or the free, memory. Reads no weights.
 
     Args:
         scheme: how the weights are stored, in words.
@@ -305,7 +305,7 @@ def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | 
 def _plan(
     model: DecoderConfig, weight_bytes: int, dtype: str, config: RuntimeConfig, free_gpu_bytes: int | None
 ) -> MemoryPlan | str:
-    """What serving with this configuration allocates, or the refusal."""
+    """The allocation of this configuration, or the error message."""
     try:
         return plan_memory(model, weight_bytes, ITEM_SIZES[dtype], config, free_gpu_bytes)
     except ToolkitError as error:

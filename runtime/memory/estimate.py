@@ -23,19 +23,19 @@ from runtime.speculative.ngram import MAX_TREE_TOKENS, TREES
 FLOAT32 = 4
 SCALE_BYTES, ZERO_BYTES = 2, 1
 LOGITS_COPIES = 4
-"""Of the float32 logits of a step, while tokens are drawn: themselves, tempered, sorted, noisy."""
+"""Copies of the float32 logits of a step while sampling: themselves, tempered, sorted, noisy."""
 GPU_LOGIT_BYTES = 64
-"""Of one logit on a GPU, where its noise is computed for the whole vocabulary, and at the worst all of it sorted."""
+"""Bytes of one logit on a GPU, where its noise is computed and at worst the whole vocabulary is sorted."""
 CAPTURED_LOGIT_BYTES = 24
-"""Of one logit of a recorded step: itself, tempered, without what is cut off, and its exponential, twice on the way."""
+"""Bytes of one logit of a captured step: itself, tempered, truncated, and its exponential, twice."""
 SPLIT_TOKENS, MOST_SPLITS = 64, 8
-"""Linears over so few tokens add up so many float32 parts of their output at most."""
+"""Linears over at most SPLIT_TOKENS tokens reduce at most MOST_SPLITS float32 partial sums."""
 LIBRARY_BYTES = 256 * 2**20
-"""Of a GPU: kernels once they are loaded, working memory of matrix products, a panel of weights that is expanded."""
+"""Bytes that libraries take of a GPU: loaded kernels, workspaces of matrix products, a panel of expanded weights."""
 
 
 def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_keys: int = 0) -> int:
-    """What the largest step holds.
+    """Bytes that the largest step holds.
 
     The widest of three moments, on top of the hidden states and their norm: queries, keys and values with their rotated
     copy; the feed-forward layer; logits of every sequence. Attention's scores are not kept, its mask is.
@@ -50,7 +50,7 @@ def step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int, seen_
 
 
 def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
-    """What the largest step holds on a GPU, with what recorded steps keep for themselves; on the large side."""
+    """Bytes that the largest step holds on a GPU, with what captured steps keep for themselves; on the large side."""
     rows, drawn = config.max_num_seqs, _drawn_rows(config)
     heads = model.num_heads * model.head_dim
     widest = max(2 * model.intermediate_size, heads + 2 * model.num_kv_heads * model.head_dim, model.vocab_size)
@@ -75,14 +75,14 @@ def _drawn_rows(config: RuntimeConfig) -> int:
 
 
 def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, logits: int) -> int:
-    """Of a step over so many rows, with what attention holds beside its heads, and with logits."""
+    """Bytes of a step over a number of rows, with what attention holds beside its heads, and with logits."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     moments = rows * 2 * heads * itemsize + attention, rows * 3 * model.intermediate_size * itemsize, logits
     return rows * 2 * model.hidden_size * itemsize + max(moments)
 
 
 def exact_tokens(model: DecoderConfig, scheme: KVCacheScheme, itemsize: int, num_sequences: int) -> ExactTokens:
-    """What a form of keys and values keeps exactly of so many sequences; `itemsize` as in `kv_token_bytes`."""
+    """Tokens that a format of keys and values keeps exactly of each sequence; `itemsize` as in `kv_token_bytes`."""
     recent = scheme.recent + SPARE_RESIDUAL_TOKENS if scheme.recent else 0
     return ExactTokens(scheme.sinks + recent, num_sequences, kv_token_bytes(model, itemsize=itemsize))
 
@@ -118,7 +118,7 @@ class Weights:
 
     @property
     def schemes(self) -> dict[str, Scheme | None]:
-        """How each linear of the layers is stored; None is dense."""
+        """Scheme of each linear of the layers; None is dense."""
         return {linear.name: self.checkpoint.scheme(linear.name) for linear in self.config.spec.linears()}
 
     def prepared(self, schemes: Mapping[str, Scheme | None] | None = None) -> int:

@@ -75,10 +75,10 @@ class _Pool(NamedTuple):
 def _fill(
     config: RuntimeConfig, attention_window: AttentionWindow, longest: tuple[int, str], token_bytes: int, kv_bytes: int
 ) -> _Pool:
-    """As many blocks as so many bytes hold, or as can be used.
+    """Number of blocks that `kv_bytes` hold, or that can be used.
 
     Args:
-        longest: tokens of the longest sequence if there is memory for it, and why so many.
+        longest: tokens of the longest sequence if there is memory for it, and the reason.
 
     Raises:
         ToolkitError: they cannot hold one sequence of the length that was asked for.
@@ -111,7 +111,7 @@ def _check_exact(config: RuntimeConfig, exact: ExactTokens, budget: KVBudget) ->
 
 
 def longest_wanted(model: DecoderConfig, config: RuntimeConfig) -> tuple[int, str]:
-    """Tokens of the longest sequence if there is memory for it, and why so many.
+    """Tokens of the longest sequence if there is memory for it, and the reason.
 
     Raises:
         ToolkitError: more than the model's context is asked for, and no window.
@@ -173,7 +173,7 @@ def _budget(plan: MemoryPlan) -> list[str]:
     budget = plan.budget
     if not budget.step_bytes:
         return []
-    spare = f", {format_bytes(budget.spare_bytes)} are left to nobody" if budget.spare_bytes else ""
+    spare = f", {format_bytes(budget.spare_bytes)} are kept free" if budget.spare_bytes else ""
     limit = f"{format_bytes(budget.nbytes)} at most, {budget.reason}" if budget.nbytes else budget.reason
     return [f"         {limit}", f"steps    take up to {format_bytes(budget.step_bytes)} of the GPU{spare}"]
 
@@ -219,7 +219,7 @@ def choose_kv_cache(
 def _within(
     scheme: KVCacheScheme, attention_window: AttentionWindow, reason: str, prefix_caching: bool
 ) -> KVCacheChoice:
-    """Leaves out exact tokens that nobody sees, and says what the others cost."""
+    """Leaves out exact tokens outside of the window, and notes the cost of the others."""
     notes = []
     if attention_window.window is not None and scheme.sinks > attention_window.sinks:
         notes.append(f"{attention_window.sinks} instead of {scheme.sinks} exact sinks: tokens see {attention_window}")
@@ -240,7 +240,7 @@ def _within(
 CPU_BYTES = 512 * 2**20
 """On a CPU, whose memory belongs to others too."""
 SPARE_SHARE, LEAST_SPARE_BYTES = 50, 512 * 2**20
-"""One part in so many of a GPU's memory, and so many bytes at least, are left to nobody: allocators round up."""
+"""1 / SPARE_SHARE of a GPU's memory, and LEAST_SPARE_BYTES at least, stay free: allocators round up."""
 
 
 def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVBudget:
@@ -333,11 +333,11 @@ class Capacity:
 
     @property
     def kv_bytes(self) -> int:
-        """What to give to `--kv-memory` to use the room."""
+        """Value of `--kv-memory` that uses all of the room."""
         return self.tokens * self.token_bytes + self.exact.nbytes
 
     def concurrency(self, length: int) -> int:
-        """Requests of so many tokens (prompt plus output) that fit together."""
+        """Requests of `length` tokens (prompt plus output) that fit together."""
         return self.num_blocks // self.attention_window.blocks_for(length, self.step, self.block_size)
 
     def lengths(self) -> list[int]:
@@ -373,7 +373,7 @@ def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int)
 
 
 def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionWindow:
-    """What tokens look at. Raises ToolkitError for a window that the model cannot have."""
+    """Attention window of a model. Raises ToolkitError for a window that the model cannot have."""
     return resolve_attention_window(
         model.windows, model.context_length, config.attention_window, config.attention_sinks
     )
@@ -387,7 +387,7 @@ def _seen_keys(model: DecoderConfig, config: RuntimeConfig) -> int:
 
 
 def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_bytes: int, memory_bytes: int) -> Capacity:
-    """What fits beside weights of a known size.
+    """Estimates what fits beside weights of a known size.
 
     Args:
         dtype: of activations, keys and values, by name.

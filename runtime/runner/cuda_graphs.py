@@ -68,7 +68,7 @@ class StepBuffers:
         return Batch((), token_ids, positions, slots, (group,), (), no_rows, (), ())
 
     def sampling_tensors(self, size: int) -> SamplingTensors:
-        """Of the first `size` rows, as `batch`. Rows of padding are greedy."""
+        """Sampling tensors of the first `size` rows, as `batch`. Rows of padding are greedy."""
         columns = self._columns(size)[NUM_NUMBERS:]
         return SamplingTensors.of_columns(columns[:3], [column.view(torch.float64) for column in columns[3:]])
 
@@ -120,7 +120,7 @@ class Capture(Protocol):
     """Records computations that run one at a time."""
 
     def __call__(self, compute: Computation) -> Computation:
-        """What runs `compute` again. `compute` may run any number of times meanwhile, or not at all."""
+        """Returns a function that runs `compute` again. `compute` may run any number of times while recording."""
         ...
 
 
@@ -152,7 +152,7 @@ SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32)
 
 
 class _Kind(NamedTuple):
-    """Of steps that one recording serves: rows, and whether somebody may want top-k, top-p or min-p."""
+    """Kind of step that one graph serves: rows, and whether some use top-k, top-p or min-p."""
 
     size: int
     truncates: bool
@@ -180,7 +180,7 @@ class StepGraphs:
         self._compute, self._capture, self._draw = compute, capture, draw
         self._recorded: dict[_Kind, Computation] = {}
 
-    def refuse(self, entries: Sequence[ScheduledSequence]) -> str:
+    def unsupported_reason(self, entries: Sequence[ScheduledSequence]) -> str:
         """Why a step of these entries cannot be run here, in few words; empty when it can."""
         if len(entries) > self.buffers.num_rows:
             return "too many sequences"
@@ -193,7 +193,7 @@ class StepGraphs:
         return "" if self._kind(entries) in self._recorded else self.failure
 
     def run(self, entries: Sequence[ScheduledSequence]) -> tuple[Tensor, Tensor | None]:
-        """Of n entries that are not refused, in their order: logits `[n, V]`, and what `draw` made of them, int64
+        """For n supported entries, in their order: logits `[n, V]`, and what `draw` made of them, int64
         `[n]`; good until the next call."""
         kind, count = self._kind(entries), len(entries)
         self.buffers.fill(entries, kind.size)
@@ -225,7 +225,7 @@ class StepGraphs:
 
 
 def batch_sizes(limit: int) -> tuple[int, ...]:
-    """Of recorded steps of up to `limit` sequences: close enough that less than half of the rows are padding."""
+    """Sizes of captured steps of up to `limit` sequences: close enough that less than half of the rows are padding."""
     sizes = list(SMALL_SIZES)
     while sizes[-1] < limit:
         # 48, 64, 96, 128, 192, 256, ...

@@ -37,7 +37,7 @@ COSTLIEST = SamplingParams(temperature=1, top_k=NUM_LIKELY + 1)
 
 
 def warm_up(runner: ModelRunner, config: RuntimeConfig) -> None:
-    """Runs the largest steps of a runner whose pool nobody uses yet.
+    """Runs the largest steps of a runner whose pool is not in use yet.
 
     Raises:
         ToolkitError: the GPU has no memory for them.
@@ -108,7 +108,7 @@ def hidden_sums(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str, lis
 
 
 def _span_logprobs(decoder: Decoder, hidden: Tensor, entry: ScheduledSequence, num_top: int) -> list[TokenLogprobs]:
-    """Of the tokens after those of `hidden [T, H]`; the prompt's last token has none after it."""
+    """Log-probabilities of the tokens after those of `hidden [T, H]`; the prompt's last token has none after it."""
     start = entry.start + 1
     following = entry.sequence.request.prompt_token_ids[start : start + len(hidden)]
     step = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
@@ -132,10 +132,10 @@ class ModelRunner:
         memory: sizes of the pool and of the longest sequence, as `plan_memory` decides them.
 
     Attributes:
-        sample: turns logits into tokens and verifies drafts; by match unless somebody sets another way.
+        sample: turns logits into tokens and verifies drafts; exactly unless replaced.
         kernels: what computes attention and the layers of a step, and why.
         graphs: runs steps of one token per sequence from recordings; None where nothing is recorded.
-        graphs_refusal: why nothing is; empty where it is.
+        graphs_reason: why nothing is; empty where it is.
     """
 
     def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
@@ -144,8 +144,8 @@ class ModelRunner:
         self.sample: RowSampler = sample_and_match
         self.kernels = choose_step_kernels(decoder, memory)
         self.graphs: StepGraphs | None = None
-        self.graphs_refusal = self._refuse_graphs()
-        if not self.graphs_refusal:
+        self.graphs_reason = self._graphs_unsupported_reason()
+        if not self.graphs_reason:
             self.capture_steps(CudaCapture(decoder.device))
 
     def capture_steps(self, capture: Capture) -> None:
@@ -208,7 +208,7 @@ class ModelRunner:
             return StepOutput({})
         path = ""
         if self.graphs is not None:
-            path = self.graphs.refuse(plan.entries)
+            path = self.graphs.unsupported_reason(plan.entries)
             if not path:
                 return self._run_again(self.graphs, plan.entries)
         batch = build_batch(plan.entries, self.block_size, self.decoder.device, self.attention_window)
@@ -226,9 +226,9 @@ class ModelRunner:
     def _run_again(self, graphs: StepGraphs, entries: abc.Sequence[ScheduledSequence]) -> StepOutput:
         self.pages.memory.clear([block for entry in entries for block in fresh_blocks(entry, self.block_size)])
         tokens = self.sample(entries, *graphs.run(entries))
-        return StepOutput(tokens, path=graphs.refuse(entries) or "recorded")
+        return StepOutput(tokens, path=graphs.unsupported_reason(entries) or "recorded")
 
-    def _refuse_graphs(self) -> str:
+    def _graphs_unsupported_reason(self) -> str:
         """Why no step can be recorded; empty when some can."""
         if self.decoder.device.type != "cuda":
             return "recorded steps run on NVIDIA GPUs"
@@ -244,11 +244,11 @@ class ModelRunner:
         return self.decoder.forward(batch.token_ids, batch.positions, attention, run_layers)
 
     def _logits(self, batch: Batch) -> Tensor:
-        """Of every row, in the dtype of the head."""
+        """Logits of every row, in the dtype of the head."""
         return self.decoder.head_logits(self._forward(batch))
 
     def _keep_branches(self, batch: Batch, tokens: Mapping[str, list[SampledToken]]) -> None:
-        """Brings keys and values of the branches that were said to where the next step looks for them."""
+        """Moves keys and values of accepted branches to where the next step looks for them."""
         moves = [move for entry in batch.sampling if entry.has_tree for move in self._moves(entry, tokens)]
         if moves:
             self.pages.move(*zip(*moves, strict=True))
@@ -280,7 +280,7 @@ def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
     """
     on_gpu = decoder.device.type == "cuda"
     if on_gpu:
-        gc.collect()  # a runner that nobody uses any more may still hold its pool
+        gc.collect()  # an unused runner may still hold its pool
         torch.cuda.empty_cache()
     free = available_bytes(decoder.device) if on_gpu else None
     plan = plan_memory(decoder.config, decoder.nbytes, decoder.dtype.itemsize, config, free)

@@ -1,4 +1,4 @@
-"""What a request adds to the model's logits before temperature: bias, grammar mask, penalties, in this order.
+"""Changes to the model's logits before temperature: bias, grammar mask, penalties, in this order.
 
 All of it is elementwise within a row and depends on that row's request and history only. Every function overwrites
 `scores [R, V]` for the rows that ask for it; what they need goes to the device as a few flat tensors.
@@ -24,7 +24,7 @@ def adjust_logits(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     """Logits `[R, V]` as the requests want them; minus infinity where a mask forbids a token. Same dtype.
 
     `logits` stays as it is, because log-probabilities are of the unmodified distribution; it is returned itself when
-    nobody wants a change.
+    no request changes them.
     """
     biased = [row for row, draw in enumerate(draws) if draw.sampling.logit_bias]
     masked = [row for row, draw in enumerate(draws) if draw.mask is not None]

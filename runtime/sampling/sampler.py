@@ -86,7 +86,7 @@ def sample_step(
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Of one token per row of raw logits `[R, V]`, with the `num_top` most likely ones of the row, best first.
+    """Log-probabilities of one token per row of raw logits `[R, V]`, with the `num_top` most likely ones, best first.
 
     Chosen and top values are read from the same tensor: the most likely token has exactly the top's first value.
     """
@@ -105,7 +105,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], drawn: Tens
     allows nothing, gives an error and leaves the others alone.
 
     Args:
-        drawn: what the step that computed the logits has drawn from them; good where nobody wants them changed.
+        drawn: what the step that computed the logits has drawn from them; valid unless requests change the logits.
     """
     scores = adjust_logits(logits, draws)
     if drawn is None or scores is not logits:
@@ -177,7 +177,7 @@ def _decide(chosen: list[int], scores: Tensor, draws: Sequence[SamplingMetadata]
 
 
 def _scores(logits: Tensor, tensors: SamplingTensors, *, truncated: bool) -> tuple[Tensor, Tensor]:
-    """What noise is added to `[R, K]`, minus infinity where a token cannot be drawn, and the ids `[R or 1, K]`."""
+    """Scores `[R, K]`, minus infinity where a token cannot be drawn, and their ids `[R or 1, K]`."""
     scores = tensors.noise.temper(logits)
     if truncated:
         return candidates(scores, *tensors.limits(scores.dtype))
@@ -185,8 +185,8 @@ def _scores(logits: Tensor, tensors: SamplingTensors, *, truncated: bool) -> tup
 
 
 def _logprobs(logits: Tensor, token_ids: list[int], num_top: dict[int, int | None]) -> dict[int, TokenLogprobs]:
-    """Of the rows that want them. Rows with equally many alternatives go together: a mate that wants more of them must
-    not change how ties are ordered."""
+    """Log-probabilities by row. Rows with equally many alternatives are computed together, so that other rows do not
+    change the order of ties."""
     found: dict[int, TokenLogprobs] = {}
     for number in sorted({number for number in num_top.values() if number is not None}):
         rows = [row for row, wanted in num_top.items() if wanted == number]

@@ -99,7 +99,7 @@ def _spans(groups: tuple[AttentionGroup, ...]) -> list[tuple[int, int, int, int]
 
 
 def _ancestors(groups: tuple[AttentionGroup, ...]) -> Tensor | None:
-    """Of every row of the step, 0 where causality says it all; None where it does for all."""
+    """Ancestor bits of every row, 0 for plain causal attention; None when all rows are causal."""
     if all(group.ancestors is None for group in groups):
         return None
     bits = [torch.zeros_like(group.positions) if group.ancestors is None else group.ancestors for group in groups]

@@ -75,7 +75,7 @@ class CpuOps:
         native = library()
         if native is None:
             raise ValueError("there is no native library")
-        self._functions = (native.add_norm, native.rotate, native.silu_multiply)
+        self._functions = (native.add_rms_norm, native.rotate, native.silu_and_mul)
         for function in self._functions:
             function.argtypes, function.restype = (c_void_p, c_int), c_int
         self._instruction_set = instruction_set

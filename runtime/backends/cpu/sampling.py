@@ -34,7 +34,7 @@ def argmax(scores: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Tensor]
     """The first of the highest scores of every row, int64 `[R]`, and whether all of the row are finite, bool `[R]`."""
     highest, finite = scores.new_empty(len(scores), dtype=torch.int64), scores.new_empty(len(scores), dtype=torch.bool)
     job = _PeakRows(*scores.shape, scores.data_ptr(), highest.data_ptr(), finite.data_ptr())
-    _run("find_peaks", job, instruction_set)
+    _run("argmax_rows", job, instruction_set)
     return highest, finite
 
 
@@ -49,7 +49,7 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, instruction_
     seeds, positions = seeds.contiguous(), positions.contiguous()
     winners = torch.empty_like(seeds)
     where = scores.data_ptr(), seeds.data_ptr(), positions.data_ptr(), winners.data_ptr()
-    _run("find_winners", _NoisyRows(*scores.shape, *where), instruction_set)
+    _run("gumbel_argmax_rows", _NoisyRows(*scores.shape, *where), instruction_set)
     return winners
 
 

@@ -15,7 +15,7 @@ from runtime.core.rope import Rotary
 
 
 class StepKeys:
-    """What an attention over pages reads, group by group.
+    """Keys and values that an attention over pages reads, group by group.
 
     A token always reads its keys back from the cache, its own included, so the result does not depend on how a prompt
     was cut into spans or on what else is in the batch. Exact sinks stand in the place of what the pages hold of them.

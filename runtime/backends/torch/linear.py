@@ -53,7 +53,7 @@ def _nbytes(out_features: int, in_features: int, target: Target) -> int:
 SEMI_STRUCTURED = "semi_structured"
 FIRST_CAPABILITY = (8, 0)
 SPARSE_ROW_MULTIPLE, SPARSE_INPUT_MULTIPLE = 32, 64
-"""What both of PyTorch's backends (cuSPARSELt and CUTLASS) take, in bfloat16 and in float16."""
+"""Multiples that both of PyTorch's backends (cuSPARSELt and CUTLASS) take, in bfloat16 and in float16."""
 TOKEN_MULTIPLE = 8
 """Tokens are filled up to this with zeros."""
 KEPT, OF = 2, 4

@@ -15,7 +15,7 @@ ROWS, SUMS, Q8_INT, Q8_FLOAT = "rows", "sums", "levels", "floats"
 
 @dataclass(frozen=True, slots=True)
 class ActivationLayout:
-    """How a linear takes its input `[M, K]`.
+    """Layout in which a linear takes its input `[M, K]`.
 
     Attributes:
         kind: `rows` (as they are, in 16 bits), `sums` (float32 sums of every `unit` inputs beside them), `levels`
@@ -67,7 +67,7 @@ class FusedLinear(Protocol):
     """A linear that leaves its first and its last step to the kernels around it."""
 
     def activation_layout(self, num_tokens: int) -> ActivationLayout:
-        """What `product` takes for so many tokens."""
+        """Layout that `product` takes for this number of tokens."""
         ...
 
     def product(self, x: QuantizedInput) -> PartialSums:

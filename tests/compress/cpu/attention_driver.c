@@ -6,11 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "attention.h"
-#include "columns.h"
-#include "glue.h"
-#include "pool.h"
-#include "sampling.h"
+#include "attention/attention.h"
+#include "gptq/gptq.h"
+#include "layers/norm_rope_act.h"
+#include "common/thread_pool.h"
+#include "sampling/sampling.h"
 
 enum { CASES = 16, FAILED_STATUS = 1, FAILED_NUMBERS = 2 };
 
@@ -100,7 +100,7 @@ static int glue(int set) {
     const AddNorm add = {rows, size, hidden, draw(2) ? update : NULL, weight, 1e-5f, out};
     const Rotate turn = {rows, heads, dim, x, heads * dim, draw(2) ? norm : NULL, 1e-5f, cos, sin};
     const SiluMultiply gate = {rows, size, gate_up, out};
-    const int wrong = add_norm(&add, set) || rotate(&turn, set) || silu_multiply(&gate, set);
+    const int wrong = add_rms_norm(&add, set) || rotate(&turn, set) || silu_and_mul(&gate, set);
     free(hidden), free(update), free(weight), free(gate_up), free(out), free(x), free(norm), free(cos), free(sin);
     return wrong ? FAILED_STATUS : 0;
 }
@@ -136,7 +136,7 @@ static int sample(int set) {
     if (draw(2)) scores[draw(rows * vocab)] = draw(2) ? NAN : -INFINITY;
     const PeakRows peaks = {rows, vocab, scores, found, finite};
     const NoisyRows noisy = {rows, vocab, scores, seeds, positions, found};
-    const int wrong = find_peaks(&peaks, set) || find_winners(&noisy, set);
+    const int wrong = argmax_rows(&peaks, set) || gumbel_argmax_rows(&noisy, set);
     free(scores), free(seeds), free(positions), free(found), free(finite);
     return wrong ? FAILED_STATUS : 0;
 }

@@ -5,9 +5,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "linear.h"
-#include "pool.h"
-#include "scalars.h"
+#include "linear/linear.h"
+#include "common/thread_pool.h"
+#include "common/bf16.h"
 
 enum { FAILED_STATUS = 1, FAILED_NUMBERS = 2, CALLERS = 3, KINDS = 11 };
 

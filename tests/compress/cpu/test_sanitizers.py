@@ -12,8 +12,8 @@ from compress.common.errors import ToolkitError
 from compress.cpu.build import FLAGS, SOURCES, compile_c, find_compiler
 
 DRIVERS = {
-    "linear_driver.c": ("linear*.c",),
-    "attention_driver.c": ("attention*.c", "kv_pages.c", "glue.c", "columns.c", "sampling*.c"),
+    "linear_driver.c": ("linear/*.c",),
+    "attention_driver.c": ("attention/*.c", "kv/*.c", "layers/norm_rope_act.c", "gptq/*.c", "sampling/*.c"),
 }
 """Drivers and the sources that each tests, beside the pool and the dispatch that all need."""
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
@@ -46,7 +46,8 @@ def test_arm(driver: str, tmp_path: Path) -> None:
 
 
 def _sources(driver: str) -> list[str]:
-    sources = [Path(__file__).with_name(driver), SOURCES / "pool.c", SOURCES / "dispatch.c"]
+    common = SOURCES / "common"
+    sources = [Path(__file__).with_name(driver), common / "thread_pool.c", common / "dispatch.c"]
     sources += [file for pattern in DRIVERS[driver] for file in sorted(SOURCES.glob(pattern))]
     return [f"-I{SOURCES}", *(str(source) for source in sources)]
 

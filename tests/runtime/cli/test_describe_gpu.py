@@ -48,7 +48,7 @@ def test_memory_and_recorded_steps_of_a_gpu(engine):
 def test_why_nothing_is_recorded(engine):
     runner = engine.runner
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
-    runner.graphs_refusal = "layers run one by one: attention is plain torch"
+    runner.graphs_reason = "layers run one by one: attention is plain torch"
     assert (
         describe_gpu(engine)[-1]
         == "steps     launched kernel by kernel: layers run one by one: attention is plain torch"

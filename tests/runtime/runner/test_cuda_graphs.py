@@ -33,7 +33,7 @@ def demo():
 def make_runner(decoder, capture=None, **options) -> ModelRunner:
     config = {"num_blocks": 2000, "max_num_seqs": 32} | options
     runner = build_runner(decoder, RuntimeConfig(device="cuda", **config))
-    assert not runner.graphs_refusal, runner.graphs_refusal
+    assert not runner.graphs_reason, runner.graphs_reason
     if capture is not None:
         runner.capture_steps(capture)
     return runner

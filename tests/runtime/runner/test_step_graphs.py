@@ -167,12 +167,12 @@ def test_what_is_not_recorded_says_why(tiny):
     runner = make_runner(tiny, capture_nothing)
     found = sequences(runner, [5, 6, 7, 8, 9, 10])
     entries = last_tokens(found)
-    assert runner.graphs.refuse(entries) == ""
-    assert runner.graphs.refuse((*entries, entries[0])) == "too many sequences"
-    assert runner.graphs.refuse((ScheduledSequence(found[0], 3, 2), entries[1])) == "prompts are computed"
-    assert runner.graphs.refuse((ScheduledSequence(found[0], 3, 1), entries[1])) == "prompts are computed"
+    assert runner.graphs.unsupported_reason(entries) == ""
+    assert runner.graphs.unsupported_reason((*entries, entries[0])) == "too many sequences"
+    assert runner.graphs.unsupported_reason((ScheduledSequence(found[0], 3, 2), entries[1])) == "prompts are computed"
+    assert runner.graphs.unsupported_reason((ScheduledSequence(found[0], 3, 1), entries[1])) == "prompts are computed"
     found[0].draft_token_ids = [3]
-    assert runner.graphs.refuse((ScheduledSequence(found[0], 4, 2), entries[1])) == "drafts are verified"
+    assert runner.graphs.unsupported_reason((ScheduledSequence(found[0], 4, 2), entries[1])) == "drafts are verified"
     output = runner.execute(StepPlan((ScheduledSequence(found[0], 4, 2), entries[1])))
     assert output.path == "drafts are verified"
     assert len(output.tokens["s0"]) in (1, 2)

@@ -86,7 +86,7 @@ def load_tile(pointer, row, column, ROWS, COLUMNS):
 
 @triton.jit
 def store_tile(pointer, tile, row, column, ROWS, COLUMNS):
-    """Stores a tile in the matrix's own dtype, but for what lies beyond it; `row` and `column` as of `load_tile`."""
+    """Stores a tile in the matrix's own dtype, except what lies beyond it; `row` and `column` as of `load_tile`."""
     inside = (row < ROWS) & (column < COLUMNS)
     tl.store(pointer + row.to(tl.int64) * COLUMNS + column, tile.to(pointer.dtype.element_ty), mask=inside)
 

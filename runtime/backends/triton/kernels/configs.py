@@ -23,7 +23,7 @@ ROWS_OF_WIDE_BLOCKS = 8192
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """How one product is launched.
+    """Launch parameters of one product.
 
     Attributes:
         kernel: `narrow`, `wide`, or `expand` (dequantize rows, then a dense product).
@@ -76,7 +76,7 @@ def config_for(plan: Plan, num_tokens: int) -> KernelConfig:
 
 
 def all_configs(bits: int) -> list[KernelConfig]:
-    """Every config that `default_plan` can choose at a width for any shape, but for the number of splits, once each."""
+    """Every config that `default_plan` can choose at a width for any shape, once each, without splits."""
     plans = [default_plan(bits, rows, 1, 1) for rows in (ROWS_OF_WIDE_BLOCKS - 1, ROWS_OF_WIDE_BLOCKS)]
     return list(dict.fromkeys(replace(config, splits=1) for plan in plans for config in plan.values()))
 

@@ -92,7 +92,7 @@ def fp8_gemm(
 
 
 WIDE_TILE = {"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3, "num_warps": 8}
-"""How the product of many tokens is compiled."""
+"""Tile of the GEMM of many tokens."""
 
 
 @dataclass(frozen=True, slots=True)

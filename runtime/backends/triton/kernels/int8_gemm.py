@@ -66,7 +66,7 @@ def int8_gemm(
 MAX_BLOCK_K = 128
 BLOCK_N = 64
 MAX_SKINNY_TOKENS = 64
-"""Of one program that has few; more tokens fill the GPU without splits."""
+"""Tokens of one skinny program; more tokens fill the GPU without splits."""
 MAX_SPLITS = 16
 
 
@@ -124,14 +124,14 @@ def multiply_int8(x: Tensor, weight: Int8Codes, bias: Tensor | None, num_process
 
 
 def w8a16_tile(tokens: int, group_size: int) -> dict[str, Any]:
-    """How a product with 16-bit rows is compiled for so many tokens; BLOCK_K divides the group."""
+    """Tile of a product with 16-bit rows for a number of tokens; BLOCK_K divides the group."""
     block_m = min(MAX_SKINNY_TOKENS, max(16, triton.next_power_of_2(tokens)))
     block_k = gcd(group_size, MAX_BLOCK_K)
     return {"BLOCK_N": BLOCK_N, "BLOCK_M": block_m, "BLOCK_K": block_k, "STAGES": 4, "num_warps": 4}
 
 
 def int8_tile(tokens: int) -> dict[str, Any]:
-    """How a product of levels is compiled for so many tokens."""
+    """Tile of a product of quantized activations for a number of tokens."""
     tile = {"BLOCK_N": BLOCK_N, "BLOCK_M": max(16, triton.next_power_of_2(tokens)), "num_warps": 4}
     if tokens > MAX_SKINNY_TOKENS:
         tile = {"BLOCK_N": 128, "BLOCK_M": 128, "num_warps": 8}
@@ -167,7 +167,7 @@ def int8_partial_sums(x: QuantizedInput, weight: Int8Codes, bias: Tensor | None,
 
 
 def split_inputs(rows: int, inputs: int, tokens: int, tile: Mapping[str, int], num_processors: int) -> tuple[int, int]:
-    """How many stretches of K get sums of their own, and the blocks in each: few tokens need them to fill the GPU."""
+    """Number of splits of K, and the blocks in each: few tokens need them to fill the GPU."""
     blocks = triton.cdiv(inputs, tile["BLOCK_K"])
     if tokens > MAX_SKINNY_TOKENS:
         return 1, blocks

@@ -195,11 +195,11 @@ def silu_and_mul_kernel(
 
 
 FORMS = {ROWS: 0, SUMS: 1, Q8_INT: 2, Q8_FLOAT: 3}
-"""Of an input, as the kernels know them."""
+"""Layouts of an input by the numbers that kernels take."""
 BLOCK = 1024
 """Numbers of one program where a row may be cut."""
 GATED_BLOCK = 4096
-"""Of a program that walks over a row of gates."""
+"""Inputs of one step of a program that walks over a row of gates."""
 TYPES = {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}
 
 
@@ -267,18 +267,18 @@ def empty_input(like: Tensor, tokens: int, inputs: int, form: ActivationLayout) 
 
 
 def input_arguments(out: QuantizedInput, form: ActivationLayout) -> tuple[Tensor, Tensor, int, int, int]:
-    """Of a kernel that writes an input: both tensors, and sizes. An unused argument must still be a pointer."""
+    """Arguments of a kernel that writes an input: tensors and sizes. Unused ones must be pointers, too."""
     return out.rows, out.rows if out.beside is None else out.beside, *out.rows.shape, form.num_sums
 
 
 def product_arguments(product: PartialSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of a kernel that reads a product: parts, bias and both scales."""
+    """Arguments of a kernel that reads partial sums: parts, bias and both scales."""
     parts, bias = product.parts, product.bias
     return parts, parts if bias is None else bias, *(product.scales or (parts, parts))
 
 
 def product_constants(product: PartialSums) -> dict[str, Any]:
-    """Of a kernel that reads a product: what it is compiled for."""
+    """Compile-time constants of a kernel that reads partial sums."""
     return {
         "SPLITS": len(product.parts),
         "HAS_BIAS": product.bias is not None,

@@ -189,7 +189,7 @@ def attend_exact(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOWED: tl.constexpr, KEY_HALVES: tl.constexpr,
     HALVES: tl.constexpr, BLOCK_T: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """What is summed up, with the keys before `stop` of a slot of exact ones."""
+    """Sums after adding the keys before `stop` of a slot of exact ones."""
     for begin in tl.range(0, stop, BLOCK_T, num_stages=1):
         key = begin + tl.arange(0, BLOCK_T)
         seen = reaches(key, position, 0, position, window, False, WINDOWED)
@@ -210,7 +210,7 @@ def attend_pages(
     SKIPS: tl.constexpr, WINDOWED: tl.constexpr, TREE: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """What is summed up, with the keys from `start` to `stop` in the blocks of a table; SKIPS: but for those before
+    """Sums after adding the keys from `start` to `stop` in the blocks of a table; SKIPS: without those before
     `skipped`."""
     for begin in tl.range(start, stop, BLOCK_T, num_stages=STAGES):
         key = begin + tl.arange(0, BLOCK_T)
@@ -244,7 +244,7 @@ def store_rows(
     tl.store(weight_ptr + place, tl.where(weight > 0, highest + tl.log2(total), float("-inf")), mask=has_row)
 
 
-@triton.jit(  # what changes from step to step: other values must not be another build, made while somebody waits
+@triton.jit(  # what changes from step to step: other values must not cause another build while a request waits
     do_not_specialize=["blocks_stride", "tokens_each", "rows_each", "splits"],
     do_not_specialize_on_alignment=["exact_slots_ptr", "blocks_ptr", "positions_ptr", "ancestors_ptr"],
 )
@@ -346,7 +346,7 @@ def join_splits(part_ptr, weight_ptr, out_ptr, splits, HEAD_DIM: tl.constexpr, S
 
 
 FORMS = {"16bit": 0, "fp8": 1, "int8": 2, "int4": 3}
-"""Of keys and of values, as the kernel knows them."""
+"""Formats of keys and values by the numbers that the kernel takes."""
 
 
 def attention_constants(
@@ -359,7 +359,7 @@ def attention_constants(
     exact: bool = False,
     tree: bool = False,
 ) -> dict[str, Any]:
-    """How `paged_attention` is compiled for heads and pages of a kind, `block_rows` rows of a program, and what else
+    """Constants of `paged_attention` for heads and pages of a kind, `block_rows` rows of a program, and what else
     there is to look at."""
     # What fits in registers as `scripts/compile_kernels.py` found it: wide heads, and many rows that look at more than
     # pages, need more than four warps have.
@@ -384,7 +384,7 @@ def attention_constants(
 
 
 def join_constants(head_dim: int, splits: int) -> dict[str, Any]:
-    """How `join_splits` is compiled."""
+    """Constants of `join_splits`."""
     return {"HEAD_DIM": head_dim, "SPLITS": triton.next_power_of_2(splits), "num_warps": 4}
 
 

@@ -13,7 +13,7 @@ from runtime.core.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoi
 
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST, SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
-"""Of SplitMix64, see `runtime.sampling.sampling_tensors`."""
+"""Constants of SplitMix64, see `runtime.core.sampling_tensors`."""
 ABSOLUTE, RELATIVE = tl.constexpr(1e-5), tl.constexpr(1e-6)
 """Sums further apart than this are ordered alike in float64. Noise is wrong by less than 4.5e-6, most of which is one
 unit in the last place of a logarithm of up to 37 (CUDA's mathematical functions: `logf`)."""
@@ -46,7 +46,7 @@ def gumbel(word):
 
 @triton.jit
 def noise_at(row, ids, seeds_ptr, positions_ptr):
-    """Of the tokens `ids` of a row, in float32."""
+    """Noise of the tokens `ids` of a row, in float32."""
     seed, position = tl.load(seeds_ptr + row).to(tl.uint64), tl.load(positions_ptr + row).to(tl.uint64)
     stream = mix(mix(seed + GAMMA) ^ ((position + 1) * GAMMA))
     return gumbel(mix(stream + (ids + 1).to(tl.uint64) * GAMMA))
@@ -65,7 +65,7 @@ def sample_parts(
     logits_ptr, scores_ptr, seeds_ptr, positions_ptr, temperature_ptr, sums_ptr, ids_ptr, V, PARTS,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each part of a row, BLOCK tokens: the highest sum and the second one to `sums [R, 2, PARTS]`, the first token
+    """For each part of a row, BLOCK tokens, writes the two highest sums to `sums [R, 2, PARTS]` and the first token
     with the highest one to `ids [R, PARTS]`. The highest sum is NaN where a logit is not finite. Programs (row, part).
 
     Where the temperature is 0 the scores are the sums.
@@ -168,11 +168,11 @@ def sample_from_listed(
 
 
 def listed_constants(listed: int) -> dict[str, Any]:
-    """What `sample_listed_kernel` is compiled for."""
+    """Constants of `sample_listed_kernel`."""
     return {"BLOCK": triton.next_power_of_2(listed), "UNDECIDED": UNDECIDED, "num_warps": 1}
 
 
 def join_constants(parts: int) -> dict[str, Any]:
-    """What `join_parts` is compiled for."""
+    """Constants of `join_parts`."""
     outcomes = {"INFINITE": INFINITE, "FORBIDDEN": FORBIDDEN, "UNDECIDED": UNDECIDED}
     return {"BLOCK": triton.next_power_of_2(parts), **outcomes, "num_warps": 1}

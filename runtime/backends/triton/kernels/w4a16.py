@@ -153,7 +153,7 @@ def multiply_w4a16(x: Tensor, weight: InterleavedWeight, bias: Tensor | None, co
 
 
 def activation_layout(weight: InterleavedWeight, config: KernelConfig) -> ActivationLayout:
-    """What `product` takes: the narrow kernel reads sums of its input."""
+    """Layout that `product` takes: the skinny GEMM reads sums of its input."""
     if config.kernel != SKINNY:
         return ActivationLayout()
     return ActivationLayout(SUMS, weight.unit, len(weight.words) * tile_inputs(weight.bits) // weight.unit)

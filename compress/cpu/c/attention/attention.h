@@ -1,0 +1,39 @@
+/* Attention over pages (kv_pages.h) of spans of neighbouring tokens: decoding (one token), drafts, stretches of prompts.
+ *
+ * A row is one query head of one token. Rows of a span that share a key-value head are taken up to eight at a time, a
+ * tile, over stretches of PART keys that begin at multiples of PART; a part gives the largest score, the sum of weights
+ * and the weighted sum of values, and parts are joined in order. What a row gets depends on its own keys and on nothing
+ * else: not on its tile, its span, other sequences or the number of threads. All sums are float32; where bfloat16
+ * numbers are multiplied in pairs (AVX512_BF16), weights are rounded to bfloat16 before they meet the values.
+ */
+#ifndef NATIVE_ATTENTION_H
+#define NATIVE_ATTENTION_H
+
+#include "kv/kv_pages.h"
+
+typedef struct {
+    int64_t first_row, num_tokens; /* rows of the token axis */
+    int64_t first_block;           /* in the table */
+    int64_t first_position;        /* of its first token among the keys in the blocks; it sees keys up to its own */
+} Span;
+
+typedef struct {
+    const KvPages *pages;
+    int64_t heads;          /* a multiple of pages->kv_heads */
+    int64_t window;         /* last keys that a token sees, itself included; 0: all */
+    float scale;            /* of scores */
+    const uint16_t *query;  /* bfloat16 [T, heads, head_dim], tokens query_row elements apart */
+    int64_t query_row;
+    uint16_t *out;          /* bfloat16 [T, heads, head_dim] */
+    int64_t num_spans;
+    const Span *spans;
+    const int64_t *blocks;  /* the spans' tables of blocks */
+    const uint64_t *ancestors; /* [T], or NULL. Of a token in a tree of guesses: bit k says whether it sees the k-th token of
+                                  its span; its position is then the first one's and as many as it sees before it. 0: it
+                                  sees all up to its own */
+} PagedAttention;
+
+/* 0, or -1 for an instruction set that this machine lacks. */
+EXPORT int paged_attention(const PagedAttention *attention, int instruction_set);
+
+#endif

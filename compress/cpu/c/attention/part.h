@@ -1,0 +1,104 @@
+/* Work that attention.c plans and its compiled-for-one-instruction-set halves compute: one tile over one part of its keys. */
+#ifndef NATIVE_ATTENTION_PART_H
+#define NATIVE_ATTENTION_PART_H
+
+#include "attention/attention.h"
+#include "common/bf16.h"
+
+enum { PART = 256, TILE = 8, STRIPS = PART / STRIP };
+
+/* Sixteen tokens of one head of one block. */
+typedef struct {
+    const uint32_t *keys, *values;              /* first words of the strip */
+    const uint16_t *key_scales, *value_scales;  /* offsets stand block_size further on */
+    int64_t first_key;                          /* position of its first token */
+} Strip;
+
+typedef struct {
+    const PagedAttention *attention;
+    int rows, width;                            /* rows, and rows that are computed: 1, 2, 4 or 8; the rest are zeros */
+    uint16_t query[TILE][LONGEST_HEAD];
+    float query_sum[TILE];
+    int64_t first[TILE], last[TILE];            /* keys that a row sees, `last` included */
+    int64_t first_of_span;                      /* key of the span's first token */
+    uint64_t ancestors[TILE];                   /* as in PagedAttention: of the keys from there on, those that a row sees */
+    int64_t num_strips;
+    Strip strips[STRIPS];
+} Part;
+
+/* State of each row: the largest score, the sum of exp(score - largest), and that of the values so weighted. */
+typedef struct {
+    float largest[TILE], sum[TILE], values[TILE][LONGEST_HEAD];
+} PartResult;
+
+void attend_part_scalar(const Part *part, PartResult *result);
+void attend_part_avx2(const Part *part, PartResult *result);
+void attend_part_avx512(const Part *part, PartResult *result);
+void attend_part_avx512_bf16(const Part *part, PartResult *result);
+
+/* Stands for the score of a key that is not seen. Finite, so that the difference of two of them is a number. */
+static const float UNSEEN = -3e38f;
+
+INLINE float largest_lane(Lanes x) {
+    float most = x[0];
+    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
+    return most;
+}
+
+/* All bits set where the strip's token is before the span, or an ancestor of the row. */
+INLINE IntLanes on_branch(const Part *part, int row, const Strip *strip) {
+    IntLanes found;
+    for (int lane = 0; lane < LANES; lane++) {
+        const int64_t member = strip->first_key + lane - part->first_of_span;
+        found[lane] = member < 0 || (member < 64 && part->ancestors[row] >> member & 1) ? -1 : 0;
+    }
+    return found;
+}
+
+/* All bits set where a row sees the strip's token. */
+INLINE IntLanes visible(const Part *part, int row, const Strip *strip) {
+    const IntLanes place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t first = part->first[row] - strip->first_key, last = part->last[row] - strip->first_key;
+    const int32_t low = first < 0 ? 0 : first > STRIP ? STRIP : (int32_t)first;
+    const int32_t high = last < -1 ? -1 : last > STRIP ? STRIP : (int32_t)last;
+    const IntLanes seen = ~lanes_negative((place - low) | (high - place));
+    return part->ancestors[row] ? seen & on_branch(part, row, strip) : seen;
+}
+
+/* x ~ centred code * scale + middle, for sixteen tokens. Codes are taken from the middle of their range, which keeps
+ * products small. Without codes scale is 1 and middle 0. */
+typedef struct {
+    Lanes scale, middle;
+} Grid;
+
+INLINE Grid load_grid(const uint16_t *scales, int64_t block_size, int64_t bits) {
+    if (bits == 16) return (Grid){lanes_of(1.0f), lanes_of(0.0f)};
+    Lanes scale = lanes_load_float16(scales), offset = lanes_load_float16(scales + block_size);
+    return (Grid){scale, offset + scale * lanes_of(bits == 8 ? 128.0f : 8.0f)};
+}
+
+/* Scores from the products of a row's query with sixteen keys, or with their centred codes. */
+INLINE Lanes to_scores(const Part *part, int row, const Strip *strip, Lanes products, Grid keys) {
+    products = products * keys.scale + keys.middle * lanes_of(part->query_sum[row]);
+    return lanes_select(visible(part, row, strip), products * lanes_of(part->attention->scale), lanes_of(UNSEEN));
+}
+
+/* Turns a row's scores into weights of what stands in the pages, and sums them up: the scale of values goes into the
+ * weights; the share of what their codes are centred on, the same for all dimensions, is returned. */
+INLINE float to_weights(const Part *part, int row, Lanes *scores, const Grid *values, PartResult *result) {
+    Lanes most = lanes_of(UNSEEN), sum = {0}, middles = {0};
+    for (int64_t i = 0; i < part->num_strips; i++) most = lanes_max(most, scores[i]);
+    const float largest = largest_lane(most);
+    for (int64_t i = 0; i < part->num_strips; i++) {
+        const IntLanes seen = visible(part, row, &part->strips[i]);
+        const Lanes weight = lanes_select(seen, lanes_exp(scores[i] - lanes_of(largest)), (Lanes){0});
+        sum += weight;
+        middles += lanes_select(seen, weight * values[i].middle, (Lanes){0});
+        scores[i] = lanes_select(seen, weight * values[i].scale, (Lanes){0});
+    }
+    result->largest[row] = largest;
+    result->sum[row] = sum_of_lanes(sum);
+    return sum_of_lanes(middles);
+}
+
+#endif

@@ -1,0 +1,89 @@
+/* One part in plain C, for instruction sets below AVX-512. */
+#include "attention/part.h"
+
+/* Member j of sixteen words of 4-bit codes, less the middle code; of 8-bit codes the `plane` 0 or 1. */
+INLINE Lanes centred(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
+    Lanes code = __builtin_convertvector((IntLanes)(word >> word_bit(j) & 15), Lanes);
+    if (bits == 8 && plane == 0) return code;
+    code -= lanes_of(8.0f);
+    return bits == 8 ? code * lanes_of(16.0f) : code;
+}
+
+INLINE Lanes member(WordLanes word, int64_t j, int64_t bits, int64_t plane) {
+    if (bits == 16) return (Lanes)(j ? word & 0xffff0000u : word << 16);
+    return centred(word, j, bits, plane);
+}
+
+INLINE WordLanes load_words(const uint32_t *from) {
+    WordLanes words;
+    memcpy(&words, from, sizeof words);
+    return words;
+}
+
+/* Products of each row's query with sixteen tokens. */
+INLINE void multiply_keys(const Part *part, const Strip *strip, Lanes *products, const int width) {
+    const KvPages *pages = part->attention->pages;
+    const int64_t bits = pages->key_bits, members = bits == 16 ? 2 : 8, planes = bits == 8 ? 2 : 1;
+    const uint32_t *words = strip->keys;
+    for (int row = 0; row < width; row++) products[row] = (Lanes){0};
+    for (int64_t plane = 0; plane < planes; plane++)
+        for (int64_t d = 0; d < pages->head_dim; d += members, words += pages->block_size) {
+            const WordLanes word = load_words(words);
+            for (int64_t j = 0; j < members; j++) {
+                const Lanes x = member(word, j, bits, plane);
+                for (int row = 0; row < width; row++)
+                    products[row] += x * lanes_of(float_of_bfloat16(part->query[row][d + j]));
+            }
+        }
+}
+
+/* Sixteen dimensions of the weighted sum of values. */
+INLINE void multiply_values(const Part *part, int64_t d, Lanes weights[TILE][STRIPS], Lanes *sums, const int width) {
+    const KvPages *pages = part->attention->pages;
+    const int64_t bits = pages->value_bits, members = bits == 16 ? 2 : 8, planes = bits == 8 ? 2 : 1;
+    for (int row = 0; row < width; row++) sums[row] = (Lanes){0};
+    for (int64_t i = 0; i < part->num_strips; i++)
+        for (int64_t plane = 0; plane < planes; plane++) {
+            const uint32_t *words = part->strips[i].values + plane * pages->block_size / 8 * pages->head_dim + d;
+            for (int64_t token = 0; token < STRIP; token += members, words += pages->head_dim) {
+                const WordLanes word = load_words(words);
+                for (int64_t j = 0; j < members; j++) {
+                    const Lanes x = member(word, j, bits, plane);
+                    for (int row = 0; row < width; row++) sums[row] += x * lanes_of(weights[row][i][token + j]);
+                }
+            }
+        }
+}
+
+INLINE void attend(const Part *part, PartResult *result, const int width) {
+    const KvPages *pages = part->attention->pages;
+    Lanes scores[TILE][STRIPS], lanes[TILE];
+    Grid values[STRIPS];
+    float middles[TILE];
+    for (int64_t i = 0; i < part->num_strips; i++) {
+        const Strip *strip = &part->strips[i];
+        const Grid keys = load_grid(strip->key_scales, pages->block_size, pages->key_bits);
+        values[i] = load_grid(strip->value_scales, pages->block_size, pages->value_bits);
+        multiply_keys(part, strip, lanes, width);
+        for (int row = 0; row < width; row++) scores[row][i] = to_scores(part, row, strip, lanes[row], keys);
+    }
+    for (int row = 0; row < width; row++) middles[row] = to_weights(part, row, scores[row], values, result);
+    for (int64_t d = 0; d < pages->head_dim; d += LANES) {
+        multiply_values(part, d, scores, lanes, width);
+        for (int row = 0; row < width; row++) lanes_store(result->values[row] + d, lanes[row] + lanes_of(middles[row]));
+    }
+}
+
+INLINE void attend_part(const Part *part, PartResult *result) {
+    switch (part->width) {
+        case 1: attend(part, result, 1); break;
+        case 2: attend(part, result, 2); break;
+        case 4: attend(part, result, 4); break;
+        default: attend(part, result, TILE); break;
+    }
+}
+
+void attend_part_scalar(const Part *part, PartResult *result) { attend_part(part, result); }
+#if ON_X86
+FOR_AVX2 void attend_part_avx2(const Part *part, PartResult *result) { attend_part(part, result); }
+#endif

@@ -1,0 +1,52 @@
+/* Operations on one row of bfloat16 numbers, mostly a head of a token, between the products of a layer. Inlined into
+ * the functions of each instruction set; numbers are rounded where norm_rope_act.h says. */
+#ifndef NATIVE_HEADS_H
+#define NATIVE_HEADS_H
+
+#include <math.h>
+
+#include "kv/kv_pages.h"
+#include "common/bf16.h"
+
+/* Writes x / sqrt(mean square + eps) * weight; x and out may be the same. */
+INLINE void normalize(const uint16_t *x, const uint16_t *weight, int64_t size, float eps, uint16_t *out) {
+    Lanes sum[2] = {{0}, {0}};
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Lanes value = lanes_load_bfloat16(x + i);
+        sum[i / LANES % 2] += value * value;
+    }
+    const Lanes factor = lanes_of(1.0f / sqrtf(sum_of_lanes(sum[0] + sum[1]) / (float)size + eps));
+    for (int64_t i = 0; i < size; i += LANES)
+        lanes_store_bfloat16(out + i, lanes_round_bfloat16(lanes_load_bfloat16(x + i) * factor) * lanes_load_bfloat16(weight + i));
+}
+
+/* Rotary embedding in place: x * cos + (x with its halves exchanged) * sin. */
+INLINE void rotate_head(uint16_t *x, int64_t size, const uint16_t *cos, const uint16_t *sin) {
+    uint16_t before[LONGEST_HEAD];
+    memcpy(before, x, (size_t)size * sizeof *x);
+    for (int64_t d = 0; d < size; d += LANES) {
+        const Lanes other = lanes_load_bfloat16(before + (2 * d < size ? d + size / 2 : d - size / 2));
+        const Lanes crossed = lanes_round_bfloat16(other * lanes_load_bfloat16(sin + d));
+        const Lanes straight = lanes_round_bfloat16(lanes_load_bfloat16(before + d) * lanes_load_bfloat16(cos + d));
+        lanes_store_bfloat16(x + d, crossed + straight);
+    }
+}
+
+/* Times an orthonormal Hadamard matrix in place, as rotate_heads of compress/checkpoint/kv_quant.py: blocks of the
+ * largest power of two that divides `size`, each by itself. */
+INLINE void hadamard_head(uint16_t *x, int64_t size) {
+    const int64_t block = size & -size;
+    float turned[LONGEST_HEAD];
+    for (int64_t d = 0; d < size; d++) turned[d] = float_of_bfloat16(x[d]);
+    for (int64_t half = 1; half < block; half *= 2)
+        for (int64_t first = 0; first < size; first += 2 * half)
+            for (int64_t d = first; d < first + half; d++) {
+                const float sum = turned[d] + turned[d + half];
+                turned[d + half] = turned[d] - turned[d + half];
+                turned[d] = sum;
+            }
+    const Lanes norm = lanes_of(sqrtf((float)block));
+    for (int64_t d = 0; d < size; d += LANES) lanes_store_bfloat16(x + d, lanes_load(turned + d) / norm);
+}
+
+#endif

@@ -1,0 +1,88 @@
+#include "layers/layers.h"
+
+#include <stdlib.h>
+
+#include "layers/norm_rope_act.h"
+
+/* Activations inside of a layer, each [rows, ...], in one piece of memory. */
+typedef struct {
+    uint16_t *normed, *heads, *attended, *gate_up, *gated;
+} Scratch;
+
+static int multiply(const Product *product, const LayersStep *step, const uint16_t *x, uint16_t *y, int set) {
+    const LinearWeight *weight = product->weight;
+    return linear_multiply(weight, (int)product->activations, BFLOAT16, step->rows, x, weight->in_features, y,
+                           weight->out_features, set);
+}
+
+static int normalize(const LayersStep *step, int64_t size, const uint16_t *update, const uint16_t *weight,
+                     uint16_t *out, int set) {
+    const AddNorm job = {step->rows, size, step->hidden, update, weight, step->eps, out};
+    return add_rms_norm(&job, set);
+}
+
+/* Queries, keys and values of the step, and what its tokens see: from `heads` to `attended`. */
+static int attend(const DecoderLayer *layer, LayersStep *step, const Scratch *scratch, int set) {
+    const KvPages *pages = layer->pages;
+    const int64_t dim = pages->head_dim, heads = layer->output.weight->in_features / dim;
+    const int64_t turned = heads + pages->kv_heads, stride = (turned + pages->kv_heads) * dim;
+    const KvStep kept = {.pages = pages,
+                         .rows = step->rows,
+                         .heads = heads,
+                         .slots = step->slots,
+                         .query = scratch->heads,
+                         .key = scratch->heads + heads * dim,
+                         .value = scratch->heads + turned * dim,
+                         .query_row = stride,
+                         .key_row = stride,
+                         .value_row = stride,
+                         .norm = layer->head_norm,
+                         .eps = step->eps,
+                         .cos = step->cos,
+                         .sin = step->sin,
+                         .turned = step->turned};
+    if (kv_store(&kept, set)) return -1;
+    PagedAttention *attention = &step->attention;
+    attention->pages = pages, attention->heads = heads, attention->window = layer->window;
+    attention->query = scratch->heads, attention->query_row = stride, attention->out = scratch->attended;
+    return paged_attention(attention, set);
+}
+
+static int run_layer(const DecoderLayer *layer, LayersStep *step, const uint16_t *update, const Scratch *scratch,
+                     int set) {
+    const int64_t size = layer->qkv.weight->in_features;
+    const SiluMultiply gating = {step->rows, layer->down.weight->in_features, scratch->gate_up, scratch->gated};
+    int failed = normalize(step, size, update, layer->attention_norm, scratch->normed, set);
+    failed = failed || multiply(&layer->qkv, step, scratch->normed, scratch->heads, set);
+    failed = failed || attend(layer, step, scratch, set);
+    failed = failed || multiply(&layer->output, step, scratch->attended, step->update, set);
+    failed = failed || normalize(step, size, step->update, layer->mlp_norm, scratch->normed, set);
+    failed = failed || multiply(&layer->gate_up, step, scratch->normed, scratch->gate_up, set);
+    failed = failed || silu_and_mul(&gating, set);
+    failed = failed || multiply(&layer->down, step, scratch->gated, step->update, set);
+    return failed ? -1 : 0;
+}
+
+/* All layers are of the same sizes. */
+static uint16_t *make_room(const DecoderLayer *layer, int64_t rows, Scratch *scratch) {
+    const int64_t sizes[] = {layer->qkv.weight->in_features, layer->qkv.weight->out_features,
+                             layer->output.weight->in_features, layer->gate_up.weight->out_features,
+                             layer->down.weight->in_features};
+    uint16_t **parts[] = {&scratch->normed, &scratch->heads, &scratch->attended, &scratch->gate_up, &scratch->gated};
+    int64_t width = 0;
+    for (int i = 0; i < 5; i++) width += sizes[i];
+    uint16_t *room = malloc((size_t)(rows * width) * sizeof *room), *next = room;
+    for (int i = 0; room != NULL && i < 5; next += rows * sizes[i++]) *parts[i] = next;
+    return room;
+}
+
+int decoder_layers(const DecoderLayer *layers, int64_t num_layers, LayersStep *step, int instruction_set) {
+    Scratch scratch;
+    uint16_t *room = num_layers < 1 || step->rows < 1 ? NULL : make_room(layers, step->rows, &scratch);
+    if (room == NULL) return -1;
+    int failed = 0;
+    for (int64_t i = 0; i < num_layers && !failed; i++)
+        failed = run_layer(&layers[i], step, i ? step->update : NULL, &scratch, instruction_set);
+    free(room);
+    return failed;
+}

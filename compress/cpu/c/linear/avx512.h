@@ -1,0 +1,43 @@
+/* Vectors of AVX-512 for kernel.inc, for whatever TARGET the file that includes this compiles for. */
+#ifndef NATIVE_LINEAR_AVX512_H
+#define NATIVE_LINEAR_AVX512_H
+
+#include <immintrin.h>
+
+#define PER_VECTOR 16
+#define VECTORS 4
+#define MOST_ROWS 6
+#include "linear/vectors.h"
+
+typedef Floats Table;
+
+INLINE TARGET Floats floats_fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE TARGET Floats floats_of_float16(const uint16_t *from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
+INLINE TARGET Words words_of_bytes(const uint8_t *from) {
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+}
+
+INLINE TARGET Words words_dot(Words sum, Words codes, Words levels, int bits) {
+    (void)bits;
+    return (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)levels);
+}
+
+/* Lookups see only the low bits of an index, and tables of fewer codes repeat themselves: no mask is needed. */
+INLINE TARGET Table table_load(const float *table) { return floats_load(table); }
+INLINE TARGET Floats table_look_up(Table table, Words word, int shift) {
+    return _mm512_permutexvar_ps((__m512i)(word >> shift), table);
+}
+
+INLINE TARGET Floats floats_quad(const float *from) { return _mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
+/* Picks see only the low bits. */
+INLINE TARGET Floats floats_pick(Floats quad, Words word, int shift) {
+    return _mm512_permutevar_ps(quad, (__m512i)(word >> shift));
+}
+INLINE TARGET Floats floats_at_place(Words word, int shift, int place, Floats x) {
+    const __m512i places = (__m512i)(word >> shift & 3);
+    return _mm512_maskz_mov_ps(_mm512_cmpeq_epi32_mask(places, _mm512_set1_epi32(place)), x);
+}
+
+#endif

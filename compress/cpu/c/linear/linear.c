@@ -1,0 +1,334 @@
+/* One call of linear_multiply: activations converted, products in chunks, results. */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "common/thread_pool.h"
+#include "linear/tiles.h"
+
+/* Rows that share one pass over the weights and one decoded run: their sums stay in the second cache. */
+enum { ROWS_PER_CHUNK = 128 };
+
+typedef struct LinearCall LinearCall;
+/* One row: converts it and sums up its runs. */
+typedef void (*PrepareRow)(const LinearCall *call, int64_t row);
+/* The sums of one row and tile, with the bias, as results. */
+typedef void (*FinishRow)(const LinearCall *call, int64_t row, int64_t tile, float *sums);
+
+/* State of one call of linear_multiply. */
+struct LinearCall {
+    const LinearWeight *weight;
+    const KernelKind *kernels;
+    PrepareRow prepare;
+    FinishRow finish;
+    NumberType type; /* of x and y */
+    Activations activations;
+    const void *x;
+    int64_t x_stride, rows;
+    void *y;
+    int64_t y_stride;
+    void *converted; /* [rows][I], where activations are not taken as they come */
+    float *sums;
+    int32_t *level_sums;
+    Prepared prepared;
+    int64_t rows_per_chunk, tiles_per_chunk, num_tiles;
+};
+
+extern const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS];
+extern const FinishRow finish_by_set[NUM_INSTRUCTION_SETS];
+
+/* rows_per_chunk rows by tiles_per_chunk tiles of a LinearCall; chunks of the same rows follow each other. */
+void multiply_chunk(void *call, int64_t chunk);
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The largest number of inputs that divides a group and is at most LONGEST_RUN. */
+int64_t run_of(int64_t group);
+
+static const int LAST_LEVEL = 127;
+
+int64_t run_of(int64_t group) {
+    int64_t run = group < LONGEST_RUN ? group : LONGEST_RUN;
+    while (group % run) run -= INPUT_MULTIPLE;
+    return run;
+}
+
+/* Inputs [start, start + INPUT_MULTIPLE) as float32. */
+INLINE void load_activations(const LinearCall *call, int64_t row, int64_t start, float *values) {
+    const int64_t at = row * call->x_stride + start;
+    if (call->type == FLOAT32) {
+        memcpy(values, (const float *)call->x + at, INPUT_MULTIPLE * sizeof *values);
+        return;
+    }
+    const uint16_t *halves = (const uint16_t *)call->x + at;
+    for (int i = 0; i < INPUT_MULTIPLE; i++) values[i] = float_of_bfloat16(halves[i]);
+}
+
+/* Sum of `run` inputs, in an order that has no part in which row it is. */
+INLINE float sum_run(const LinearCall *call, int64_t row, int64_t start) {
+    float values[INPUT_MULTIPLE], sums[INPUT_MULTIPLE] = {0}, sum = 0;
+    for (int64_t k = 0; k < call->prepared.run; k += INPUT_MULTIPLE) {
+        load_activations(call, row, start + k, values);
+        for (int i = 0; i < INPUT_MULTIPLE; i++) sums[i] += values[i];
+    }
+    for (int i = 0; i < INPUT_MULTIPLE; i++) sum += sums[i];
+    return sum;
+}
+
+/* As bits, so that NaN is larger than any number and is not lost. */
+INLINE float largest_magnitude(const LinearCall *call, int64_t row, int64_t start, int64_t count) {
+    float values[INPUT_MULTIPLE];
+    int32_t largest[INPUT_MULTIPLE] = {0}, found = 0;
+    for (int64_t k = 0; k < count; k += INPUT_MULTIPLE) {
+        load_activations(call, row, start + k, values);
+        for (int i = 0; i < INPUT_MULTIPLE; i++) {
+            const int32_t bits = (int32_t)(bits_of_float(values[i]) & 0x7fffffff);
+            largest[i] = bits > largest[i] ? bits : largest[i];
+        }
+    }
+    for (int i = 0; i < INPUT_MULTIPLE; i++) found = largest[i] > found ? largest[i] : found;
+    return float_of_bits((uint32_t)found);
+}
+
+/* Rounded half to even: adding 1.5 * 2^23 leaves no bits behind the point. */
+INLINE int32_t round_level(float value) { return (int32_t)(bits_of_float(value + 12582912.0f) - 0x4b400000u); }
+
+INLINE void order_levels(const int32_t *rounded, int bits, int8_t *levels) {
+    const int per_word = 32 / bits;
+#pragma GCC unroll 32
+    for (int i = 0; i < INPUT_MULTIPLE; i++)
+        levels[i] = (int8_t)rounded[i / per_word * per_word + level_input(i % per_word, bits)];
+}
+
+/* Inputs of one run as levels of a scale, in the order that codes lie in; returns their sum. A scale that is not finite
+ * makes the row NaN by itself, so its levels do not matter; nor do those of scale 0. */
+INLINE int32_t quantize_run(const LinearCall *call, int64_t row, int64_t start, float scale, int8_t *levels) {
+    const bool usable = scale > 0;
+    float values[INPUT_MULTIPLE];
+    int32_t rounded[INPUT_MULTIPLE] = {0}, sums[INPUT_MULTIPLE] = {0}, sum = 0;
+    for (int64_t k = 0; k < call->prepared.run; k += INPUT_MULTIPLE) {
+        load_activations(call, row, start + k, values);
+        if (usable)
+            for (int i = 0; i < INPUT_MULTIPLE; i++) rounded[i] = round_level(values[i] / scale);
+        for (int i = 0; i < INPUT_MULTIPLE; i++) sums[i] += rounded[i];
+        switch (call->weight->bits) {
+        case 2: order_levels(rounded, 2, levels + k); break;
+        case 4: order_levels(rounded, 4, levels + k); break;
+        default: order_levels(rounded, 8, levels + k);
+        }
+    }
+    for (int i = 0; i < INPUT_MULTIPLE; i++) sum += sums[i];
+    return sum;
+}
+
+/* NaN for a row that is not finite; comparisons with it are false. */
+INLINE float level_scale(const LinearCall *call, int64_t row, int64_t start, int64_t count) {
+    const float scale = largest_magnitude(call, row, start, count) / (float)LAST_LEVEL;
+    return scale <= FLT_MAX ? scale : NAN;
+}
+
+INLINE void prepare_levels(const LinearCall *call, int64_t row) {
+    const Prepared *prepared = &call->prepared;
+    const int64_t inputs = call->weight->in_features;
+    const float whole = call->activations == ACTIVATIONS_INT8_ROW ? level_scale(call, row, 0, inputs) : 0;
+    for (int64_t run = 0; run < prepared->num_runs; run++) {
+        const int64_t start = run * prepared->run, at = row * prepared->num_runs + run;
+        const float scale =
+            call->activations == ACTIVATIONS_INT8_ROW ? whole : level_scale(call, row, start, prepared->run);
+        call->sums[at] = scale;
+        call->level_sums[at] = quantize_run(call, row, start, scale, (int8_t *)call->converted + row * inputs + start);
+    }
+}
+
+INLINE void prepare_row(const LinearCall *call, int64_t row) {
+    const int64_t inputs = call->weight->in_features, runs = call->prepared.num_runs;
+    if (call->activations != ACTIVATIONS_FLOAT) {
+        prepare_levels(call, row);
+        return;
+    }
+    if (call->converted != NULL)
+        for (int64_t k = 0; k < inputs; k += INPUT_MULTIPLE)
+            load_activations(call, row, k, (float *)call->converted + row * inputs + k);
+    if (call->sums != NULL)
+        for (int64_t run = 0; run < runs; run++) call->sums[row * runs + run] = sum_run(call, row, run * call->prepared.run);
+}
+
+/* In plain C: the compiler makes of it what each instruction set has. */
+static void prepare_scalar(const LinearCall *call, int64_t row) { prepare_row(call, row); }
+#if ON_X86
+FOR_AVX2 static void prepare_avx2(const LinearCall *call, int64_t row) { prepare_row(call, row); }
+FOR_AVX512 static void prepare_avx512(const LinearCall *call, int64_t row) { prepare_row(call, row); }
+#endif
+
+const PrepareRow prepare_by_set[NUM_INSTRUCTION_SETS] = BY_SET(prepare);
+
+/* One chunk of a product: some rows by some tiles. */
+
+/* One run of a tile for all rows of a chunk, in blocks of about the same size. */
+static void multiply_run(const LinearCall *call, Place place, int64_t num_rows, uint32_t *decoded) {
+    const KernelKind *kernels = call->kernels;
+    const DecodeKernel decode = kernels->decode[width_index(call->weight->bits)];
+    const int64_t blocks = (num_rows + kernels->most_rows - 1) / kernels->most_rows;
+    const int64_t block = (num_rows + blocks - 1) / blocks;
+    int width = width_index(call->weight->bits);
+    if (decode != NULL && blocks > kernels->undecoded_blocks) {
+        decode(place.words, &call->prepared, decoded);
+        place.words = decoded;
+        width = width_index(kernels->decoded_bits);
+    }
+    for (int64_t done = 0; done < num_rows; done += block, place.row += block, place.sums += block * TILE) {
+        place.rows = (int)smaller(num_rows - done, block);
+        kernels->run[width](call->weight, &call->prepared, &place);
+    }
+}
+
+INLINE void finish_row(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
+    const int64_t first = tile * TILE, count = smaller(call->weight->out_features - first, TILE);
+    const int64_t at = row * call->y_stride + first;
+    const float *bias = call->weight->bias;
+    if (bias != NULL)
+        for (int64_t i = 0; i < count; i++) sums[i] += bias[first + i];
+    if (call->type == FLOAT32)
+        memcpy((float *)call->y + at, sums, (size_t)count * sizeof *sums);
+    else
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)call->y)[at + i] = bfloat16_of(sums[i]);
+}
+
+static void finish_scalar(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
+    finish_row(call, row, tile, sums);
+}
+#if ON_X86
+FOR_AVX2 static void finish_avx2(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
+    finish_row(call, row, tile, sums);
+}
+FOR_AVX512 static void finish_avx512(const LinearCall *call, int64_t row, int64_t tile, float *sums) {
+    finish_row(call, row, tile, sums);
+}
+#endif
+const FinishRow finish_by_set[NUM_INSTRUCTION_SETS] = BY_SET(finish);
+
+static void multiply_tile(const LinearCall *call, int64_t tile, int64_t row, int64_t num_rows) {
+    float sums[ROWS_PER_CHUNK * TILE];
+    uint32_t decoded[LONGEST_RUN * TILE];
+    const int64_t run_words = call->prepared.run * call->weight->bits / 32 * TILE;
+    memset(sums, 0, (size_t)(num_rows * TILE) * sizeof *sums);
+    Place place = {.tile = tile, .row = row, .sums = sums};
+    place.words = call->weight->words + tile * call->prepared.num_runs * run_words;
+    for (; place.run < call->prepared.num_runs; place.run++, place.words += run_words)
+        multiply_run(call, place, num_rows, decoded);
+    for (int64_t r = 0; r < num_rows; r++) call->finish(call, row + r, tile, sums + r * TILE);
+}
+
+void multiply_chunk(void *context, int64_t chunk) {
+    const LinearCall *call = context;
+    const int64_t chunks_of_tiles = (call->num_tiles + call->tiles_per_chunk - 1) / call->tiles_per_chunk;
+    const int64_t row = chunk / chunks_of_tiles * call->rows_per_chunk;
+    const int64_t first = chunk % chunks_of_tiles * call->tiles_per_chunk;
+    const int64_t last = smaller(first + call->tiles_per_chunk, call->num_tiles);
+    for (int64_t tile = first; tile < last; tile++)
+        multiply_tile(call, tile, row, smaller(call->rows_per_chunk, call->rows - row));
+}
+
+enum { ROWS_PER_PREPARATION = 8 };
+/* Rough speed of one core, from which chunks of some ten microseconds are cut. */
+static const double CHUNK_NANOSECONDS = 40000, BYTES_PER_NANOSECOND = 15, PRODUCTS_PER_NANOSECOND = 150;
+
+/* Without a kind for bfloat16 such activations are widened. */
+static const struct {
+    const KernelKind *float32, *bfloat16, *levels;
+} kernel_sets[NUM_INSTRUCTION_SETS] = {
+    [SCALAR] = {&scalar_float32, NULL, &scalar_levels},
+#if ON_ARM
+    [NEON] = {&neon_float32, NULL, &neon_levels},
+    [NEON_DOTPROD] = {&neon_float32, NULL, &neon_dotprod_levels},
+#endif
+#if ON_X86
+    [AVX2] = {&avx2_float32, NULL, &avx2_levels},
+    [AVX512] = {&avx512_float32, NULL, &avx512_levels},
+    [AVX512_BF16] = {&avx512_float32, &avx512_bfloat16, &avx512_levels},
+#endif
+};
+
+static void prepare_chunk(void *context, int64_t chunk) {
+    const LinearCall *call = context;
+    const int64_t first = chunk * ROWS_PER_PREPARATION, last = smaller(first + ROWS_PER_PREPARATION, call->rows);
+    for (int64_t row = first; row < last; row++) call->prepare(call, row);
+}
+
+static void fill_table(CodeTable *table, const LinearWeight *weight, bool in_pairs) {
+    const int mask = weight->bits == 2 ? 3 : 15;
+    if (in_pairs)
+        for (int i = 0; i < 32; i++) table->bfloat16[i] = bfloat16_of(weight->table[i & mask]);
+    else
+        for (int i = 0; i < 16; i++) table->floats[i] = weight->table[i & mask];
+}
+
+static void cut_chunks(LinearCall *call) {
+    const LinearWeight *weight = call->weight;
+    call->num_tiles = (weight->out_features + TILE - 1) / TILE;
+    call->rows_per_chunk = smaller(call->rows, ROWS_PER_CHUNK);
+    const double numbers = (double)(TILE * weight->in_features);
+    const double reading = numbers * weight->bits / 8 / BYTES_PER_NANOSECOND;
+    const double multiplying = numbers * (double)call->rows_per_chunk / PRODUCTS_PER_NANOSECOND;
+    const int64_t tiles = (int64_t)(CHUNK_NANOSECONDS / (reading > multiplying ? reading : multiplying));
+    call->tiles_per_chunk = tiles < 1 ? 1 : smaller(tiles, (call->num_tiles + 3) / 4);
+}
+
+/* Allocates what prepare_row fills, in one piece; it is the caller's to free. NULL when there is no memory. */
+static void *make_room(LinearCall *call) {
+    const LinearWeight *weight = call->weight;
+    Prepared *prepared = &call->prepared;
+    const bool levels = call->activations != ACTIVATIONS_FLOAT;
+    const bool widened = !levels && call->type == BFLOAT16 && call->kernels->decoded_bits == 32;
+    prepared->run = levels && (call->activations == ACTIVATIONS_INT8_ROW) ? weight->group : run_of(weight->group);
+    prepared->num_runs = weight->in_features / prepared->run;
+    prepared->num_groups = weight->in_features / weight->group;
+    prepared->runs_per_group = weight->group / prepared->run;
+    const size_t numbers = (size_t)(call->rows * weight->in_features), runs = (size_t)(call->rows * prepared->num_runs);
+    const size_t converted = levels ? numbers : widened ? numbers * sizeof(float) : 0;
+    const size_t sums = levels || weight->zeros != NULL ? runs * sizeof(float) : 0;
+    char *room = malloc(sums + sums + converted + 1);
+    if (room == NULL) return NULL;
+    call->sums = sums ? (float *)room : NULL;
+    call->level_sums = levels ? (int32_t *)(room + sums) : NULL;
+    call->converted = converted ? room + sums + sums : NULL;
+    prepared->x = converted ? call->converted : call->x;
+    prepared->stride = converted ? weight->in_features : call->x_stride;
+    prepared->sums = prepared->level_scales = call->sums;
+    prepared->level_sums = call->level_sums;
+    return room;
+}
+
+static const KernelKind *choose_kernels(int set, Activations activations, NumberType type, int bits) {
+    if (activations != ACTIVATIONS_FLOAT) return kernel_sets[set].levels;
+    if (type == BFLOAT16 && bits != SPARSE && kernel_sets[set].bfloat16 != NULL) return kernel_sets[set].bfloat16;
+    return kernel_sets[set].float32;
+}
+
+int linear_multiply(const LinearWeight *weight, int activations, int type, int64_t rows, const void *x,
+                    int64_t x_stride, void *y, int64_t y_stride, int instruction_set) {
+    const int set = resolve_instruction_set(instruction_set);
+    if (set < 0) return LINEAR_NO_INSTRUCTIONS;
+    if (rows < 1) return LINEAR_OK;
+    LinearCall call = {.weight = weight,
+                       .kernels = choose_kernels(set, (Activations)activations, (NumberType)type, weight->bits),
+                       .prepare = prepare_by_set[set],
+                       .finish = finish_by_set[set],
+                       .type = (NumberType)type,
+                       .activations = (Activations)activations,
+                       .x = x,
+                       .x_stride = x_stride,
+                       .rows = rows,
+                       .y = y,
+                       .y_stride = y_stride};
+    void *room = make_room(&call);
+    if (room == NULL) return LINEAR_NO_MEMORY;
+    fill_table(&call.prepared.table, weight, call.kernels->decoded_bits == 16);
+    cut_chunks(&call);
+    if (call.sums != NULL || call.converted != NULL)
+        pool_run(prepare_chunk, &call, (rows + ROWS_PER_PREPARATION - 1) / ROWS_PER_PREPARATION);
+    const int64_t row_chunks = (rows + call.rows_per_chunk - 1) / call.rows_per_chunk;
+    pool_run(multiply_chunk, &call, row_chunks * ((call.num_tiles + call.tiles_per_chunk - 1) / call.tiles_per_chunk));
+    free(room);
+    return LINEAR_OK;
+}

@@ -1,0 +1,93 @@
+/* Between linear.c, which goes through a weight, and the instruction sets, which multiply one run: some rows of
+ * activations by the inputs of one tile that share their scales. Each set has a function for every kind of activations and
+ * width of codes (kernel.inc); linear.c has the table of sets and kinds. */
+#ifndef NATIVE_LINEAR_TILES_H
+#define NATIVE_LINEAR_TILES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "linear/linear.h"
+#include "common/bf16.h"
+
+enum { NUM_WIDTHS = 6 };
+
+/* Values of codes of 2 or 4 bits, repeated where they are fewer. */
+typedef union {
+    float floats[16];
+    uint16_t bfloat16[32]; /* for kernels that take inputs in pairs */
+} CodeTable;
+
+/* Prepared activations, and what looks codes up. */
+typedef struct {
+    const void *x;  /* bfloat16 or float32 in their order, or 8-bit levels in the order of `level_input` */
+    int64_t stride; /* elements from row to row */
+    int64_t run;    /* inputs per run */
+    int64_t num_runs, num_groups, runs_per_group;
+    const float *sums;         /* [rows][num_runs] of float activations; NULL when no zeros ask for them */
+    const int32_t *level_sums; /* [rows][num_runs] of 8-bit levels */
+    const float *level_scales; /* likewise */
+    CodeTable table;
+} Prepared;
+
+/* Which run of which rows, and where its sums are added. */
+typedef struct {
+    int64_t tile, run, row;
+    int rows;              /* at most KernelKind.most_rows */
+    const uint32_t *words; /* of the run: as stored, or decoded */
+    float *sums;           /* [rows][TILE] */
+} Place;
+
+/* Some vectors of a tile's features, for some rows. */
+typedef struct {
+    int64_t run, row;
+    int64_t scale; /* index of the first one's scale */
+    int rows;
+    const uint32_t *words;
+    float *sums;
+} Strip;
+
+typedef void (*RunKernel)(const LinearWeight *weight, const Prepared *input, const Place *place);
+/* Decodes a run: to pairs of bfloat16 (width 16) or to float32 (width 32), in the order of inputs. */
+typedef void (*DecodeKernel)(const uint32_t *words, const Prepared *input, uint32_t *decoded);
+
+/* By width (`width_index`). */
+typedef struct {
+    int most_rows;        /* in one block */
+    int undecoded_blocks; /* that decode a run each for itself: more of them share a decoded copy */
+    int decoded_bits;
+    RunKernel run[NUM_WIDTHS];
+    DecodeKernel decode[NUM_WIDTHS]; /* NULL where nothing is gained */
+} KernelKind;
+
+extern const KernelKind scalar_float32, scalar_levels, avx2_float32, avx2_levels;
+extern const KernelKind avx512_float32, avx512_levels, avx512_bfloat16;
+extern const KernelKind neon_float32, neon_levels, neon_dotprod_levels;
+
+/* Widths are 2, 4, 8, 16 and 32 bits, and SPARSE. */
+INLINE int width_index(int bits) {
+    return bits == 2 ? 0 : bits == 4 ? 1 : bits == 8 ? 2 : bits == 16 ? 3 : bits == 32 ? 4 : 5;
+}
+
+INLINE Strip strip_at(const LinearWeight *weight, const Prepared *input, const Place *place, int first) {
+    const int64_t group = weight->bits == 16 ? 0 : place->tile * input->num_groups + place->run / input->runs_per_group;
+    return (Strip){place->run, place->row, group * TILE + first, place->rows, place->words + first, place->sums + first};
+}
+
+/* Bit at which the code of input k of a word (0 <= k < 32 / bits) begins. */
+INLINE int code_shift(int k, int bits) { return k / 2 * bits + k % 2 * 16; }
+
+/* Byte i of a word's levels meets byte i % 4 of (word >> bits * (i / 4)), masked: which input that is. */
+INLINE int level_input(int i, int bits) {
+    const int shift = i % 4 * 8 + i / 4 * bits;
+    return shift % 16 / bits * 2 + shift / 16;
+}
+
+INLINE int32_t load_word(const void *address) {
+    int32_t word;
+    memcpy(&word, address, sizeof word);
+    return word;
+}
+
+#endif

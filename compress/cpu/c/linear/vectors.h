@@ -1,0 +1,49 @@
+/* Vectors of float32 numbers and of 32-bit words, written once for all instruction sets: compilers know how to add, shift and
+ * convert them. A file that includes this defines
+ *     TARGET, PER_VECTOR           the attribute of its functions, and lanes of a vector
+ * and after it what compilers do not know, or not well:
+ *     floats_fma(a, b, c)          a * b + c
+ *     floats_of_float16(address), words_of_bytes(address)    PER_VECTOR numbers
+ *     Table                        the 16 entries of a table; or 16 pairs of them where activations are taken in pairs
+ *     table_load(address), table_look_up(table, word, shift)    of codes from bit `shift` on, whatever is above them
+ *     words_dot(sum, codes, levels, bits)    sum + products of 4 unsigned bytes, codes of `bits`, with 4 signed ones
+ *     floats_quad(address)         four floats, again and again
+ *     floats_pick(quad, word, shift)    of each quad the one that the two bits at `shift` name
+ *     floats_at_place(word, shift, place, x)    x where these two bits are `place`, 0 elsewhere */
+#ifndef NATIVE_LINEAR_VECTORS_H
+#define NATIVE_LINEAR_VECTORS_H
+
+#include "linear/tiles.h"
+
+typedef float Floats __attribute__((vector_size(4 * PER_VECTOR)));
+typedef uint32_t Words __attribute__((vector_size(4 * PER_VECTOR)));
+typedef int32_t Integers __attribute__((vector_size(4 * PER_VECTOR)));
+typedef uint16_t Halves __attribute__((vector_size(2 * PER_VECTOR)));
+
+INLINE TARGET Floats floats_all(float x) { return x - (Floats){0}; }
+INLINE TARGET Words words_all(uint32_t x) { return x - (Words){0}; }
+INLINE TARGET Floats floats_load(const float *from) {
+    Floats x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+INLINE TARGET Words words_load(const uint32_t *from) {
+    Words x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+INLINE TARGET void floats_store(float *to, Floats x) { memcpy(to, &x, sizeof x); }
+INLINE TARGET void words_store(uint32_t *to, Words x) { memcpy(to, &x, sizeof x); }
+
+/* Conversion of signed integers. */
+INLINE TARGET Floats floats_of(Words x) { return __builtin_convertvector((Integers)x, Floats); }
+INLINE TARGET Floats floats_of_bfloat16(const uint16_t *from) {
+    Halves x;
+    memcpy(&x, from, sizeof x);
+    return (Floats)(__builtin_convertvector(x, Words) << 16);
+}
+
+/* The code of 8 bits at `shift`, less its middle. */
+INLINE TARGET Floats floats_centred(Words word, int shift) { return floats_of((word >> shift & 255) - 128); }
+
+#endif
