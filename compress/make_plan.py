@@ -240,7 +240,7 @@ def check_patterns(assignments: Mapping[str, LayerPlan], linears: Shapes) -> Non
     """Raises SchemeError when a sparsity pattern does not divide a layer's inputs, naming the first such layer."""
     for name, assignment in assignments.items():
         pattern, columns = assignment.scheme.sparsity if assignment.scheme else None, linears[name][1]
-        if pattern and columns % pattern.of:
+        if pattern and columns % pattern.m:
             leaf = name.rpartition(".")[2]
             raise SchemeError(f"{pattern} does not divide the {columns} inputs of {name}", f"Use --ignore {leaf}")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.checkpoint.kv_cache import AUTO, UNCOMPRESSED, KVCacheRecord, KVCacheScheme, MeasuredKVCache
-from compress.checkpoint.weights import Scheme, Sparsity
+from compress.checkpoint.weights import NMSparsity, Scheme
 from compress.common.errors import RecipeError
 from compress.methods import base
 from compress.methods.base import Needs
@@ -28,7 +28,7 @@ class Pruning:
     """
 
     method: str
-    pattern: Sparsity | None
+    pattern: NMSparsity | None
     sparsity: float
     layerwise: OutlierShares | None = None
 

@@ -88,27 +88,11 @@ def scheme_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
 
 def _own_format_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
     """Return notes on forms that only this runtime reads."""
-    schemes = _schemes(assignments.values())
-    notes = []
-    if any(scheme.sparsity for scheme in schemes):
-        notes.append(
-            "zeros of an N:M pattern are left out, which only this runtime reads; others read `compress export "
-            "--format dense`, or --format compressed-tensors where the weights are integers"
-        )
+    notes = sorted({scheme.note for scheme in _schemes(assignments.values())} - {""}, reverse=True)
     if any(is_embedding(module) for module in assignments):
         notes.append(
             "the packed embedding is looked up by this runtime only; others read `compress export --format "
             "compressed-tensors`, where it is 16 bits again"
-        )
-    if any(scheme.num_outliers for scheme in schemes):
-        notes.append(
-            "16-bit columns beside the codes are read by this runtime only; others read `compress export --format "
-            "dense`, which is as large as the source"
-        )
-    if any(each.factoring for each in assignments.values()):
-        notes.append(
-            "weights of low rank are stored as two factors, which only this runtime reads; others read `compress "
-            "export --format dense`, which is as large as the source"
         )
     return notes
 

@@ -8,7 +8,7 @@ from typing import Any
 from calibration.parts import Part, check_parts, parse_parts, share_out
 from compress.checkpoint.kv_cache import AUTO, KV_FORMATS, KVCacheScheme
 from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS
-from compress.checkpoint.weights import Activations, Fp8, Int, OutlierColumns, Scheme, Sparsity
+from compress.checkpoint.weights import Activations, Fp8, Int, NMSparsity, OutlierColumns, Scheme
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
 from compress.methods import base as methods
@@ -151,7 +151,7 @@ class PruneStage:
     """
 
     method: str = "sparsegpt"
-    pattern: Sparsity | None = None
+    pattern: NMSparsity | None = None
     sparsity: float = 0.5
     layerwise: str = "uniform"
     outlier_factor: float = DEFAULT_OUTLIER_FACTOR
@@ -163,7 +163,7 @@ class PruneStage:
         methods.pruning(self.method)
         if not 0 < self.sparsity < 1:
             raise RecipeError(f"sparsity={self.sparsity} is not between 0 and 1", "Use --sparsity 0.5")
-        if self.pattern and self.sparsity != 0.5 and self.sparsity != 1 - self.pattern.kept / self.pattern.of:
+        if self.pattern and self.sparsity != 0.5 and self.sparsity != 1 - self.pattern.n / self.pattern.m:
             raise RecipeError(f"sparsity={self.sparsity} contradicts {self.pattern}", "Give one of them")
         if self.layerwise not in LAYERWISE:
             remedy = nearest(self.layerwise, LAYERWISE, "Ways")
@@ -183,16 +183,16 @@ class PruneStage:
             )
         if self.outlier_factor <= 1:
             raise RecipeError(f"outlier_factor={self.outlier_factor} makes outliers of most weights", "Use 5")
-        if self.pattern and self.spread * self.pattern.of < 0.5:
+        if self.pattern and self.spread * self.pattern.m < 0.5:
             raise RecipeError(
-                f"{self.pattern} has steps of 1/{self.pattern.of}, too coarse for a spread of {self.spread}",
+                f"{self.pattern} has steps of 1/{self.pattern.m}, too coarse for a spread of {self.spread}",
                 "Use 4:8, a larger spread, or no pattern",
             )
 
     @property
     def share(self) -> float:
         """Share of the weights that go."""
-        return 1 - self.pattern.kept / self.pattern.of if self.pattern else self.sparsity
+        return 1 - self.pattern.n / self.pattern.m if self.pattern else self.sparsity
 
     @property
     def needs_calibration(self) -> bool:
@@ -386,4 +386,7 @@ class Recipe:
 
 
 def _plain(stage: Stage) -> dict[str, Any]:
-    return stage.to_dict() if isinstance(stage, QuantizeStage) else asdict(stage)
+    if isinstance(stage, QuantizeStage):
+        return stage.to_dict()
+    pattern = stage.pattern if isinstance(stage, PruneStage) else None
+    return asdict(stage) | ({"pattern": pattern.to_dict()} if pattern else {})

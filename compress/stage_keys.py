@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from compress.checkpoint.weights import Scheme, Sparsity
+from compress.checkpoint.weights import NMSparsity, Scheme
 from compress.common.errors import RecipeError
 from compress.methods import base
 from compress.recipe import (
@@ -116,7 +116,7 @@ class PruneKeys:
 
     def stage(self, targets: tuple[str, ...] = (), ignore: tuple[str, ...] = ()) -> PruneStage:
         """Build the stage. Raises RecipeError, SchemeError."""
-        pattern = None if self.pattern == "none" else Sparsity.parse(self.pattern)
+        pattern = None if self.pattern == "none" else NMSparsity.parse(self.pattern)
         owl = self.owl_m, self.owl_lambda
         return PruneStage(self.method, pattern, self.sparsity, self.layerwise, *owl, targets, ignore)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from compress.checkpoint.weights.base import StoredTensors, Weight
-    from compress.checkpoint.weights.sparse_nm import Sparsity
+    from compress.checkpoint.weights.sparse_nm import NMSparsity
 
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 16
@@ -101,7 +101,7 @@ class Scheme(ABC):
         return self.activations.bits if self.activations else None
 
     @property
-    def sparsity(self) -> Sparsity | None:
+    def sparsity(self) -> NMSparsity | None:
         """Pattern of the zeros that are not stored."""
         return None
 
@@ -124,6 +124,11 @@ class Scheme(ABC):
     def structure(self) -> str:
         """Feature beside plain codes and scales that no format of other tools supports; else empty."""
         return f"the {self.key} layout"
+
+    @property
+    def note(self) -> str:
+        """Which engines read the form, for plans; empty where most do."""
+        return f"{self} is read by this runtime only; others read `compress export --format dense`"
 
     @property
     def codes(self) -> Scheme | None:

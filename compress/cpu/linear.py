@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compress.checkpoint.weights import Scheme, Sparsity
+from compress.checkpoint.weights import NMSparsity, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError, ToolkitError
 from compress.cpu.binding import BEST, INSTRUCTION_SETS, absence, best_instruction_set, library
@@ -23,7 +23,7 @@ FASTER_SETS = ("avx2", "avx512")
 
 def sparse_unsupported_reason(scheme: Scheme) -> str:
     """Why a weight's zeros should be read, too; empty where reading kept codes alone was measured to be faster."""
-    if scheme.sparsity != Sparsity(2, 4):
+    if scheme.sparsity != NMSparsity(2, 4):
         return "takes 2:4 sparsity"
     if not scheme.symmetric or scheme.bits not in (3, 4):
         return "takes symmetric codes of 3 and 4 bits"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
-from compress.checkpoint.weights import Int, Scheme, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.checkpoint.weights.integer import integers
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
@@ -275,7 +275,7 @@ class PruningMethod(Method):
     kind: ClassVar[str] = "prune"
 
     def prune(
-        self, layer: Layer, pattern: Sparsity | None, sparsity: float, joint: Int | None
+        self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Int | None
     ) -> Pruned | IntegerWeight:
         """Prune one layer, and quantize it too where a scheme for both is given and the method can.
 

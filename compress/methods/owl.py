@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.weights import Sparsity
+from compress.checkpoint.weights import NMSparsity
 from compress.methods.pruning import scores
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class BlockShare:
     block: str
     outlier_ratio: float
     share: float
-    pattern: Sparsity | None = None
+    pattern: NMSparsity | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the report."""
@@ -74,15 +74,15 @@ def block_shares(ratios: Sequence[float], weights: Sequence[int], share: float, 
     return [share - spread * each / most for each in above]
 
 
-def block_patterns(shares: Sequence[float], pattern: Sparsity) -> list[Sparsity]:
+def block_patterns(shares: Sequence[float], pattern: NMSparsity) -> list[NMSparsity]:
     """`kept:of` for each block, nearest to its share, so that together as many are kept as by `pattern` (mixed N:M)."""
-    wanted = [(1 - share) * pattern.of for share in shares]
+    wanted = [(1 - share) * pattern.m for share in shares]
     kept = [math.floor(each) for each in wanted]
     # The largest remainders are rounded up, the earliest first where they are equal.
     order = sorted(range(len(wanted)), key=lambda index: kept[index] - wanted[index])
-    for index in order[: max(0, pattern.kept * len(wanted) - sum(kept))]:
+    for index in order[: max(0, pattern.n * len(wanted) - sum(kept))]:
         kept[index] += 1
-    return [Sparsity(min(max(each, 1), pattern.of - 1), pattern.of) for each in kept]
+    return [NMSparsity(min(max(each, 1), pattern.m - 1), pattern.m) for each in kept]
 
 
 def outlier_ratio(scores: Sequence[Tensor], factor: float) -> float:

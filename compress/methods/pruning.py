@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.weights import Scheme, Sparsity
+from compress.checkpoint.weights import NMSparsity, Scheme
 from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class MaskingMethod(PruningMethod):
 
     per_output: ClassVar[bool] = False
 
-    def prune(self, layer: Layer, pattern: Sparsity | None, sparsity: float, joint: Scheme | None) -> Pruned:
+    def prune(self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Scheme | None) -> Pruned:
         score = scores(self.name, layer.weight, layer.importance)
         kept = keep_pattern(score, pattern) if pattern else keep_share(score, sparsity, per_output=self.per_output)
         return Pruned(layer.weight.masked_fill(~kept, 0.0), kept)
@@ -97,14 +97,14 @@ def scores(method: str, weight: Tensor, mean_square: Tensor | None) -> Tensor:
     return relative * norm.sqrt()
 
 
-def keep_pattern(score: Tensor, sparsity: Sparsity) -> Tensor:
+def keep_pattern(score: Tensor, sparsity: NMSparsity) -> Tensor:
     """Bool `[O, I]`: the `kept` highest scores of every `of` neighbours in a row; of equal ones the first."""
     import torch
 
-    grouped = score.unflatten(1, (-1, sparsity.of))
+    grouped = score.unflatten(1, (-1, sparsity.m))
     order = grouped.argsort(dim=-1, descending=True, stable=True)
     kept = torch.zeros_like(grouped, dtype=torch.bool)
-    return kept.scatter_(-1, order[..., : sparsity.kept], True).flatten(1)
+    return kept.scatter_(-1, order[..., : sparsity.n], True).flatten(1)
 
 
 def keep_share(score: Tensor, share: float, *, per_output: bool) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.checkpoint.weights import Int, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity
 from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
 from compress.methods.pruning import keep_pattern, keep_share, scores
 
@@ -32,7 +32,7 @@ class SparseGPT(PruningMethod):
         return Needs(inputs=True, hessian=True)
 
     def prune(
-        self, layer: Layer, pattern: Sparsity | None, sparsity: float, joint: Int | None
+        self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Int | None
     ) -> Pruned | IntegerWeight:
         from torch import Tensor
 
@@ -47,7 +47,7 @@ class SparseGPT(PruningMethod):
 def prune_sparsegpt(
     weight: Tensor,
     factor: HessianFactor,
-    pattern: Sparsity | None,
+    pattern: NMSparsity | None,
     share: float,
     scheme: Int | None = None,
     scale_dtype: torch.dtype | None = None,
@@ -86,5 +86,5 @@ def prune_sparsegpt(
     return IntegerWeight(columns.in_original_order(columns.codes), grid.scales.scale, grid.scales.zero, grid.scheme)
 
 
-def _keep(score: Tensor, pattern: Sparsity | None, share: float) -> Tensor:
+def _keep(score: Tensor, pattern: NMSparsity | None, share: float) -> Tensor:
     return keep_pattern(score, pattern) if pattern else keep_share(score, share, per_output=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from compress.checkpoint.scheme import FLOAT_BITS
-from compress.checkpoint.weights import NM, Int, Scheme, Sparsity
+from compress.checkpoint.weights import NM, Int, NMSparsity, Scheme
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
 from compress.methods import base
@@ -43,7 +43,7 @@ class Candidate:
     """
 
     scheme: Scheme | None = None
-    pattern: Sparsity | None = None
+    pattern: NMSparsity | None = None
     factorizing: str | None = None
     keep: float = 1.0
 
@@ -68,7 +68,7 @@ class Candidate:
         """Approximate bits of a weight, without scales."""
         bits = self.scheme.bits if self.scheme else FLOAT_BITS
         if self.pattern:
-            return (bits + self.pattern.index_bits) * self.pattern.kept / self.pattern.of
+            return (bits + self.pattern.index_bits) * self.pattern.n / self.pattern.m
         return bits * self.keep
 
     def stages(self, method: str, targets: Sequence[str]) -> tuple[TensorStage, ...]:
@@ -138,7 +138,7 @@ def _candidate(word: str) -> Candidate:
     bits, group = found["bits"], found["group"]
     return Candidate(
         Int(int(bits), int(group) if group else None, found["asym"] is None) if bits else None,
-        Sparsity.parse(found["pattern"]) if found["pattern"] else None,
+        NMSparsity.parse(found["pattern"]) if found["pattern"] else None,
         words.get(found["method"]),
         float(found["keep"] or 1),
     )

@@ -14,9 +14,8 @@ from torch import Tensor
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.checkpoint.weights.low_rank import LowRankWeight
-from compress.checkpoint.weights.outlier_columns import OutlierWeight
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.models.spec import Attention, Block
@@ -289,16 +288,17 @@ class _Loader:
         return self._prepare(fused, "+".join(names), fuse_biases(biases, [weight.shape[0] for weight in weights]))
 
     def _prepare(self, weight: Weight | Tensor, name: str, bias: Tensor | None = None) -> Linear:
-        if isinstance(weight, LowRankWeight):
-            right = self._prepare(weight.right, f"{name}, right factor")
-            return LowRank(right, self._prepare(weight.left, f"{name}, left factor", bias))
-        if isinstance(weight, OutlierWeight):
-            columns = weight.columns.to(self.target.device, torch.int64)
-            values = weight.values.to(self.target.device, self.target.dtype).T.contiguous()
-            what = f"{name} beside {len(columns)} columns in 16 bits"
-            return WithOutliers(self._prepare(weight.base, what, bias), columns, values)
         if isinstance(weight, Tensor):
             return self._prepare_dense(weight, name, bias)
+        product = weight.product()
+        if isinstance(product, Factors):
+            right = self._prepare(product.right, f"{name}, right factor")
+            return LowRank(right, self._prepare(product.left, f"{name}, left factor", bias))
+        if isinstance(product, BesideColumns):
+            columns = product.columns.to(self.target.device, torch.int64)
+            values = product.values.to(self.target.device, self.target.dtype).T.contiguous()
+            beside = f"{name} beside {len(columns)} columns in 16 bits"
+            return WithOutliers(self._prepare(product.base, beside, bias), columns, values)
         choice = self._choose(weight.scheme, weight.shape[1])
         self.used[f"{name}: {weight.scheme}, kernel {choice.kernel.name} ({choice.reason})"] += 1
         return choice.kernel.prepare(weight.expanded(), bias, self.target)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarking.tables import Row
-from compress.checkpoint.weights import Activations, Int, Sparsity
+from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import Evaluation
 from compress.methods.base import names
@@ -95,7 +95,7 @@ def _stage(setting: str, method: str) -> Stage:
     if setting.endswith("%"):
         return PruneStage(method, sparsity=float(setting.removesuffix("%")) / 100)
     kept, _, of = setting.partition(":")
-    return PruneStage(method, Sparsity(int(kept), int(of)))
+    return PruneStage(method, NMSparsity(int(kept), int(of)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config
-from compress.checkpoint.weights import Int, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity
 from compress.common.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.skeleton import check_supported
@@ -56,7 +56,7 @@ def test_layers_that_get_no_smaller_are_noted(tiny_model) -> None:
 
 
 def test_pruning_what_a_rotation_spreads_is_noted(tiny_model) -> None:
-    pruning = PruneStage("wanda", Sparsity(2, 4))
+    pruning = PruneStage("wanda", NMSparsity(2, 4))
     assert any("a rotation spreads" in note for note in plan_for(tiny_model(), RotateStage(), pruning).notes)
     assert not any("a rotation spreads" in note for note in plan_for(tiny_model(), pruning).notes)
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from calibration.parts import Part
-from compress.checkpoint.weights import Activations, Fp8, Int, Sparsity
+from compress.checkpoint.weights import Activations, Fp8, Int, NMSparsity
 from compress.common.errors import RecipeError
 from compress.methods.signround import SignRoundOptions
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
@@ -179,7 +179,7 @@ def test_yaml_cannot_build_python_objects() -> None:
 
 def test_a_pattern_may_stand_without_quotes() -> None:
     recipe = parse_recipe("stages:\n  - prune: {method: wanda, pattern: 2:4}\n", "r.yaml")
-    assert recipe.stages == (PruneStage("wanda", Sparsity(2, 4)),)
+    assert recipe.stages == (PruneStage("wanda", NMSparsity(2, 4)),)
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path) -> None:

@@ -8,6 +8,6 @@ from compress.checkpoint.weights.fp8 import Fp8
 from compress.checkpoint.weights.integer import Int
 from compress.checkpoint.weights.low_rank import LowRank
 from compress.checkpoint.weights.outlier_columns import OutlierColumns
-from compress.checkpoint.weights.sparse_nm import NM, Sparsity
+from compress.checkpoint.weights.sparse_nm import NM, NMSparsity
 
-__all__ = ["NM", "Activations", "Fp8", "Int", "LowRank", "OutlierColumns", "Scheme", "Sparsity", "Weight"]
+__all__ = ["NM", "Activations", "Fp8", "Int", "LowRank", "NMSparsity", "OutlierColumns", "Scheme", "Weight"]

@@ -82,6 +82,10 @@ class Weight(ABC):
             raise SchemeError(f"{self.scheme} cannot be stored as {scheme}", "Use --format dense")
         return self
 
+    def product(self) -> Weight | Factors | BesideColumns:
+        """What a layer multiplies by: the weight itself, or several in turn."""
+        return self
+
     def fuse(self, others: Sequence[Weight]) -> Weight | None:
         """This weight above `others` over the same input, as one; None when they cannot be one weight."""
         return None
@@ -96,6 +100,23 @@ class Weight(ABC):
 
         stored = self.tensors(torch.float64)
         return digest_of(f"{self.scheme.key} {self.shape}", *(stored[name] for name in sorted(stored)))
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A product in two steps, `x right^T left^T`: `left [O, r]` and `right [r, I]`."""
+
+    left: Weight | Tensor
+    right: Weight | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BesideColumns:
+    """The sum of a product and of one with a few inputs: `base [O, I]`, and `values [O, k]` of the inputs `columns`."""
+
+    base: Weight
+    columns: Tensor
+    values: Tensor
 
 
 def digest(weight: Weight | Tensor) -> str:

@@ -43,6 +43,7 @@ class Fp8(Scheme):
     bits = 8
     numbers = "float"
     structure = ""
+    note = ""
 
     def __post_init__(self) -> None:
         if self.activations not in (None, Activations.FP8):

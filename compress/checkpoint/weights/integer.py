@@ -46,6 +46,7 @@ class Int(Scheme):
     mark = ".weight_scale"
     numbers = "int"
     structure = ""
+    note = ""
 
     def __post_init__(self) -> None:
         if not MIN_BITS <= self.bits <= MAX_BITS:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme, register
-from compress.checkpoint.weights.base import StoredTensors, Weight, joint_digest, nonfinite_problems
+from compress.checkpoint.weights.base import Factors, StoredTensors, Weight, joint_digest, nonfinite_problems
 from compress.checkpoint.weights.integer import Int, IntegerWeight
 from compress.common.errors import SchemeError
 
@@ -37,6 +37,10 @@ class LowRank(Scheme):
     wraps = True
     parts = SIDES
     structure = "the two factors"
+    note = (
+        "weights of low rank are stored as two factors, which only this runtime reads; others read `compress export "
+        "--format dense`, which is as large as the source"
+    )
     fuses = False
     is_exact_size = True
 
@@ -191,6 +195,9 @@ class LowRankWeight(Weight):
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         left, right = (values(factor, exact) for factor in self.factors)
         return (left @ right).to(dtype or torch.float32)
+
+    def product(self) -> Factors:
+        return Factors(self.left, self.right)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         stored: dict[str, Tensor] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.scheme import Activations, Scheme, register
-from compress.checkpoint.weights.base import StoredTensors, Weight, joint_digest, nonfinite_problems
+from compress.checkpoint.weights.base import BesideColumns, StoredTensors, Weight, joint_digest, nonfinite_problems
 from compress.checkpoint.weights.integer import Int, IntegerWeight
 from compress.common.errors import SchemeError
 
@@ -36,6 +36,10 @@ class OutlierColumns(Scheme):
     mark = ".outlier_columns"
     wraps = True
     structure = "the 16-bit columns"
+    note = (
+        "16-bit columns beside the codes are read by this runtime only; others read `compress export --format dense`, "
+        "which is as large as the source"
+    )
     is_exact_size = True
 
     def __post_init__(self) -> None:
@@ -161,6 +165,9 @@ class OutlierWeight(Weight):
         values = self.base.dequantize(dtype)
         values[:, self.columns.long()] = self.values.to(values.dtype)
         return values
+
+    def product(self) -> BesideColumns:
+        return BesideColumns(self.base, self.columns, self.values)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         import torch

@@ -24,36 +24,40 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sparsity:
-    """N:M pattern: of every `of` neighbouring inputs of a row at most `kept` are not zero, and only those are stored,
-    each with its index among the `of`."""
+class NMSparsity:
+    """N:M pattern: of every `m` neighbouring inputs of a row at most `n` are not zero, and only those are stored,
+    each with its index among the `m`."""
 
-    kept: int = 2
-    of: int = 4
+    n: int = 2
+    m: int = 4
 
     def __post_init__(self) -> None:
-        if not (self.of in (4, 8) and 1 <= self.kept < self.of):
+        if not (self.m in (4, 8) and 1 <= self.n < self.m):
             raise SchemeError(f"sparsity pattern {self} is not supported", "Use 2:4, 4:8 or another N:4 or N:8")
 
     @classmethod
-    def parse(cls, text: str) -> Sparsity:
+    def parse(cls, text: str) -> NMSparsity:
         """`2:4` and the like. Raises SchemeError for anything else."""
-        kept, colon, of = text.partition(":")
-        if not (colon and kept.isdigit() and of.isdigit()):
+        n, colon, m = text.partition(":")
+        if not (colon and n.isdigit() and m.isdigit()):
             raise SchemeError(f"{text!r} is no sparsity pattern", "Use 2:4 or 4:8")
-        return cls(int(kept), int(of))
+        return cls(int(n), int(m))
 
     @property
     def index_bits(self) -> int:
         """Bits of the index of a stored value."""
-        return (self.of - 1).bit_length()
+        return (self.m - 1).bit_length()
 
     def num_stored(self, in_features: int) -> int:
         """Stored values of a row."""
-        return in_features // self.of * self.kept
+        return in_features // self.m * self.n
+
+    def to_dict(self) -> dict[str, int]:
+        """Plain values, as recorded recipes hold them."""
+        return {"kept": self.n, "of": self.m}
 
     def __str__(self) -> str:
-        return f"{self.kept}:{self.of}"
+        return f"{self.n}:{self.m}"
 
 
 @register("sparsity")
@@ -67,19 +71,23 @@ class NM(Scheme):
     """
 
     inner: Int | None
-    pattern: Sparsity
+    pattern: NMSparsity
 
     suffixes = (*Int.suffixes, ".weight_values", ".weight_indices")
     mark = ".weight_indices"
     wraps = True
     structure = "the omitted zeros"
+    note = (
+        "zeros of an N:M pattern are left out, which only this runtime reads; others read `compress export --format "
+        "dense`, or --format compressed-tensors where the weights are integers"
+    )
 
     def __post_init__(self) -> None:
         if self.inner is None:
             return
         if not isinstance(self.inner, Int):
             raise SchemeError(f"{self.inner} does not go with N:M sparsity", "Use integers there")
-        if self.inner.group_size is not None and self.inner.group_size % self.pattern.of:
+        if self.inner.group_size is not None and self.inner.group_size % self.pattern.m:
             raise SchemeError(
                 f"groups of {self.inner.group_size} cut through the {self.pattern} pattern", "Use --group-size 128"
             )
@@ -89,7 +97,7 @@ class NM(Scheme):
             )
 
     @classmethod
-    def of(cls, inner: Scheme | None, pattern: Sparsity | None) -> Scheme | None:
+    def of(cls, inner: Scheme | None, pattern: NMSparsity | None) -> Scheme | None:
         """`inner` with a pattern, where there is one."""
         if pattern is None:
             return inner
@@ -110,7 +118,7 @@ class NM(Scheme):
         return self.inner is None or self.inner.symmetric
 
     @property
-    def sparsity(self) -> Sparsity:
+    def sparsity(self) -> NMSparsity:
         return self.pattern
 
     @property
@@ -133,7 +141,7 @@ class NM(Scheme):
         return self.inner.num_groups(in_features) if self.inner else 1
 
     def check(self, shape: tuple[int, int]) -> None:
-        if shape[1] % self.pattern.of:
+        if shape[1] % self.pattern.m:
             raise SchemeError(
                 f"the {self.pattern} pattern does not divide {shape[1]} input features",
                 "Leave the layer out (--ignore)",
@@ -164,7 +172,7 @@ class NM(Scheme):
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> NM:
-        pattern = Sparsity.parse(fields["sparsity"])
+        pattern = NMSparsity.parse(fields["sparsity"])
         rest = {**fields, "sparsity": None}
         if fields.get("bits") != FLOAT_BITS:
             inner = Scheme.from_dict(rest)
@@ -179,7 +187,7 @@ class NM(Scheme):
         if self.inner:
             return self.inner.shape(stored)
         rows, kept = stored[".weight_values"].shape
-        return rows, kept // self.pattern.kept * self.pattern.of
+        return rows, kept // self.pattern.n * self.pattern.m
 
     def read(self, stored: StoredTensors) -> SparseWeight:
         import torch
@@ -248,7 +256,7 @@ class SparseWeight(Weight):
 
         pattern = self.scheme.pattern
         indices = kept_indices(self.is_kept(), pattern)
-        packed = pack_bits((indices % pattern.of).to(torch.uint8), pattern.index_bits, 1)
+        packed = pack_bits((indices % pattern.m).to(torch.uint8), pattern.index_bits, 1)
         if not isinstance(self.values, Weight):
             kept = self.values.to(dtype).gather(1, indices).contiguous()
             return {".weight_values": kept, ".weight_indices": packed}
@@ -292,8 +300,8 @@ class SparseWeight(Weight):
         else:
             yield from nonfinite_problems(module, self.values)
         pattern = self.scheme.pattern
-        nonzero = self.dequantize().view(self.shape[0], -1, pattern.of) != 0
-        if crowded := int((nonzero.sum(-1) > pattern.kept).sum()):
+        nonzero = self.dequantize().view(self.shape[0], -1, pattern.m) != 0
+        if crowded := int((nonzero.sum(-1) > pattern.n).sum()):
             yield f"{module} has {crowded} groups with more than {pattern} values"
 
     def digest(self) -> str:
@@ -311,7 +319,7 @@ def _fuse_values(
     return torch.cat(parts) if len({each.dtype for each in parts}) == 1 else None
 
 
-def kept_indices(nonzero: Tensor, pattern: Sparsity) -> Tensor:
+def kept_indices(nonzero: Tensor, pattern: NMSparsity) -> Tensor:
     """Columns `[O, I / of * kept]`, rising within each row, of the values that are stored: all that are not zero, and
     where a group has fewer, the first of its zeros.
 
@@ -324,16 +332,16 @@ def kept_indices(nonzero: Tensor, pattern: Sparsity) -> Tensor:
     import torch
 
     rows, columns = nonzero.shape
-    grouped = nonzero.view(rows, columns // pattern.of, pattern.of)
-    crowded = int((grouped.sum(-1) > pattern.kept).sum())
+    grouped = nonzero.view(rows, columns // pattern.m, pattern.m)
+    crowded = int((grouped.sum(-1) > pattern.n).sum())
     if crowded:
         raise SchemeError(f"{crowded} groups hold more values than {pattern} keeps", "Prune the layer")
-    indices = (~grouped).to(torch.uint8).argsort(dim=-1, stable=True)[..., : pattern.kept].sort(-1).values
-    starts = torch.arange(0, columns, pattern.of).view(1, -1, 1)
+    indices = (~grouped).to(torch.uint8).argsort(dim=-1, stable=True)[..., : pattern.n].sort(-1).values
+    starts = torch.arange(0, columns, pattern.m).view(1, -1, 1)
     return (indices + starts).view(rows, -1)
 
 
-def _read_indices(stored: StoredTensors, pattern: Sparsity, rows: int, columns: int) -> Tensor:
+def _read_indices(stored: StoredTensors, pattern: NMSparsity, rows: int, columns: int) -> Tensor:
     import torch
 
     from compress.checkpoint.packing import num_words, unpack_bits
@@ -344,8 +352,8 @@ def _read_indices(stored: StoredTensors, pattern: Sparsity, rows: int, columns: 
             f"{stored.module}.weight_indices is {list(words.shape)}, but {rows} x {count} indices of {pattern} pack to "
             f"{[rows, num_words(count, pattern.index_bits)]}"
         )
-    inside = unpack_bits(words, pattern.index_bits, count, 1).view(rows, -1, pattern.kept).long()
+    inside = unpack_bits(words, pattern.index_bits, count, 1).view(rows, -1, pattern.n).long()
     if bool((inside.diff(dim=-1) <= 0).any()):
         raise CheckpointError(f"{stored.module}.weight_indices has indices that do not rise within their group")
-    starts = torch.arange(0, columns, pattern.of).view(1, -1, 1)
+    starts = torch.arange(0, columns, pattern.m).view(1, -1, 1)
     return (inside + starts).view(rows, count)

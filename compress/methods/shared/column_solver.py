@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.scale_search import GroupScales
-from compress.checkpoint.weights import Int, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity
 from compress.cpu.binding import BEST, absence, library
 from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, ColumnPattern, CpuColumns
 from compress.methods.pruning import keep_pattern, keep_share
@@ -66,7 +66,7 @@ class Choice:
     """
 
     spread: Tensor
-    pattern: Sparsity | None
+    pattern: NMSparsity | None
     share: float
 
 
@@ -88,7 +88,7 @@ class Chooser:
             self.kept = keep_share((errors * choice.spread.unsqueeze(-1)).square(), choice.share, per_output=False)
 
     @property
-    def pattern(self) -> Sparsity | None:
+    def pattern(self) -> NMSparsity | None:
         """The N:M pattern; None where shares of column ranges are pruned."""
         return self._choice.pattern
 
@@ -98,7 +98,7 @@ class Chooser:
         pattern = self._choice.pattern
         if pattern is None:
             raise ValueError("a share is chosen by stretches")
-        stop = column + pattern.of
+        stop = column + pattern.m
         targets = self._targets[column:stop]
         if column > leaf:
             targets = targets.addmm(self._feedback[leaf:column, column:stop].T, self._errors[leaf:column])
@@ -217,7 +217,7 @@ class GPTQSolver:
         return self._change(middle, stop, chosen)
 
     @property
-    def _pattern(self) -> Sparsity | None:
+    def _pattern(self) -> NMSparsity | None:
         return self._chooser.pattern if self._chooser else None
 
     def _in_triton(self) -> GpuColumns:
@@ -235,13 +235,13 @@ class GPTQSolver:
             self.codes,
             self.kept,
             None if self._grid is None else self._grid.compiled,
-            ColumnPattern(pattern.kept, pattern.of, choice.spread.contiguous()) if pattern and choice else None,
+            ColumnPattern(pattern.n, pattern.m, choice.spread.contiguous()) if pattern and choice else None,
             instruction_set,
         )
 
     def _longest_leaf(self) -> int:
         if self._gpu and self._pattern:
-            return self._pattern.of  # what is kept is chosen between launches
+            return self._pattern.m  # what is kept is chosen between launches
         if not (self._native or self._gpu):
             return _LEAF_COLUMNS
         shares = self._choice is not None and not self._pattern
@@ -261,7 +261,7 @@ class GPTQSolver:
     def _change_by_torch(self, start: int, stop: int) -> None:
         pattern = self._pattern
         for column in range(start, stop):
-            if self._chooser and pattern and column % pattern.of == 0:
+            if self._chooser and pattern and column % pattern.m == 0:
                 self._chooser.choose_pattern(start, column)
             target = self.targets[column]
             if column > start:

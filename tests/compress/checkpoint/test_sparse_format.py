@@ -10,12 +10,12 @@ from tiers import examples
 from torch import Tensor
 
 from compress.checkpoint.formats import compress_runtime, compressed_tensors
-from compress.checkpoint.weights import NM, Int, Scheme, Sparsity
+from compress.checkpoint.weights import NM, Int, NMSparsity, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.sparse_nm import SparseWeight
 from compress.common.errors import CheckpointError, SchemeError
 
-TWO_OF_FOUR, FOUR_OF_EIGHT = Sparsity(2, 4), Sparsity(4, 8)
+TWO_OF_FOUR, FOUR_OF_EIGHT = NMSparsity(2, 4), NMSparsity(4, 8)
 M = "model.layers.0.mlp.down_proj"
 
 
@@ -28,9 +28,9 @@ def stored(tensors: dict[str, Tensor]):
     return get
 
 
-def random_mask(rows: int, columns: int, sparsity: Sparsity, generator: torch.Generator) -> Tensor:
-    order = torch.rand(rows, columns // sparsity.of, sparsity.of, generator=generator).argsort(-1)
-    return (order < sparsity.kept).view(rows, columns)
+def random_mask(rows: int, columns: int, sparsity: NMSparsity, generator: torch.Generator) -> Tensor:
+    order = torch.rand(rows, columns // sparsity.m, sparsity.m, generator=generator).argsort(-1)
+    return (order < sparsity.n).view(rows, columns)
 
 
 def make_integers(sparse: NM, rows: int, columns: int, seed: int) -> SparseWeight:
@@ -52,7 +52,7 @@ def make_integers(sparse: NM, rows: int, columns: int, seed: int) -> SparseWeigh
     bits=st.integers(2, 8),
     symmetric=st.booleans(),
     group_size=st.sampled_from([None, 32]),
-    sparsity=st.sampled_from([TWO_OF_FOUR, FOUR_OF_EIGHT, Sparsity(1, 4)]),
+    sparsity=st.sampled_from([TWO_OF_FOUR, FOUR_OF_EIGHT, NMSparsity(1, 4)]),
     rows=st.integers(1, 9),
     blocks=st.integers(1, 4),
     seed=st.integers(0, 2**31),
@@ -171,4 +171,4 @@ def test_other_formats_refuse_to_leave_zeros_out() -> None:
 @pytest.mark.parametrize("text", ["2", "2:x", "3:3", "2:16", "0:4", ":"])
 def test_patterns_that_are_none(text) -> None:
     with pytest.raises(SchemeError):
-        Sparsity.parse(text)
+        NMSparsity.parse(text)

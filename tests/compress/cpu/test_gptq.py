@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.scale_search import GroupScales, search_scales
-from compress.checkpoint.weights import Int, Scheme, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, CpuColumns
 from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
@@ -90,7 +90,7 @@ def how_pruned(pruned: str, weight: Tensor, factor: HessianFactor) -> dict:
         return {}
     if pruned == "kept":
         return {"kept": weight.abs() > 0.05}
-    pattern = Sparsity(*map(int, pruned.split(":"))) if ":" in pruned else None
+    pattern = NMSparsity(*map(int, pruned.split(":"))) if ":" in pruned else None
     return {"choice": Choice(factor.spread, pattern, 0.5)}
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from tiny_models import random_weight
 
-from compress.checkpoint.weights import Int, Scheme, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError
 from compress.cpu import linear as cpu_linear
@@ -18,7 +18,7 @@ from compress.cpu.linear import CpuLinear, sparse_unsupported_reason
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)
-TWO_OF_FOUR = Sparsity(2, 4)
+TWO_OF_FOUR = NMSparsity(2, 4)
 
 
 def sparse_weight(shape: tuple[int, int], bits: int = 4, group: int | None = 32, seed: int = 0) -> IntegerWeight:

@@ -8,7 +8,7 @@ from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
 from compress.checkpoint.scale_search import GroupScales, search_scales
-from compress.checkpoint.weights import Int, Scheme, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid, column_kernel
 from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 
@@ -86,7 +86,7 @@ def test_as_good_as_torch_where_something_is_pruned(gpu, pruned: str, rounded: b
 def how_pruned(pruned: str, weight: Tensor, factor: HessianFactor) -> dict:
     if pruned == "kept":
         return {"kept": weight.abs() > 0.05}
-    pattern = Sparsity(*map(int, pruned.split(":"))) if ":" in pruned else None
+    pattern = NMSparsity(*map(int, pruned.split(":"))) if ":" in pruned else None
     return {"choice": Choice(factor.spread, pattern, 0.5)}
 
 

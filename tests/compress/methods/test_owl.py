@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.checkpoint.weights import Sparsity
+from compress.checkpoint.weights import NMSparsity
 from compress.common.errors import RecipeError
 from compress.methods.owl import block_patterns, block_shares, outlier_ratio
 from compress.recipe import PruneStage
@@ -35,9 +35,9 @@ def test_blocks_that_are_alike_are_pruned_alike() -> None:
 @given(shares=st.lists(st.floats(-0.08, 0.08), min_size=1, max_size=20))
 def test_mixed_patterns_keep_as_many_as_the_pattern_asks_for(shares) -> None:
     centred = [0.5 + each - sum(shares) / len(shares) for each in shares]
-    patterns = block_patterns(centred, Sparsity(4, 8))
-    assert sum(pattern.kept for pattern in patterns) == 4 * len(shares)
-    assert all(abs(pattern.kept / 8 - (1 - share)) < 1 / 8 for pattern, share in zip(patterns, centred, strict=True))
+    patterns = block_patterns(centred, NMSparsity(4, 8))
+    assert sum(pattern.n for pattern in patterns) == 4 * len(shares)
+    assert all(abs(pattern.n / 8 - (1 - share)) < 1 / 8 for pattern, share in zip(patterns, centred, strict=True))
 
 
 def test_outliers_are_counted_against_the_mean_of_the_whole_block() -> None:
@@ -53,7 +53,7 @@ def test_outliers_are_counted_against_the_mean_of_the_whole_block() -> None:
         ({"layerwise": "owls"}, "'owl'"),
         ({"layerwise": "owl", "sparsity": 0.95}, r"leaves 0.*1"),
         ({"layerwise": "owl", "outlier_factor": 1.0}, "outliers of most weights"),
-        ({"layerwise": "owl", "pattern": Sparsity(2, 4)}, "too coarse.*4:8"),
+        ({"layerwise": "owl", "pattern": NMSparsity(2, 4)}, "too coarse.*4:8"),
     ],
 )
 def test_layerwise_options_that_mean_nothing_are_refused(options, problem) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from torch import Tensor
 
-from compress.checkpoint.weights import Int, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError
 from compress.methods.gptq import quantize_gptq
@@ -18,7 +18,7 @@ from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.methods.sparsegpt import prune_sparsegpt
 
-TWO_OF_FOUR, FOUR_OF_EIGHT = Sparsity(2, 4), Sparsity(4, 8)
+TWO_OF_FOUR, FOUR_OF_EIGHT = NMSparsity(2, 4), NMSparsity(4, 8)
 
 
 def correlated_inputs(columns: int, seed: int = 0) -> Tensor:
@@ -57,10 +57,10 @@ def test_scores_by_their_formulas() -> None:
     seed=st.integers(0, 999),
 )
 def test_a_pattern_keeps_the_best_of_each_group(rows, groups, pattern, seed) -> None:
-    score = torch.rand(rows, groups * pattern.of, generator=torch.Generator().manual_seed(seed))
-    kept = keep_pattern(score, pattern).view(rows, groups, pattern.of)
-    assert (kept.sum(-1) == pattern.kept).all()
-    grouped = score.view(rows, groups, pattern.of)
+    score = torch.rand(rows, groups * pattern.m, generator=torch.Generator().manual_seed(seed))
+    kept = keep_pattern(score, pattern).view(rows, groups, pattern.m)
+    assert (kept.sum(-1) == pattern.n).all()
+    grouped = score.view(rows, groups, pattern.m)
     lowest_kept = grouped.masked_fill(~kept, 2).amin(-1)
     assert (grouped.masked_fill(kept, -1).amax(-1) <= lowest_kept).all()
 
@@ -75,7 +75,7 @@ def test_shares_are_exact() -> None:
     assert not keep_share(score, 1.0, per_output=True).any()
 
 
-def slow_sparsegpt(weight: Tensor, hessian: Tensor, pattern: Sparsity) -> Tensor:
+def slow_sparsegpt(weight: Tensor, hessian: Tensor, pattern: NMSparsity) -> Tensor:
     """The paper's algorithm with the inverse Hessian shrunk column by column, in float64, no blocks."""
     damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(len(hessian), dtype=torch.float64)
     inverse = torch.linalg.inv(damped)
@@ -84,8 +84,8 @@ def slow_sparsegpt(weight: Tensor, hessian: Tensor, pattern: Sparsity) -> Tensor
     upper = torch.linalg.cholesky(inverse, upper=True)
     kept = torch.ones_like(weight, dtype=torch.bool)
     for column in range(columns):
-        if column % pattern.of == 0:
-            stretch = slice(column, column + pattern.of)
+        if column % pattern.m == 0:
+            stretch = slice(column, column + pattern.m)
             score = (result[:, stretch] / upper.diagonal()[stretch]).square()
             kept[:, stretch] = keep_pattern(score, pattern)
         value = torch.where(kept[:, column], result[:, column], 0.0)
@@ -147,7 +147,7 @@ def test_zeros_are_exact_in_every_scheme(bits, symmetric, pattern, seed) -> None
     for result in (after, rounded):
         assert (result[~kept] == 0).all()
     if pattern:
-        assert ((joint.view(8, -1, pattern.of) != 0).sum(-1) <= pattern.kept).all()
+        assert ((joint.view(8, -1, pattern.m) != 0).sum(-1) <= pattern.n).all()
     assert float((joint == 0).float().mean()) >= 0.5
 
 

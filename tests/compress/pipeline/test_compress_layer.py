@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calibration.statistics import InputStatistics
-from compress.checkpoint.weights import NM, Int, Sparsity
+from compress.checkpoint.weights import NM, Int, NMSparsity
 from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.compress_layer import LayerCompressor, values_of
 from compress.plan import LayerPlan, Pruning
@@ -21,7 +21,7 @@ def test_sparsegpt_sees_smoothed_inputs(method: str | None) -> None:
     statistics.update(inputs)
     # Uneven, so that the inputs before smoothing say something quite different.
     scale = torch.logspace(-0.5, 0.5, 64)[torch.randperm(64, generator=generator)]
-    pattern = Sparsity(2, 4)
+    pattern = NMSparsity(2, 4)
     scheme = NM(None, pattern) if method is None else NM(Int(8, 32), pattern)
     assignment = LayerPlan(method, scheme, pruning=Pruning("sparsegpt", pattern, 0.5))
 

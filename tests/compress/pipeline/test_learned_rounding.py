@@ -10,7 +10,7 @@ import torch
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Activations, Int, Sparsity
+from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError
 from compress.evaluate.perplexity import cut_windows, evaluate
@@ -93,7 +93,7 @@ def test_goes_with_other_methods_in_the_same_block(tiny_model, tmp_path) -> None
 @pytest.mark.parametrize(
     ("stages", "problem"),
     [
-        ((PruneStage("wanda", Sparsity()), QuantizeStage("signround")), "is pruned"),
+        ((PruneStage("wanda", NMSparsity()), QuantizeStage("signround")), "is pruned"),
         (
             (
                 QuantizeStage("signround"),

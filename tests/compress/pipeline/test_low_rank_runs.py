@@ -13,7 +13,7 @@ from calibration.sources import load_texts
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
-from compress.checkpoint.weights import Int, LowRank, Sparsity
+from compress.checkpoint.weights import Int, LowRank, NMSparsity
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError, ToolkitError
@@ -233,7 +233,7 @@ def test_stages_that_mean_nothing_are_refused(options, problem) -> None:
 @pytest.mark.parametrize(
     ("stages", "error", "problem"),
     [
-        ((PruneStage("magnitude", Sparsity(2, 4)), FactorizeStage("svd")), RecipeError, "is pruned and factorized"),
+        ((PruneStage("magnitude", NMSparsity(2, 4)), FactorizeStage("svd")), RecipeError, "is pruned and factorized"),
         ((FactorizeStage("svd"), QuantizeStage("awq", Int(4, 8))), RecipeError, "awq is not for factors"),
         ((FactorizeStage("svd"), QuantizeStage("rtn", Int(4, 64))), SchemeError, "are multiples of 64"),
     ],

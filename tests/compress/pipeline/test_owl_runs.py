@@ -9,7 +9,7 @@ import pytest
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Int, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity
 from compress.checkpoint.writer import PieceStore
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
@@ -41,7 +41,7 @@ def test_zeros_are_where_the_first_pass_put_them(tiny_model, tmp_path, method) -
 
 
 def test_mixed_patterns_are_packed_with_integers(tiny_model, tmp_path) -> None:
-    stage = PruneStage("wanda", Sparsity(4, 8), layerwise="owl", outlier_factor=2.0, spread=0.25)
+    stage = PruneStage("wanda", NMSparsity(4, 8), layerwise="owl", outlier_factor=2.0, spread=0.25)
     report = compress(tiny_model("llama"), tmp_path / "out", stage, QuantizeStage("gptq", Int(4, 64))).report
     patterns = {each["block"]: each["pattern"] for each in report["layerwise"]}
     assert len(set(patterns.values())) > 1

@@ -12,7 +12,7 @@ from calibration.sources import load_texts
 from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
-from compress.checkpoint.weights import NM, Int, Sparsity
+from compress.checkpoint.weights import NM, Int, NMSparsity
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError
 from compress.evaluate.perplexity import cut_windows, evaluate
@@ -22,7 +22,7 @@ from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
 
-TWO_OF_FOUR = Sparsity(2, 4)
+TWO_OF_FOUR = NMSparsity(2, 4)
 SMALL = CalibrationOptions(samples=6, length=48)
 
 

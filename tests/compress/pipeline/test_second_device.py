@@ -10,7 +10,7 @@ import torch
 from second_device import SECOND, SecondDevice
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Activations, Int, Sparsity
+from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
@@ -22,7 +22,7 @@ STAGES = {
     "gptaq": [QuantizeStage("gptaq", Int(3, 64))],
     "hqq": [QuantizeStage("hqq", Int(4, 64))],
     "smoothquant": [QuantizeStage("smoothquant", Int(8, None, True, Activations.INT8))],
-    "sparsegpt": [PruneStage("sparsegpt", Sparsity(2, 4)), QuantizeStage("gptq", Int(4, 64))],
+    "sparsegpt": [PruneStage("sparsegpt", NMSparsity(2, 4)), QuantizeStage("gptq", Int(4, 64))],
 }
 
 

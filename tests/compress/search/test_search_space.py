@@ -7,7 +7,7 @@ import re
 import pytest
 
 from calibration.parts import Part
-from compress.checkpoint.weights import Int, Sparsity
+from compress.checkpoint.weights import Int, NMSparsity
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
 from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
 from compress.recipe_file import load_recipe, load_work, parse_recipe, parse_work
@@ -38,10 +38,10 @@ def test_menu_words() -> None:
             "asvd0.75w8",
             (FactorizeStage("asvd", 0.75, "uniform", ("q",)), QuantizeStage("gptq", Int(8, None), ("q",))),
         ),
-        ("2:4", (PruneStage(pattern=Sparsity(2, 4), targets=("q",)),)),
+        ("2:4", (PruneStage(pattern=NMSparsity(2, 4), targets=("q",)),)),
         (
             "4:8w4g128asym",
-            (PruneStage(pattern=Sparsity(4, 8), targets=("q",)), QuantizeStage("gptq", Int(4, 128, False), ("q",))),
+            (PruneStage(pattern=NMSparsity(4, 8), targets=("q",)), QuantizeStage("gptq", Int(4, 128, False), ("q",))),
         ),
         ("dense", ()),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.checkpoint.weights import NM, Int, Sparsity
+from compress.checkpoint.weights import NM, Int, NMSparsity
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, choose_linear
 from runtime.backends.torch import linear as torch_linear
@@ -77,7 +77,7 @@ def test_it_is_chosen_by_name_and_else_says_why_not() -> None:
 
 
 def test_integers_that_are_2_of_4_are_expanded_and_it_is_said() -> None:
-    scheme = NM(Int(4, 128), Sparsity(2, 4))
+    scheme = NM(Int(4, 128), NMSparsity(2, 4))
     choice = choose_linear(scheme, 256, GPU)
     assert choice.kernel.name in ("triton_w4a16", "dequantized")
     assert "zeros of 2:4 are expanded at load" in choice.reason
