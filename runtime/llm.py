@@ -15,7 +15,7 @@ from runtime.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Completion:
-    """One whole answer to one prompt. `error` says what went wrong when `finish_reason` is `error`."""
+    """A complete answer to a prompt. `error` is set if `finish_reason` is `error`."""
 
     prompt_token_ids: list[int]
     text: str = ""
@@ -29,7 +29,7 @@ class Completion:
     embedding: list[float] | None = None
 
     def add(self, delta: Delta) -> None:
-        """Appends what one step brought."""
+        """Appends a delta."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
@@ -43,8 +43,8 @@ def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokeni
     """Loads a checkpoint folder, packed or dense. Imports torch, so it takes a second or more.
 
     Raises:
-        CheckpointError: the folder cannot be loaded, and why.
-        ToolkitError: the configuration asks for what this machine or the model does not have.
+        CheckpointError: the folder cannot be loaded.
+        ToolkitError: this machine or model does not support the configuration.
     """
     from runtime.model.loader import load_model
     from runtime.runner.runner import build_runner
@@ -57,14 +57,14 @@ def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokeni
 
 
 class LLM:
-    """Offline generation with the engine that also serves. One thread.
+    """Offline generation with the engine of the server. Single-threaded.
 
     Args:
         path: checkpoint folder.
-        config: budgets and numbers; None takes the defaults.
+        config: configuration of the engine; None is the default.
 
     Raises:
-        CheckpointError: the folder cannot be loaded, and why.
+        CheckpointError: the folder cannot be loaded.
     """
 
     def __init__(self, path: str | Path, config: RuntimeConfig | None = None) -> None:
@@ -75,11 +75,11 @@ class LLM:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Answers all prompts together, in their order; with `n` above 1 the answers to a prompt follow each other.
+        """Answers all prompts in one batch and returns the answers in order, the `n` answers to a prompt together.
 
         Args:
             prompts: texts or token ids.
-            sampling: for all of them, or one each.
+            sampling: parameters for all prompts, or one for each.
 
         Raises:
             RequestError: a prompt is refused; then none is computed.
@@ -95,7 +95,7 @@ class LLM:
         """
         answers = self._answer(prompts, SamplingParams(max_tokens=0), RequestOptions(embed=True))
         if wrong := next((answer for answer in answers if answer.embedding is None), None):
-            raise ToolkitError(f"embedding failed: {wrong.error}", "Try kernels='reference' and dtype='float32'")
+            raise ToolkitError(f"embedding failed: {wrong.error}", "Try linear_backend='reference' and dtype='float32'")
         return [answer.embedding for answer in answers if answer.embedding is not None]
 
     def _answer(
@@ -108,7 +108,9 @@ class LLM:
             raise RequestError("prompts is one string", "Pass a list of prompts")
         each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(prompts):
-            raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts", "Give one, or one each")
+            raise RequestError(
+                f"{len(each)} sampling parameters for {len(prompts)} prompts", "Pass one, or one for each"
+            )
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         for token_ids, params in zip(ids, each, strict=True):
             self.engine.check_request(token_ids, params)
@@ -123,7 +125,7 @@ class LLM:
     def chat(
         self, conversations: Sequence[Sequence[dict[str, str]]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Answers conversations, each a list of `{"role": ..., "content": ...}`, by the model's chat template.
+        """Answers conversations, each a list of `{"role": ..., "content": ...}`, with the model's chat template.
 
         Raises:
             RequestError: the model has no chat template, or a conversation is refused.

@@ -27,13 +27,13 @@ UNHEALTHY: Responses = {503: {"model": HealthResponse, "description": "Unhealthy
 
 
 def health_router(service: Service) -> APIRouter:
-    """Routes that say how the engine is."""
+    """Routes for health and metrics."""
     router = APIRouter()
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=HealthResponse, responses=UNHEALTHY)
     async def health() -> Response:
-        """Status 200 while answers can be expected, else 503 with the reason."""
+        """Status 200 while the engine is healthy, else 503 with the reason."""
         state = service.generations.engine.check()
         body: HealthResponse = {
             "status": "ok" if state.healthy else "unhealthy",
@@ -45,14 +45,14 @@ def health_router(service: Service) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Figures of the engine in Prometheus' text format."""
+        """Metrics of the engine in Prometheus' text format."""
         return PlainTextResponse(service.render_metrics(), media_type="text/plain; version=0.0.4")
 
     return router
 
 
 def models_router(service: Service) -> APIRouter:
-    """Routes that say what is served."""
+    """Routes that list the served model."""
     router = APIRouter()
     model: Model = {
         "id": service.model_name,
@@ -64,7 +64,7 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models", response_model=ModelList)
     async def list_models() -> Response:
-        """The one model that is served."""
+        """Lists the served model."""
         models: ModelList = {"object": "list", "data": [model]}
         return JsonResponse(models)
 
@@ -89,17 +89,17 @@ def create_app(
     api_key: str | None = None,
     allowed_hosts: Collection[str] = (),
 ) -> FastAPI:
-    """An application that starts the engine's thread when it starts and stops it when it ends.
+    """Creates the application, which starts the engine's thread when it starts and stops it when it ends.
 
     Args:
-        engine: an engine's thread, not yet started.
-        tokenizer: of the served model.
-        model_name: what requests must call the model.
+        engine: the engine's thread, not started.
+        tokenizer: tokenizer of the served model.
+        model_name: model name that requests must have.
         limits: context, queue, body size and times.
-        render_metrics: text of `/metrics`.
-        api_key: asked for on every path but `/health` and the page's files; None asks for none.
-        allowed_hosts: names by which clients may call the server, and whose pages may use it; empty for any name, and
-            pages of the server itself alone.
+        render_metrics: returns the text of `/metrics`.
+        api_key: required on every path except `/health` and the files of the page; None requires none.
+        allowed_hosts: host names by which clients may address the server, and whose pages may use it; empty allows any
+            name, and only pages of the server itself.
     """
     service = Service(engine, tokenizer, model_name, limits, render_metrics)
     app = DescribedApi(
@@ -120,7 +120,7 @@ def create_app(
 
 
 def _add_guards(app: FastAPI, limits: Limits, api_key: str | None, allowed_hosts: Collection[str]) -> None:
-    """What a request passes before it is answered; the last one added comes first."""
+    """Adds the middleware; the last one added runs first."""
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)
     if api_key:
         app.add_middleware(ApiKeyGuard, api_key=api_key)
@@ -138,7 +138,7 @@ def _add_guards(app: FastAPI, limits: Limits, api_key: str | None, allowed_hosts
 
 @asynccontextmanager
 async def running(engine: Engine, _: FastAPI) -> AsyncIterator[None]:
-    """The engine's thread runs as long as the application."""
+    """Runs the engine's thread as long as the application."""
     engine.start()
     try:
         yield

@@ -64,7 +64,7 @@ class ChatShape:
 
 
 def render_conversation(tokenizer: Tokenizer, body: ChatRequest) -> str:
-    """Text of the prompt, up to where the answer begins. Templates that know no tools get them in words.
+    """Returns the text of the prompt up to the answer. Templates without support for tools get them as text.
 
     Raises:
         RequestError: the template refuses the conversation, or has no such variable.
@@ -80,10 +80,10 @@ def render_conversation(tokenizer: Tokenizer, body: ChatRequest) -> str:
 
 
 def find_tool_format(tokenizer: Tokenizer, body: ChatRequest) -> ToolFormat | None:
-    """How the answer will write calls; None when there is nothing to call.
+    """Returns the format of tool calls; None without tools.
 
     Raises:
-        RequestError: the model's form is not supported.
+        RequestError: the model's format is not supported.
     """
     return find_format(tokenizer.chat_template or "") if body.usable_tools else None
 
@@ -91,7 +91,7 @@ def find_tool_format(tokenizer: Tokenizer, body: ChatRequest) -> ToolFormat | No
 def call_sampling(
     sampling: SamplingParams, tool_format: ToolFormat, tokenizer: Tokenizer, body: ChatRequest
 ) -> SamplingParams:
-    """Keeps the tags of calls in the text, forces a call where the request does, and holds strict tools to theirs."""
+    """Keeps tags of calls in the text, and adds a grammar for required calls and strict tools."""
     grammar = None
     if tools := body.forced_tools:
         described = [tool.function.model_dump(exclude_none=True) for tool in tools]
@@ -103,14 +103,14 @@ def call_sampling(
 
 
 def loosely(function: Function) -> dict[str, Any]:
-    """A tool, with its parameters only if it is strict about them."""
+    """Returns a tool, with its parameters only if it is strict."""
     parameters = function.parameters if function.strict else {}
     return {"name": function.name} | ({} if parameters is None else {"parameters": parameters})
 
 
 @dataclass
 class ToolShape(ChatShape):
-    """Choices of chats that may call tools. A streamed call comes in one piece, when it is complete.
+    """Choices of chats with tools. A streamed call is sent in one piece, when it is complete.
 
     Attributes:
         tool_format: what calls look like in the text.
@@ -139,7 +139,7 @@ class ToolShape(ChatShape):
         parser = self.new_parser()
         message = self.describe(parser.push(output.text) + parser.flush(), 0)
         for call in message.get("tool_calls", ()):
-            del call["index"]  # which only streams have
+            del call["index"]  # only in streams
         choice = super().whole(index, output)
         choice["message"] = {"role": "assistant", "content": None, "refusal": None, **message}
         if not message:
@@ -150,7 +150,7 @@ class ToolShape(ChatShape):
         return ToolCallParser(self.tool_format, several=self.several)
 
     def describe(self, pieces: list[Piece], num_before: int) -> dict[str, Any]:
-        """`content` and `tool_calls` of pieces; neither of them when there is none."""
+        """Returns `content` and `tool_calls` of pieces, without empty ones."""
         text = "".join(piece for piece in pieces if isinstance(piece, str))
         calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
         described = [self.describe_call(number, call) for number, call in enumerate(calls, start=num_before)]
@@ -162,17 +162,17 @@ class ToolShape(ChatShape):
 
 
 def new_call_id(tool_format: ToolFormat) -> str:
-    """An id that the format's templates take back."""
+    """Returns an id that the templates of the format accept."""
     return uuid4().hex[: tool_format.id_length] if tool_format.id_length else f"call_{uuid4().hex[:24]}"
 
 
 def called(reason: FinishReason, parser: ToolCallParser) -> str:
-    """OpenAI's reason of an end with calls. An answer that was cut off says so."""
+    """Returns OpenAI's finish reason: `tool_calls` for a complete answer with calls."""
     return "tool_calls" if parser.num_calls and reason is FinishReason.STOP else reason
 
 
 def chat_router(service: Service) -> APIRouter:
-    """The route that answers a conversation."""
+    """The route of chat completions."""
     router = APIRouter()
     tokenizer = service.tokenizer
 
@@ -196,5 +196,5 @@ def chat_router(service: Service) -> APIRouter:
 
 
 def encode_conversation(service: Service, body: ChatRequest) -> list[int]:
-    """Token ids of the prompt; templates write special tokens themselves."""
+    """Returns the token ids of the prompt; templates write special tokens themselves."""
     return service.encode(render_conversation(service.tokenizer, body), add_special_tokens=False)

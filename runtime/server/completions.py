@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass
 class EchoedPrompt:
-    """A prompt to put in front of its answers. They share it, since only the first brings its log-probabilities."""
+    """A prompt to return before its answers. They share it: only the first delivers its log-probabilities."""
 
     text: str
     token_ids: list[int]
@@ -67,7 +67,7 @@ class CompletionShape:
         return self.choice(index, text + output.text, joined, output.finish_reason)
 
     def prompt_logprobs(self, index: int, found: Delta | Output) -> CompletionLogprobs | None:
-        """Those of an echoed prompt; the engine says them with the first answer only, and all answers repeat them."""
+        """Returns those of an echoed prompt, which the engine delivers with the first answer only."""
         if not self.with_logprobs or not self.echoed:
             return None
         prompt = self.echoed[index]
@@ -89,7 +89,7 @@ class CompletionShape:
 
 
 def completions_router(service: Service) -> APIRouter:
-    """The route that continues prompts."""
+    """The route of completions."""
     router = APIRouter()
     tokenizer = service.tokenizer
 

@@ -24,7 +24,7 @@ from runtime.server.serving import Job, Service
 logger = logging.getLogger("runtime.server")
 
 INPUTS_AT_ONCE = 32
-"""Inputs of one request that are in flight together; the others wait without a place in the queue."""
+"""Inputs of one request in flight at once; the others wait outside of the queue."""
 
 NOTHING_SAMPLED = SamplingParams(max_tokens=0)
 EMBED = RequestOptions(embed=True)
@@ -42,7 +42,7 @@ class EmbeddingRequest(Strict):
 
 
 def embeddings_router(service: Service) -> APIRouter:
-    """The route: prompts in, mean hidden states out."""
+    """The route of embeddings."""
     router = APIRouter()
 
     @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=BODY_ERRORS)
@@ -61,7 +61,7 @@ def embeddings_router(service: Service) -> APIRouter:
 
 
 async def embed(service: Service, jobs: list[Job], encoding: str | None) -> EmbeddingResponse:
-    """OpenAI's answer to inputs in this order, a few of which are computed at once. Raises ApiError."""
+    """Computes embeddings, a few at once, and returns the answer in the order of the inputs. Raises ApiError."""
     found: list[Delta] = []
     at_once = min(INPUTS_AT_ONCE, service.limits.max_requests)
     for first in range(0, len(jobs), at_once):
@@ -79,13 +79,13 @@ async def embed(service: Service, jobs: list[Job], encoding: str | None) -> Embe
 
 
 async def run_all(service: Service, jobs: list[Job]) -> list[Delta]:
-    """The only delta of each job, in order."""
+    """Returns the only delta of each job, in order."""
     async with aclosing(service.generations.run(jobs)) as deltas:
         return [delta for _, delta in sorted([pair async for pair in deltas], key=lambda pair: pair[0])]
 
 
 def write_numbers(numbers: list[float], encoding: str | None) -> list[float] | str:
-    """An embedding as JSON numbers, or as base64 of little-endian float32."""
+    """Returns an embedding as numbers, or as base64 of little-endian float32."""
     if encoding != "base64":
         return numbers
     return b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode("ascii")

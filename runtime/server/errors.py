@@ -1,4 +1,4 @@
-"""Every refusal as the one JSON object that OpenAI's clients understand, with the field it is about."""
+"""Error answers in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ApiError(HTTPException):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The `error` object of OpenAI's API."""
+    """Returns the `error` object of OpenAI's API."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class JsonResponse(Response):
-    """JSON in plain ASCII, so that text with lone surrogates cannot break it; NaN and infinity are refused."""
+    """A JSON answer in ASCII, which can hold text with lone surrogates; NaN and infinity raise ValueError."""
 
     media_type = "application/json"
 
@@ -54,12 +54,12 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JsonResponse:
-    """An answer that is an error, in the form of OpenAI's API."""
+    """Returns an error answer in the format of OpenAI's API."""
     return JsonResponse(error_body(status, message, param, code), status, headers)
 
 
 def field_name(location: Sequence[str | int]) -> str:
-    """`("body", "messages", 0, "content")` as `messages[0].content`."""
+    """Formats `("body", "messages", 0, "content")` as `messages[0].content`."""
     name = ""
     for part in location[1:]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
@@ -67,7 +67,7 @@ def field_name(location: Sequence[str | int]) -> str:
 
 
 def describe_invalid(error: dict[str, Any]) -> tuple[str, str | None, str | None]:
-    """Message, field and code of one pydantic error."""
+    """Returns message, field and code of a pydantic error."""
     name = field_name(error["loc"])
     match error["type"]:
         case "json_invalid":
@@ -89,7 +89,7 @@ def describe_invalid(error: dict[str, Any]) -> tuple[str, str | None, str | None
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Turns every exception that reaches FastAPI into OpenAI's error JSON."""
+    """Turns every exception into OpenAI's error object."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

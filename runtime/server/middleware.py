@@ -1,5 +1,4 @@
-"""What is refused before a route sees it: wrong keys, other sites' pages, long and slow bodies. Plain ASGI, so streams
-pass untouched."""
+"""Middleware that checks requests before a route handles them. Plain ASGI, so streams pass unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ OPEN_PATHS = PAGE_PATHS | {"/health"}
 
 
 class ApiKeyGuard:
-    """Asks for `Authorization: Bearer KEY`, except for health checks and the page."""
+    """Requires `Authorization: Bearer KEY`, except for health checks and the page."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
@@ -40,13 +39,13 @@ class ApiKeyGuard:
 
 
 class SiteGuard:
-    """Keeps pages of other sites, running in the browser of somebody who reaches this server, from using it.
+    """Refuses requests of other sites' pages, which run in the browser of a user who can connect to this server.
 
-    Such a page may send simple requests (its `Origin` is not our `Host`), or give its own name this server's address
-    (DNS rebinding: the `Host` is not ours). Clients other than browsers send no `Origin`.
+    Such a page may send simple requests (its `Origin` differs from our `Host`), or point its own name to this server's
+    address (DNS rebinding: the `Host` is not ours). Clients other than browsers send no `Origin`.
 
     Args:
-        hosts: names by which the server may be called; empty for any. Pages of these hosts are welcome.
+        hosts: allowed host names; empty allows any. Pages of these hosts may use the server.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
@@ -60,7 +59,7 @@ class SiteGuard:
             await self.app(scope, receive, send)
 
     def objection(self, headers: Headers) -> str:
-        """Why a request is refused, with a remedy; empty when it is not."""
+        """Returns the reason for a refusal with a remedy, or an empty string."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.hosts and parts(f"//{host}").hostname not in self.hosts:
             return f"This server is not called {host!r}. Start it with --allowed-host NAME to permit a name."
@@ -70,13 +69,13 @@ class SiteGuard:
 
 
 def origins_of(hosts: Collection[str]) -> str:
-    """A regular expression of the origins that pages of these hosts have, on any port."""
+    """Returns a regular expression for the origins of pages of these hosts, on any port."""
     names = (re.escape(f"[{name}]" if ":" in name else name) for name in hosts)
     return rf"(?i:https?://({'|'.join(names)})(:\d+)?)"
 
 
 def parts(url: str) -> SplitResult:
-    """The parts of a URL; all of them empty when it is none."""
+    """Returns the parts of a URL; all empty if it is invalid."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -84,8 +83,8 @@ def parts(url: str) -> SplitResult:
 
 
 class BodyLimit:
-    """Answers 413 to bodies longer than `max_bytes`, whether or not they state their length, and 408 to bodies that
-    are not complete within `seconds`."""
+    """Answers 413 to bodies longer than `max_bytes`, with or without a stated length, and 408 to bodies that are not
+    complete within `seconds`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self.app = app
@@ -104,7 +103,7 @@ class BodyLimit:
         await self.app(scope, self.counting(receive), send)
 
     def counting(self, receive: Receive) -> Receive:
-        """`receive` that raises ApiError: 413 once the body is too long, 408 when it is late."""
+        """Wraps `receive` to raise ApiError: 413 once the body is too long, 408 if it is late."""
         num_bytes = 0
         deadline: float | None = asyncio.get_running_loop().time() + self.seconds
 
@@ -120,7 +119,7 @@ class BodyLimit:
             if num_bytes > self.max_bytes:
                 raise self.refusal()
             if not message.get("more_body", False):
-                deadline = None  # what comes now is the client's leaving, whenever it likes
+                deadline = None  # the next message is the client's disconnect, at any time
             return message
 
         return counted
@@ -130,7 +129,7 @@ class BodyLimit:
 
 
 class RequestId:
-    """Sets `request.state.request_id` and sends it back as `x-request-id`, with errors too."""
+    """Sets `request.state.request_id` and returns it as header `x-request-id`, also of errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""The page at `/`: a few static files of this package, the same for everybody, without anything from elsewhere."""
+"""The page at `/`: static files of this package, without resources of other hosts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MEDIA_TYPES = {
     "main.js": "text/javascript; charset=utf-8",
     "settings.js": "text/javascript; charset=utf-8",
 }
-"""Every file of the folder `page`, with what it is."""
+"""Media types of the files in the folder `page`."""
 
 PAGE_PATHS = frozenset({"/", *(f"/page/{name}" for name in MEDIA_TYPES)})
-"""Open without an API key: they hold no secrets, and the key is typed into them."""
+"""Served without an API key, which is entered in the page."""
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -37,7 +37,7 @@ HEADERS = {
 
 
 def page_router() -> APIRouter:
-    """Serves the page from memory; it is read once, when the application is made."""
+    """Serves the page from memory; it is read once, when the application is created."""
     router = APIRouter(include_in_schema=False)
     folder = files("runtime.server") / "page"
     contents = {name: (folder / name).read_bytes() for name in MEDIA_TYPES}

@@ -1,4 +1,4 @@
-"""What a request may say. Anything else is refused by name: a field accepted and ignored would be a lie."""
+"""Request bodies. Unknown and unsupported fields are refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BIAS = 100
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 TOKEN_IDS = range(2**31)
-"""What token ids can be at all; the engine knows how many the model has."""
+"""Possible token ids; the engine checks them against the vocabulary."""
 TokenId = Annotated[int, Field(ge=0, lt=TOKEN_IDS.stop)]
 Bias = Annotated[
     dict[Annotated[str, Field(pattern=f"^({TOKEN_ID.pattern})$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
@@ -24,7 +24,7 @@ Bias = Annotated[
 
 
 def check_bias(value: Any) -> Any:
-    """A number for each of some token ids, which JSON writes as strings."""
+    """Validates a map from token ids, which are strings in JSON, to numbers."""
     if value is None:
         return None
     if not isinstance(value, dict) or not all(isinstance(key, str) and TOKEN_ID.fullmatch(key) for key in value):
@@ -36,27 +36,30 @@ def check_bias(value: Any) -> Any:
 
 
 class SteeringFields(Strict):
-    """The fields by which completions and chat steer sampling. One given as null has its default."""
+    """Sampling fields of completions and chat. A field that is null has its default."""
 
     repetition_penalty: float | None = Field(
-        None, gt=0, le=2, description="divides positive and multiplies negative logits of tokens said; 1 is off"
+        None,
+        gt=0,
+        le=2,
+        description="divides positive and multiplies negative logits of tokens that have occurred; 1 is off",
     )
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[Bias | None, BeforeValidator(check_bias)] = Field(
-        None, description="what is added to the logits of tokens, by token id"
+        None, description="added to logits, by token id"
     )
     stop_token_ids: list[TokenId] | None = Field(None, max_length=128, description="tokens that end the answer")
     priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is served earlier; 0 is the default"
+        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower values are served earlier; 0 is the default"
     )
     cache_salt: str | None = Field(
-        None, max_length=256, description="computed prefixes are shared only with requests of the same salt"
+        None, max_length=256, description="cached prefixes are shared only with requests of the same salt"
     )
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Token ids and what is added to their logits."""
+        """Pairs of a token id and the value added to its logit."""
         return tuple((int(token_id), float(bias)) for token_id, bias in (self.logit_bias or {}).items())
 
 
@@ -66,14 +69,14 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    """One turn. What the model called stands in an assistant's message; what came of it in one of role `tool`."""
+    """One message. Tool calls are in messages of the assistant, their results in messages of role `tool`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    name: str | None = Field(None, description="of who speaks, or of the function; templates may leave it out")
+    name: str | None = Field(None, description="name of the author or function; templates may omit it")
     tool_calls: Annotated[list[AssistantCall], Field(min_length=1)] | None = Field(None, validate_default=True)
     tool_call_id: str | None = Field(None, validate_default=True)
     content: str | list[TextPart] | None = Field(None, validate_default=True)
-    refusal: None = Field(None, description="as answers have it, so that they can be sent back as they came")
+    refusal: None = Field(None, description="as in answers, so that they can be sent back unchanged")
 
     @field_validator("tool_calls")
     @classmethod
@@ -115,8 +118,7 @@ class Message(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
     def as_json(self) -> dict[str, Any]:
-        """What templates are given: content is always text, arguments are objects, and who was `system` in older models
-        is so for all."""
+        """Returns the message for templates: content is text, arguments are objects, `developer` becomes `system`."""
         role = "system" if self.role == "developer" else self.role
         name = {} if self.name is None else {"name": self.name}
         calls = {"tool_calls": [call.as_json() for call in self.tool_calls]} if self.tool_calls else {}
@@ -127,7 +129,7 @@ class Message(Strict):
 MAX_STOP_STRINGS = 16
 TAKEN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt"}
 
-# The bounds that a request's description states; the checks below are what refuses, in words of their own.
+# Bounds of the published description. The validators below enforce them, with clearer messages.
 TokenList = Annotated[list[TokenId], Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None
@@ -135,12 +137,12 @@ Prompt = str | Annotated[list[str], Field(min_length=1)] | TokenList | Annotated
 
 
 def is_token_list(value: Any) -> bool:
-    """Whether a field holds one prompt of token ids."""
+    """Returns whether a value is one prompt of token ids."""
     return isinstance(value, list) and bool(value) and all(type(item) is int and item in TOKEN_IDS for item in value)
 
 
 def check_prompt(value: Any) -> Any:
-    """A text, a list of texts, a list of token ids, or a list of lists of token ids."""
+    """Validates a text, a list of texts, a list of token ids, or a list of lists of token ids."""
     if isinstance(value, str) or is_token_list(value):
         return value
     several = value if isinstance(value, list) else []
@@ -150,12 +152,12 @@ def check_prompt(value: Any) -> Any:
 
 
 def separate_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """The single prompts of a field that takes one or several."""
+    """Returns the prompts of a field that holds one or several."""
     return [prompt] if isinstance(prompt, str) or is_token_list(prompt) else prompt
 
 
 def check_stop(value: Any) -> Any:
-    """Nothing, a text, or a few texts, none of them empty. Raises ValueError."""
+    """Validates stop strings: none, one or a few, not empty. Raises ValueError."""
     texts = [value] if isinstance(value, str) else value
     if texts is None:
         return None
@@ -165,9 +167,9 @@ def check_stop(value: Any) -> Any:
 
 
 def check_template_variables(value: Any) -> Any:
-    """Variables of a chat template by name, none of those that the request has other fields for."""
+    """Validates variables of a chat template: none that the request has other fields for."""
     if isinstance(value, dict) and (taken := sorted(value.keys() & TAKEN_VARIABLES)):
-        raise contradiction(f"{taken[0]} is not for requests to set here")
+        raise contradiction(f"{taken[0]} cannot be set here")
     return value
 
 
@@ -176,7 +178,7 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(StructuredFields, SteeringFields):
-    """The fields that completions and chat share. A field given as null has its default."""
+    """Fields of completions and chat. A field that is null has its default."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -216,7 +218,7 @@ class GenerationRequest(StructuredFields, SteeringFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per token to report; None reports no log-probabilities."""
+        """Number of alternatives per token; None reports no log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -231,7 +233,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[Prompt, BeforeValidator(check_prompt)]
     logprobs: int | None = Field(None, ge=0, le=20)
     max_tokens: int | None = Field(None, ge=0, description="0 only computes the prompt, to score it with echo")
-    echo: bool | None = Field(None, description="put the prompt before the answer; with logprobs, score it too")
+    echo: bool | None = Field(None, description="return the prompt before the answer; with logprobs, score it too")
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The base of everything that a body may hold."""
+"""Base model of request bodies: strict, without unknown fields."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ CONTRADICTION = "contradiction"
 
 
 def whole_numbers(value: Any) -> Any:
-    """JSON has one kind of number: 5.0 is the integer 5, in lists too."""
+    """Converts integral floats to integers, in lists too: JSON has one kind of number."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     return [whole_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 class Strict(BaseModel):
-    """No unknown fields, no conversions between types, no NaN.
+    """Base model without unknown fields, conversions between types and NaN.
 
-    A field that is null asks for nothing, so even an unknown one may be: clients write out what they leave open, and
-    send answers back with all the fields that their own classes have.
+    An unknown field may be null: some clients send all fields of their classes, also those without a value.
     """
 
     model_config = ConfigDict(
@@ -42,5 +41,5 @@ class Strict(BaseModel):
 
 
 def contradiction(message: str) -> PydanticCustomError:
-    """An error about a field that fits its type, but not what stands beside it."""
+    """Returns an error about a field that contradicts another one."""
     return PydanticCustomError(CONTRADICTION, "{message}", {"message": message})

@@ -1,4 +1,4 @@
-"""What an answer must look like, in the words of OpenAI (`response_format`) and of vLLM (`guided_*`)."""
+"""Structured outputs and tools: fields of OpenAI (`response_format`, `tools`) and of vLLM (`guided_*`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=1000)]
 
 
 class JsonSchemaFormat(Strict):
-    """`strict` may be either: answers follow the schema in any case."""
+    """A JSON schema. Answers follow it with any value of `strict`."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
@@ -43,7 +43,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """One of four ways to say what an answer must look like."""
+    """One of four constraints on an answer."""
 
     definition: Schema | None = Field(None, alias="json", description="a JSON schema, as an object or as text")
     regex: str | None = None
@@ -55,7 +55,7 @@ class StructuredOutputs(Strict):
 
 
 class StructuredFields(Strict):
-    """The fields of a request that give its answers a form; at most one of them may."""
+    """Fields that constrain the answer, of which at most one may be given."""
 
     guided_json: Schema | None = Field(None, description="a JSON schema, as an object or as text")
     guided_regex: str | None = None

@@ -1,4 +1,4 @@
-"""From deltas to an answer: one JSON body, or server-sent events. A client that leaves frees its request."""
+"""Turns deltas into an answer: one JSON body, or server-sent events. A client that disconnects frees its request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 CLIENT_CLOSED_REQUEST = 499
 MAY_STREAM: Responses = BODY_ERRORS | {
     200: {
-        "description": "The answer; or, when asked for, a stream of events: chunks in JSON, then [DONE]",
+        "description": "The answer; if requested, a stream of server-sent events: chunks in JSON, then [DONE]",
         "content": {"text/event-stream": {}},
     }
 }
@@ -38,7 +38,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Output:
-    """One sequence, complete."""
+    """Complete output of one sequence."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Output:
 
 @dataclass
 class UsageCounter:
-    """Token counts of a request. A prompt counts once, however many answers it has."""
+    """Token counts of a request. A prompt counts once for all of its answers."""
 
     prompt: int = 0
     completion: int = 0
@@ -72,33 +72,33 @@ class UsageCounter:
 
 
 class Shape(Protocol):
-    """How one API writes its choices. Lives as long as one request."""
+    """Writes the choices of one API. Used for one request."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
 
     def opening(self) -> list[dict[str, Any]]:
-        """Choices to send before the first token."""
+        """Returns choices to send before the first token."""
 
     def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of chunks for a delta, each a chunk of its own; none when it says nothing."""
+        """Returns the choices for a delta, each in a chunk of its own; none for an empty delta."""
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        """The choice of the one chunk that ends a sequence."""
+        """Returns the choice of the chunk that ends a sequence."""
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
-        """The choice of an answer in one piece."""
+        """Returns the choice of an answer that is not streamed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Writes one request's answer.
+    """Writes the answer to one request.
 
     Attributes:
-        envelope: `id`, `created` and `model`, equal in every chunk.
-        num_choices: sequences of the request.
-        include_usage: streams end with a chunk of token counts.
+        envelope: `id`, `created` and `model`, the same in every chunk.
+        num_choices: number of sequences.
+        include_usage: end a stream with a chunk of token counts.
     """
 
     envelope: dict[str, Any]
@@ -107,7 +107,7 @@ class Answer:
     include_usage: bool = False
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
-        """Collects everything and writes one JSON object."""
+        """Collects all deltas and returns one JSON object."""
         outputs = [Output() for _ in range(self.num_choices)]
         texts: list[list[str]] = [[] for _ in outputs]
         usage = UsageCounter()
@@ -126,9 +126,9 @@ class Answer:
         return {**self.envelope, "object": self.shape.whole_object, "choices": choices, "usage": usage.as_json()}
 
     async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: text, one finish chunk per choice, the usage when asked for, `[DONE]`.
+        """Yields server-sent events: text, one finish chunk per choice, the usage if requested, `[DONE]`.
 
-        An error after the first token cannot change the status any more; it is sent as an event and ends the stream.
+        An error after the first token can no longer change the status; it is sent as an event and ends the stream.
         """
         usage = UsageCounter()
         for choice in self.shape.opening():
@@ -156,10 +156,10 @@ class Answer:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that own the deltas they are made of: whatever ends the response closes them.
+    """A response of server-sent events that closes its deltas, however it ends.
 
-    A client that does not read is given up after `client_seconds`: its request would keep a place in the queue, and its
-    text memory, for as long as it likes.
+    A client that does not read for `client_seconds` is disconnected: otherwise its request would occupy the queue, and
+    its text memory, indefinitely.
     """
 
     media_type = "text/event-stream"
@@ -181,11 +181,11 @@ class EventStream(StreamingResponse):
             logger.warning("a client did not read its stream for %g s: closed", self.client_seconds)
         finally:
             await self.events.aclose()
-            await self.deltas.aclose()  # a generator that never started does not close what it was given
+            await self.deltas.aclose()  # a generator that was never started does not close its argument
 
 
 async def respond(request: Request, deltas: Deltas, answer: Answer, stream: bool, limits: Limits) -> Response:
-    """The HTTP answer. Refusals of the engine come as exceptions before a stream's first byte."""
+    """Returns the HTTP answer. If the engine refuses the request, raises before the first byte of a stream."""
     if not stream:
         return await respond_at_once(request, answer.whole(deltas))
     try:
@@ -196,7 +196,7 @@ async def respond(request: Request, deltas: Deltas, answer: Answer, stream: bool
 
 
 async def respond_at_once(request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
-    """An answer in one piece, whose making is cancelled when the client leaves."""
+    """Returns an answer that is not streamed; cancels it if the client disconnects."""
     try:
         return JsonResponse(await unless_disconnected(request, body))
     except ClientDisconnect:
@@ -204,10 +204,10 @@ async def respond_at_once(request: Request, body: Awaitable[Mapping[str, Any]]) 
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves.
+    """Returns the result of `work`, which is cancelled if the client disconnects.
 
     Raises:
-        ClientDisconnect: the client left first.
+        ClientDisconnect: the client disconnected first.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.create_task(until_disconnected(request.receive))
@@ -240,16 +240,16 @@ def event(payload: dict[str, Any]) -> bytes:
 
 LOWEST_LOGPROB = -9999.0
 MAX_SKIPPED_BYTES = 8
-"""How far ahead a prompt's token is looked for in its text, behind what other tokens left there."""
+"""Distance up to which a prompt token is searched in the text."""
 
 
 class TokenBytes(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to the text; half a character for some."""
+        """Returns the bytes that a token adds to the text, which may be part of a character."""
 
 
 def json_number(logprob: float) -> float:
-    """JSON has no infinity: a token that cannot occur gets the value that OpenAI's API uses."""
+    """Returns a finite log-probability: JSON has no infinity, so impossible tokens get the value of OpenAI's API."""
     return max(logprob, LOWEST_LOGPROB) if isfinite(logprob) else LOWEST_LOGPROB
 
 
@@ -258,7 +258,7 @@ def token_text(raw: bytes) -> str:
 
 
 def chat_logprobs(tokenizer: TokenBytes, pairs: Iterable[tuple[int, TokenLogprobs]]) -> ChatLogprobs:
-    """`logprobs` of a chat choice, for tokens and their log-probabilities."""
+    """Returns `logprobs` of a chat choice."""
 
     def entry(token_id: int, logprob: float) -> TopLogprob:
         raw = tokenizer.token_bytes(token_id)
@@ -272,14 +272,14 @@ def chat_logprobs(tokenizer: TokenBytes, pairs: Iterable[tuple[int, TokenLogprob
 
 
 class CompletionLogprobsWriter:
-    """Writes `logprobs` of one completion choice, piece by piece; offsets count characters from its text's start."""
+    """Writes `logprobs` of one completion choice incrementally; offsets count characters from the start of its text."""
 
     def __init__(self, tokenizer: TokenBytes) -> None:
         self.tokenizer = tokenizer
         self.offset = 0
 
     def write(self, pairs: Iterable[tuple[int, TokenLogprobs]]) -> CompletionLogprobs:
-        """For new tokens of the answer."""
+        """Returns the log-probabilities of new tokens of the answer."""
         written = empty_logprobs()
         for token_id, found in pairs:
             self.add(written, token_id, found)
@@ -287,11 +287,10 @@ class CompletionLogprobsWriter:
         return written
 
     def write_prompt(self, text: str, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """For the tokens of a prompt that stands as `text` before the answer. The first has nothing before it, so no
-        log-probability.
+        """Returns the log-probabilities of a prompt that precedes the answer as `text`; the first token has none.
 
         Args:
-            found: of every token but the first.
+            found: log-probabilities of every token but the first.
         """
         written = empty_logprobs()
         raw_text, place = text.encode(), 0
@@ -310,7 +309,8 @@ class CompletionLogprobsWriter:
         written["text_offset"].append(self.offset)
 
     def top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
-        """Alternatives by text, best first, the chosen token among them; of tokens with equal text the best counts."""
+        """Returns alternatives by text, best first, with the sampled token; the best of tokens with equal text
+        counts."""
         entries: dict[str, float] = {}
         for alternative, logprob in (*found.top, (token_id, found.logprob)):
             entries.setdefault(token_text(self.tokenizer.token_bytes(alternative)), json_number(logprob))
@@ -331,8 +331,10 @@ def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> Comp
 
 
 def end_of(token: bytes, text: bytes, place: int) -> int:
-    """Where a prompt's token ends in its text, if it begins at `place`. Not all tokens can be found, and then the place
-    stays: the text leaves out a beginning token and a first space, and has a sign of its own for half a character."""
+    """Returns the end of a prompt token in the text, searched from `place`; `place` if it cannot be found.
+
+    The text omits a beginning-of-sequence token and a first space, and replaces parts of characters.
+    """
     for raw in (token, token.lstrip(b" ")):
         found = text.find(raw, place, place + len(raw) + MAX_SKIPPED_BYTES)
         if found >= 0:
@@ -341,4 +343,4 @@ def end_of(token: bytes, text: bytes, place: int) -> int:
 
 
 def count_characters(raw: bytes) -> int:
-    return sum(byte & 0xC0 != 0x80 for byte in raw)  # bytes that begin a character
+    return sum(byte & 0xC0 != 0x80 for byte in raw)  # first bytes of characters

@@ -1,4 +1,4 @@
-"""Sequences in flight: a bounded queue in front of the engine, and the streams that come out of it."""
+"""The served model: a bounded queue before the engine, time limits, and the streams of deltas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RETRY_AFTER_SECONDS = 1
 
 
 class Engine(Protocol):
-    """The engine's thread as the server sees it. Closing the generator frees the request."""
+    """The engine's thread as the server uses it. Closing the generator frees the request."""
 
     def generate(
         self,
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt, how to continue it, and how to serve it."""
+    """One prompt with its sampling parameters and serving options."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -55,7 +55,7 @@ class Job:
 
 
 class Generations:
-    """Runs jobs on the engine, as many at a time and as long as `limits` allow. Lives on the event loop's thread."""
+    """Runs jobs on the engine within `limits`. Used on the event loop's thread."""
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self.engine = engine
@@ -64,7 +64,7 @@ class Generations:
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
-        """Holds `count` places in the queue, or refuses with 429 (400 when there never could be as many)."""
+        """Holds `count` places in the queue. Raises ApiError: 429 if it is full, 400 if `count` exceeds its size."""
         limit = self.limits.max_requests
         if count > limit:
             message = f"{count} answers in one request; this server takes at most {limit}."
@@ -83,13 +83,13 @@ class Generations:
             self.num_active -= count
 
     async def run(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Deltas of all jobs as they come, with the index of their choice: the answers of the first prompt come first.
+        """Yields deltas of all jobs as they arrive, with the index of their choice, in order of prompts and answers.
 
-        Closing it frees every job.
+        Closing it frees all jobs.
 
         Raises:
-            ApiError: 429 without a place in the queue; 500 when the engine fails a sequence; 503 when it stops, or has
-                no token in `queue_seconds`; 504 after `request_seconds`.
+            ApiError: 429 if the queue is full; 500 if a sequence fails; 503 if the engine stops, or returns no token
+                within `queue_seconds`; 504 after `request_seconds`.
             RequestError: the engine refuses a job.
         """
         with self.admit(sum(job.sampling.n for job in jobs)):
@@ -104,7 +104,7 @@ class Generations:
 
 
 def check_delta(delta: Delta) -> None:
-    """Raises ApiError for the end of a request that is no answer: 400 or 500 for a failure, 503 for an abort."""
+    """Raises ApiError for a failed (400 or 500) or aborted (503) request."""
     if delta.finish_reason is FinishReason.ERROR:
         if delta.error == GRAMMAR_TOO_COMPLEX:
             raise ApiError(400, f"Generation stopped: {delta.error}. Simplify the grammar.", code="refused")
@@ -117,7 +117,7 @@ def check_delta(delta: Delta) -> None:
 async def in_time(
     deltas: AsyncGenerator[tuple[int, Delta], None], limits: Limits
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas, as long as the first and the last of them come in time. Closing it closes them.
+    """Yields the deltas while the first and the last of them are in time. Closing it closes them.
 
     Raises:
         ApiError: 503 or 504.
@@ -139,7 +139,7 @@ async def in_time(
 
 
 def out_of_time(limits: Limits, is_first: bool) -> ApiError:
-    """Status 503 for a request that waits for its first token, 504 for one that was under way."""
+    """Returns the error 503 for a request without a first token, 504 for one in progress."""
     if is_first:
         message = f"No token after {limits.queue_seconds:g} s: the server is overloaded. Try again later."
         return ApiError(503, message, code="queue_timeout", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
@@ -148,7 +148,7 @@ def out_of_time(limits: Limits, is_first: bool) -> ApiError:
 
 
 async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Interleaves the streams in order of arrival. Closing it closes them all."""
+    """Interleaves streams in order of arrival. Closing it closes them all."""
     if len(streams) == 1:  # the common case, without a task and a queue per token
         async with aclosing(streams[0]) as stream:
             async for delta in stream:
@@ -183,7 +183,7 @@ async def _pump(index: int, stream: AsyncGenerator[Delta, None], arrivals: async
 
 
 class Tokenizer(TokenBytes, Protocol):
-    """The served model's tokenizer as the server uses it."""
+    """The tokenizer as the server uses it."""
 
     special_tokens: Mapping[str, str]
 
@@ -204,7 +204,7 @@ class Tokenizer(TokenBytes, Protocol):
 
 
 class Service:
-    """One served model. Lives on the event loop's thread."""
+    """The served model. Used on the event loop's thread."""
 
     def __init__(
         self,
@@ -221,30 +221,30 @@ class Service:
         self.generations = Generations(engine, limits)
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError with status 404 for another name than that of the served model."""
+        """Raises ApiError with status 404 unless `name` is the served model."""
         if name != self.model_name:
             raise ApiError(
                 404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt. Takes a while for long ones; those that cannot fit are refused sooner.
+        """Returns the token ids of a prompt. Slow for long prompts; refuses far too long ones early.
 
         Raises:
-            LongPromptError: it exceeds the context by far.
+            LongPromptError: it far exceeds the context.
         """
         limit = self.limits.max_model_len
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit)
 
     def encode_prompts(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        """Token ids of each prompt. Raises what `encode` does."""
+        """Returns the token ids of each prompt. Raises the errors of `encode`."""
         return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def sampling(self, body: GenerationRequest, num_prompt_tokens: int, default_tokens: int | None) -> SamplingParams:
-        """The request's sampling with OpenAI's defaults; `default_tokens=None` is the rest of the context.
+        """Returns the sampling parameters with OpenAI's defaults; `default_tokens=None` is the rest of the context.
 
         Raises:
-            ApiError: 400 when prompt and output do not fit in the context, with the numbers.
+            ApiError: 400 if prompt and output do not fit in the context, with the numbers.
         """
         rest = self.limits.max_model_len - num_prompt_tokens
         self.check_fits(body, num_prompt_tokens, rest)
@@ -269,7 +269,7 @@ class Service:
         )
 
     def check_fits(self, body: GenerationRequest, num_prompt_tokens: int, rest: int) -> None:
-        """Raises ApiError with status 400 when prompt and output exceed the context, whose `rest` tokens are free."""
+        """Raises ApiError with status 400 if prompt and output exceed the context, of which `rest` tokens are left."""
         context = self.limits.max_model_len
         if num_prompt_tokens == 0:
             raise ApiError(400, "The prompt is empty: it has no tokens.", "prompt", "empty_prompt")
@@ -298,7 +298,7 @@ class Service:
         prompts: list[list[int]],
         samplings: list[SamplingParams],
     ) -> Response:
-        """Generates `n` choices per prompt and answers in the request's way, at once or as a stream."""
+        """Generates `n` choices per prompt and answers, as one body or as a stream."""
         request_id = f"{shape.id_prefix}-{request.state.request_id}"
         options = RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")
         jobs = [Job(f"{request_id}-{i}", *job, options) for i, job in enumerate(zip(prompts, samplings, strict=True))]

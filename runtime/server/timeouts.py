@@ -11,22 +11,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SEND_BUFFER_BYTES = 2**18
 IDLE_SECONDS = 75
-"""Between two requests, before a connection is closed: longer than clients keep theirs. A request sent just when
-the other side closes gets an error instead of an answer; httpx waits for 5 seconds, as uvicorn does."""
+"""Idle time between two requests of a connection before it is closed. It exceeds that of clients (httpx: 5 s), because
+a request that is sent while the server closes the connection fails."""
 
 
 class ReadTimeoutProtocol(H11Protocol):
-    """uvicorn's connection, cut when the client takes too long to send the head of a request, or to read what it asked
-    for: uvicorn itself limits only the pause between two requests, and a socket that is closed with unread bytes stays
-    until its client leaves.
+    """uvicorn's HTTP/1.1 protocol with time limits for the client.
 
-    What a client leaves unread holds little memory: the transport's buffer (64 KiB), and the kernel's, limited here to
-    `SEND_BUFFER_BYTES`. It also takes little for the next bytes to go out: clients may be slow, if they go on.
+    Aborts the connection if the client takes too long to send the head of a request or to read the answer. uvicorn
+    limits only the pause between two requests, and a socket closed with unread bytes stays open until its client closes
+    it.
+
+    Unread data takes little memory: the transport's buffer (64 KiB) and the kernel's, limited here to
+    `SEND_BUFFER_BYTES`. A client may be slow as long as it continues to read.
 
     Args:
-        client_seconds: from opening the connection, or from the first byte of a further request, to the head's end; and
-            for the client to read while all buffers are full.
-        options: uvicorn's own.
+        client_seconds: time from the start of the connection, or from the first byte of a further request, to the end
+            of the head; and time for the client to read while all buffers are full.
+        options: options of uvicorn's protocol.
     """
 
     def __init__(self, *, client_seconds: float, **options: Any) -> None:
@@ -48,7 +50,7 @@ class ReadTimeoutProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # What was sent along with the last request may be the start of the next: no further bytes announce it.
+        # Data that followed the last request may be the start of the next one; no further bytes may announce it.
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self.expect("head")
 
@@ -66,10 +68,11 @@ class ReadTimeoutProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def expect(self, what: str) -> None:
-        """Cuts the connection unless it is met in time."""
+        """Aborts the connection unless `met` is called in time."""
         if what not in self.timers:
             self.timers[what] = self.loop.call_later(self.client_seconds, self.transport.abort)
 
     def met(self, what: str) -> None:
+        """Cancels the timer of `expect`."""
         if timer := self.timers.pop(what, None):
             timer.cancel()

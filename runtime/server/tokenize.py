@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: what the served model reads, as it reads it."""
+"""`/tokenize` and `/detokenize`: the tokenizer of the served model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DetokenizeRequest(Strict):
 
 
 def tokenization_router(service: Service) -> APIRouter:
-    """Routes that need no engine."""
+    """Routes of the tokenizer."""
     router = APIRouter()
     tokenizer = service.tokenizer
 
@@ -85,7 +85,7 @@ def tokenization_router(service: Service) -> APIRouter:
 
 
 def encode(service: Service, body: TokenizeRequest) -> list[int]:
-    """Token ids of what a body has. Takes a while for long texts."""
+    """Returns the token ids of a body. Slow for long texts."""
     if body.prompt is not None:
         return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     conversation = {"model": service.model_name, "messages": body.messages}
@@ -94,7 +94,7 @@ def encode(service: Service, body: TokenizeRequest) -> list[int]:
 
 
 def check_ids(token_ids: list[int], vocab_size: int) -> None:
-    """Raises ApiError with status 400 for ids that are not in the vocabulary."""
+    """Raises ApiError with status 400 for ids outside of the vocabulary."""
     for index, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
             message = f"tokens[{index}]: token id {token_id} is outside of the vocabulary. Ids go to {vocab_size - 1}."

@@ -109,8 +109,8 @@ def test_wrong_messages_are_named(api: httpx.Client, messages: Any, param: str) 
     [
         ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
-        ("chat/completions", {"chat_template_kwargs": {"messages": []}}, "messages is not for requests to set here"),
-        ("chat/completions", {"chat_template_kwargs": {"self": 1}}, "self is not for requests to set here"),
+        ("chat/completions", {"chat_template_kwargs": {"messages": []}}, "messages cannot be set here"),
+        ("chat/completions", {"chat_template_kwargs": {"self": 1}}, "self cannot be set here"),
         ("chat/completions", {"max_tokens": 2, "max_completion_tokens": 3}, "disagree"),
     ],
 )
