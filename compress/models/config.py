@@ -32,17 +32,21 @@ def rope(config: Config) -> Rope:
     outside of them.
 
     Raises:
-        CheckpointError: a base that is no number.
+        CheckpointError: a base or a share of channels that is no number.
     """
     block = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kind = block.pop("rope_type", block.pop("type", "default"))
     theta = block.pop("rope_theta", config.get("rope_theta", 10000.0))
     if not isinstance(theta, int | float):
         raise CheckpointError(f"rotary embedding {kind!r} lacks rope_theta", "Check config.json")
-    partial = block.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    outer = config.get("partial_rotary_factor", config.get("rope_partial_factor"))
+    partial = block.pop("partial_rotary_factor", outer)
+    partial = 1.0 if partial is None else partial
+    if not isinstance(partial, int | float):
+        raise CheckpointError(f"partial_rotary_factor is {partial!r}, not a number", "Check config.json")
     length = "original_max_position_embeddings"
     block[length] = config.get(length) or block.get(length) or config.get("max_position_embeddings", 2048)
-    return Rope(kind, float(theta), block, 1.0 if partial is None else float(partial))
+    return Rope(kind, float(theta), block, float(partial))
 
 
 def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:

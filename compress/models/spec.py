@@ -199,7 +199,7 @@ class SmoothingMapping:
 
 @dataclass(frozen=True, slots=True)
 class ResidualStream:
-    """Everything of a block that touches the residual stream, where only RMSNorms stand between it and linears.
+    """Everything of a block that touches the residual stream, where only RMSNorms lie between it and linears.
 
     Names are relative to one block.
 
