@@ -13,11 +13,12 @@ from compress.checkpoint.scheme import GROUP_SIZES
 from compress.checkpoint.weights import NM, LowRank, Scheme
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.methods import base
+from compress.methods.kv_cache import kv_notes
 from compress.methods.low_rank import rank_step, uniform_rank
 from compress.methods.owl import OutlierShares
 from compress.pipeline.rotated_source import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, kv_notes, shape_bytes, with_keep
+from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, shape_bytes, with_keep
 from compress.plan_notes import cost_notes, scheme_notes, sibling_notes, usable_edges
 from compress.recipe import (
     STAGE_NAMES,
@@ -275,7 +276,7 @@ def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: s
     rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
     edges, notes = usable_edges(skeleton, assignments)
     notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
-    notes += kv_notes(recipe, getattr(skeleton.model.config, "max_position_embeddings", None))
+    notes += kv_notes(recipe.kv_cache, getattr(skeleton.model.config, "max_position_embeddings", None))
     planned = tuple(map(rows.row, files.names()))
     plan = Plan(planned, (*notes, *cost_notes(recipe, planned)), edges, scale_dtype)
     return files.marked(plan) if isinstance(files, RotatedFiles) else plan

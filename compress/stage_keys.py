@@ -14,16 +14,16 @@ import typer
 from compress.checkpoint.weights import NMSparsity, Scheme
 from compress.common.errors import RecipeError
 from compress.methods import base
+from compress.methods.kv_cache import KVCacheStage
+from compress.methods.rotation import RotateStage
 from compress.recipe import (
     DEFAULT_FP8_METHOD,
     DEFAULT_METHOD,
     DEFAULT_OUTLIER_FACTOR,
     DEFAULT_SPREAD,
     FactorizeStage,
-    KVCacheStage,
     PruneStage,
     QuantizeStage,
-    RotateStage,
     Stage,
     activation_bits_from,
     default_method,

@@ -23,15 +23,9 @@ from compress.cli.options import (
     check_rounded,
 )
 from compress.common.cli import DEMO_NAME, DEMO_SOURCE, demo_model_path
-from compress.recipe import (
-    KVCacheStage,
-    QuantizeStage,
-    Recipe,
-    RotateStage,
-    Stage,
-    end_stages,
-    group_size_from,
-)
+from compress.methods.kv_cache import KVCacheStage
+from compress.methods.rotation import RotateStage
+from compress.recipe import QuantizeStage, Recipe, Stage, end_stages, group_size_from
 from compress.stage_keys import FactorizeKeys, PruneKeys, QuantizeKeys
 
 if TYPE_CHECKING:

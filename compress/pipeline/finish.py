@@ -22,11 +22,10 @@ from compress.checkpoint.weights.base import digest
 from compress.checkpoint.writer import assemble
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import REPORT_FILE, sync
+from compress.methods.kv_cache import KVCacheStage, KVChoice, choose_kv_cache
 from compress.pipeline.block import BlockOutcome, check_finite
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import REST, Progress, RunDisplay, block_key
-from compress.plan import KVChoice, choose_kv_cache
-from compress.recipe import KVCacheStage
 from compress.report import environment
 
 if TYPE_CHECKING:

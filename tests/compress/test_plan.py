@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from compress.checkpoint.config import read_config
 from compress.checkpoint.weights import Int, NMSparsity
 from compress.common.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
+from compress.methods.rotation import RotateStage
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.skeleton import check_supported
 from compress.plan import Plan
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, RotateStage, Stage
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
 
 SMALL = CalibrationOptions(samples=2, length=32)
 

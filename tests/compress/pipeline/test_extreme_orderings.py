@@ -15,9 +15,10 @@ from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import demo_model_path
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
+from compress.methods.rotation import RotateStage
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, RotateStage, Stage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, Stage
 
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -25,10 +25,10 @@ from compress.common.errors import CheckpointError, RecipeError
 from compress.evaluate.kv_cache import measure_kv_caches
 from compress.evaluate.perplexity import evaluate
 from compress.evaluate.scorers import RuntimeScorer
+from compress.methods.kv_cache import KVCacheStage, choose_kv_cache
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.plan import choose_kv_cache
-from compress.recipe import KVCacheStage, QuantizeStage, Recipe, Stage
+from compress.recipe import QuantizeStage, Recipe, Stage
 from compress.recipe_file import parse_recipe
 
 INT4, K8V4 = KVCacheScheme.named("int4"), KVCacheScheme.named("k8v4")

@@ -14,9 +14,10 @@ from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int
 from compress.common.errors import RecipeError
+from compress.methods.rotation import RotateStage
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, RotateStage, Stage
+from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, Stage
 from compress.recipe_file import parse_recipe
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 112

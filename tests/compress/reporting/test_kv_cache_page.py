@@ -9,9 +9,10 @@ import pytest
 
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
+from compress.methods.kv_cache import KVCacheStage
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import KVCacheStage, Recipe
+from compress.recipe import Recipe
 from compress.reporting.comparison import compare, table_rows
 from compress.reporting.report_data import read_headers, read_report
 from compress.reporting.report_page import report_page

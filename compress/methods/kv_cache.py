@@ -1,0 +1,112 @@
+"""The default KV cache format of a checkpoint: candidates, and the choice by their loss on long texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.checkpoint.kv_cache import AUTO, KV_FORMATS, UNCOMPRESSED, KVCacheRecord, KVCacheScheme, MeasuredKVCache
+from compress.common.cli import nearest
+from compress.common.errors import RecipeError
+
+SMALLEST_FIRST = ("int4", "k8v4", "fp8", "int8")
+LONGEST_WINDOW = 8192
+"""Windows are as long as the model's context, up to this: attention over more takes minutes on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheStage:
+    """Choice of the checkpoint's default KV cache format by its loss on long texts. No tensor changes.
+
+    Attributes:
+        format: `16bit`, `fp8`, `int8`, `k8v4`, `int4`, or `auto`: the smallest that stays within `max_kl`.
+        rotate: Hadamard-rotates keys; None rotates those of int4.
+        sinks, recent: first and last tokens that stay exact. Recent ones save the most, and cost the runtime's prefix
+            cache: blocks are then not alike for all sequences that have the same tokens.
+        max_kl: most mean KL, in nats, between the checkpoint with a 16-bit cache and with this one.
+        data: text to measure on, see `calibration.sources.load_texts`.
+        tokens: how many of it.
+        length: tokens of a window; None takes the model's context, up to `LONGEST_WINDOW`.
+    """
+
+    format: str = AUTO
+    rotate: bool | None = None
+    sinks: int = 0
+    recent: int = 0
+    max_kl: float = 0.01
+    data: str = "pydoc"
+    tokens: int = 16384
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in (AUTO, *KV_FORMATS):
+            raise RecipeError(
+                f"KV cache format {self.format!r} does not exist", nearest(self.format, (AUTO, *KV_FORMATS), "Formats")
+            )
+        if not self.max_kl > 0:
+            raise RecipeError(f"max_kl={self.max_kl} lets no format pass", "Use 0.01, or format: 16bit")
+        if self.tokens < 2 or (self.length is not None and self.length < 2):
+            raise RecipeError("a KV cache cannot be measured on less than 2 tokens", "Use tokens: 16384")
+        # Raises SchemeError for what makes no sense together.
+        _ = self.candidates
+
+    @property
+    def candidates(self) -> tuple[KVCacheScheme, ...]:
+        """Formats to measure, the smallest first; none for a cache of 16 bits."""
+        formats = SMALLEST_FIRST if self.format == AUTO else (self.format,)
+        schemes = [KVCacheScheme.named(format, self.rotate, self.sinks, self.recent) for format in formats]
+        return tuple(scheme for scheme in schemes if not scheme.is_exact)
+
+    @property
+    def needs_calibration(self) -> bool:
+        return False
+
+    def window_length(self, context: int | None) -> int:
+        """Tokens of a window for a model of this context."""
+        wanted = self.length or LONGEST_WINDOW
+        return min(wanted, context or wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class KVChoice:
+    """The default, and why it is not what a reader of the recipe expects; empty where it is."""
+
+    scheme: KVCacheScheme
+    warning: str = ""
+
+
+def choose_kv_cache(stage: KVCacheStage, record: KVCacheRecord | None) -> KVChoice:
+    """Return the smallest form within the recipe's limit; 16 bits where none is."""
+    if record is None:
+        return KVChoice(UNCOMPRESSED)
+    passing = [each for each in record.candidates if record.passes(each)]
+    if passing:
+        return KVChoice(min(passing, key=_cost).scheme)
+    nearest = min(record.candidates, key=lambda each: each.kl_mean)
+    if stage.format == AUTO:
+        return KVChoice(
+            UNCOMPRESSED,
+            f"no KV cache format stays within a mean KL of {stage.max_kl:g} (nearest: {nearest.scheme}, "
+            f"{nearest.kl_mean:.4g}): the default stays 16 bits; raise max_kl to allow it",
+        )
+    return KVChoice(
+        UNCOMPRESSED,
+        f"a KV cache in {nearest.scheme} costs a mean KL of {nearest.kl_mean:.4g}, more than max_kl={stage.max_kl:g}: "
+        f"the default stays 16 bits; raise max_kl, or serve with --kv-cache {stage.format} all the same",
+    )
+
+
+def _cost(candidate: MeasuredKVCache) -> tuple[int, float]:
+    return candidate.token_bytes, candidate.kl_mean
+
+
+def kv_notes(stage: KVCacheStage | None, context: int | None) -> list[str]:
+    """Return notes on the kv_cache stage."""
+    if stage is None or not stage.candidates:
+        return [] if stage is None else ["keys and values stay 16 bits by default"]
+    text = f"{stage.tokens:,} tokens of {stage.data} in windows of {stage.window_length(context):,}"
+    listed = "; ".join(map(str, stage.candidates))
+    which = "the smallest" if len(stage.candidates) > 1 else "it"
+    return [
+        f"keys and values: {listed}: measured on {text} when the weights are done; {which} becomes the default if its "
+        f"mean KL to a 16-bit cache is at most {stage.max_kl:g}"
+    ]
