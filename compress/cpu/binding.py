@@ -111,7 +111,7 @@ def set_threads(count: int) -> int:
     """
     native = library()
     if native is None:
-        raise ToolkitError("there are no native kernels", absence())
+        raise ToolkitError("there are no CPU kernels", absence())
     return int(native.pool_set_threads(count or available_threads()))
 
 
@@ -127,13 +127,13 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 def _open() -> tuple[ctypes.CDLL | None, str]:
     if not LIBRARY.exists():
-        return None, f"the native kernels are not compiled: {_REBUILD}"
+        return None, f"the CPU kernels are not compiled: {_REBUILD}"
     try:
         native = ctypes.CDLL(str(LIBRARY))
         native.native_digest.restype = ctypes.c_char_p
         digest = native.native_digest().decode()
     except (OSError, AttributeError) as error:
-        return None, f"the native kernels cannot be loaded ({error}): {_REBUILD}"
+        return None, f"the CPU kernels cannot be loaded ({error}): {_REBUILD}"
     if digest != source_digest():
-        return None, f"the native kernels are older than their sources: {_REBUILD}"
+        return None, f"the CPU kernels are older than their sources: {_REBUILD}"
     return native, ""

@@ -83,7 +83,7 @@ class CpuColumns:
     ) -> None:
         native = library()
         if native is None:
-            raise ValueError("there is no native library")
+            raise ValueError("there is no compiled library")
         self._change = native.columns_change
         self._change.argtypes, self._change.restype = (c_void_p, c_int), c_int
         self._instruction_set = instruction_set

@@ -163,7 +163,7 @@ class CpuLinear:
             self._instruction_set,
         )
         if status:
-            raise ToolkitError(f"a native product failed: {ERRORS[status]}", "Use --linear-backend reference")
+            raise ToolkitError(f"a compiled product failed: {ERRORS[status]}", "Use --linear-backend reference")
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `[T, I]` of the weight, dequantized in `dtype`, for int64 `indices [T]`."""
@@ -251,7 +251,7 @@ def _tiled(values: Tensor) -> Tensor:
 def _functions() -> ctypes.CDLL:
     native = library()
     if native is None:
-        raise ToolkitError("there are no native kernels", absence())
+        raise ToolkitError("there are no CPU kernels", absence())
     native.linear_pack.argtypes = (c_void_p, c_int64, c_int64, c_int, c_void_p)
     native.linear_pack_bfloat16.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
     native.linear_pack.restype = native.linear_pack_bfloat16.restype = None

@@ -35,7 +35,7 @@ class SinkStore:
     Args:
         count: first tokens that are kept.
         num_slots: beginnings that are kept; at least as many as there are sequences in a step.
-        turn: into the basis in which keys are compared with queries.
+        rotate: into the basis in which keys are compared with queries.
         windows: sliding window of every layer; None is none.
 
     Attributes:
@@ -47,14 +47,14 @@ class SinkStore:
         config: DecoderConfig,
         count: int,
         num_slots: int,
-        turn: Callable[[Tensor], Tensor],
+        rotate: Callable[[Tensor], Tensor],
         windows: tuple[int | None, ...],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         shape = (config.num_layers, num_slots, count, config.num_kv_heads, config.head_dim)
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        self.count, self.windows, self.turn = count, windows, turn
+        self.count, self.windows, self.rotate = count, windows, rotate
         self._slots: OrderedDict[Prefix, int] = OrderedDict()
         self._free = list(range(num_slots))
 
@@ -94,7 +94,7 @@ class SinkStore:
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             shape = (len(prefixes), length, *key.shape[1:])
-            self.keys[layer, slots, :length] = self.turn(key).view(shape)
+            self.keys[layer, slots, :length] = self.rotate(key).view(shape)
             self.values[layer, slots, :length] = value.reshape(shape)
             return dense(layer, query, key, value)
 

@@ -119,9 +119,9 @@ class KVPages(Protocol):
     A backend with a layout of its own chooses the fields of its memory and their order; copying, clearing, saving in
     host memory and restoring are the memory's and work for any fields. Its numbers follow the scheme
     (`compress.checkpoint.kv_quant`), so that all layouts hold the same codes. A slot is written once; after that its
-    content moves with its block, or alone where a branch of guesses is kept. An attention that reads `memory.tensors`
-    itself needs `gather` for tests only. Whether keys are turned (`KVCache.turn`) is not the layout's business: it
-    stores what it is given.
+    content moves with its block, or alone where a branch of draft tokens is accepted. An attention that reads
+    `memory.tensors` itself needs `gather` for tests only. It stores keys as they come, rotated (`KVCache.rotate`) or
+    not.
 
     Attributes:
         memory: the blocks.
@@ -280,10 +280,10 @@ class KVCache:
         # Where the whole model has a window, the exact sinks are tokens that all tokens see.
         windows = windows if memory.attention_window.window is None else (None,) * config.num_layers
         dtype, device = pages.dtype, pages.memory.device
-        self.sinks = SinkStore(config, sinks, num_sequences, self.turn, windows, dtype, device) if sinks else None
+        self.sinks = SinkStore(config, sinks, num_sequences, self.rotate, windows, dtype, device) if sinks else None
         self.residual_window = ResidualWindow(config, recent, num_sequences, dtype, device) if recent else None
 
-    def turn(self, heads: Tensor) -> Tensor:
+    def rotate(self, heads: Tensor) -> Tensor:
         """Query or key heads `[..., D]`, after RoPE, in the basis in which keys are stored."""
         return rotate_heads(heads) if self.scheme.rotate else heads
 

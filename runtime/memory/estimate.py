@@ -57,21 +57,21 @@ def gpu_step_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -
     parts = SPLIT_TOKENS * MOST_SPLITS * widest * FLOAT32
     attended = config.max_num_batched_tokens * heads * FLOAT32
     step = _rows_bytes(model, config.max_num_batched_tokens, itemsize, attended, drawn * model.vocab_size * itemsize)
-    recorded = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
-    return step + recorded + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
+    captured = _rows_bytes(model, rows, itemsize, 0, rows * model.vocab_size * CAPTURED_LOGIT_BYTES)
+    return step + captured + 2 * parts + drawn * model.vocab_size * GPU_LOGIT_BYTES + LIBRARY_BYTES
 
 
 def _drawn_rows(config: RuntimeConfig) -> int:
-    """Rows of logits that one step draws from: of each sequence one, and one for each guess, all of them tokens of the
-    step."""
-    guesses = (
+    """Rows of logits that one step draws from: one of each sequence and one for each draft token, all of them
+    tokens of the step."""
+    drafts = (
         MAX_TREE_TOKENS
         if config.speculative_model == TREES
         else config.num_speculative_tokens
         if config.speculative_model
         else 0
     )
-    return min(config.max_num_seqs * (1 + guesses), config.max_num_batched_tokens)
+    return min(config.max_num_seqs * (1 + drafts), config.max_num_batched_tokens)
 
 
 def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, logits: int) -> int:

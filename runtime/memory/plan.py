@@ -274,7 +274,7 @@ def find_budget(config: RuntimeConfig, step_bytes: int, free: int | None) -> KVB
 
 
 def drafts_with_model(config: RuntimeConfig) -> bool:
-    """Whether guesses come from a model, which needs weights and a KV pool of its own."""
+    """Whether draft tokens come from a model, which needs weights and a KV pool of its own."""
     return bool(config.speculative_model) and config.speculative_model not in (CHAINS, TREES)
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a step that is recorded: they stay where they are, only what is in them changes."""
+"""CUDA graphs of decoding steps, and the tensors that they read and write: only their contents change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepBuffers:
         memory: says how long block tables are, and what tokens look at.
 
     Attributes:
-        logits, tokens: `[num_rows, V]` and int64 `[num_rows]`, where recorded steps leave their results.
+        logits, tokens: `[num_rows, V]` and int64 `[num_rows]`, where captured steps leave their results.
     """
 
     def __init__(self, decoder: Decoder, memory: MemoryPlan, num_rows: int) -> None:
@@ -112,20 +112,20 @@ Computation = Callable[[], None]
 """Reads and writes tensors that stay where they are."""
 
 NUM_WARM_UPS = 2
-"""Runs before the recorded one: libraries and compilers make themselves ready in the first, which cannot be recorded
+"""Runs before the captured one: libraries and compilers make themselves ready in the first, which cannot be captured
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)."""
 
 
 class Capture(Protocol):
-    """Records computations that run one at a time."""
+    """Captures computations that run one at a time."""
 
     def __call__(self, compute: Computation) -> Computation:
-        """Returns a function that runs `compute` again. `compute` may run any number of times while recording."""
+        """Returns a function that runs `compute` again. `compute` may run any number of times while capturing."""
         ...
 
 
 class CudaCapture:
-    """Records CUDA graphs. They share one pool of memory, so together they need as much as the largest one; hence what
+    """Captures CUDA graphs. They share one pool of memory, so together they need as much as the largest one; hence what
     they compute must be written to tensors from outside of it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -163,12 +163,12 @@ class StepGraphs:
 
     Args:
         compute: logits `[B, V]` of the B rows of a batch, in any dtype.
-        capture: how steps are recorded.
+        capture: how steps are captured.
         draw: draws tokens from logits within the step; None leaves that to who reads the logits.
 
     Attributes:
-        sizes: numbers of rows that are recorded, in order.
-        failure: why no other kind of step is recorded any more; empty while nothing went wrong.
+        sizes: numbers of rows that are captured, in order.
+        failure: why no other kind of step is captured any more; empty while nothing went wrong.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class StepGraphs:
         self.sizes = batch_sizes(buffers.num_rows)
         self.failure = ""
         self._compute, self._capture, self._draw = compute, capture, draw
-        self._recorded: dict[_Kind, Computation] = {}
+        self._captured: dict[_Kind, Computation] = {}
 
     def unsupported_reason(self, entries: Sequence[ScheduledSequence]) -> str:
         """Why a step of these entries cannot be run here, in few words; empty when it can."""
@@ -190,14 +190,14 @@ class StepGraphs:
             return "prompts are computed"
         if any(entry.sequence.wants_whole_prompt for entry in entries):
             return "prompts are looked at"
-        return "" if self._kind(entries) in self._recorded else self.failure
+        return "" if self._kind(entries) in self._captured else self.failure
 
     def run(self, entries: Sequence[ScheduledSequence]) -> tuple[Tensor, Tensor | None]:
         """For n supported entries, in their order: logits `[n, V]`, and what `draw` made of them, int64
         `[n]`; good until the next call."""
         kind, count = self._kind(entries), len(entries)
         self.buffers.fill(entries, kind.size)
-        step = self._recorded.get(kind) or self._record(kind)
+        step = self._captured.get(kind) or self._capture_step(kind)
         step()
         return self.buffers.logits[:count], self.buffers.tokens[:count] if self._draw else None
 
@@ -206,16 +206,16 @@ class StepGraphs:
         truncates = any(entry.sequence.request.sampling.is_truncated for entry in entries)
         return _Kind(size, truncates and self._draw is not None)
 
-    def _record(self, kind: _Kind) -> Computation:
-        """The recorded step of a kind; the step itself where recording fails."""
+    def _capture_step(self, kind: _Kind) -> Computation:
+        """The captured step of a kind; the step itself where capture fails."""
         step = partial(self._step, self.buffers.batch(kind.size), kind)
         try:
-            recorded = self._recorded[kind] = self._capture(step)
-        except RuntimeError as error:  # an operation that cannot be recorded, or no memory for one more graph
-            self.failure = "recording failed"
-            logger.warning("no step of %d sequences or another new kind is recorded any more: %s", kind.size, error)
+            captured = self._captured[kind] = self._capture(step)
+        except RuntimeError as error:  # an operation that cannot be captured, or no memory for one more graph
+            self.failure = "capture failed"
+            logger.warning("no step of %d sequences or another new kind is captured any more: %s", kind.size, error)
             return step
-        return recorded
+        return captured
 
     def _step(self, batch: Batch, kind: _Kind) -> None:
         logits, tokens = self.buffers.logits[: kind.size], self.buffers.tokens[: kind.size]

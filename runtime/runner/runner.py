@@ -121,7 +121,7 @@ def _span_logprobs(decoder: Decoder, hidden: Tensor, entry: ScheduledSequence, n
 
 
 RowSampler = Callable[[abc.Sequence[ScheduledSequence], Tensor, Tensor | None], dict[str, list[SampledToken]]]
-"""From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id. Of recorded
+"""From the entries that sample, and `1 + num_draft_tokens` rows of logits each, to tokens by sequence id. Of captured
 steps it gets what `sample_tokens` calls `drawn` too."""
 
 
@@ -134,7 +134,7 @@ class ModelRunner:
     Attributes:
         sample: turns logits into tokens and verifies drafts; exactly unless replaced.
         kernels: what computes attention and the layers of a step, and why.
-        graphs: runs steps of one token per sequence from recordings; None where nothing is recorded.
+        graphs: runs steps of one token per sequence from CUDA graphs; None where nothing is captured.
         graphs_reason: why nothing is; empty where it is.
     """
 
@@ -149,7 +149,7 @@ class ModelRunner:
             self.capture_steps(CudaCapture(decoder.device))
 
     def capture_steps(self, capture: Capture) -> None:
-        """From now on steps of one token per sequence are recorded when they are first needed, and run again."""
+        """From now on steps of one token per sequence are captured when they are first needed, and run again."""
         buffers = StepBuffers(self.decoder, self.memory, self.memory.num_sequences)
         self.graphs = StepGraphs(self._logits, buffers, capture, step_sampler(buffers.logits))
 
@@ -229,9 +229,9 @@ class ModelRunner:
         return StepOutput(tokens, path=graphs.unsupported_reason(entries) or "recorded")
 
     def _graphs_unsupported_reason(self) -> str:
-        """Why no step can be recorded; empty when some can."""
+        """Why no step can be captured; empty when some can."""
         if self.decoder.device.type != "cuda":
-            return "recorded steps run on NVIDIA GPUs"
+            return "captured steps run on NVIDIA GPUs"
         if self.kernels.layers is None:
             return f"layers run one by one: {self.kernels.layers_reason}"
         if not self.kernels.records:
@@ -254,9 +254,9 @@ class ModelRunner:
             self.pages.move(*zip(*moves, strict=True))
 
     def _moves(self, entry: ScheduledSequence, tokens: Mapping[str, list[SampledToken]]) -> list[tuple[int, int]]:
-        said = [token.token_id for token in tokens[entry.sequence.id]]
+        accepted = [token.token_id for token in tokens[entry.sequence.id]]
         slots = slots_of(entry, self.block_size)[1:]
-        path = follow(entry.sequence.draft_token_ids, entry.draft_parents, said)
+        path = follow(entry.sequence.draft_token_ids, entry.draft_parents, accepted)
         return [(slots[number], slots[place]) for place, number in enumerate(path) if place != number]
 
     def _sample(self, hidden: Tensor, batch: Batch) -> dict[str, list[SampledToken]]:

@@ -1,4 +1,4 @@
-"""Attention over native pages by compiled code (`attention.h`), for one step."""
+"""Attention over its own pages by compiled code (`attention.h`), for one step."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class CpuAttention:
 
     Args:
         windows: sliding window of every layer; None is none.
-        turned: keys are stored turned by a Hadamard matrix (`KVCacheScheme.rotate`); then queries are turned
-            where they stand, too.
+        hadamard: keys are stored Hadamard-rotated (`KVCacheScheme.rotate`); then queries are rotated in place, too.
         instruction_set: of the compiled code.
 
     Attributes:
@@ -52,15 +51,15 @@ class CpuAttention:
         pages: CpuPages,
         batch: Batch,
         windows: tuple[int | None, ...],
-        turned: bool = False,
+        hadamard: bool = False,
         instruction_set: int = BEST,
     ) -> None:
         native = library()
         if native is None:
-            raise ValueError("there is no native library")
+            raise ValueError("there is no compiled library")
         self._attend = native.paged_attention
         self._attend.argtypes, self._attend.restype = (c_void_p, c_int), c_int
-        self.turned, self.pages, self.batch, self.windows = turned, pages, batch, windows
+        self.hadamard, self.pages, self.batch, self.windows = hadamard, pages, batch, windows
         self.instruction_set = instruction_set
         self._spans = torch.tensor(_spans(batch.groups), dtype=torch.int64)
         self._blocks = torch.cat([group.blocks for group in batch.groups])
@@ -74,8 +73,8 @@ class CpuAttention:
         )
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        turned = query if self.turned else None
-        self.pages.store(layer, self.batch.slots, key, value, turned, self.instruction_set)
+        queries = query if self.hadamard else None
+        self.pages.store(layer, self.batch.slots, key, value, queries, self.instruction_set)
         out = query.new_empty(query.shape)
         call = self.call
         call.pages = ctypes.addressof(self.pages.addresses[layer])

@@ -89,7 +89,7 @@ class _KvStep(ctypes.Structure):
         ("norm", c_void_p),
         ("eps", c_float),
         *((name, c_void_p) for name in ("cos", "sin")),
-        ("turned", c_int64),
+        ("hadamard", c_int64),
     )
 
 
@@ -139,7 +139,7 @@ class CpuPages:
         self.addresses = [self._addresses(config, layer) for layer in range(config.num_layers)]
         native = library()
         if native is None:
-            raise ValueError("there is no native library")
+            raise ValueError("there is no compiled library")
         self._store = native.kv_store
         self._store.argtypes, self._store.restype = (c_void_p, c_int), c_int
 
@@ -152,11 +152,11 @@ class CpuPages:
         slots: Tensor,
         key: Tensor,
         value: Tensor,
-        turned: Tensor | None = None,
+        queries: Tensor | None = None,
         instruction_set: int = BEST,
     ) -> None:
-        """As `write`. With queries `turned [T, heads, D]`, keys are turned by a Hadamard matrix before they are stored,
-        and the queries where they stand. Slots whose values share a word (eight neighbours) must follow each other.
+        """As `write`. With `queries [T, heads, D]`, keys are Hadamard-rotated before they are stored, and
+        the queries in place. Slots whose values share a word (eight neighbours) must follow each other.
 
         Raises:
             ValueError: an instruction set that this machine lacks.
@@ -170,9 +170,9 @@ class CpuPages:
             value=value.data_ptr(),
             value_row=token_stride(value),
         )
-        if turned is not None:
-            step.turned, step.heads = True, turned.shape[1]
-            step.query, step.query_row = turned.data_ptr(), token_stride(turned)
+        if queries is not None:
+            step.hadamard, step.heads = True, queries.shape[1]
+            step.query, step.query_row = queries.data_ptr(), token_stride(queries)
         if self._store(ctypes.addressof(step), instruction_set):
             raise ValueError(f"this machine lacks instruction set {instruction_set}")
 

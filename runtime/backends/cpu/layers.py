@@ -74,7 +74,7 @@ class CpuOps:
     def __init__(self, instruction_set: int = BEST) -> None:
         native = library()
         if native is None:
-            raise ValueError("there is no native library")
+            raise ValueError("there is no compiled library")
         self._functions = (native.add_rms_norm, native.rotate, native.silu_and_mul)
         for function in self._functions:
             function.argtypes, function.restype = (c_void_p, c_int), c_int
@@ -123,14 +123,14 @@ class _LayersStep(ctypes.Structure):
     _fields_ = (
         ("rows", c_int64),
         ("eps", c_float),
-        ("turned", c_int32),
+        ("hadamard", c_int32),
         *((name, c_void_p) for name in ("hidden", "update", "cos", "sin", "slots")),
         ("attention", PagedAttentionCall),
     )
 
 
 class CpuLayers:
-    """The layers of a decoder over native pages: the same bits as when its functions are called one by one.
+    """The layers of a decoder over its own pages: the same bits as when its functions are called one by one.
 
     Args:
         windows: sliding window of every layer; None is none.
@@ -141,7 +141,7 @@ class CpuLayers:
     ) -> None:
         native = library()
         if native is None:
-            raise ValueError("there is no native library")
+            raise ValueError("there is no compiled library")
         self._run = native.decoder_layers
         self._run.argtypes, self._run.restype = (c_void_p, c_int64, c_void_p, c_int), c_int
         self._instruction_set = instruction_set
@@ -161,7 +161,7 @@ class CpuLayers:
         step = _LayersStep(
             rows=len(hidden),
             eps=self._eps,
-            turned=attention.turned,
+            hadamard=attention.hadamard,
             hidden=hidden.data_ptr(),
             update=update.data_ptr(),
             cos=cos.data_ptr(),
@@ -187,7 +187,7 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     if not isinstance(decoder.ops, CpuOps):
         return "ops between linears are not compiled"
     others = {type(linear).__name__ for layer in decoder.layers for linear in _linears(layer)} - {CpuLinear.__name__}
-    return f"takes native linears only, not {', '.join(sorted(others))}" if others else ""
+    return f"takes linears in C only, not {', '.join(sorted(others))}" if others else ""
 
 
 def _linears(layer: LayerWeights) -> tuple[Linear, Linear, Linear, Linear]:
@@ -203,5 +203,5 @@ def _layer(layer: LayerWeights, pages: int, window: int | None) -> _DecoderLayer
 
 def _product(linear: Linear) -> _Product:
     if not isinstance(linear, CpuLinear):
-        raise ValueError(f"{type(linear).__name__} is no native linear")
+        raise ValueError(f"{type(linear).__name__} is no linear in C")
     return _Product(linear.address, linear.activations)

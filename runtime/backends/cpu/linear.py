@@ -1,6 +1,6 @@
 """Packed linears in plain C on CPUs (`compress.cpu`): exact codes, scales and zero points, float32 or int32 sums.
 
-Four kernels over one layout. `native` multiplies by activations as they come, `cpu_sparse` does so and reads only
+Four kernels over one layout. `cpu` multiplies by activations as they come, `cpu_sparse` does so and reads only
 what 2:4 sparsity keeps, `cpu_int8` multiplies by the 8-bit activations that the checkpoint asks for. `cpu_w4a8`
 rounds activations to 8 bits although the checkpoint does not ask for it: faster for many rows, and a little further
 from the model, so it serves only the mode `w4a8`.

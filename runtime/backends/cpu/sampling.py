@@ -72,7 +72,7 @@ class CpuSampling:
 def _run(name: str, job: ctypes.Structure, instruction_set: int) -> None:
     native = library()
     if native is None:
-        raise ValueError("there is no native library")
+        raise ValueError("there is no compiled library")
     function = getattr(native, name)
     function.argtypes, function.restype = (c_void_p, c_int), c_int
     if function(ctypes.addressof(job), instruction_set):

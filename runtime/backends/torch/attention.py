@@ -35,7 +35,7 @@ class StepKeys:
         self._exact: list[tuple[Tensor, Tensor]] = []
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Stores the step's turned key and value `[T, kv_heads, D]`."""
+        """Stores the step's Hadamard-rotated key and value `[T, kv_heads, D]`."""
         self.cache.pages.write(layer, self.batch.slots, key, value)
         if self.cache.residual_window is not None and self._rings is not None:
             self._exact = [
@@ -115,8 +115,8 @@ class PagedAttention:
         }
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query = self.keys.cache.turn(query)
-        self.keys.write(layer, self.keys.cache.turn(key), value)
+        query = self.keys.cache.rotate(query)
+        self.keys.write(layer, self.keys.cache.rotate(key), value)
         masks = self.masks[self.windows[layer]]
         groups = enumerate(zip(self.keys.batch.groups, masks, strict=True))
         parts = [self._attend(layer, index, query[group.rows], mask) for index, (group, mask) in groups]
@@ -162,11 +162,11 @@ class StreamingAttention:
         self.masks = [keys.mask(group, window, dtype, sinks) for group in batch.groups]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        turn = self.keys.cache.turn
-        # Keys are turned after they are rotated by their place, and so is the query that was moved to another place.
-        moved = turn(self.sinks.move(query))
-        query = turn(query)
-        self.keys.write(layer, turn(key), value)
+        rotate = self.keys.cache.rotate
+        # Keys are Hadamard-rotated after their rotary embedding, and so is the query that was moved to another place.
+        moved = rotate(self.sinks.move(query))
+        query = rotate(query)
+        self.keys.write(layer, rotate(key), value)
         groups = enumerate(zip(self.keys.batch.groups, self.masks, strict=True))
         parts = [self._attend(layer, i, query[g.rows], moved[g.rows], mask) for i, (g, mask) in groups]
         return torch.cat(parts)

@@ -23,13 +23,13 @@ class HeadPages:
     Attributes:
         pages, scales: of keys and of values, `[blocks, block_size, kv_heads, ...]`; without scales the pages again.
         formats: of keys and of values, a name of `launch_attention.FORMS` each.
-        turned: keys, and queries with them, are turned by a Hadamard matrix.
+        hadamard: keys, and queries with them, are Hadamard-rotated.
     """
 
     pages: tuple[Tensor, Tensor]
     scales: tuple[Tensor, Tensor]
     formats: tuple[str, str]
-    turned: bool
+    hadamard: bool
 
 
 def layer_pages(tensors: Mapping[str, Tensor], scheme: KVCacheScheme, layer: int) -> HeadPages:
@@ -89,14 +89,14 @@ class TritonAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cache = self.keys.cache
-        moved = cache.turn(self.sinks.move(query)) if self.sinks else None
-        query = cache.turn(query)
-        self.keys.write(layer, cache.turn(key), value)
+        moved = cache.rotate(self.sinks.move(query)) if self.sinks else None
+        query = cache.rotate(query)
+        self.keys.write(layer, cache.rotate(key), value)
         return self.attend(layer, query, moved)
 
     def attend(self, layer: int, query: Tensor, moved: Tensor | None = None) -> Tensor:
-        """Attention of the step's turned queries `[T, heads, D]` over keys and values that are written. With sinks,
-        `moved` are those that look at them."""
+        """Attention of the step's Hadamard-rotated queries `[T, heads, D]` over keys and values that are written.
+        With sinks, `moved` are those that look at them."""
         groups = enumerate(self.keys.batch.groups)
         parts = [self._attend(layer, i, query[g.rows], None if moved is None else moved[g.rows]) for i, g in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runtime.backends.base import Linear
 
-ROWS, SUMS, Q8_INT, Q8_FLOAT = "rows", "sums", "levels", "floats"
+ROWS, SUMS, Q8_INT, Q8_FLOAT = "rows", "sums", "q8_int", "q8_float"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class ActivationLayout:
     """Layout in which a linear takes its input `[M, K]`.
 
     Attributes:
-        kind: `rows` (as they are, in 16 bits), `sums` (float32 sums of every `unit` inputs beside them), `levels`
-            (int8, with a scale for each token, see `compress.checkpoint.weights.fp8`), or `floats` (levels that are
-            bytes of e4m3).
+        kind: `rows` (as they are, in 16 bits), `sums` (float32 sums of every `unit` inputs beside them), `q8_int`
+            (int8, with a scale for each token, see `compress.checkpoint.weights.fp8`), or `q8_float`
+            (bytes of e4m3).
         unit: inputs of one sum, a power of two.
         num_sums: of a token; what lies beyond K counts as zeros.
     """
@@ -35,8 +35,8 @@ class QuantizedInput:
     """An input in some form.
 
     Attributes:
-        rows: `[M, K]`, 16-bit numbers, int8 levels or bytes (uint8) of e4m3 levels, contiguous.
-        beside: float32; sums `[num_sums, M]`, scales `[M]` of levels, or None.
+        rows: `[M, K]`, 16-bit numbers, int8 or bytes (uint8) of e4m3, contiguous.
+        beside: float32; sums `[num_sums, M]`, scales `[M]` of quantized activations, or None.
     """
 
     rows: Tensor

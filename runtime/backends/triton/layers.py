@@ -46,7 +46,7 @@ class _Products:
 class TritonLayers:
     """The layers of a decoder over pages in the layouts of plain torch, with the numbers of `TorchOps`.
 
-    Launches of a layer: norm; qkv; heads turned, keys and values written; attention and the join of its splits, for
+    Launches of a layer: norm; qkv; heads rotated, keys and values written; attention and the join of its splits, for
     each group of sequences; its output put into the form that the output product takes (none for 16-bit rows); output;
     norm; gate and up; gate; down. That is 11, or 10. A linear that is no `FusedLinear` is called as it is, with 16-bit
     rows, and launches what it likes. Each of these launches depends on shapes only, and nothing waits for the GPU, so

@@ -13,7 +13,7 @@ from compress.cpu.gptq import LONGEST_STRETCH, ColumnGrid, CpuColumns
 from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
 from compress.methods.shared.hessian import HessianFactor, HessianOptions, factorize
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
+pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
 SCHEMES = (Int(4, 32), Int(3, 32, symmetric=False), Int(8, None))
 

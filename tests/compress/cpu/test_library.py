@@ -36,11 +36,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
 def test_without_the_library_everything_says_why(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setattr(binding, "LIBRARY", tmp_path / "libnative.so")
     assert loaded_library() is None
-    assert absence() == "the native kernels are not compiled: run python -m compress.cpu.build"
+    assert absence() == "the CPU kernels are not compiled: run python -m compress.cpu.build"
     assert binding.best_instruction_set() == -1
-    with pytest.raises(ToolkitError, match=r"no native kernels.*not compiled"):
+    with pytest.raises(ToolkitError, match=r"no CPU kernels.*not compiled"):
         binding.set_threads(1)
-    with pytest.raises(ToolkitError, match="no native kernels"):
+    with pytest.raises(ToolkitError, match="no CPU kernels"):
         CpuLinear(random_weight((64, 64), Int(4, 32)))
 
 

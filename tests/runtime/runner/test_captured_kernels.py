@@ -169,4 +169,4 @@ def test_steps_in_which_somebody_truncates_have_recordings_of_their_own(decoder)
     greedy, mixed = begin(runner, [9, 1]), begin(runner, [9, 1], (GREEDY, {"top_k": 3}))
     for entries, recorded in ((greedy, 1), (mixed, 2), (greedy, 2), (mixed, 2)):
         runner.graphs.run(entries)
-        assert len(runner.graphs._recorded) == recorded
+        assert len(runner.graphs._captured) == recorded

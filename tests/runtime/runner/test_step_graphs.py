@@ -187,7 +187,7 @@ def test_where_recording_fails_the_step_runs_all_the_same(tiny, caplog):
     assert runner.execute(StepPlan(last_tokens(found[:1]))).path == "recorded"
     for _ in range(2):
         output = runner.execute(StepPlan(last_tokens(found)))
-        assert output.path == "recording failed"
+        assert output.path == "capture failed"
         assert output.tokens == expected.execute(StepPlan(last_tokens(copies))).tokens
     assert "no memory for one more" in caplog.text
     assert runner.execute(StepPlan(last_tokens(found[:1]))).path == "recorded", "its size was recorded before"

@@ -26,9 +26,9 @@ class KernelConfig:
     """Launch parameters of one product.
 
     Attributes:
-        kernel: `narrow`, `wide`, or `expand` (dequantize rows, then a dense product).
+        kernel: `skinny`, `gemm`, or `expand` (dequantize rows, then a dense product).
         block_n, block_m: rows of the weight and tokens of one program.
-        splits: most stretches of K with sums of their own (`narrow` only).
+        splits: most stretches of K with sums of their own (`skinny` only).
     """
 
     kernel: str

@@ -44,7 +44,7 @@ def fp8_skinny_gemm(
     MULTIPLIES_FP8: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Partial sums `part [splits, M, ROWS]` float32 of `x [M, K]` and e4m3 codes `[ROWS, K]`: 16-bit x by weights with
-    their scale, or with Q8_INPUT e4m3 levels by codes, both without scales. 8-bit floats are exact in 16 bits, so only
+    their scale, or with Q8_INPUT e4m3 numbers by codes, both without scales. 8-bit floats are exact in 16 bits, so only
     sums are rounded."""
     n, split, m = split_tile(BLOCK_N, BLOCK_M)
     like = tl.float16 if Q8_INPUT else x_ptr.dtype.element_ty
@@ -64,25 +64,25 @@ def fp8_skinny_gemm(
 
 @triton.jit(do_not_specialize=["M"])
 def fp8_gemm(
-    levels_ptr, codes_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, K, ROWS,
+    q8_ptr, codes_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, K, ROWS,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """`y [M, ROWS]` in its own dtype: the product of e4m3 `levels [M, K]` and e4m3 codes `[ROWS, K]` by a GPU's own
+    """`y [M, ROWS]` in its own dtype: the product of e4m3 `q8 [M, K]` and e4m3 codes `[ROWS, K]` by a GPU's own
     8-bit products, times both scales, and the bias. Those products keep about 14 bits of a sum: after each BLOCK_K of
     inputs they are added up in float32."""
     n, m = grouped_tile(M, ROWS, BLOCK_N, BLOCK_M, GROUP_M)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in tl.range(tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        levels = load_tile(levels_ptr, m[:, None], k[None, :], M, K)
+        q8 = load_tile(q8_ptr, m[:, None], k[None, :], M, K)
         codes = load_tile(codes_ptr, n[None, :], k[:, None], ROWS, K)
         if INTERPRETED:
-            total = tl.dot(from_fp8(levels, True, tl.float32), from_fp8(codes, True, tl.float32), total)
+            total = tl.dot(from_fp8(q8, True, tl.float32), from_fp8(codes, True, tl.float32), total)
         else:
-            levels = levels.to(tl.float8e4nv, bitcast=True)
+            q8 = q8.to(tl.float8e4nv, bitcast=True)
             codes = codes.to(tl.float8e4nv, bitcast=True)
-            total = tl.dot(levels, codes, total, max_num_imprecise_acc=BLOCK_K)
+            total = tl.dot(q8, codes, total, max_num_imprecise_acc=BLOCK_K)
     token_scale = tl.load(token_scale_ptr + m, mask=m < M, other=0.0)
     row_scale = tl.load(row_scale_ptr + n, mask=n < ROWS, other=0.0).to(tl.float32)
     y = total * row_scale[None, :] * token_scale[:, None]
@@ -152,12 +152,12 @@ def fp8_partial_sums(x: QuantizedInput, weight: PlacedFp8, bias: Tensor | None) 
     return PartialSums(parts, rows, bias, None if x.beside is None else (x.beside, weight.scale))
 
 
-def _wide(levels: Tensor, token_scale: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
-    (tokens, inputs), rows = levels.shape, len(weight.codes)
-    y = levels.new_empty(tokens, rows, dtype=weight.dtype)
+def _wide(q8: Tensor, token_scale: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
+    (tokens, inputs), rows = q8.shape, len(weight.codes)
+    y = q8.new_empty(tokens, rows, dtype=weight.dtype)
     grid = (triton.cdiv(rows, WIDE_TILE["BLOCK_N"]) * triton.cdiv(tokens, WIDE_TILE["BLOCK_M"]),)
     fp8_gemm[grid](
-        levels, weight.codes, token_scale, weight.scale, y if bias is None else bias, y, tokens, inputs, rows,
+        q8, weight.codes, token_scale, weight.scale, y if bias is None else bias, y, tokens, inputs, rows,
         HAS_BIAS=bias is not None, **WIDE_TILE, INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
     return y

@@ -47,19 +47,19 @@ def w8a16_gemm(
 
 @triton.jit(do_not_specialize=["M"])
 def int8_gemm(
-    levels_ptr, codes_ptr, part_ptr, M, K, ROWS, blocks_per_split,
+    q8_ptr, codes_ptr, part_ptr, M, K, ROWS, blocks_per_split,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Exact partial sums `part [splits, M, ROWS]` int32 of int8 `levels [M, K]` and int8 codes `[ROWS, K]`."""
+    """Exact partial sums `part [splits, M, ROWS]` int32 of int8 `q8 [M, K]` and int8 codes `[ROWS, K]`."""
     n, m = grouped_tile(M, ROWS, BLOCK_N, BLOCK_M, GROUP_M)
     split = tl.program_id(1)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     first = split * blocks_per_split
     for block in tl.range(first, tl.minimum(first + blocks_per_split, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        levels = load_tile(levels_ptr, m[:, None], k[None, :], M, K)
+        q8 = load_tile(q8_ptr, m[:, None], k[None, :], M, K)
         codes = load_tile(codes_ptr, n[None, :], k[:, None], ROWS, K)
-        total = tl.dot(levels, codes, total, out_dtype=tl.int32)
+        total = tl.dot(q8, codes, total, out_dtype=tl.int32)
     store_sums(part_ptr, total, split, m[:, None], n[None, :], M, ROWS)
 
 
@@ -154,9 +154,9 @@ def w8a16_partial_sums(x: QuantizedInput, weight: Int8Codes, bias: Tensor | None
 
 
 def int8_partial_sums(x: QuantizedInput, weight: Int8Codes, bias: Tensor | None, num_processors: int) -> PartialSums:
-    """The product of levels."""
+    """The product of quantized activations."""
     if x.beside is None:
-        raise ValueError("levels come with the scale of each token")
+        raise ValueError("quantized activations come with the scale of each token")
     (tokens, inputs), rows = x.rows.shape, len(weight.codes)
     tile = int8_tile(tokens)
     splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, num_processors)

@@ -47,13 +47,13 @@ def product_at(
 @triton.jit
 def q8_scale(peak, FORM: tl.constexpr):
     """Scale of a token whose largest magnitude is `peak`, as `compress.checkpoint.weights.fp8` has it: that becomes
-    127, or 448 where levels are 8-bit floats."""
+    127, or 448 where they are 8-bit floats."""
     return tl.div_rn(peak, 127.0 if FORM == FORM_LEVELS else 448.0)
 
 
 @triton.jit
 def store_q8(x, scale, m, k, K, out_ptr, FORM: tl.constexpr):
-    """Stores inputs `k` of token m, given as 16-bit numbers in float32, as levels."""
+    """Stores inputs `k` of token m, given as 16-bit numbers in float32, quantized."""
     steps = tl.div_rn(x, tl.maximum(scale, 1.1754943508222875e-38))
     codes = nearest(steps) if FORM == FORM_LEVELS else to_fp8(steps)
     tl.store(out_ptr + m * K + k, codes.to(out_ptr.dtype.element_ty), mask=k < K)
@@ -288,7 +288,7 @@ def product_constants(product: PartialSums) -> dict[str, Any]:
 
 
 def row_blocks(inputs: int, form: ActivationLayout) -> tuple[int, int]:
-    """Numbers of one program, and programs that a row takes: levels need all of it."""
+    """Numbers of one program, and programs that a row takes: quantization needs all of it."""
     if form.kind in (Q8_INT, Q8_FLOAT):
         return whole_row(inputs, form), 1
     return BLOCK, triton.cdiv(max(inputs, form.unit * form.num_sums), BLOCK)

@@ -264,7 +264,7 @@ def paged_attention(
     offset. A key is seen up to the token's position, and from `position - window + 1` on. A token at position -1 is
     padding and sees nothing.
 
-    TREE: tokens of a sequence are a tree of guesses behind its first token. Of the keys from that one's on, the k-th is
+    TREE: tokens of a sequence are a tree of drafts behind its first token. Of the keys from that one's on, the k-th is
     seen where bit k of `ancestors [tokens]` is set; of those before, all that a window leaves.
     STREAMING: the first `sinks` keys are seen however far back, by a second query `moved`.
     EXACT: in the place of the first `exact` keys stand 16-bit ones `[slots, exact, KV_HEADS, D]`, at a slot for each
@@ -412,7 +412,7 @@ def attend(
         block_rows: rows of one program, 16 to 64.
         splits: into which the context is cut.
         front: what is special about the first tokens.
-        ancestors: int64 `[B * n]`, of tokens that are trees of guesses (`AttentionGroup`); None is none.
+        ancestors: int64 `[B * n]`, of tokens that are trees of draft tokens (`AttentionGroup`); None is none.
     """
     tokens, heads, head_dim = query.shape
     _, block_size, kv_heads, _ = pages[0].shape

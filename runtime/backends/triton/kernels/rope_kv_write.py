@@ -62,7 +62,7 @@ def fused_qk_norm_rope_kv_write(
     part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr,
     keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, eps, M, N,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROOT: tl.constexpr,
-    HEAD_NORM: tl.constexpr, TURNED: tl.constexpr, KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
+    HEAD_NORM: tl.constexpr, HADAMARD: tl.constexpr, KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One head of one token per program (token, head): queries to `query [M, HEADS, D]`, keys and values to `slots [M]`
@@ -86,7 +86,7 @@ def fused_qk_norm_rope_kv_write(
         sin = tl.load(sin_ptr + m * HEAD_DIM + d).to(tl.float32)
         half_turned = rounded(tl.gather(x, d ^ HEAD_DIM // 2, 0) * sin, like, INTERPRETED)
         x = rounded(half_turned + rounded(x * cos, like, INTERPRETED), like, INTERPRETED)
-        if TURNED:
+        if HADAMARD:
             x = rounded(hadamard(x, HEAD_DIM, ROOT), like, INTERPRETED)
         if head < HEADS:
             tl.store(query_ptr + (m * HEADS + head) * HEAD_DIM + d, x.to(like))
@@ -115,7 +115,7 @@ def qk_norm_rope_kv_write(
         *product_arguments(qkv), query if head_norm is None else head_norm, cos, sin, slots, query,
         into.pages[0], into.scales[0], into.pages[1], into.scales[1], eps, tokens, qkv.parts.shape[2],
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROOT=head_dim**0.5, HEAD_NORM=head_norm is not None,
-        TURNED=into.turned, KEY_FORM=FORMS[into.formats[0]], VALUE_FORM=FORMS[into.formats[1]],
+        HADAMARD=into.hadamard, KEY_FORM=FORMS[into.formats[0]], VALUE_FORM=FORMS[into.formats[1]],
         **product_constants(qkv), num_warps=1,
     )  # fmt: skip
     return query

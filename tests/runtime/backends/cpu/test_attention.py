@@ -21,7 +21,7 @@ from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.model_config import DecoderConfig
 from runtime.core.step import ancestor_bits, paths
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
+pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
 FORMATS = ("16bit", "int8", "k8v4", "int4")
 CPU = torch.device("cpu")
@@ -225,7 +225,7 @@ def test_keys_and_queries_are_turned_as_the_scheme_turns_them(shape: Shape, inst
     query, key = world.normal(1, world.heads), world.normal(1, world.kv_heads)
     batch = replace(world.batch(), slots=world.tables[0][:1] * world.block_size)
     expected = rotate_heads(query), rotate_heads(key)
-    attention = CpuAttention(world.pages, batch, (None,) * LAYERS, turned=True, instruction_set=instruction_set)
+    attention = CpuAttention(world.pages, batch, (None,) * LAYERS, hadamard=True, instruction_set=instruction_set)
     value = world.normal(1, world.kv_heads)
     out = attention(LAYER, query, key, value)
     assert torch.equal(query, expected[0])

@@ -12,7 +12,7 @@ from compress.checkpoint.kv_quant import rotate_heads
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from runtime.backends.cpu.kv_pages import CpuPages
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
+pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
 HEADS, KV_HEADS, DIM, BLOCK = 6, 3, 96, 16
 
@@ -36,28 +36,28 @@ def same_bytes(one: CpuPages, other: CpuPages) -> bool:
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("format", ["16bit", "int8", "k8v4", "int4"])
-def test_a_prompt_stored_at_once_is_what_its_tokens_store_one_by_one(format: str, turned: bool) -> None:
+def test_a_prompt_stored_at_once_is_what_its_tokens_store_one_by_one(format: str, hadamard: bool) -> None:
     lengths, first_slots = (301, 1, 203), (5, 29 * BLOCK, 30 * BLOCK + 11)
     slots = torch.cat([torch.arange(length) + first for length, first in zip(lengths, first_slots, strict=True)])
     query, key, value = (heads(len(slots), count, count) for count in (HEADS, KV_HEADS, KV_HEADS))
     expected, expected_query = empty_pages(format), query.clone()
     for row in torch.randperm(len(slots), generator=torch.Generator().manual_seed(1)).tolist():
         part = slice(row, row + 1)
-        queries = expected_query[part] if turned else None
+        queries = expected_query[part] if hadamard else None
         expected.store(0, slots[part], key[part], value[part], queries, instruction_set=0)
     try:
         for threads in (1, 3):
             set_threads(threads)
             for instruction_set in SETS:
                 found, ours = empty_pages(format), query.clone()
-                found.store(0, slots, key, value, ours if turned else None, instruction_set)
+                found.store(0, slots, key, value, ours if hadamard else None, instruction_set)
                 assert same_bytes(found, expected)
                 assert torch.equal(ours, expected_query)
     finally:
         set_threads(0)
-    assert torch.equal(expected_query, rotate_heads(query) if turned else query)
+    assert torch.equal(expected_query, rotate_heads(query) if hadamard else query)
 
 
 def test_keys_are_not_changed_where_they_stand() -> None:

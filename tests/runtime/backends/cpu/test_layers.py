@@ -26,7 +26,7 @@ from runtime.core.rope import Rotary
 from runtime.model.decoder import Decoder, Layer
 from runtime.model.embedding import DenseEmbedding
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
+pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, SIZE, INNER, LAYERS, BLOCK = 6, 2, 32, 96, 160, 3, 16
 WINDOWS = (None, 8, None)
@@ -103,9 +103,9 @@ class World:
 
 @pytest.mark.parametrize("instruction_set", range(best_instruction_set() + 1))
 @pytest.mark.parametrize("format", ["16bit", "int4"])
-@pytest.mark.parametrize(("turned", "head_norm"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("hadamard", "head_norm"), [(False, True), (True, False)])
 def test_same_bits_as_one_call_after_the_other(
-    instruction_set: int, format: str, turned: bool, head_norm: bool
+    instruction_set: int, format: str, hadamard: bool, head_norm: bool
 ) -> None:
     world = World(head_norm=head_norm)
     decoder = replace(world.decoder, ops=CpuOps(instruction_set))
@@ -116,9 +116,9 @@ def test_same_bits_as_one_call_after_the_other(
     layers = CpuLayers(decoder, other, WINDOWS, instruction_set)
     for spans in ([(1, 1)], [(1, 20), (1, 3), (5, 30), (33, 33)]):
         batch = world.batch(spans)
-        attention = CpuAttention(one, batch, WINDOWS, turned, instruction_set)
+        attention = CpuAttention(one, batch, WINDOWS, hadamard, instruction_set)
         expected = decoder.forward(batch.token_ids, batch.positions, attention)
-        run = partial(layers, attention=CpuAttention(other, batch, WINDOWS, turned, instruction_set))
+        run = partial(layers, attention=CpuAttention(other, batch, WINDOWS, hadamard, instruction_set))
         found = decoder.forward(batch.token_ids, batch.positions, attention, run)
         assert torch.equal(found, expected)
         assert found.isfinite().all()
@@ -134,7 +134,7 @@ def test_what_is_not_compiled_refuses() -> None:
     assert layers_unsupported_reason(decoder, MEMORY) == ""
     assert layers_unsupported_reason(replace(decoder, ops=TorchOps()), MEMORY) == "ops between linears are not compiled"
     decoder.layers[1].down = lambda x: x  # type: ignore[assignment]
-    assert layers_unsupported_reason(decoder, MEMORY) == "takes native linears only, not function"
+    assert layers_unsupported_reason(decoder, MEMORY) == "takes linears in C only, not function"
 
 
 def test_a_missing_instruction_set_is_an_error() -> None:

@@ -16,7 +16,7 @@ from runtime.backends.registry import choose_ops
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.rope import Rotary
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
+pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
 EPS = 1e-5
 

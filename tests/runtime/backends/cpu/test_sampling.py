@@ -15,7 +15,7 @@ from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.sampling_tensors import gumbel_noise
 from runtime.sampling.sampler import sample_tokens
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels are not compiled")
+pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
 VOCABULARIES = (1, 5, 64, 65, 1000, 20_001)
 ROWS = 40

@@ -205,7 +205,7 @@ def test_as_exact_as_plain_torch(gpu, kind, format: str, dtype: torch.dtype, hea
 
 
 def test_greedy_tokens_through_the_engine(gpu) -> None:
-    """Prompts in chunks, several requests, turned keys: the tokens of a runner in plain torch. (Keys of 4 bits move the
+    """Prompts in chunks, several requests, Hadamard-rotated keys: the tokens of plain torch. (Keys of 4 bits move the
     logits of this model more than its best tokens are apart.)"""
     world = World(INT4, gpu)
     config = RuntimeConfig(kv_cache="int8", kv_rotate=True, block_size=4, num_blocks=20, prefill_chunk=4)

@@ -34,9 +34,9 @@ def make_pages(scheme: KVCacheScheme, head_dim: int, dtype: torch.dtype, device:
     return pages
 
 
-def by_torch(heads: Tensor, head_norm: Tensor | None, cos: Tensor, sin: Tensor, turned: bool) -> Tensor:
+def by_torch(heads: Tensor, head_norm: Tensor | None, cos: Tensor, sin: Tensor, hadamard: bool) -> Tensor:
     rotated = TorchOps().rotate(heads, head_norm, EPS, cos, sin)
-    return rotate_heads(rotated) if turned else rotated
+    return rotate_heads(rotated) if hadamard else rotated
 
 
 def written(qkv: PartialSums, scheme: KVCacheScheme, head_norm, cos, sin, slots) -> tuple[Tensor, KVPages]:
