@@ -1,4 +1,4 @@
-"""From records to figures: percentiles, throughput, goodput. What each of them means stands in `MEANINGS`."""
+"""Metrics of a benchmark: percentiles, throughput, goodput; defined in `MEANINGS`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Distribution:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Distribution | None:
-        """None without values."""
+        """Computes them; None without values."""
         values = sorted(1e3 * value for value in seconds)
         if not values:
             return None
@@ -52,7 +52,7 @@ class Distribution:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, linear between neighbours."""
+    """Returns a percentile of ascending values, with linear interpolation."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -67,7 +67,7 @@ class Objective:
     seconds: float
 
     def is_met(self, record: Record) -> bool:
-        """Whether one complete request was quick enough; `itl` bounds its longest gap."""
+        """Returns whether a complete request meets the bound."""
         match self.metric:
             case "ttft":
                 return record.ttft <= self.seconds
@@ -80,21 +80,21 @@ class Objective:
 
 
 def parse_objectives(text: str) -> tuple[Objective, ...]:
-    """Of `ttft=500ms,itl=50ms,e2e=10s`. Raises ToolkitError for anything else."""
+    """Parses `ttft=500ms,itl=50ms,e2e=10s`. Raises ToolkitError for anything else."""
     objectives = []
     for part in text.split(","):
         metric, _, bound = part.strip().partition("=")
         match = DURATION.fullmatch(bound)
         if metric not in MEANINGS or not match:
             names = ", ".join(MEANINGS)
-            raise ToolkitError(f"{part!r} is no objective", f"Write --slo ttft=500ms,e2e=10s with any of {names}")
+            raise ToolkitError(f"{part!r} is not an objective", f"Write --slo ttft=500ms,e2e=10s with any of {names}")
         objectives.append(Objective(metric, float(match[1]) * (1e-3 if match[2] == "ms" else 1)))
     return tuple(objectives)
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests that met every objective; those that failed met none."""
+    """Counts the requests that met every objective; failed requests meet none."""
 
     share: float
     requests_per_s: float
@@ -102,13 +102,13 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Everything about one run. Rates are per second from the first start to the last end.
+    """Metrics of one run. Rates are per second from the first start to the last end.
 
     Attributes:
         complete, refused, failed: requests answered, refused with 429, and failed in any other way; `errors` says how.
         input_tokens, cached_tokens, output_tokens: of the complete ones; cached are prompt tokens that were not
             computed again.
-        pieces: in which the output came, one per step and request; fewer than tokens where guesses were accepted.
+        pieces: chunks of output, one per step and request; fewer than tokens if draft tokens were accepted.
         latency_ms: by the names in `MEANINGS`; None where nothing was complete.
     """
 
@@ -133,7 +133,7 @@ class Figures:
 
 
 def summarize(records: Sequence[Record], peak_concurrency: int, objectives: Sequence[Objective] = ()) -> Figures:
-    """The figures of a run with at least one request."""
+    """Computes the metrics of a run with at least one request."""
     good = [record for record in records if record.is_complete]
     refused = sum(record.status == TOO_MANY_REQUESTS for record in records)
     duration = max(record.end for record in records) - min(record.start for record in records)
@@ -172,7 +172,7 @@ PACKAGES = ("torch", "tokenizers", "fastapi", "uvicorn", "llguidance")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, GPUs and operating system."""
+    """Describes processor, usable cores, memory, GPUs and operating system."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -183,7 +183,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Python and the packages that set the speed; those that are not installed are left out."""
+    """Returns versions of Python and of the packages that determine speed, if installed."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -217,7 +217,7 @@ LABELS = {"ttft": "first token", "itl": "between tokens", "tpot": "per output to
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was done and what came of it.
+    """Plan and results of a benchmark.
 
     Attributes:
         load: `closed loop, concurrency 8` or `open loop, 4 requests/s`.
@@ -234,7 +234,7 @@ class Run:
     figures: Figures
 
     def as_json(self) -> dict[str, Any]:
-        """Keys stay; new ones may join. Seconds and milliseconds are named in the keys."""
+        """Returns the report. Keys are stable and name their unit; new ones may be added."""
         return {
             "schema": SCHEMA,
             "command": self.command,
@@ -252,7 +252,7 @@ class Run:
 
 
 def print_run(run: Run) -> None:
-    """Latencies as a table, the rest in lines."""
+    """Prints latencies as a table, the rest as lines."""
     console = Console()
     console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
     table = Table(title=f"{run.model} at {run.url}: {run.load}", title_justify="left")
@@ -268,7 +268,7 @@ def print_run(run: Run) -> None:
 
 
 def facts(run: Run) -> list[str]:
-    """Everything that is not a latency, one line each."""
+    """Returns everything except latencies, one line each."""
     figures = run.figures
     lines = [
         f"requests    {figures.complete} complete, {figures.refused} refused with 429, {figures.failed} failed "

@@ -1,4 +1,4 @@
-"""Who sends when: a fixed number of clients that wait for their answers, or arrivals that wait for nobody."""
+"""Load generator: workloads, an HTTP client that records times, and closed or open arrival of requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILURES = (aiohttp.ClientError, OSError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, and the key it asks for."""
+    """Address of a server, and its API key."""
 
     host: str
     port: int
@@ -35,10 +35,11 @@ class Address:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> Address:
-        """Of `http://host:port`, with or without a path and a final `/v1`. Raises ToolkitError for anything else."""
+        """Parses `http://host:port`, with or without a path and a final `/v1`. Raises ToolkitError for anything
+        else."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ToolkitError(f"{url!r} is no URL of a server", "Write for example --url http://127.0.0.1:8000")
+            raise ToolkitError(f"{url!r} is not a URL of a server", "Write for example --url http://127.0.0.1:8000")
         is_https = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, parts.port or (443 if is_https else 80), is_https, prefix, api_key)
@@ -51,7 +52,7 @@ class Address:
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """Data of server-sent events, each as soon as it is complete."""
+    """Yields the data of server-sent events, each as soon as it is complete."""
     rest = b""
     async for piece in response.content.iter_any():
         *complete, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -61,7 +62,7 @@ async def events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None
 
 
 def open_session(address: Address) -> aiohttp.ClientSession:
-    """A session with one connection per request and as many at once as there are requests."""
+    """Opens a session with one connection per request and no limit on their number."""
     headers = {} if address.api_key is None else {"Authorization": f"Bearer {address.api_key}"}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -97,11 +98,11 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Of `128` or `32:256`. Raises ValueError for anything else."""
+        """Parses `128` or `32:256`. Raises ValueError for anything else."""
         low, _, high = text.partition(":")
         lengths = cls(int(low), int(high or low))
         if not 1 <= lengths.low <= lengths.high:
-            raise ValueError(f"{text!r} is no range of token counts")
+            raise ValueError(f"{text!r} is not a range of token counts")
         return lengths
 
     def draw(self, generator: random.Random) -> int:
@@ -113,7 +114,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: which route, and the body without what all bodies share."""
+    """One request: its route, and its body without the fields that all bodies share."""
 
     path: str
     body: dict[str, Any]
@@ -121,13 +122,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Recipe of a run.
+    """Requests of a run.
 
     Attributes:
-        input: own prompt tokens of a request.
-        output: tokens of an answer; exact, because the model's end tokens are ignored.
-        shared_prefix: tokens in front of every prompt, the same for all.
-        seed: of lengths, texts and arrivals.
+        input: prompt tokens of a request after the shared prefix.
+        output: tokens of an answer; exact, because end tokens are ignored.
+        shared_prefix: tokens at the start of every prompt, the same for all.
+        seed: seed of lengths, texts and arrivals.
     """
 
     input: Lengths
@@ -138,10 +139,10 @@ class Workload:
     seed: int = 0
 
     def from_text(self, token_ids: Sequence[int], count: int | None = None, seed_offset: int = 0) -> list[Job]:
-        """Jobs whose prompts are pieces of a tokenized text, each from a place of its own.
+        """Returns jobs whose prompts are random pieces of a tokenized text.
 
         Args:
-            seed_offset: another one gives other prompts, with another prefix, of the same kind.
+            seed_offset: another value gives other prompts, with another prefix, of the same distribution.
         """
         if not token_ids:
             raise DataError("the text for the prompts has no tokens", "Give --prompts FILE.jsonl")
@@ -154,7 +155,7 @@ class Workload:
         return jobs
 
     def from_prompts(self, prompts: Sequence[dict[str, Any]]) -> list[Job]:
-        """Jobs that take the given prompts in turn, as often as it needs."""
+        """Returns jobs with the given prompts in turn."""
         generator = random.Random(f"{self.seed}/lengths")
         jobs = []
         for index in range(self.num_requests):
@@ -164,7 +165,7 @@ class Workload:
         return jobs
 
     def arrivals(self, rate: float) -> list[float]:
-        """Seconds at which the requests of a Poisson process of `rate` per second arrive; the first comes at once."""
+        """Returns arrival times in seconds of a Poisson process with `rate` requests per second; the first is 0."""
         generator = random.Random(f"{self.seed}/arrivals")
         gaps = (generator.expovariate(rate) for _ in range(self.num_requests - 1))
         return list(accumulate(gaps, initial=0.0))
@@ -179,17 +180,17 @@ class Workload:
 
 
 def _piece(token_ids: Sequence[int], length: int, generator: random.Random) -> list[int]:
-    """So many tokens from a random place, around the end of the text if need be."""
+    """Returns `length` tokens from a random position, wrapping around at the end of the text."""
     start = generator.randrange(len(token_ids))
     rounds = -(-(start + length) // len(token_ids))
     return (list(token_ids) * rounds)[start : start + length]
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Lines `{"prompt": ...}` or `{"messages": [...]}`, with `max_tokens` if an answer has a length of its own.
+    """Reads lines `{"prompt": ...}` or `{"messages": [...]}`, with optional `max_tokens`.
 
     Raises:
-        DataError: no file, or a line that is something else, by number.
+        DataError: no such file, or an invalid line, by number.
     """
     if not path.is_file():
         raise DataError(f"there is no file {path}", "Give --prompts an existing file")
@@ -220,7 +221,7 @@ def _prompt_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def python_manual() -> str:
-    """Real text that every CPython brings: the reference manual."""
+    """Returns the reference manual, real text that is part of every CPython."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -230,14 +231,14 @@ def python_manual() -> str:
 
 @dataclass(slots=True)
 class Record:
-    """What happened to one request. Times are seconds since the run began.
+    """Record of one request. Times are seconds since the start of the run.
 
     Attributes:
-        start: when it was due (open loop) or sent (closed loop).
-        chunk_times: arrivals of streamed text. One chunk is one step of the engine and may hold several tokens.
-        output_tokens: as the server's usage says, not as many as there were chunks.
-        status: of HTTP; 0 without an answer.
-        error: what went wrong; empty when all is well.
+        start: due time (open loop) or time of sending (closed loop).
+        chunk_times: arrivals of streamed text. A chunk is one step of the engine and may hold several tokens.
+        output_tokens: token count of the server's usage.
+        status: HTTP status; 0 without an answer.
+        error: reason of a failure; empty for a complete answer.
     """
 
     start: float
@@ -298,7 +299,7 @@ class Client:
         return time.perf_counter() - self.began
 
     async def send(self, job: Job, start: float | None = None) -> Record:
-        """The record of one streamed request; failures are in the record, never raised."""
+        """Sends one streamed request and returns its record; failures are recorded, never raised."""
         record = Record(self.now if start is None else start)
         self.num_active += 1
         self.peak_active = max(self.peak_active, self.num_active)
@@ -322,7 +323,7 @@ class Client:
                 record.error = _error_message(await response.read())
                 return
             await self._read(response, record)
-        if not record.chunk_times:  # tokens without a text, such as end tokens: they came by the end
+        if not record.chunk_times:  # tokens without text, such as end tokens: they arrived by now
             record.chunk_times.append(self.now)
 
     async def _read(self, response: aiohttp.ClientResponse, record: Record) -> None:
@@ -353,7 +354,7 @@ def _note_usage(record: Record, usage: dict[str, Any]) -> None:
 
 
 def _error_message(body: bytes) -> str:
-    """The message of an OpenAI error object, or the beginning of whatever came instead."""
+    """Returns the message of an OpenAI error object, or the start of any other body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -364,7 +365,7 @@ Progress = Callable[[Record], None]
 
 
 async def closed_loop(client: Client, jobs: Sequence[Job], concurrency: int, progress: Progress) -> list[Record]:
-    """Each of `concurrency` clients sends the next job when its last answer is complete. Load follows the server."""
+    """Sends jobs from `concurrency` clients, each the next one when its last answer is complete."""
     waiting = iter(jobs)
     records: list[Record] = []
 
@@ -380,9 +381,9 @@ async def closed_loop(client: Client, jobs: Sequence[Job], concurrency: int, pro
 
 
 async def open_loop(client: Client, jobs: Sequence[Job], arrivals: Sequence[float], progress: Progress) -> list[Record]:
-    """Sends each job at its time, however many are under way. Load does not follow the server.
+    """Sends each job at its time, independent of the number in flight.
 
-    Latencies count from the time a request was due: a generator that is late itself hides nothing.
+    Latencies count from the due time of a request, so a late generator hides nothing.
 
     Args:
         arrivals: seconds from now, in order, one per job.

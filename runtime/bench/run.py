@@ -1,4 +1,4 @@
-"""One benchmark from beginning to end: find the model, make the jobs, warm up, load, summarize."""
+"""A benchmark run: finds the model, makes jobs, warms up, applies the load, summarizes."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do.
+    """Plan of a benchmark.
 
     Attributes:
-        prompts: lines of a prompts file; None takes pieces of the Python manual as token ids.
-        tokenizer_path: folder of the served model; None asks the server's `/tokenize`.
+        prompts: lines of a prompts file; None uses pieces of the Python manual as token ids.
+        tokenizer_path: folder of the served model; None uses the server's `/tokenize`.
         num_warm_up: requests before the measured ones, with other prompts.
     """
 
@@ -86,7 +86,7 @@ async def measure(plan: Plan, url: str, api_key: str | None = None) -> Run:
 
 
 async def find_model(address: Address) -> str:
-    """The first model that the server lists."""
+    """Returns the first model that the server lists."""
     models = (await fetch_json(address, "GET", "/v1/models"))["data"]
     if not models:
         raise ToolkitError("the server lists no model", "Check --url")
@@ -94,7 +94,7 @@ async def find_model(address: Address) -> str:
 
 
 async def make_jobs(plan: Plan, address: Address, model: str) -> tuple[list[Job], list[Job]]:
-    """Jobs for the warm-up and for the measurement."""
+    """Returns jobs for the warm-up and for the measurement."""
     if plan.prompts is not None:
         jobs = plan.workload.from_prompts(plan.prompts)
         return jobs[: plan.num_warm_up], jobs
@@ -117,12 +117,12 @@ async def _tokenize_there(address: Address, model: str, text: str) -> list[int]:
 
 
 async def _warm_up(client: Client, jobs: list[Job], concurrency: int) -> None:
-    """Raises ToolkitError when not one request succeeds: there is nothing to measure."""
+    """Runs the warm-up. Raises ToolkitError if all requests fail."""
     if not jobs:
         return
     records = await closed_loop(client, jobs, concurrency, lambda record: None)
     if not any(record.is_complete for record in records):
-        remedy = "Check the server and the lengths; --num-warmups 0 measures all the same"
+        remedy = "Check the server and the lengths; --num-warmups 0 skips the warm-up"
         raise ToolkitError(f"every warm-up request failed: {records[0].error.rstrip('.')}", remedy)
 
 
@@ -137,7 +137,7 @@ async def _load(client: Client, plan: Plan, jobs: list[Job]) -> list[Record]:
 
 
 class Progress:
-    """A counter on a terminal's standard error; silent elsewhere."""
+    """Progress on the standard error of a terminal."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -155,7 +155,7 @@ class Progress:
 
 
 def run(plan: Plan, url: str, api_key: str | None = None) -> Run:
-    """`measure` from code without an event loop."""
+    """Runs `measure` in a new event loop."""
     return asyncio.run(measure(plan, url, api_key))
 
 
@@ -167,13 +167,13 @@ DIE_WITH_PARENT = 1
 
 @contextmanager
 def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[str]:
-    """Runs `runtime serve MODEL` on a free port of this machine; gives its URL and stops it in the end.
+    """Runs `runtime serve MODEL` on a free port; yields its URL and stops it at the end.
 
     Args:
-        options: more options of `runtime serve`.
+        options: further options of `runtime serve`.
 
     Raises:
-        ToolkitError: the server did not start; its last words are in the message.
+        ToolkitError: the server did not start; contains its last message.
     """
     command = [sys.executable, "-m", "runtime.cli", "serve", str(model), "--port", "0", *options]
     with tempfile.TemporaryFile("w+") as log:
@@ -206,6 +206,6 @@ def _stop(server: subprocess.Popen[str]) -> None:
 
 
 def _die_with_parent() -> None:
-    """A load generator that is killed leaves no server behind (on Linux)."""
+    """Kills the server if the load generator is killed (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Token ids to text one token at a time, so that the pieces joined are the text of the whole."""
+"""Incremental detokenization and stop strings. The pieces of text, joined, equal the text of all tokens."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
-"""Prompt tokens decoded before the first new one, since they decide whether it starts with a space. Enough for a whole
-character of four tokens before three tokens of an unfinished one."""
+"""Prompt tokens that are decoded before the first new one, because they decide whether it starts with a space. Enough
+for a character of four tokens before three tokens of an incomplete one."""
 
 MAX_CHARACTER_TOKENS = 4
 """A character of UTF-8 has at most four bytes, hence at most four tokens."""
 
 
 class Detokenizer:
-    """Text of a growing sequence.
+    """Incremental detokenizer of one sequence.
 
-    It keeps a short window of tokens. Those before `_read` have come out and are only decoded again as context; the
-    others end within a character, so their text (U+FFFD stands for the missing bytes) waits for the rest of it.
+    Keeps a short window of tokens. The text of those before `_read` was returned; they are decoded again as context
+    only. The others end within a character, so their text (with U+FFFD for missing bytes) waits for the rest of it.
 
     Args:
-        decode: token ids to text.
-        prompt_token_ids: what the new tokens continue. None of its text comes out, except that a character whose last
-            bytes are new comes out whole.
+        decode: converts token ids to text.
+        prompt_token_ids: tokens before the new ones. Their text is not returned, except for a character whose last
+            bytes are new.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
@@ -32,7 +32,7 @@ class Detokenizer:
         self._context = decode(self._window[: self._read])
 
     def push(self, token_id: int) -> str:
-        """Takes one token and returns the text that is settled by it, possibly none."""
+        """Adds a token and returns the text that it completes, possibly none."""
         self._window.append(token_id)
         text = self._text_until(len(self._window))
         if not text:
@@ -40,18 +40,18 @@ class Detokenizer:
             return ""
         if not text.endswith(REPLACEMENT):
             return self._settle(len(self._window), text)
-        # Only the last three tokens can be the beginning of an unfinished character.
+        # Only the last three tokens can begin an incomplete character.
         end = len(self._window) - MAX_CHARACTER_TOKENS + 1
         if end > self._read and (first := self._text_until(end)) and text.startswith(first):
             return self._settle(end, first)
         return ""
 
     def flush(self) -> str:
-        """The rest, when no more tokens come; bytes that never became a character are U+FFFD."""
+        """Returns the rest after the last token; bytes of incomplete characters become U+FFFD."""
         return self._settle(len(self._window), self._text_until(len(self._window)))
 
     def _text_until(self, end: int) -> str:
-        """Text of the window's tokens from `_read` to `end`."""
+        """Returns the text of the window's tokens from `_read` to `end`."""
         return self._decode(self._window[:end])[len(self._context) :]
 
     def _settle(self, end: int, text: str) -> str:
@@ -61,7 +61,7 @@ class Detokenizer:
         return text
 
     def _settled_length(self) -> int:
-        """Prompt tokens before an unfinished character at the prompt's end."""
+        """Returns the number of prompt tokens before an incomplete character at the end."""
         length = len(self._window)
         for end in range(length, max(length - MAX_CHARACTER_TOKENS, -1), -1):
             if not self._decode(self._window[:end]).endswith(REPLACEMENT):
@@ -70,10 +70,10 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Passes text through until a stop string appears; what may still become one is held back.
+    """Passes text on until a stop string occurs; text that may become one is held back.
 
-    Of several stop strings the one that is complete first ends the text, so the result does not depend on how the text
-    arrives. At most `max(len(stop)) - 1` characters are held.
+    The stop string that is complete first ends the text, so the result does not depend on how the text is split. At
+    most `max(len(stop)) - 1` characters are held back.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -82,7 +82,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Takes new text and returns what is settled. After a match `matched` is set and nothing more comes out."""
+        """Adds text and returns what cannot be part of a stop string. After a match, `matched` is set and nothing
+        returned."""
         if self.matched:
             return ""
         if not self.stop:
@@ -98,12 +99,12 @@ class StopMatcher:
         return text[:settled]
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Returns the text held back, after the last text."""
         held, self._held = self._held, ""
         return held
 
     def _longest_beginning(self, text: str) -> int:
-        """Characters at the end of `text` that are a beginning of a stop string."""
+        """Returns the length of the longest end of `text` that begins a stop string."""
         longest = min(len(text), max(map(len, self.stop)) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self.stop):

@@ -1,4 +1,4 @@
-"""Grammars of one model: compiled by llguidance over the bytes of its tokens, each once, followed by many answers."""
+"""Constrained decoding: grammars compiled by llguidance over the bytes of a model's tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from runtime.core.request import Grammar, GrammarKind
 class TokenConstraint:
     """Implements `runtime.core.request.Constraint`.
 
-    To llguidance the text ends with a token that the model does not have, the one behind its last. The tokens that end
-    this sequence stand for it. So a model may have any number of end tokens, or none.
+    llguidance ends the text with a token that the model does not have, the one after its last. The tokens that end this
+    sequence take its place, so a model may have any number of end tokens, or none.
 
     Args:
-        matcher: at the beginning of the grammar; it belongs to this object from now on.
-        vocab_size: of the model.
+        matcher: matcher at the start of the grammar, used by this object only.
+        vocab_size: vocabulary size of the model.
         end_token_ids: tokens that end the sequence; allowed wherever the grammar may end.
     """
 
@@ -38,7 +38,7 @@ class TokenConstraint:
         self._is_complete = False
 
     def mask(self) -> bytes:
-        """`ceil(vocab_size / 8)` bytes. All bits are zero when the grammar cannot go on, as at a limit of its work."""
+        """Returns `ceil(vocab_size / 8)` bytes. All bits are zero if the grammar cannot continue, as at a limit."""
         if self._mask is None:
             self._mask, self._is_complete = self._compute()
         return self._mask
@@ -79,7 +79,7 @@ class TokenConstraint:
         return self._has_ended
 
     def _compute(self) -> tuple[bytes, bool]:
-        """The mask, and whether the text is whole and cannot be longer."""
+        """Returns the mask, and whether the text is complete and cannot be continued."""
         size = self._vocab_size
         if self._has_ended:
             return _with_bits(bytes((size + 7) // 8), self._end_token_ids), True
@@ -92,7 +92,7 @@ class TokenConstraint:
 
 
 def is_empty(mask: bytes) -> bool:
-    """Whether no token is allowed."""
+    """Returns whether no token is allowed."""
     return mask.count(0) == len(mask)
 
 
@@ -110,14 +110,14 @@ def _without_bit(mask: bytes, token_id: int) -> bytes:
 
 
 STACK_BYTES = 2**28
-"""Address space, not memory: pages that are never touched cost nothing."""
+"""Address space, not memory: unused pages cost nothing."""
 
 T = TypeVar("T")
 _lock = threading.Lock()
 
 
 def call_on_deep_stack(function: Callable[[], T]) -> T:
-    """Calls the function in a thread with a stack of 256 MiB, and gives its result or raises what it raises."""
+    """Calls a function in a thread with a stack of 256 MiB; returns its result or raises its exception."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -127,7 +127,7 @@ def call_on_deep_stack(function: Callable[[], T]) -> T:
             future.set_exception(error)
 
     thread = threading.Thread(target=run, name="deep stack")
-    with _lock:  # the size is the process's; a thread that starts elsewhere meanwhile gets the larger one as well
+    with _lock:  # the setting is global; a thread started elsewhere meanwhile gets the larger stack too
         before = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
@@ -145,30 +145,30 @@ NAMES = {
 }
 
 MAX_CHARACTERS = 2**16
-"""Of a grammar's text. What fits in there cannot be nested so deeply that compiling it overflows its stack."""
+"""Longest text of a grammar; shorter ones cannot be nested so deeply that compiling overflows the stack."""
 
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,20})?", "lenient": False, "coerce_one_of": False}
-"""Blanks within JSON are a space, or a new line and its indent: a model cannot go on with them for ever. Keywords that
-llguidance does not know how to keep to are errors."""
+"""Whitespace in JSON is a space, or a newline with indentation, so that a model cannot continue it forever. Unsupported
+keywords are errors."""
 
 NO_FORCING = '%llguidance {"no_forcing": true}'
-"""Text that only one way leads through is not cut into tokens beforehand: the model chooses among all that fit."""
+"""Forced text is not tokenized in advance: the model chooses among all tokens that fit."""
 
 LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=10_000, step_max_items=200_000)
-"""Bounds of the work: seconds to compile, some 50 ms per token. Objects may have 2,000 optional properties."""
+"""Limits on the work: seconds to compile, about 50 ms per token. Objects may have 2,000 optional properties."""
 
 EXCERPT = re.compile(r"\s*(\d+ \|.*|\^*|<non-verbose/>)\s*$")
-"""Lines of an error that quote the grammar."""
+"""Lines of an error message that quote the grammar."""
 
 POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
-"""The place of an error in the grammar as it was handed to llguidance, which is not the user's text."""
+"""Position of an error in the generated grammar, which is not the user's text."""
 
 
 def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
-    """A matcher at the beginning of the grammar, its first mask computed.
+    """Compiles a grammar to a matcher, and computes its first mask.
 
     Raises:
-        RequestError: the grammar is invalid, uses what is not supported, is too large, or allows no text.
+        RequestError: the grammar is invalid, unsupported or too large, or allows no text.
     """
     if len(grammar.text) > MAX_CHARACTERS:
         problem = f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters"
@@ -187,7 +187,7 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
 
 
 def _lark(grammar: Grammar) -> str:
-    """The grammar in llguidance's form of Lark. Raises ValueError for what is no JSON object."""
+    """Returns the grammar in llguidance's variant of Lark. Raises ValueError if a schema is not a JSON object."""
     match grammar.kind:
         case GrammarKind.REGEX:
             return json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
@@ -203,7 +203,7 @@ def _lark(grammar: Grammar) -> str:
 
 
 def _json_rule(schema: dict[str, Any]) -> str:
-    # In place of options that the schema may carry, which could switch the strictness off.
+    # Overrides options in the schema, which could turn the strictness off.
     return f"start: %json {json.dumps(schema | {'x-guidance': JSON_OPTIONS})}"
 
 
@@ -215,14 +215,14 @@ def _refusal(grammar: Grammar, reason: str) -> RequestError:
 
 
 CACHE_SIZE = 128
-"""Distinct grammars that stay compiled."""
+"""Compiled grammars in the cache."""
 
 SPECIAL_MARK = b"\xff"
-"""Begins the spelling of special tokens, so that no text of a grammar can be said with them. Never a byte of UTF-8."""
+"""First byte of special tokens, so that they match no text of a grammar. Not a byte of UTF-8."""
 
 
 class Vocabulary(Protocol):
-    """What grammars need of a tokenizer; `runtime.text.tokenizer.Tokenizer` is one."""
+    """The tokenizer as grammars use it; `runtime.text.tokenizer.Tokenizer` is one."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -236,37 +236,38 @@ class Vocabulary(Protocol):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model, each once. Any thread may ask.
+    """Compiles and caches grammars for one model. Thread-safe.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: of the model; ids that the tokenizer does not know are never allowed.
+        tokenizer: tokenizer of the model.
+        vocab_size: vocabulary size of the model; ids unknown to the tokenizer are never allowed.
     """
 
     def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._tokens: LLTokenizer | None = None  # takes a second for large vocabularies, so only when it is needed
+        self._tokens: LLTokenizer | None = None  # created on first use: it takes a second for large vocabularies
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = Lock()
         self._compiling = Lock()
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles the grammar, if it is new.
+        """Compiles a new grammar.
 
         Raises:
-            RequestError: it is invalid, uses what is not supported, is too large, or allows no text.
+            RequestError: the grammar is invalid, unsupported or too large, or allows no text.
         """
         self._matcher(grammar)
 
     def constraint(self, grammar: Grammar, end_token_ids: Collection[int]) -> TokenConstraint:
-        """A constraint for one sequence that ends with any of these tokens. Raises RequestError as `check` does."""
+        """Returns a constraint for one sequence that ends with any of these tokens. Raises RequestError as `check`
+        does."""
         return TokenConstraint(self._matcher(grammar).deep_copy(), self._vocab_size, end_token_ids)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         if matcher := self._find(grammar):
             return matcher
-        with self._compiling:  # one at a time; who asks for a grammar that is there does not wait
+        with self._compiling:  # one at a time; cached grammars do not wait
             if matcher := self._find(grammar):
                 return matcher
             if self._tokens is None:
@@ -287,7 +288,7 @@ class GrammarCompiler:
 
 
 class _TokenTable:
-    """The vocabulary in the form that llguidance reads: attributes by these names, and a call that tokenizes."""
+    """The vocabulary in the interface of llguidance: these attributes, and a call that tokenizes."""
 
     bos_token_id = None
 

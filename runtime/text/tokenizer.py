@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder, read without torch and transformers so that start-up takes no seconds."""
+"""The tokenizer of a checkpoint folder. Imports neither torch nor transformers, which take seconds."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE spells bytes as characters: printable ones as themselves, the others as those from 256 on."""
+    """Returns the bytes of byte-level BPE's characters: printable bytes as themselves, others from code point 256
+    on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenByteTable:
-    """Bytes of tokens, for byte-level vocabularies and for those that spell spaces as U+2581 and bytes as `<0xAB>`."""
+    """Bytes of tokens, for byte-level vocabularies and for those with U+2581 for spaces and `<0xAB>` for bytes."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -41,7 +42,7 @@ class TokenByteTable:
         self._is_byte_level = "ByteLevel" in repr(backend.decoder)
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Bytes of one token; none for an id beyond the vocabulary."""
+        """Returns the bytes of a token; none for an id outside of the vocabulary."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._backend.id_to_token(token_id) or ""
@@ -54,7 +55,7 @@ class TokenByteTable:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the answer for training; here its body is all that matters."""
+    """`{% generation %}...{% endgeneration %}` marks the answer for training; only its body is used here."""
 
     tags = {"generation"}  # noqa: RUF012 (declared so by the base class)
 
@@ -72,12 +73,12 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    # Jinja's own filter escapes HTML characters, which models have not seen in training.
+    # Jinja's own filter escapes HTML characters, which is not how models were trained.
     return json.dumps(value, **({"ensure_ascii": False} | options))
 
 
 class ChatTemplate:
-    """One compiled template.
+    """A compiled chat template.
 
     Args:
         source: the jinja template.
@@ -101,7 +102,7 @@ class ChatTemplate:
             raise CheckpointError(f"the model's chat template fails at line {error.lineno}: {error.message}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Text of the conversation, up to where the assistant's answer begins.
+        """Returns the text of a conversation up to the assistant's answer.
 
         Args:
             messages: `{"role": ..., "content": ...}`, in order.
@@ -125,10 +126,10 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token",
 
 
 class Tokenizer:
-    """Text to token ids and back, and the chat template.
+    """Converts text to token ids and back, and renders the chat template.
 
-    Beginning-of-sequence policy: `encode` adds the special tokens that the tokenizer's own post-processor adds;
-    `encode_chat` adds none, because templates write theirs themselves.
+    `encode` adds the special tokens of the tokenizer's post-processor; `encode_chat` adds none, because templates write
+    theirs.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Tokenizer:
         """Reads the tokenizer files of a checkpoint folder.
 
         Raises:
-            CheckpointError: there are none, or they cannot be read.
+            CheckpointError: the files are missing or cannot be read.
         """
         folder = Path(path)
         config = _read_json(folder / "tokenizer_config.json")
@@ -159,7 +160,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below this; the model's own table may be padded beyond it."""
+        """Upper bound (exclusive) of token ids; the model's embedding may be larger."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -172,17 +173,20 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Ids of the tokens that are no text, by their spelling; `decode` leaves them out."""
+        """Ids of special tokens by their content; `decode` omits them."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a text. One that surely has more than `max_tokens` is refused by its beginning, unread: that
-        costs what the limit costs, however long the text is. Others are returned, also with more.
+        """Returns the token ids of a text.
+
+        Args:
+            max_tokens: refuse a text whose beginning already has far more tokens, at a cost that does not depend on its
+                length. Texts with slightly more tokens are returned.
 
         Raises:
-            RequestError: the text has half a surrogate pair, so it is no Unicode text.
-            LongPromptError: its beginning alone has more than `max_tokens`.
+            RequestError: the text has a lone surrogate, so it is not valid Unicode.
+            LongPromptError: the beginning of the text has more than `max_tokens`.
         """
         try:
             text.encode()
@@ -194,24 +198,25 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no character become U+FFFD."""
+        """Returns the text of token ids; bytes of incomplete characters become U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that one token adds to the text, half a character for some; special tokens are spelled out."""
+        """Returns the bytes that a token adds to the text, maybe part of a character; special tokens are spelled
+        out."""
         return self._bytes[token_id]
 
     def count_differences(self, other: Tokenizer) -> int:
-        """Token ids that stand for something else, or nothing, in another tokenizer."""
+        """Returns the number of token ids with another meaning, or none, in another tokenizer."""
         mine, others = (set(t._backend.get_vocab(with_added_tokens=True).items()) for t in (self, other))
         return len({token_id for _, token_id in mine ^ others})
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Decodes what follows a prompt, token by token."""
+        """Returns an incremental detokenizer for the tokens after a prompt."""
         return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_token_ids)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Text that the chat template makes of messages.
+        """Renders messages with the chat template.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
@@ -223,15 +228,15 @@ class Tokenizer:
         return self._chat.render(messages, **variables)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins. See `render_chat`."""
+        """Returns the token ids of a conversation up to the answer. See `render_chat`."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
     def _check_length(self, text: str, max_tokens: int) -> None:
-        """Tokens of growing beginnings, each several times as long as all before it together."""
+        """Raises LongPromptError by tokenizing prefixes of growing length."""
         num_characters = 8 * max_tokens
         while num_characters < len(text):
             num_tokens = len(self._backend.encode(text[:num_characters], add_special_tokens=False).ids)
-            if num_tokens > 1.25 * max_tokens:  # what follows may change the last few of them
+            if num_tokens > 1.25 * max_tokens:  # the rest of the text may change the last few tokens
                 problem = f"the first {num_characters} of {len(text)} characters alone have {num_tokens} tokens"
                 raise LongPromptError(f"{problem}, but the context is {max_tokens} tokens", "Shorten the prompt")
             num_characters *= 4
@@ -252,9 +257,9 @@ def _open_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
-    """For folders with a sentencepiece model only. Slow to import, hence only here."""
+    """Converts the tokenizer of a folder without tokenizer.json. Imports transformers, which is slow."""
     if not (folder / "config.json").is_file():
-        problem = f"there is no config.json in {folder}, so it is no model"
+        problem = f"there is no config.json in {folder}, so it is not a model"
         raise CheckpointError(problem, "Name a folder with config.json, safetensors files and tokenizer.json")
     remedy = "Copy tokenizer.json and tokenizer_config.json of the source model into the folder"
     if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "spiece.model")):
@@ -266,7 +271,7 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"the tokenizer files of {folder} cannot be converted: {error}", remedy) from error
     if backend is None:
-        raise CheckpointError(f"the tokenizer of {folder} has no fast form", remedy)
+        raise CheckpointError(f"the tokenizer of {folder} cannot be converted to a fast tokenizer", remedy)
     return backend
 
 
@@ -281,14 +286,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; a token is a string or an object with its content."""
+    """Returns special tokens by name; the file has strings or objects with their content."""
     tokens = {name: config.get(name) for name in NAMED_TOKENS}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template file beside the tokenizer, or the one in its configuration (of several the one named default)."""
+    """Reads the template file, or else the template in the configuration (of several the one named default)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:

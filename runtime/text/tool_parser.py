@@ -1,4 +1,4 @@
-"""Tool calls found in a growing text, however it is cut into pieces."""
+"""Incremental parser of tool calls. The result does not depend on how the text is split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTABLE = re.compile(r'["\\\[\]{}]')
 
 
 class JsonEnd:
-    """Counts brackets outside of strings. It does not check that the JSON is valid otherwise."""
+    """Finds the end of a JSON value by counting brackets outside of strings; does not validate it."""
 
     def __init__(self) -> None:
         self._position = 0
@@ -23,7 +23,7 @@ class JsonEnd:
         self._in_string = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """The position behind the value that begins at `start`, or None while it is not complete.
+        """Returns the position after the value that begins at `start`, or None while it is incomplete.
 
         Each call must bring the text of the call before, and more of it; the old part is not read again.
         """
@@ -51,7 +51,7 @@ class JsonEnd:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a model wrote. `arguments` is a JSON object as text."""
+    """A tool call; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -62,12 +62,12 @@ Piece = str | ToolCall
 
 class _State(Enum):
     BEGINNING = auto()
-    """Nothing but blanks so far, or since a separator."""
+    """Only whitespace so far, or since a separator."""
     TEXT = auto()
     CALL = auto()
-    """Behind an opening tag, or inside of JSON that may be a call."""
+    """After an opening tag, or inside JSON that may be a call."""
     CLOSING = auto()
-    """Behind a call."""
+    """After a call."""
 
 
 class ToolCallParser:
@@ -91,12 +91,12 @@ class ToolCallParser:
         self._json = JsonEnd()
 
     def push(self, text: str) -> list[Piece]:
-        """Takes new text and returns what is settled."""
+        """Adds text and returns the completed pieces."""
         self._held += text
         return list(self._advance())
 
     def flush(self) -> list[Piece]:
-        """The rest, when no more text comes."""
+        """Returns the rest after the last text."""
         pieces: list[Piece] = []
         while self._state is _State.CALL and not self._is_over():
             pieces += self._give_up()
@@ -115,7 +115,7 @@ class ToolCallParser:
         return self.num_calls > 0 and not self._several
 
     def _advance(self) -> Iterator[Piece]:
-        """Settles as much as can be."""
+        """Completes as many pieces as possible."""
         steps = {
             _State.BEGINNING: self._begin,
             _State.TEXT: self._pass_text,
@@ -191,7 +191,7 @@ class ToolCallParser:
         self._state = _State.CALL
 
     def _give_up(self) -> Iterator[Piece]:
-        """What was taken for a call is text: up to its first character, so that a real call may follow inside."""
+        """Treats the first character of a supposed call as text, so that a real call may follow inside."""
         opening = self._opening
         if not opening.strip():  # bare JSON
             opening, self._held = opening + self._held[:1], self._held[1:]
@@ -199,7 +199,7 @@ class ToolCallParser:
         yield from self._text(opening)
 
     def _text(self, text: str) -> Iterator[Piece]:
-        """Text, but for blanks at its end, which a call may follow."""
+        """Returns text without whitespace at its end, which a call may follow."""
         text = self._blanks + text
         settled = text.rstrip()
         self._blanks = text[len(settled) :]
@@ -207,7 +207,7 @@ class ToolCallParser:
             yield settled
 
     def _parse(self, text: str) -> list[ToolCall]:
-        """The calls in JSON; none unless all of it is calls."""
+        """Returns the calls in a JSON value; none unless all of it is calls."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -218,7 +218,7 @@ class ToolCallParser:
 
 
 def parse_call(value: Any, arguments_key: str) -> ToolCall | None:
-    """The call that a JSON value is, if it is one."""
+    """Returns the call that a JSON value represents, or None."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get(arguments_key)

@@ -1,4 +1,4 @@
-"""How models write tool calls, found out from their chat template, and tools in words for models without any."""
+"""Formats of tool calls, detected from chat templates, and a description of tools for templates without support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.text.grammar import JSON_OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way to write calls: `opening`, JSON, `closing`.
+    """A format of tool calls: `opening`, JSON, `closing`.
 
     Attributes:
         opening: what announces calls.
@@ -38,28 +38,28 @@ class ToolFormat:
 
     @property
     def bracket(self) -> str:
-        """What the JSON begins with."""
+        """First characters of the JSON."""
         return "[" if self.is_list else "{"
 
 
 HERMES = ToolFormat("Hermes", "<tool_call>", "</tool_call>")
-"""Hermes, Qwen 2.5, Qwen 3, and models whose template says nothing about tools."""
+"""Format of Hermes, Qwen 2.5, Qwen 3, and of models whose template does not support tools."""
 
 LLAMA = ToolFormat("Llama 3.1", "<|python_tag|>", separator=";", arguments="parameters", is_bare=True)
 MISTRAL = ToolFormat("Mistral", "[TOOL_CALLS]", is_list=True, is_bare=True, id_length=9)
 
 
 YOUNGER_FORMS = ("<function=", "<arg_key>", "[ARGS]")
-"""What stands in templates whose calls have a tag of an older form, but are no JSON."""
+"""Marks of templates whose calls have a known tag but are not JSON."""
 
 
 def mentions_tools(template: str) -> bool:
-    """Whether the template does something with tools."""
+    """Returns whether a template supports tools."""
     return re.search(r"\btools\b", template) is not None
 
 
 def find_format(template: str) -> ToolFormat:
-    """The format that a chat template describes; Hermes when it knows no tools.
+    """Returns the format that a chat template describes; Hermes if it does not support tools.
 
     Raises:
         RequestError: it knows tools, in a format that is not supported.
@@ -81,7 +81,7 @@ def find_format(template: str) -> ToolFormat:
 
 
 def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation in words that any template knows: tools in the system message, calls and results as text."""
+    """Returns the conversation for templates without tools: tools in the system message, calls and results as text."""
     plain = [_plain(message) for message in messages]
     if not tools:
         return plain
@@ -96,7 +96,7 @@ def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappin
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without calls, and of a role that every template knows."""
+    """Returns a message without calls, in a role that every template supports."""
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
@@ -112,7 +112,7 @@ ANY = r"(.|\n)*"
 def forced_calls(
     tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], special_ids: Mapping[str, int], *, several: bool
 ) -> Grammar:
-    """A grammar of answers that call at least one of these tools, and say nothing else.
+    """Returns a grammar of answers that consist of one or more calls of these tools.
 
     Args:
         tools: `{"name": ..., "parameters": schema}`; without a schema a tool has no parameters.
@@ -130,7 +130,7 @@ def forced_calls(
 def allowed_calls(
     tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], special_ids: Mapping[str, int], *, several: bool
 ) -> Grammar:
-    """A grammar of answers that may say anything, but call only these tools, with the arguments that they take.
+    """Returns a grammar of answers with any text, and with valid calls of these tools only.
 
     Where calls may stand without a tag, answers that begin with their bracket are calls. Arguments as `forced_calls`.
     """
@@ -151,7 +151,7 @@ def allowed_calls(
 def _call_rules(
     tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], special_ids: Mapping[str, int], *, several: bool
 ) -> list[str]:
-    """`calls`: what stands behind an opening tag, the closing one included."""
+    """Returns the rule `calls`: the text after an opening tag, the closing tag included."""
     if tool_format.is_list:
         calls = '"[" call' + _more(' (", " call)*', several) + ' "]"'
     elif tool_format.closing:
@@ -180,7 +180,7 @@ def _tag(text: str, special_ids: Mapping[str, int]) -> str:
 
 
 def _quote(text: str) -> str:
-    """A string of a Lark grammar."""
+    """Returns a string literal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -69,7 +69,7 @@ def test_objectives(text: str, met: list[Record]) -> None:
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=5", "speed=5s", "ttft=5s;itl=3s", "ttft=-5s"])
 def test_wrong_objectives_are_refused(text: str) -> None:
-    with pytest.raises(ToolkitError, match="is no objective"):
+    with pytest.raises(ToolkitError, match="is not an objective"):
         parse_objectives(text)
 
 

@@ -160,7 +160,7 @@ def test_addresses() -> None:
     assert Address.parse("https://h/a/v1") == Address("h", 443, True, "/a")
     assert Address.parse("http://[::1]:80") == Address("::1", 80)
     for url in ("h:8000", "ftp://h", "http://", ""):
-        with pytest.raises(ToolkitError, match="is no URL"):
+        with pytest.raises(ToolkitError, match="is not a URL"):
             Address.parse(url)
 
 

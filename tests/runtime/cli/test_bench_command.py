@@ -99,10 +99,10 @@ def test_the_server_tokenizes_when_no_folder_is_named(url: str, tmp_path: Path) 
     [
         (["--request-rate", "1", "--max-concurrency", "2"], 1, "exclude each other"),
         (["--input-len", "9:3"], 2, "as 128"),
-        (["--slo", "ttft"], 1, "is no objective"),
+        (["--slo", "ttft"], 1, "is not an objective"),
         (["--prompts", "nowhere"], 1, "there is no file nowhere"),
         (["--url", "http://127.0.0.1:1"], 1, r"from 127\.0\.0\.1:1"),
-        (["--url", "nonsense"], 1, "is no URL"),
+        (["--url", "nonsense"], 1, "is not a URL"),
         (["--url", "http://127.0.0.1:1", "--serve", "--max-num-seqs 1"], 1, "Use one of them"),
         (["--json", "no/such/folder/x.json"], 1, "no/such/folder"),
         (["--json", "."], 1, r"\. is a folder"),
