@@ -6,7 +6,7 @@ wide words, and packed codes must not be converted one by one. Each result is pr
 results so far. Exits with status 1 when something fails or is missing.
 
     python scripts/compile_kernels.py
-    python scripts/compile_kernels.py --arch 90 --only narrow --json kernels.json
+    python scripts/compile_kernels.py --arch 90 --only skinny --json kernels.json
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from compress.common.errors import ToolkitError
 
 ROWS, COLUMNS = 128, 256
 TOKENS = (1, 20, 70)
-"""One of each tile size: narrow with one block of tokens, with two, and wide."""
+"""Tokens for each kind of tile: skinny with one block of tokens, with two, and a whole GEMM."""
 CASE = Case(2, 64, heads=4, kv_heads=2, head_dim=32)
 
 

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarking.linear_candidates import candidates
+from benchmarking.gpu_kernels import candidates
 from benchmarking.machine import leave_with
 from rich.console import Console
 

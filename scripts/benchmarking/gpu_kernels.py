@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +37,7 @@ from runtime.backends.base import Target
 from runtime.backends.kv_pages import ExactPages, QuantizedPages
 from runtime.backends.torch.linear import DenseLinear, semi_structured_bytes
 from runtime.backends.triton.attention import block_rows, layer_pages, num_splits
+from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, KernelConfig
 from runtime.backends.triton.linear import FP8_KERNEL, FP8_W8A16_KERNEL, W4A16_KERNEL, W8A8_KERNEL, W8A16_KERNEL
 
 CACHE_BYTES = 2 * 64 * 2**20
@@ -301,6 +302,22 @@ def table(measured: Sequence[Measured], stream: float, first: str = DENSE) -> li
         }
         for each in measured
     ]
+
+
+def candidates(tokens: int) -> Iterator[KernelConfig]:
+    """Yields configurations of the int4 kernels worth measuring for a number of tokens."""
+    if tokens <= 128:
+        for block_n in (64, 128):
+            for num_warps in (4, 8):
+                for num_stages in (3, 4, 5):
+                    for splits in (1, 2, 4, 8, 16):
+                        yield KernelConfig(SKINNY, block_n, min(64, max(16, tokens)), num_warps, num_stages, splits)
+    if tokens >= 64:
+        for block_m in (64, 128, 256):
+            for num_stages in (2, 3):
+                yield KernelConfig(GEMM, 128, block_m, 8, num_stages)
+    if tokens >= 256:
+        yield KernelConfig(EXPAND)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

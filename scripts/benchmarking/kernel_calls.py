@@ -110,7 +110,7 @@ def _w4a16(dtype: torch.dtype, recorder: Recorder) -> None:
 
 
 def _tried_configs() -> list[KernelConfig]:
-    from benchmarking.linear_candidates import candidates
+    from benchmarking.gpu_kernels import candidates
     from runtime.backends.triton.kernels.configs import BUCKETS
 
     return list(dict.fromkeys(replace(config, splits=1) for tokens in BUCKETS for config in candidates(tokens)))
