@@ -18,8 +18,8 @@ from compress.methods.low_rank import rank_step, uniform_rank
 from compress.methods.owl import OutlierShares
 from compress.pipeline.rotated_source import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, shape_bytes, with_keep
-from compress.plan_notes import cost_notes, scheme_notes, sibling_notes, usable_edges
+from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, shape_bytes, with_target_size
+from compress.plan_notes import cost_notes, scheme_notes, sibling_notes, usable_mappings
 from compress.recipe import (
     STAGE_NAMES,
     FactorizeStage,
@@ -69,7 +69,7 @@ def _methods_for(matrix: str) -> tuple[str, ...]:
     return tuple(name for name in base.names("quantize") if matrix in base.quantization(name).matrices)
 
 
-def find_ends(skeleton: Skeleton, files: TensorFiles) -> dict[str, End]:
+def find_embed_and_head(skeleton: Skeleton, files: TensorFiles) -> dict[str, End]:
     """Return embedding and head by name; one with a name that readers do not know cannot be changed."""
     architecture = skeleton.architecture
     ends: dict[str, End] = {}
@@ -262,19 +262,19 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
         CheckpointError: weights the model needs are not in the checkpoint, or no floating point numbers of its shapes.
     """
     _check_present(skeleton, files)
-    sized = with_keep(recipe, lambda each: _plan(skeleton, files, each, scale_dtype).bytes_after)
+    sized = with_target_size(recipe, lambda each: _plan(skeleton, files, each, scale_dtype).bytes_after)
     return _plan(skeleton, files, sized, scale_dtype)
 
 
 def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
-    linears, ends = _linear_shapes(skeleton), find_ends(skeleton, files)
+    linears, ends = _linear_shapes(skeleton), find_embed_and_head(skeleton, files)
     assignments, reasons = assign(recipe.tensor_stages, linears, ends)
     matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
     check_groups(assignments, matrices)
     check_patterns(assignments, matrices)
     _check_stored(assignments, matrices)
     rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
-    edges, notes = usable_edges(skeleton, assignments)
+    edges, notes = usable_mappings(skeleton, assignments)
     notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
     notes += kv_notes(recipe.kv_cache, getattr(skeleton.model.config, "max_position_embeddings", None))
     planned = tuple(map(rows.row, files.names()))

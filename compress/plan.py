@@ -257,7 +257,7 @@ LEAST, MOST = 0.01, 0.99
 _HALVINGS = 20
 
 
-def with_keep(recipe: Recipe, planned_bytes: Callable[[Recipe], int]) -> Recipe:
+def with_target_size(recipe: Recipe, planned_bytes: Callable[[Recipe], int]) -> Recipe:
     """Return the recipe with the largest `keep` in the place of a target size; without a target size it stays as it is.
 
     Args:

@@ -13,7 +13,7 @@ from compress.plan import LayerPlan, PlanRow
 from compress.recipe import Recipe
 
 
-def usable_edges(
+def usable_mappings(
     skeleton: Skeleton, assignments: Mapping[str, LayerPlan]
 ) -> tuple[tuple[tuple[SmoothingMapping, ...], ...], list[str]]:
     """Edges in use per block, and a note on every kind of edge that is not."""
@@ -24,7 +24,7 @@ def usable_edges(
         fitting = tuple(
             edge
             for edge in skeleton.architecture.mappings
-            if _edge_fits(skeleton, skeleton.block_name(index), edge, assignments)
+            if _mapping_fits(skeleton, skeleton.block_name(index), edge, assignments)
         )
         used.append(fitting)
         for edge in skeleton.architecture.mappings:
@@ -44,7 +44,7 @@ def usable_edges(
     return tuple(used), notes
 
 
-def _edge_fits(skeleton: Skeleton, block: str, edge: SmoothingMapping, assignments: Mapping[str, LayerPlan]) -> bool:
+def _mapping_fits(skeleton: Skeleton, block: str, edge: SmoothingMapping, assignments: Mapping[str, LayerPlan]) -> bool:
     targets = [assignments.get(f"{block}.{name}") for name in edge.balance_layers]
     source = f"{block}.{edge.smooth_layer}"
     is_linear = edge.smooth_layer in skeleton.linears(skeleton.blocks[0])

@@ -178,7 +178,7 @@ class Document:
     lines: dict[Path_, int] = field(default_factory=dict)
 
     def plain(self, node: yaml.Node, path: Path_) -> Any:
-        """Return a node as plain data. Raises RecipeError for a key that stands twice, YAMLError for a bad scalar."""
+        """Return a node as plain data. Raises RecipeError for a key that is given twice, YAMLError for a bad scalar."""
         self.lines.setdefault(path, node.start_mark.line + 1)
         if node.id == "mapping":  # type: ignore[attr-defined]  # every kind of node has it
             return dict(self._items(node, path))
@@ -193,7 +193,7 @@ class Document:
             here = (*path, key)
             if key in seen:
                 line = key_node.start_mark.line + 1
-                raise RecipeError(f"{self.origin}:{line}: key {key!r} stands twice", "Keep one of them")
+                raise RecipeError(f"{self.origin}:{line}: key {key!r} is given twice", "Keep one of them")
             seen.add(key)
             self.lines[here] = key_node.start_mark.line + 1
             yield key, self.plain(value, here)

@@ -368,7 +368,7 @@ def make_options(method: Method, values: Mapping[str, Any]) -> Any:
         if name not in known:
             others = " or ".join(other.name for other in options_of(method.kind).get(name, []))
             remedy = f"Leave it out, or use method {others}" if others else "Leave it out"
-            raise RecipeError(f"{name}={value} means nothing with {method.name}", remedy)
+            raise RecipeError(f"{name}={value} has no effect with {method.name}", remedy)
     return method.Options(**values)
 
 

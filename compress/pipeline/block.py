@@ -45,7 +45,7 @@ class LinearRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeRecord:
+class SmoothingRecord:
     """The record of one smoothing mapping."""
 
     source: str
@@ -75,7 +75,7 @@ class BlockOutcome:
     reference: Tensor | None = None
     relative_error: float | None = None
     linears: list[LinearRecord] = field(default_factory=list)
-    edges: list[EdgeRecord] = field(default_factory=list)
+    edges: list[SmoothingRecord] = field(default_factory=list)
     tuning: TuningRecord | None = None
 
     def keep(self, stored: Weight | Tensor, record: LinearRecord) -> None:

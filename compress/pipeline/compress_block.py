@@ -20,7 +20,7 @@ from compress.methods.base import Needs, QuantizationMethod, TunedBlock
 from compress.methods.shared.hessian import HessianCache
 from compress.methods.shared.smoothing import SmoothingResult
 from compress.models.spec import SmoothingMapping
-from compress.pipeline.block import BlockJob, BlockOutcome, EdgeRecord, LoadedBlock
+from compress.pipeline.block import BlockJob, BlockOutcome, LoadedBlock, SmoothingRecord
 from compress.pipeline.capture import BlockInputs, Calibration, Call, Observed, follow_dense, observe, run_all
 from compress.pipeline.compress_layer import (
     LayerCompressor,
@@ -32,9 +32,9 @@ from compress.pipeline.compress_layer import (
 from compress.pipeline.smoothing import (
     ModuleTrace,
     activations_quantized,
-    fold_edge,
+    fold_scale,
     head_layout,
-    search_edge,
+    search_scale,
     trace_modules,
 )
 from compress.plan import LayerPlan
@@ -228,16 +228,16 @@ def _smooth(
     found: dict[SmoothingMapping, SmoothingResult] = {}
     for number, edge in enumerate(job.edges):
         tick(number / len(job.edges))
-        found[edge] = search_edge(block, edge, traces[edge.parent], observed, job.assignments, layouts[edge])
+        found[edge] = search_scale(block, edge, traces[edge.parent], observed, job.assignments, layouts[edge])
     folded: dict[str, Tensor] = {}
     for edge, result in found.items():
         targets = tuple(f"{block.name}.{name}" for name in edge.balance_layers)
-        record = EdgeRecord(
+        record = SmoothingRecord(
             f"{block.name}.{edge.smooth_layer}", targets, result.ratio, result.loss_before, result.loss_after
         )
         outcome.edges.append(record)
         if result.applies:
-            folded |= dict.fromkeys(edge.balance_layers, fold_edge(block, edge, result.scale, layouts[edge]))
+            folded |= dict.fromkeys(edge.balance_layers, fold_scale(block, edge, result.scale, layouts[edge]))
     return folded
 
 

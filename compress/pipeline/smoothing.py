@@ -63,7 +63,7 @@ def trace_modules(
     return traces, outputs
 
 
-def search_edge(
+def search_scale(
     block: LoadedBlock,
     edge: SmoothingMapping,
     trace: ModuleTrace,
@@ -141,7 +141,7 @@ def activations_quantized(
             handle.remove()
 
 
-def fold_edge(block: LoadedBlock, edge: SmoothingMapping, scale: Tensor, layout: HeadLayout) -> Tensor:
+def fold_scale(block: LoadedBlock, edge: SmoothingMapping, scale: Tensor, layout: HeadLayout) -> Tensor:
     """Moves `scale [I]` into the targets' columns and its inverse into the source.
 
     Returns the scale in effect: a norm's weight is rounded to its stored dtype, and the targets undo just that.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.checkpoint.formats import compress_runtime
 from compress.common.errors import CheckpointError, DataError, RecipeError, SchemeError
-from compress.make_plan import assign, find_ends, packed_bytes
+from compress.make_plan import assign, find_embed_and_head, packed_bytes
 from compress.methods.low_rank import ALIGNMENT, largest_rank
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.plan import LayerPlan, Plan, shape_bytes
@@ -287,7 +287,7 @@ def _split(prepared: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]
 def _ends(prepared: RunContext) -> list[LayerGroup]:
     """Returns groups for the token embedding and an untied head. Raises RecipeError where neither can be quantized."""
     skeleton = prepared.skeleton
-    ends = find_ends(skeleton, prepared.files)
+    ends = find_embed_and_head(skeleton, prepared.files)
     groups = [
         LayerGroup(EMBEDDING if name == skeleton.architecture.embedding else skeleton.num_blocks, (name,), (end.shape,))
         for name, end in ends.items()

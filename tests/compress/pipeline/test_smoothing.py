@@ -12,7 +12,7 @@ from compress.methods.base import Needs
 from compress.pipeline.block import BlockJob, load_block
 from compress.pipeline.capture import capture_inputs, observe, run_all
 from compress.pipeline.skeleton import open_skeleton
-from compress.pipeline.smoothing import HeadLayout, fold_edge, head_layout, search_edge, trace_modules
+from compress.pipeline.smoothing import HeadLayout, fold_scale, head_layout, search_scale, trace_modules
 from compress.plan import LayerPlan
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_every_edge_of_the_table_folds_exactly(tiny_model, family: str) -> None:
             heads = scale.view(-1, layout.heads_per_group, layout.head_dim)
             scale = heads[:, :1].expand_as(heads).reshape(-1)
         before = {name: opened.block.weights[name].clone() for name in edge.balance_layers}
-        fold_edge(opened.block, edge, scale, layout)
+        fold_scale(opened.block, edge, scale, layout)
         assert not torch.equal(before[edge.balance_layers[0]], opened.block.weights[edge.balance_layers[0]])
         torch.testing.assert_close(opened.output(), expected, rtol=1e-4, atol=1e-4)
 
@@ -66,7 +66,7 @@ def test_rounding_of_a_folded_norm_is_undone_by_its_readers(tiny_model) -> None:
     expected = opened.output()
     edge = opened.job.edges[0]
     scale = torch.rand(128, generator=torch.Generator().manual_seed(0)) + 0.5
-    fold_edge(opened.block, edge, scale, HeadLayout())
+    fold_scale(opened.block, edge, scale, HeadLayout())
     assert opened.block.dense["input_layernorm.weight"].dtype == torch.bfloat16
     torch.testing.assert_close(opened.output(), expected, rtol=1e-4, atol=1e-4)
 
@@ -83,7 +83,7 @@ def test_search_finds_the_scale_that_an_outlier_channel_needs(tiny_model) -> Non
     observed = observe(opened.block, opened.inputs, 1, needs, CPU)
     traces, _ = trace_modules(opened.block, opened.inputs, 1, [edge.parent], CPU)
     untouched = {name: opened.block.linear(name).weight.clone() for name in edge.balance_layers}
-    result = search_edge(opened.block, edge, traces[edge.parent], observed, opened.job.assignments, HeadLayout())
+    result = search_scale(opened.block, edge, traces[edge.parent], observed, opened.job.assignments, HeadLayout())
     assert result.loss_after < 0.9 * result.loss_before
     assert result.scale[5] > 3 * result.scale.median()
     assert all(torch.equal(opened.block.linear(name).weight, weight) for name, weight in untouched.items())
