@@ -1,5 +1,5 @@
-"""The contract both halves share: integer codes, bit packing, file formats, reader, writer, verify.
+"""The contract that both halves share: stored forms of weights, bit packing, containers, reader, writer, verification.
 
-Nothing here imports any other package of the project. `errors`, `scheme` and `demo` are free of torch, so a
-command line can import them in milliseconds.
+Descriptions of stored forms (`scheme`, `weights`) are free of torch until a tensor is touched, so command lines import
+them in milliseconds.
 """

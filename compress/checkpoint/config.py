@@ -1,4 +1,4 @@
-"""config.json: reading, writing, and what a packed checkpoint adds to it. Free of torch."""
+"""config.json: reading, writing, and the blocks that a packed checkpoint adds. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT_VERSION = 1
 HEAD = "lm_head"
 
 ModelConfig = dict[str, Any]
-"""The object in config.json, every key as it stands there."""
+"""The object in config.json, keys unchanged."""
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -77,7 +77,7 @@ def quantization_block(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_name(block: Mapping[str, Any]) -> str:
-    """Which format a `quantization_config` is of: its `quant_method`, or our own `format`, which has none."""
+    """Returns the format of a `quantization_config`: its `quant_method`, or `format` of our own, which has none."""
     return str(block.get("quant_method") or block.get("format") or "?")
 
 

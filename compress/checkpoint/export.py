@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from compress.checkpoint.config import HEAD, compression_block, is_embedding, packed_config
-from compress.checkpoint.formats import compress_runtime, dense
-from compress.checkpoint.formats.registry import find_format
+from compress.checkpoint.formats import compress_runtime, dense, find_format
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.writer import MAX_SHARD_BYTES, PieceStore, assemble

@@ -1,4 +1,4 @@
-"""Formats of keys and values while serving. Free of torch; the arithmetic is in `kv_numerics`.
+"""Formats of keys and values while serving. Free of torch; the arithmetic is in `kv_quant`.
 
 A checkpoint records its default as `compression_config.kv_cache` in config.json, and serving may choose another.
 """
@@ -14,9 +14,9 @@ from compress.common.errors import CheckpointError, SchemeError
 
 KV_CACHE_KEY = "kv_cache"
 AUTO = "auto"
-"""Wish for the checkpoint's default; without one, for the model's dtype."""
+"""Requests the checkpoint's default; without one, the model's dtype."""
 EXACT = "16bit"
-"""Numbers of the model's dtype, whatever that is: nothing is quantized."""
+"""Values in the model's dtype: nothing is quantized."""
 KV_FORMATS = (EXACT, "fp8", "int8", "k8v4", "int4")
 _SPLIT = {"k8v4": ("int8", "int4")}
 """Formats of keys and of values where they differ."""
@@ -31,8 +31,8 @@ class KVCacheScheme:
 
     Attributes:
         format: `16bit`, `fp8`, `int8`, `k8v4` (keys int8, values int4) or `int4`.
-        rotate: keys, and queries with them, are turned by a Hadamard matrix after RoPE. It changes no score and spreads
-            outlier channels of keys.
+        rotate: keys and queries are Hadamard-rotated after RoPE, which changes no score and spreads outlier channels
+            of keys.
         sinks: first tokens of a sequence that stay exact.
         recent: last tokens that every token sees exactly, itself included; those before it are read quantized.
     """
@@ -59,7 +59,7 @@ class KVCacheScheme:
 
     @classmethod
     def named(cls, format: str, rotate: bool | None = None, sinks: int = 0, recent: int = 0) -> KVCacheScheme:
-        """A format as one asks for it by name. `rotate=None` rotates where keys have 4 bits.
+        """Builds a scheme from a format's name. `rotate=None` rotates keys of 4 bits.
 
         Raises:
             SchemeError: an unknown format or a number of tokens below zero.
@@ -103,10 +103,10 @@ class KVCacheScheme:
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> KVCacheScheme:
-        """The inverse of `to_dict`; what is left out has its default.
+        """The inverse of `to_dict`; missing entries have their defaults.
 
         Raises:
-            SchemeError: not an object, an unknown field, or a value that makes no sense.
+            SchemeError: not an object, an unknown field, or an invalid value.
         """
         if not isinstance(block, Mapping):
             raise SchemeError(f"kv_cache is {block!r} and not an object", 'Write {"format": "int8"} and the like')
@@ -129,16 +129,16 @@ def wished_kv_cache(
 ) -> KVCacheScheme:
     """Chooses the requested format, or the default that the checkpoint may record.
 
-    The format that is recorded brings what is recorded with it, another one its own defaults. None leaves either.
+    The recorded format keeps the options recorded with it, another one has its own defaults; None overrides neither.
 
     Raises:
-        SchemeError: an unknown format, or options that mean nothing for it.
+        SchemeError: an unknown format, or options that it does not have.
     """
     scheme = KVCacheScheme.named(EXACT if format == AUTO else format)
     if recorded is not None and format in (AUTO, recorded.format):
         scheme = recorded
-    wishes: dict[str, Any] = {"rotate": rotate, "sinks": sinks, "recent": recent}
-    return replace(scheme, **{name: wish for name, wish in wishes.items() if wish is not None})
+    overrides: dict[str, Any] = {"rotate": rotate, "sinks": sinks, "recent": recent}
+    return replace(scheme, **{name: value for name, value in overrides.items() if value is not None})
 
 
 def stored_kv_cache(config: Mapping[str, Any]) -> KVCacheScheme | None:
@@ -162,13 +162,13 @@ KV_MEASURED_KEY = "kv_cache_measured"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredKVCache:
-    """One form of keys and values, beside the same checkpoint with a cache of 16 bits.
+    """The measured cost of one format of keys and values, against a 16-bit cache of the same checkpoint.
 
     Attributes:
         token_bytes: keys and values of one token in all layers; exact sinks and recent tokens not counted.
         kl_mean, kl_p999: mean and 99.9 % quantile of KL(16-bit cache || this), in nats.
         kl_standard_error: of the mean, over windows; None for a single window.
-        top1_agreement: share of positions where both put the same token first.
+        top1_agreement: share of positions with the same most likely token.
     """
 
     scheme: KVCacheScheme
@@ -185,11 +185,11 @@ class MeasuredKVCache:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheRecord:
-    """All that was measured, and on what.
+    """All measured formats, and the data they were measured on.
 
     Attributes:
         max_kl: the gate: most mean KL that the recipe allowed.
-        tokens: predicted ones; `length` of them and one more are a window.
+        tokens: number of predicted tokens; a window has `length` of them and one more.
         perplexity: with a 16-bit cache.
         token_bytes: with a 16-bit cache.
     """
@@ -246,7 +246,7 @@ def measured_kv_caches(config: Mapping[str, Any]) -> KVCacheRecord | None:
 
 
 def kv_cache_warning(record: KVCacheRecord | None, scheme: KVCacheScheme) -> str | None:
-    """Why this form should not serve a checkpoint, by what was measured when it was made; None where it may."""
+    """Returns the reason against serving in this format, as measured when the checkpoint was made; None without one."""
     found = record.find(scheme) if record else None
     if record is None or found is None or record.passes(found):
         return None

@@ -1,4 +1,4 @@
-"""Quantized keys and values: each head of each token by itself, so nothing written is ever touched again.
+"""Quantized keys and values: each head of each token by itself, so written values never change.
 
 Along the last axis, of length head_dim, `x ~ code * scale + offset`:
 
@@ -6,9 +6,8 @@ Along the last axis, of length head_dim, `x ~ code * scale + offset`:
     fp8          codes are the bits of e4m3 numbers; scale = max |x| / 448, no offset
 
 Scale and offset are rounded to float16 first, and codes are chosen against the rounded ones. Arithmetic is float32, or
-float64 for float64 input. Where float16 ends, at 65504, scales and offsets do too, and values saturate; where it
-begins, fp8 heads below 1.3e-5 vanish. A head that is
-not finite gets a scale that is not a number, so what is read back is not finite either and its row fails.
+float64 for float64 input. Scales and offsets saturate at 65504, the largest float16, and fp8 heads below 1.3e-5 become
+zero. A head that is not finite gets a NaN scale, so that it is not finite when read back and its row fails.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FLOAT16_MAX = 65504.0
 
 @dataclass(frozen=True, slots=True)
 class QuantizedHeads:
-    """Codes `[..., D]` as uint8 (int4 not packed: layouts do that), float16 scale `[...]`, and offset alike or None."""
+    """Codes `[..., D]` as uint8 (int4 not packed: pages do that), float16 scale `[...]`, and offset alike or None."""
 
     codes: Tensor
     scale: Tensor
@@ -60,27 +59,27 @@ def read_back(heads: Tensor, format: str) -> Tensor:
 def rotate_heads(heads: Tensor) -> Tensor:
     """`[..., D]` times an orthonormal Hadamard matrix along the last axis, in the input's dtype; its own inverse.
 
-    Blocks of the largest power of two that divides D are turned each by itself (Sylvester's construction), so scalar
+    Blocks of the largest power of two that divides D are rotated separately (Sylvester's construction), so scalar
     products of two rotated heads are those of the heads. Computed in float32, or float64 for float64 input.
     """
     size = heads.shape[-1] & -heads.shape[-1]
-    turned = _working(heads).reshape(-1, size)
+    rotated = _working(heads).reshape(-1, size)
     half = 1
     while half < size:
-        pairs = turned.view(-1, size // (2 * half), 2, half)
+        pairs = rotated.view(-1, size // (2 * half), 2, half)
         first, second = pairs[:, :, 0], pairs[:, :, 1]
-        turned = torch.stack((first + second, first - second), 2).view(-1, size)
+        rotated = torch.stack((first + second, first - second), 2).view(-1, size)
         half *= 2
-    return divide(turned, math.sqrt(size)).view(heads.shape).to(heads.dtype)
+    return divide(rotated, math.sqrt(size)).view(heads.shape).to(heads.dtype)
 
 
 def _quantize_integer(heads: Tensor, bits: int) -> QuantizedHeads:
     low, high = heads.aminmax(dim=-1)
-    levels = (1 << bits) - 1
+    max_code = (1 << bits) - 1
     # Divided before they are subtracted: the difference of two finite numbers may be infinite.
-    scale, offset = _float16(divide(high, levels) - divide(low, levels)), _float16(low)
+    scale, offset = _float16(divide(high, max_code) - divide(low, max_code)), _float16(low)
     steps = (heads - offset.to(heads.dtype).unsqueeze(-1)) / _divisor(scale, heads.dtype)
-    return QuantizedHeads(steps.round_().clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8), scale, offset)
+    return QuantizedHeads(steps.round_().clamp_(0, max_code).nan_to_num_(0.0).to(torch.uint8), scale, offset)
 
 
 def _quantize_fp8(heads: Tensor) -> QuantizedHeads:

@@ -1,4 +1,4 @@
-"""Opens any supported checkpoint, packed or dense, ours or another tool's, and gives its weights by module."""
+"""Reader of any supported checkpoint, packed or dense, of this toolkit or another: weights by module."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from compress.checkpoint.config import (
     quantization_block,
     read_config,
 )
-from compress.checkpoint.formats import dense
-from compress.checkpoint.formats.registry import Format, find_format
+from compress.checkpoint.formats import Format, dense, find_format
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.common.errors import CheckpointError, ToolkitError

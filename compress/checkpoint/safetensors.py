@@ -42,7 +42,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `[begin, end)` in bytes from the start of the tensor data."""
+    """The position of one tensor: `[begin, end)` in bytes from the start of the tensor data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -54,7 +54,7 @@ class GroupRange:
         return scale, (-low / scale.clamp(min=_TINY)).round_().clamp_(0, self.scheme.max_code)
 
     def candidates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scales and zero points across the range, from the whole of it down."""
+        """Yields scales and zero points for the full range and ever smaller parts of it."""
         if self.scheme.symmetric:
             half = self.scheme.midpoint
             # The first fraction clips nothing on the short side either: the range of an unsigned scale.
@@ -79,7 +79,7 @@ class GroupRange:
 
 
 def _fractions(bits: int) -> tuple[float, ...]:
-    """Parts of a range to try: with 16 levels and more not below half, as AWQ's released code stops there."""
+    """Fractions of a range to try: with 4 bits and more not below half, where AWQ's released code stops."""
     return _COARSE if bits < 4 else tuple(fraction for fraction in _COARSE if fraction > 0.5)
 
 
@@ -152,7 +152,7 @@ def search_scales(
 
 
 def range_scales(weight: Tensor, scheme: Int, scale_dtype: torch.dtype = torch.bfloat16) -> GroupScales:
-    """The scales that span each group's whole range, without a search."""
+    """Returns the scales that span each group's range, without a search."""
     require_finite(weight, "the weight")
     rows = weight.float().unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
     scale, zero = GroupRange.of(rows, scheme).full()
@@ -160,7 +160,7 @@ def range_scales(weight: Tensor, scheme: Int, scale_dtype: torch.dtype = torch.b
 
 
 def round_in_range(weight: Tensor, scheme: Int, scale_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`weight [O, I]` as float32, rounded under its `range_scales`: what a search over something else tries often."""
+    """Rounds `weight [O, I]` under its `range_scales`, as float32; cheap, for searches that try many candidates."""
     rounded = torch.empty(weight.shape, device=weight.device)
     groups = scheme.num_groups(weight.shape[1])
     # The chunks of `rounded` are views: what is written to them lands there.

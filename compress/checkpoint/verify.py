@@ -1,4 +1,4 @@
-"""Re-reads a checkpoint from disk and looks for anything that is not as it should be. Shares no code with encoding."""
+"""Verification of a checkpoint on disk: structure, names, shapes, ranges and digests."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
-from compress.checkpoint.formats.registry import format_for
+from compress.checkpoint.formats import format_for
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods import base
 from compress.methods.base import Layer

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.config import COMPRESSION_KEY, packed_config, read_config, write_config
-from compress.checkpoint.formats import dense
-from compress.checkpoint.formats.registry import format_for
+from compress.checkpoint.formats import dense, format_for
 from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
 from compress.checkpoint.verify import StructureReport, verify_against, verify_structure
 from compress.checkpoint.weights import Scheme

@@ -1,4 +1,4 @@
-"""No packing at all: `compress export --format dense` for engines that read nothing else."""
+"""Dense tensors: `compress export --format dense`, for engines that read nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
 
 
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
-    """Every scheme can be written out as plain numbers."""
+    """Accepts every scheme: all can be dequantized."""
 
 
 def encode(module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ def encode(module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
-    """Always raises CheckpointError: plain numbers carry no codes."""
+    """Always raises CheckpointError: dense values have no codes."""
     raise CheckpointError(f"{module} is dense and has no integer codes", "Quantize it: compress quantize MODEL")
 
 
@@ -46,7 +46,7 @@ def modules(names: Iterable[str]) -> list[str]:
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """Nothing to say."""
+    """Returns no block."""
     return {}
 
 

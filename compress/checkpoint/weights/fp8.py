@@ -78,9 +78,7 @@ class Fp8(Scheme):
         if codes.dtype != torch.float8_e4m3fn:
             raise CheckpointError(f"{stored.module}.weight should hold 8-bit floats (e4m3), but is {codes.dtype}")
         if bad := int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum()):
-            raise CheckpointError(
-                f"{stored.module}.weight holds {bad} codes that are no numbers (NaN)", "Quantize it again"
-            )
+            raise CheckpointError(f"{stored.module}.weight holds {bad} NaN codes", "Quantize it again")
         return Fp8Weight(codes, row_scales(scale, codes.shape[0], 1), self)
 
     def round(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.activations import FP8
 from compress.checkpoint.config import packed_config, read_config
-from compress.checkpoint.formats.registry import find_format
+from compress.checkpoint.formats import find_format
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight

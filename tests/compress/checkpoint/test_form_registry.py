@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.checkpoint.export import export_checkpoint
-from compress.checkpoint.formats.registry import format_for
+from compress.checkpoint.formats import format_for
 from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import FORMS, register

@@ -50,9 +50,9 @@ def test_a_changed_code_is_noticed(dense_folder, pack, tmp_path):
 def test_codes_that_are_no_numbers_are_refused(dense_folder, pack, tmp_path, code):
     module = next(iter(pack(dense_folder, tmp_path / "packed", lambda module: W8A8)))
     change_tensor(tmp_path / "packed", f"{module}.weight", lambda codes: codes.view(torch.uint8)[1].fill_(code))
-    with pytest.raises(CheckpointError, match=rf"{module}.weight holds 256 codes that are no numbers"):
+    with pytest.raises(CheckpointError, match=rf"{module}.weight holds 256 NaN codes"):
         PackedCheckpoint.open(tmp_path / "packed").weight(module)
-    assert any("no numbers" in problem for problem in verify_structure(tmp_path / "packed").problems)
+    assert any("NaN codes" in problem for problem in verify_structure(tmp_path / "packed").problems)
 
 
 def test_scales_that_are_not_finite_are_reported(dense_folder, pack, tmp_path):
