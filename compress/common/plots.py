@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -105,7 +106,7 @@ def draw_svg(paint: Callable[[Canvas], None], width: float, height: float, label
         canvas = Canvas(Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained", facecolor="none"))
         paint(canvas)
         FigureCanvasSVG(canvas.figure).print_svg(stream, metadata=_METADATA)
-    root = _without_namespaces(ElementTree.fromstring(stream.getvalue()))
+    root = _without_namespaces(ElementTree.fromstring(_name_clips(stream.getvalue())))
     root.attrib = {
         "viewBox": f"0 0 {width:g} {height:g}",
         "role": "img",
@@ -114,6 +115,14 @@ def draw_svg(paint: Callable[[Canvas], None], width: float, height: float, label
     }
     _add_tooltips(root, canvas.tooltips)
     return root
+
+
+def _name_clips(svg: str) -> str:
+    """Renames clip paths by their printed coordinates: the layout solver's last bits, which enter matplotlib's own
+    names, differ from run to run."""
+    for name, content in re.findall(r'<clipPath id="(\w+)">(.*?)</clipPath>', svg, re.DOTALL):
+        svg = svg.replace(name, "p" + hashlib.sha256(content.encode()).hexdigest()[:10])
+    return svg
 
 
 def svg_file(root: ElementTree.Element) -> str:
