@@ -23,7 +23,7 @@ ANY_ERRORS = _errors(
     status_403="Asked by a page of another site, or under a foreign host name",
     status_500="The server failed",
 )
-"""Of every route."""
+"""Errors of every route."""
 KEY_ERRORS = _errors(status_401="Missing or incorrect API key")
 PARAMETER_ERRORS = _errors(status_404="Not found")
 BODY_ERRORS = _errors(

@@ -141,7 +141,7 @@ class Tool(Strict):
     function: Function
 
     def as_json(self) -> dict[str, Any]:
-        """What templates are given."""
+        """Returns the tool in the form that chat templates take."""
         return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 

@@ -83,7 +83,7 @@ class Weight(ABC):
         return self
 
     def product(self) -> Weight | Factors | BesideColumns:
-        """What a layer multiplies by: the weight itself, or several in turn."""
+        """Returns the operands of the product: the weight itself, or several in turn."""
         return self
 
     def fuse(self, others: Sequence[Weight]) -> Weight | None:

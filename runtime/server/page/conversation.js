@@ -1,4 +1,4 @@
-// Turns of a conversation: what was said, the answer as it comes, and what can be done with it.
+// Turns of a conversation: the user's message, the streamed answer, and their buttons.
 
 import { Answer } from "./answer.js";
 import { chatRequest, generate, textRequest } from "./api.js";

@@ -117,7 +117,7 @@ def test_a_gpu_gives_keys_and_values_what_weights_and_steps_leave():
     assert 50 * GIB < found.kv_bytes < 60 * GIB
     lines = explain(found)
     assert any("what 60.0 GiB beside the weights leave" in line for line in lines)
-    assert any(line.startswith("steps    take up to ") and "1.2 GiB are left to nobody" in line for line in lines)
+    assert any(line.startswith("steps    take up to ") and ", 1.2 GiB are kept free" in line for line in lines)
 
 
 def test_a_large_gpu_allocates_no_blocks_that_nobody_could_fill():
