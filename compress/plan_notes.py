@@ -1,4 +1,4 @@
-"""Which smoothing edges a plan can use, and what a careful user should know about the rest of it."""
+"""Smoothing mappings that a plan can use, and notes on the plan."""
 
 from __future__ import annotations
 

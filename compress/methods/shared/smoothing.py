@@ -21,7 +21,7 @@ inputs would be quantized."""
 
 @dataclass(frozen=True, slots=True)
 class SmoothingResult:
-    """The best scale of one smoothing edge.
+    """The best scale of one smoothing mapping.
 
     Attributes:
         scale: `[I]` float32, ones when nothing beat the identity.
