@@ -22,6 +22,7 @@ lint() {
     ruff format --check . || status=1
     say "mypy" && mypy || status=1
     say "import-linter" && lint-imports || status=1
+    say "language" && python scripts/check_language.py || status=1
     return "$status"
 }
 
