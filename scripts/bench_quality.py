@@ -28,9 +28,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from calibration.mixture import pack_parts
 from calibration.parts import parse_parts
-from calibration.sequences import load_tokenizer
+from calibration.sequences import load_tokenizer, pack_parts
 from calibration.sources import load_texts
 from compress.common.cli import demo_model_path
 from compress.evaluate.checks import SeenText, overlap_warning, shared_spans

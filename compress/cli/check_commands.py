@@ -152,7 +152,7 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
 ) -> None:
     """Write a packed checkpoint in another format, losslessly, or say why that format cannot hold it."""
-    from compress.checkpoint.export import export_checkpoint
+    from compress.checkpoint.writer import export_checkpoint
 
     written = export_checkpoint(path, format, out)
     typer.echo(f"wrote {written} ({format})")

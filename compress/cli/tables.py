@@ -15,7 +15,7 @@ from compress.checkpoint.weights import Int
 from compress.common.files import REPORT_FILE
 from compress.plan import LayerPlan, Plan, by_kind
 from compress.recipe import EMBEDDING_TARGET
-from compress.reporting.numbers import size, times
+from compress.reporting.page import size, times
 from compress.targets import without_indices
 
 if TYPE_CHECKING:

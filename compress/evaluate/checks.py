@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibration.mixture import pack_parts
 from calibration.parts import Part
-from calibration.sequences import SequenceSet, overlap
+from calibration.sequences import SequenceSet, overlap, pack_parts
 from calibration.sources import NAMED_SOURCES
 from compress.common.errors import DataError
 from compress.evaluate.perplexity import Evaluation, Windows, evaluate

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibration.mixture import pack_parts
-from calibration.self_text import sample_sequences
-from calibration.sequences import SequenceSet, load_tokenizer, separator_token
+from calibration.sequences import SequenceSet, load_tokenizer, pack_parts, separator_token
+from calibration.sources import sample_sequences
 from compress.checkpoint.config import dtype_name, read_config
 from compress.checkpoint.reader import stores_other_head
 from compress.checkpoint.safetensors import TensorFiles

@@ -25,6 +25,9 @@ from compress.pipeline.finish import (
     check_checkpoint,
     check_quality,
     choose_default,
+    environment,
+    full_report,
+    provenance,
     put_in_place,
     save_rest,
     stored_form,
@@ -33,7 +36,6 @@ from compress.pipeline.first_pass import FinalPlan, finalize_plan
 from compress.pipeline.memory import device_peak, forget_device_peak, return_freed_memory
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import Progress, RunDisplay, only_one_run
-from compress.report import environment, full_report, provenance
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from typing import Any
 from compress.checkpoint.kv_cache import EXACT
 from compress.common.errors import ToolkitError
 from compress.reporting.figures import Mark, Scatter
-from compress.reporting.numbers import change, maybe, size, times
-from compress.reporting.page import Page, Paragraph, Section, Table, figures
+from compress.reporting.page import Page, Paragraph, Section, Table, change, figures, maybe, size, times
 from compress.reporting.report_data import Quality, RunReport
 
 BASELINE_TOLERANCE = 0.005

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.common.plots import COLORS, Canvas, color, draw_svg, svg_inline, use_short_numbers
-from compress.reporting.numbers import maybe, printable, short
+from compress.reporting.page import maybe, printable, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 WIDTH = 480
 MUTED = -1

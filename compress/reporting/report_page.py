@@ -10,8 +10,21 @@ from typing import Any
 
 from compress.checkpoint.kv_cache import EXACT, KVCacheRecord, MeasuredKVCache
 from compress.reporting.figures import MUTED, Bar, Bars, Cells, Figure, Lines, Mark, Series
-from compress.reporting.numbers import change, percent, short, size, times
-from compress.reporting.page import Facts, Listing, Page, Paragraph, Section, Table, bullets, figures
+from compress.reporting.page import (
+    Facts,
+    Listing,
+    Page,
+    Paragraph,
+    Section,
+    Table,
+    bullets,
+    change,
+    figures,
+    percent,
+    short,
+    size,
+    times,
+)
 from compress.reporting.report_data import (
     Headers,
     KeyValues,

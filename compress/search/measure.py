@@ -26,7 +26,7 @@ from compress.pipeline.compress_layer import LayerCompressor, Ranked, decompose_
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan
-from compress.search.sensitivities import Sensitivities
+from compress.search.allocate import Sensitivities
 from compress.search.space import EMBEDDING, Candidate, LayerGroup, reads_inputs
 from compress.search.survey import Survey
 

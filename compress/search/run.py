@@ -25,9 +25,8 @@ from compress.recipe import (
     Recipe,
     Stage,
 )
-from compress.search.allocate import Choice, Chooser, Try, best, next_kl_target
+from compress.search.allocate import Choice, Chooser, Sensitivities, Try, best, next_kl_target
 from compress.search.measure import identity, measure
-from compress.search.sensitivities import Sensitivities
 from compress.search.survey import Survey
 
 

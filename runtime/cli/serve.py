@@ -276,7 +276,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     """
     import uvicorn
 
-    from runtime.server.timeouts import IDLE_SECONDS, ReadTimeoutProtocol
+    from runtime.server.middleware import IDLE_SECONDS, ReadTimeoutProtocol
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("runtime").setLevel(logging.INFO)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compress.checkpoint.kv_cache import AUTO
-from compress.common.options import option
+from compress.common.cli import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from compress.common.cli import option
 from compress.common.errors import RequestError
-from compress.common.options import option
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from runtime.core.batch import upload_columns
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import SamplingMetadata
+from runtime.core.step import SamplingMetadata
 
 
 def _signed(word: int) -> int:

@@ -21,8 +21,7 @@ from runtime.core.batch import Batch, build_batch, fresh_blocks, slots_of
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import Request, SamplingParams, Sequence, TokenLogprobs
-from runtime.core.sampling_metadata import build_sampling_metadata
-from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan, follow
+from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan, build_sampling_metadata, follow
 from runtime.memory.plan import plan_memory
 from runtime.model.decoder import Decoder
 from runtime.runner.cuda_graphs import Capture, CudaCapture, StepBuffers, StepGraphs

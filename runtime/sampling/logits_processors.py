@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from runtime.core.batch import to_device, upload, upload_columns
-from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.sampling_tensors import UNDECIDED, SamplingTensors
+from runtime.core.step import SamplingMetadata
 
 MIN_REPETITION_PENALTY = 1e-10
 """Lower ones are as good as this, and what is divided by it stays finite."""

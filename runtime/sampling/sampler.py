@@ -17,7 +17,6 @@ from runtime.backends.base import FusedSampling
 from runtime.backends.registry import choose_fused_sampling, choose_sampling
 from runtime.core.batch import upload
 from runtime.core.request import TokenLogprobs
-from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.sampling_tensors import (
     ERRORS,
     FORBIDDEN,
@@ -26,7 +25,7 @@ from runtime.core.sampling_tensors import (
     SamplingTensors,
     upload_sampling_tensors,
 )
-from runtime.core.step import SampledToken
+from runtime.core.step import SampledToken, SamplingMetadata
 from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely, likely_candidates
 
 

@@ -13,13 +13,12 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
 from runtime.server.chat import chat_router
-from runtime.server.completions import completions_router
-from runtime.server.embeddings import embeddings_router
+from runtime.server.completions import completions_router, embeddings_router
 from runtime.server.errors import JsonResponse, add_error_handlers
 from runtime.server.middleware import ApiKeyGuard, BodyLimit, RequestId, SiteGuard, origins_of
-from runtime.server.openapi import PARAMETER_ERRORS, DescribedApi, Responses
 from runtime.server.page import page_router
 from runtime.server.response_models import HealthResponse, Model, ModelList
+from runtime.server.responses import PARAMETER_ERRORS, DescribedApi, Responses
 from runtime.server.serving import Engine, Limits, Service, Tokenizer
 from runtime.server.tokenize import tokenization_router
 

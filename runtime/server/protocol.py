@@ -8,8 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from runtime.core.request import MAX_ANSWERS, MAX_PRIORITY, MAX_SEED, MAX_TOP_K, Grammar
-from runtime.server.protocol_base import Strict, contradiction
-from runtime.server.protocol_tools import AssistantCall, ResponseFormat, StructuredFields, ToolFields
+from runtime.server.protocol_tools import (
+    AssistantCall,
+    ResponseFormat,
+    Strict,
+    StructuredFields,
+    ToolFields,
+    contradiction,
+)
 
 MAX_BIAS = 100
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")

@@ -11,11 +11,10 @@ from starlette.responses import Response
 
 from runtime.server.chat import render_conversation
 from runtime.server.errors import ApiError, JsonResponse
-from runtime.server.openapi import BODY_ERRORS
 from runtime.server.protocol import ChatRequest, Message, TokenId
-from runtime.server.protocol_base import Strict
+from runtime.server.protocol_tools import Strict
 from runtime.server.response_models import DetokenizeResponse, TokenizeResponse
-from runtime.server.responses import token_text
+from runtime.server.responses import BODY_ERRORS, token_text
 from runtime.server.serving import Service
 
 

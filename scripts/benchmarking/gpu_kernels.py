@@ -275,7 +275,7 @@ def measure_or_say(
 
 def measure_attention(contexts: Sequence[int], batches: Sequence[int], device: torch.device) -> list[Measured]:
     """One decode step with the heads of an 8B model."""
-    from runtime.backends.triton.device import num_processors
+    from runtime.backends.triton.linear import num_processors
 
     measured = []
     for case in (Case(batch, context) for batch in batches for context in contexts):

@@ -30,6 +30,7 @@ from runtime.backends.triton.fused_linear import (
 if TYPE_CHECKING:
     from runtime.backends.triton.kernels.configs import KernelConfig
 
+
 PROCESSORS = 132
 """Multiprocessors of an H200; an A100 has fewer."""
 DTYPES = (torch.bfloat16, torch.float16)
@@ -118,8 +119,7 @@ def _tried_configs() -> list[KernelConfig]:
 
 def _w4a16_product(form: PackedForm, config: KernelConfig, dtype: torch.dtype) -> None:
     from runtime.backends.triton.kernels.norm_act import convert_input
-    from runtime.backends.triton.kernels.w4a16 import activation_layout, product
-    from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
+    from runtime.backends.triton.kernels.w4a16 import InterleavedWeight, activation_layout, product, tile_inputs
 
     tile = tile_inputs(form.bits)
     inputs = INPUTS if form.even else INPUTS - tile // 2

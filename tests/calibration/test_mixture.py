@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibration.mixture import pack_parts
 from calibration.parts import Part
-from calibration.sequences import FEW_TOKENS, pack_sequences
+from calibration.sequences import FEW_TOKENS, pack_parts, pack_sequences
 from calibration.sources import load_texts
 from compress.common.errors import DataError
 

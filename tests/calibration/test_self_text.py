@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from calibration.self_text import sample_sequences
+from calibration.sources import sample_sequences
 from compress.common.errors import NumericsError
 
 VOCABULARY = 12

@@ -12,8 +12,8 @@ from runtime.backends.base import LayerWeights, Model, Target
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import TritonAttention, layer_pages
-from runtime.backends.triton.device import device_unsupported_reason, unsupported_reason
 from runtime.backends.triton.fused_linear import ActivationLayout, FusedLinear, PartialSums, finished, fused
+from runtime.backends.triton.linear import device_unsupported_reason, unsupported_reason
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 from runtime.core.sampling_tensors import RowNoise

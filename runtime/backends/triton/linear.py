@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -12,10 +14,46 @@ from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import LinearKernel, Target, is_fp8, is_integer
-from runtime.backends.triton.device import has_capability, num_processors, unsupported_reason
 from runtime.backends.triton.fused_linear import Q8_INT, ActivationLayout, PartialSums, QuantizedInput
 from runtime.backends.triton.kernels.configs import Plan, config_for, default_plan, measured_plan
-from runtime.backends.triton.kernels.weight_layout import interleaved_bytes
+from runtime.backends.triton.kernels.w4a16 import interleaved_bytes
+
+FIRST_CAPABILITY = (8, 0)
+"""Ampere: asynchronous copies, bfloat16 and 8-bit products on tensor cores."""
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU, where Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    """Whether a GPU has a compute capability; one that is not there, and only planned for, is taken to."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= least
+
+
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
+    """Why no Triton kernel of a model serves a dtype on a device; empty where they may."""
+    if reason := device_unsupported_reason(device):
+        return reason
+    return "" if dtype in (torch.bfloat16, torch.float16) else "computes in 16 bits"
+
+
+def device_unsupported_reason(device: torch.device) -> str:
+    """Why no Triton kernel runs on a device; empty where they may."""
+    if device.type != "cuda":
+        return "runs on NVIDIA GPUs"
+    if not has_triton():
+        return "needs Triton"
+    if not has_capability(device, FIRST_CAPABILITY):
+        return f"needs a GPU of compute capability {FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} or newer"
+    return ""
+
 
 TABLES = Path(__file__).parent / "tables"
 """Measured kernel tables, one file per GPU, named after it."""
@@ -31,7 +69,7 @@ class InterleavedLinear:
 
     def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
         from runtime.backends.triton.kernels import w4a16
-        from runtime.backends.triton.kernels.weight_layout import interleave
+        from runtime.backends.triton.kernels.w4a16 import interleave
 
         self._weight = interleave(weight, target.device)
         self._bias = bias

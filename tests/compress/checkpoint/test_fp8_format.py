@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.activations import FP8, quantize_tokens, round_tokens
 from compress.checkpoint.config import read_config, write_config
-from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.formats import awq, compressed_tensors, gptq
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_against, verify_structure
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from compress.checkpoint.weights.base import digest
 from compress.checkpoint.weights.fp8 import Fp8Weight
+from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 
 W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)

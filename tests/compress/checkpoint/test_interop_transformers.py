@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from compress.checkpoint.config import read_config, write_config
-from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
+from compress.checkpoint.writer import export_checkpoint
 
 pytest.importorskip("compressed_tensors")
 TOKENS = torch.randint(0, 96, (2, 17), generator=torch.Generator().manual_seed(1))

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config, write_config
-from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.verify import verify_against, verify_structure
 from compress.checkpoint.weights import Activations, Int
 from compress.checkpoint.weights.base import digest
 from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 
 DOWN = "model.layers.0.mlp.down_proj"

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from compress.checkpoint.activations import quantize_tokens
-from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import round_in_range
@@ -17,6 +16,7 @@ from compress.checkpoint.weights import Activations, Int, OutlierColumns, Scheme
 from compress.checkpoint.weights.base import digest
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
+from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.evaluate.scorers import open_scorer
 from compress.methods.gptq import quantize_gptq

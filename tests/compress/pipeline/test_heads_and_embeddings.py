@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Activations, Int, Scheme
+from compress.checkpoint.writer import export_checkpoint
 from compress.cli.tables import embedding_tip
 from compress.common.errors import RecipeError
 from compress.evaluate.scorers import open_scorer
@@ -22,7 +22,7 @@ from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
 from compress.pipeline.run import RunResult, run
 from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe, Stage, end_stages
-from compress.reporting.numbers import size
+from compress.reporting.page import size
 from runtime.backends.base import Target
 from runtime.core.model_config import parse_config
 from runtime.memory.estimate import Weights

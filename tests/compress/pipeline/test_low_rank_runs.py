@@ -10,11 +10,11 @@ from killed_runs import killed_after_block
 
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Int, LowRank, NMSparsity
 from compress.checkpoint.weights.low_rank import LowRankWeight
+from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError, ToolkitError
 from compress.evaluate.perplexity import cut_windows, evaluate

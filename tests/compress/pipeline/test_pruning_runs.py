@@ -9,10 +9,10 @@ import torch
 
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from compress.checkpoint.export import export_checkpoint
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import NM, Int, NMSparsity
+from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError
 from compress.evaluate.perplexity import cut_windows, evaluate

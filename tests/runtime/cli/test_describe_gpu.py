@@ -10,7 +10,7 @@ from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
 
 from runtime.backends.registry import choose_attention
-from runtime.backends.triton import device
+from runtime.backends.triton import linear as triton_linear
 from runtime.cli.serve import describe_attention, describe_gpu
 from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
@@ -54,6 +54,6 @@ def test_why_nothing_is_recorded(engine):
         == "steps     launched kernel by kernel: layers run one by one: attention is plain torch"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "device_unsupported_reason", lambda device: "")
+        patch.setattr(triton_linear, "device_unsupported_reason", lambda triton_linear: "")
         chosen, _, reason = choose_attention(runner.decoder, runner.memory)
     assert (chosen.name, reason) == ("torch", "triton computes in 16 bits")

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.sampling_metadata import build_sampling_metadata
-from runtime.core.step import ScheduledSequence
+from runtime.core.step import ScheduledSequence, build_sampling_metadata
 
 
 class Ascending:

@@ -11,7 +11,7 @@ from tiers import examples
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import SamplingMetadata
+from runtime.core.step import SamplingMetadata
 from runtime.sampling.logits_processors import adjust_logits, candidates
 from runtime.sampling.sampler import sample_tokens
 

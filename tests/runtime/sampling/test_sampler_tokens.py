@@ -5,7 +5,7 @@ import torch
 from exact_sampling import chi_square, exact_distribution
 
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import SamplingMetadata
+from runtime.core.step import SamplingMetadata
 from runtime.sampling.sampler import draw_tokens, probabilities, sample_tokens
 
 VOCAB = 20

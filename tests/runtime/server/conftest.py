@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from runtime.engine.engine_thread import Health
 from runtime.engine.metrics import Metrics
-from runtime.server import timeouts
+from runtime.server import middleware
 from runtime.server.app import create_app
 from runtime.server.serving import Limits
 
@@ -144,7 +144,7 @@ def serving(app: FastAPI) -> Iterator[str]:
     """Runs the application under uvicorn in a thread; yields its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=timeouts.IDLE_SECONDS
+        app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=middleware.IDLE_SECONDS
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from runtime.server.timeouts import ReadTimeoutProtocol
+from runtime.server.middleware import ReadTimeoutProtocol
 
 SECONDS = 1.0
 MARGIN = 15.0  # of a busy machine

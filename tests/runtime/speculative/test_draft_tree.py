@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.sampling_metadata import build_sampling_metadata
 from runtime.core.step import (
     SampledToken,
     ScheduledSequence,
     ancestor_bits,
+    build_sampling_metadata,
     chain,
     depth,
     find_child,

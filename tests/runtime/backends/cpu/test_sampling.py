@@ -11,8 +11,8 @@ from torch import Tensor
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from runtime.backends.cpu.sampling import CpuSampling, argmax, gumbel_argmax
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.sampling_tensors import gumbel_noise
+from runtime.core.step import SamplingMetadata
 from runtime.sampling.sampler import sample_tokens
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")

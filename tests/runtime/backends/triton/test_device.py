@@ -12,7 +12,7 @@ from compress.checkpoint.weights import Int
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton.attention import attention_unsupported_reason
-from runtime.backends.triton.device import unsupported_reason
+from runtime.backends.triton.linear import unsupported_reason
 from runtime.core.memory_plan import MemoryPlan
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

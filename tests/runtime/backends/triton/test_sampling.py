@@ -17,8 +17,8 @@ from runtime.backends.cpu.sampling import CpuSampling
 from runtime.backends.triton.kernels.sampling import ABSOLUTE, gumbel, sample_rows
 from runtime.backends.triton.layers import TritonSampling
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_metadata import SamplingMetadata
 from runtime.core.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoise, gumbel_noise
+from runtime.core.step import SamplingMetadata
 from runtime.sampling import sampler
 from runtime.sampling.sampler import sample_step, sample_tokens
 
