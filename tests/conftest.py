@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from covering import mark_products
+from shared_store import SharedStore
 from tiers import TimeBox, register_profiles
 
 from compress.cpu.binding import library, set_threads
@@ -35,6 +36,13 @@ def two_threads() -> None:
     """Work is shared out in tests too, though the environment may allow a thread a test."""
     if library() is not None:
         set_threads(2)
+
+
+@pytest.fixture(scope="session")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> SharedStore:
+    """One for all workers of a session: the temporary folder of each is in that of the session."""
+    base = tmp_path_factory.getbasetemp()
+    return SharedStore((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
 
 
 @pytest.fixture(scope="session")

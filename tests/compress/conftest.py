@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_store import SharedStore
 
 from compress.common.cli import demo_model_path
+from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.run import run
+from compress.recipe import Recipe
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 128, 256, 3, 4, 2
 FAMILIES = ("llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3")
@@ -51,17 +55,31 @@ def build_model(family: str, **options):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+def tiny_model(shared_store: SharedStore) -> TinyModel:
     """Writes (once per session and combination) a tiny model folder and returns its path."""
-    made: dict[tuple, Path] = {}
 
     def make(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **options) -> Path:
-        key = (family, dtype, *sorted(options.items()))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp(family)
-            build_model(family, **options).to(dtype).save_pretrained(made[key])
+        def write(folder: Path) -> None:
+            build_model(family, **options).to(dtype).save_pretrained(folder)
             for file in demo_model_path().glob("tokenizer*"):
-                (made[key] / file.name).write_bytes(file.read_bytes())
-        return made[key]
+                (folder / file.name).write_bytes(file.read_bytes())
+
+        return shared_store.folder(family, (dtype, *sorted(options.items())), write)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def packed_run(shared_store: SharedStore, tiny_model: TinyModel) -> Callable[..., Path]:
+    """Runs a recipe on a tiny model (once per session and combination) and returns the checkpoint's folder."""
+
+    def make(recipe: Recipe, name: str = "packed", family: str = "llama", measure: bool = False) -> Path:
+        def pack(out: Path) -> None:
+            run(
+                prepare(RunRequest(tiny_model(family), str(tiny_model(family)), recipe, out, measure=measure)),
+                quiet=True,
+            )
+
+        return shared_store.folder(name, (recipe, family, measure), pack)
 
     return make

@@ -12,23 +12,15 @@ import pytest
 from compress.checkpoint.weights import Int
 from compress.cli import main
 from compress.common.errors import ToolkitError
-from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.run import run
 from compress.recipe import QuantizeStage, Recipe
 from compress.reporting.comparison import compare, compare_page, judged_by
 from compress.reporting.report_data import RunReport, read_report
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(packed_run) -> list[Path]:
     """Measured runs of one tiny model in 3 and 8 bits."""
-    made = []
-    for bits in (8, 3):
-        out = tmp_path_factory.mktemp("compared") / f"w{bits}"
-        recipe = Recipe((QuantizeStage("rtn", Int(bits, 64)),))
-        run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, out)), quiet=True)
-        made.append(out)
-    return made
+    return [packed_run(Recipe((QuantizeStage("rtn", Int(bits, 64)),)), f"w{bits}", measure=True) for bits in (8, 3)]
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ REPORT = "compression_report.json"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(shared_store) -> Path:
     """The demo model with a default for its cache, nothing else done to it; quality measured."""
-    out = tmp_path_factory.mktemp("kv") / "out"
     recipe = Recipe((KVCacheStage("auto", max_kl=0.5, tokens=128, length=128),))
-    run(prepare(RunRequest(demo_model_path(), "demo", recipe, out)), quiet=True)
-    return out
+    return shared_store.folder(
+        "out", recipe, lambda out: run(prepare(RunRequest(demo_model_path(), "demo", recipe, out)), quiet=True)
+    )
 
 
 def test_every_measured_form_is_in_the_table(folder) -> None:

@@ -67,16 +67,13 @@ def page_of(folder: Path) -> ParsedPage:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(packed_run) -> dict[str, Path]:
     """Finished runs on a tiny model: AWQ with quality measured, and RTN without."""
-    made = {}
-    for method in ("awq", "rtn"):
-        out = tmp_path_factory.mktemp("runs") / method
-        recipe = Recipe((QuantizeStage(method, Int(4, 64)),), CalibrationOptions(samples=6, length=48))
-        request = RunRequest(tiny_model(), str(tiny_model()), recipe, out, measure=method == "awq")
-        run(prepare(request), quiet=True)
-        made[method] = out
-    return made
+    calibration = CalibrationOptions(samples=6, length=48)
+    return {
+        method: packed_run(Recipe((QuantizeStage(method, Int(4, 64)),), calibration), method, measure=method == "awq")
+        for method in ("awq", "rtn")
+    }
 
 
 @pytest.fixture

@@ -174,7 +174,11 @@ def test_a_step_agrees_with_plain_torch(gpu, format: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "window"), [("fp8", None), ("int8", 9), ("k8v4", None), ("int4", None), ("int4", 9)]
+    ("format", "window"),
+    [
+        *(("fp8", None), ("k8v4", None), ("int4", 9)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("int8", 9), ("int4", None))),
+    ],
 )
 def test_exact_sinks_beside_quantized_pages(gpu, format: str, window: int | None) -> None:
     """With a window they are seen as long as it reaches them."""
@@ -186,7 +190,10 @@ def test_exact_sinks_beside_quantized_pages(gpu, format: str, window: int | None
 
 @pytest.mark.parametrize(
     ("format", "exact_sinks"),
-    [("16bit", 0), ("fp8", 6), ("int8", 3), ("k8v4", 0), ("k8v4", 3), ("int4", 0), ("int4", 6)],
+    [
+        *(("16bit", 0), ("fp8", 6), ("int4", 3)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("int8", 3), ("k8v4", 0), ("k8v4", 3), ("int4", 0))),
+    ],
 )
 def test_streams_look_at_their_sinks_with_a_second_query(gpu, format: str, exact_sinks: int) -> None:
     """Past the window, with blocks between sinks and window given back."""
