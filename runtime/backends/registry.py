@@ -176,9 +176,11 @@ def choose_dense(
         return Choice(found[-1], f"asked for; {found[-1].summary}")
     reasons: list[str] = []
     for kernel in sorted(found, key=lambda kernel: kernel.mode != kernels):
+        if kernel.mode and weight is None:
+            continue
         reason = kernel.unsupported_reason(out_features, in_features, target)
-        if kernel.mode:
-            if weight is None or (reason and kernels != kernel.mode) or not kernel.suits(weight):
+        if kernel.mode and weight is not None:
+            if (reason and kernels != kernel.mode) or not kernel.suits(weight):
                 continue
             if kernels != kernel.mode:
                 reasons.append(kernel.note)
