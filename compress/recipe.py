@@ -176,9 +176,10 @@ class QuantizeStage:
         """Return plain values. Options of learned methods are under `tuning`, others beside it, where older readers
         look for them."""
         values = asdict(self) | {"scheme": self.scheme.to_dict()}
-        options = values.pop("options")
+        options, columns = values.pop("options"), values.pop("outlier_columns")
         learned = methods.quantization(self.method).tunes
-        return values | {"alpha": None, "tuning": options if learned else None} | ({} if learned else options)
+        tuned = {"alpha": None, "tuning": options} if learned else {"alpha": None, **options, "tuning": None}
+        return values | tuned | {"outlier_columns": columns}
 
 
 def default_method(fp8: bool) -> str:
