@@ -55,7 +55,7 @@ def test_port_in_use_is_one_line_with_a_remedy() -> None:
         (["serve", "packed/"], 1, "Make it with compress quantize, name a folder"),
         (["generate", ".", "--prompt", "x"], 1, r"config\.json"),
         (["generate", "nowhere", "--prompt", "x"], 1, "there is no folder nowhere"),
-        (["serve", "--host", "192.0.2.1"], 1, "no address of this machine"),
+        (["serve", "--host", "192.0.2.1"], 1, "not an address of this machine"),
         (["serve", "--port", "70000"], 1, r"--port.*70000"),
         (["serve", "--port", "-1"], 1, r"--port.*-1"),
         (["serve", "--api-key", ""], 1, "--api-key"),
