@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.common.errors import ToolkitError
 from compress.common.plots import COLORS, INSTALL_PLOTS, has_matplotlib
-from compress.reporting.figures import Figure
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+    from compress.reporting.figures import Figure
 
 
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
