@@ -298,14 +298,12 @@ def _errors(report: RunReport) -> Section:
     missing = None if outputs else Paragraph("Block outputs were not computed: this method needs no forward pass.")
     worst = sorted(report.linears, key=lambda linear: -linear.relative_error)[:WORST]
     rows = [(linear.module, _work(linear), short(linear.relative_error)) for linear in worst]
-    title = f"The {len(worst)} layers with the largest error"
-    listed = Table(("layer", "method", "relative error"), rows, (2,), title)
+    listed = Table(("layer", "method", "relative error"), rows, (2,), f"The {len(worst)} layers with the largest error")
     return Section.of("Error of layers", figures(*drawn, outputs), missing, listed)
 
 
 def _work(linear: Linear) -> str:
-    method = linear.method if linear.method != "none" else ""
-    return " + ".join(each for each in (linear.pruning, method) if each) or "-"
+    return " + ".join(each for each in (linear.pruning, linear.method) if each and each != "none") or "-"
 
 
 def _output_errors(report: RunReport) -> Lines | None:
@@ -320,23 +318,19 @@ def _output_errors(report: RunReport) -> Lines | None:
 
 def _bits(report: RunReport, headers: Headers) -> Section:
     zeros = [linear.zeros or 0.0 for linear in report.linears if linear.pruning]
-    pruned = (
-        Paragraph(f"Pruning made {percent(sum(zeros) / len(zeros))} of the weights of {len(zeros)} layers zero.")
-        if zeros
-        else None
-    )
+    share = percent(sum(zeros) / max(1, len(zeros)))
+    pruned = Paragraph(f"Pruning made {share} of the weights of {len(zeros)} layers zero.") if zeros else None
     cells = _bits_cells(report, headers)
     missing = None if cells else Paragraph(headers.no_bits or "No layer was packed.")
     rows = [
         (
-            kind.name,
-            " x ".join(map(str, kind.shape)),
-            kind.count,
-            kind.becomes,
-            size(kind.bytes_before),
-            size(kind.bytes_after),
+            row.name,
+            " x ".join(map(str, row.shape)),
+            row.count,
+            row.becomes,
+            *map(size, (row.bytes_before, row.bytes_after)),
         )
-        for kind in report.plan.layers
+        for row in report.plan.layers
     ]
     plan = Table(("tensor", "shape", "count", "becomes", "before", "after"), rows, (2, 4, 5))
     return Section.of("Bits", figures(cells, _share_lines(report)), missing, pruned, plan)
