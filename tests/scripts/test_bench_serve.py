@@ -47,6 +47,7 @@ def test_latency_has_a_row_for_every_way_to_prefill(capsys: pytest.CaptureFixtur
     ]
 
 
+@pytest.mark.full
 def test_throughput_compares_the_dense_and_the_packed_model(tmp_path: Path) -> None:
     import bench_serve
 

@@ -26,6 +26,7 @@ def verdicts() -> ModuleType:
     return quality
 
 
+@pytest.mark.full
 def test_quality_writes_trials_table_and_verdicts(quality, tmp_path: Path, capsys):
     from benchmarking.models import SHAPES, write_model
 
@@ -107,6 +108,7 @@ def test_a_verdict_is_about_the_mean_over_seeds(verdicts):
     assert verdict.holds
 
 
+@pytest.mark.full
 def test_compression_is_measured_beside_a_dense_pass(tmp_path: Path, capsys):
     import bench_compress
 

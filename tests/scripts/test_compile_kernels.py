@@ -40,6 +40,7 @@ def make_launch(
     return Launch("m", kernel, types, frozenset({"part_ptr"}), tuple((constants or {}).items()), options, tried)
 
 
+@pytest.mark.full
 def test_some_of_them() -> None:
     result = compile_kernels("--every", "401")
     assert result.returncode == 0, result.stdout

@@ -104,6 +104,7 @@ def test_attention_is_timed_over_copies_that_are_all_read(gpu: torch.device, for
     assert not torch.equal(first, other)
 
 
+@pytest.mark.full
 def test_tiny_shapes_for_the_sanitizer_are_finite(gpu: torch.device) -> None:
     import sanitize_kernels
 

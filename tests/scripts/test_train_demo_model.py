@@ -52,6 +52,7 @@ def snapshots(out: Path) -> list[Path]:
     return sorted((out.with_name(out.name + "-training") / "snapshots").glob("step-????????"))
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_and_ends_with_identical_weights(main, texts, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     main(arguments(texts, whole))

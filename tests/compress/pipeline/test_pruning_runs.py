@@ -126,6 +126,7 @@ def test_stages_apply_where_they_are_told(tiny_model, tmp_path) -> None:
     assert schemes["model.layers.0.self_attn.q_proj"] == Int(4, 64)
 
 
+@pytest.mark.full
 def test_sparsegpt_beats_wanda_beats_magnitude_on_the_trained_model(tmp_path) -> None:
     windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=4096)
     dense = RuntimeScorer(demo_model_path(), dtype="float32")

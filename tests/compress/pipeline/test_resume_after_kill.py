@@ -31,8 +31,8 @@ SPAWN.set_forkserver_preload(
 
 
 def make_request(model: Path, out: Path, method: str = "awq", **options) -> RunRequest:
-    options = SignRoundOptions(steps=4, lr=0.002, batch=2) if method == "signround" else None
-    recipe = Recipe((QuantizeStage(method, Int(4, 64), options=options),), CalibrationOptions(samples=4, length=48))
+    tuning = SignRoundOptions(steps=4, lr=0.002, batch=2) if method == "signround" else None
+    recipe = Recipe((QuantizeStage(method, Int(4, 64), options=tuning),), CalibrationOptions(samples=4, length=48))
     return RunRequest(model, str(model), recipe, out, measure=False, **options)
 
 

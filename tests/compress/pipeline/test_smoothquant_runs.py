@@ -52,6 +52,7 @@ def compress(model: Path, out: Path, stage: QuantizeStage) -> RunResult:
     return run(prepare(request), quiet=True)
 
 
+@pytest.mark.full
 def test_outliers_cost_little_after_smoothing(outlier_model, tmp_path) -> None:
     windows = cut_windows(load_texts("pydoc"), load_tokenizer(outlier_model), length=256, max_tokens=2048)
     dense = RuntimeScorer(outlier_model, dtype="float32")

@@ -133,16 +133,16 @@ def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42))
     pages = ExactPages(config, *sizes) if scheme.is_exact else QuantizedPages(config, scheme, *sizes)
     poison(pages.memory)
     pages.memory.clear(range(NUM_BLOCKS))
-    turn = rotate_heads if scheme.rotate else (lambda heads: heads)
+    rotate = rotate_heads if scheme.rotate else (lambda heads: heads)
     sinks, places = None, ExactPlaces(None, None)
     if exact_sinks:
         stored = (
-            turn(key[:exact_sinks])[None, None].expand(-1, 3, -1, -1, -1),
+            rotate(key[:exact_sinks])[None, None].expand(-1, 3, -1, -1, -1),
             value[:exact_sinks].expand(1, 3, -1, -1, -1),
         )
         sinks = SimpleNamespace(count=exact_sinks, keys=stored[0].contiguous(), values=stored[1].contiguous())
         places = ExactPlaces(torch.tensor([1], device=device), None)
-    cache = SimpleNamespace(pages=pages, scheme=scheme, turn=turn, sinks=sinks, recent=None)
+    cache = SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=sinks, recent=None)
     table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(6))[: -(-stop // BLOCK_SIZE)]
     slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(device)
     seen = torch.tensor([block for index, block in enumerate(table.tolist()) if index not in hidden], device=device)

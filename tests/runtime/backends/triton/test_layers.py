@@ -129,8 +129,8 @@ class World:
         pages = ExactPages(self.config, *sizes) if scheme.is_exact else QuantizedPages(self.config, scheme, *sizes)
         poison(pages.memory)
         pages.memory.clear(range(NUM_BLOCKS))
-        turn = rotate_heads if scheme.rotate else (lambda heads: heads)
-        return SimpleNamespace(pages=pages, scheme=scheme, turn=turn, sinks=None, recent=None)
+        rotate = rotate_heads if scheme.rotate else (lambda heads: heads)
+        return SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=None, recent=None)
 
 
 def make_batch(spans: list[tuple[int, int]], device: torch.device, padding: int = 0) -> Batch:
@@ -204,6 +204,7 @@ def test_as_exact_as_plain_torch(gpu, kind, format: str, dtype: torch.dtype, hea
     assert found < 0.1
 
 
+@pytest.mark.full
 def test_greedy_tokens_through_the_engine(gpu) -> None:
     """Prompts in chunks, several requests, Hadamard-rotated keys: the tokens of plain torch. (Keys of 4 bits move the
     logits of this model more than its best tokens are apart.)"""
