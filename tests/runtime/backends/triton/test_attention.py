@@ -142,7 +142,7 @@ def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42))
         )
         sinks = SimpleNamespace(count=exact_sinks, keys=stored[0].contiguous(), values=stored[1].contiguous())
         places = ExactPlaces(torch.tensor([1], device=device), None)
-    cache = SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=sinks, recent=None)
+    cache = SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=sinks, residual_window=None)
     table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(6))[: -(-stop // BLOCK_SIZE)]
     slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten().to(device)
     seen = torch.tensor([block for index, block in enumerate(table.tolist()) if index not in hidden], device=device)

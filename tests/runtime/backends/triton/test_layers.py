@@ -130,7 +130,7 @@ class World:
         poison(pages.memory)
         pages.memory.clear(range(NUM_BLOCKS))
         rotate = rotate_heads if scheme.rotate else (lambda heads: heads)
-        return SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=None, recent=None)
+        return SimpleNamespace(pages=pages, scheme=scheme, rotate=rotate, sinks=None, residual_window=None)
 
 
 def make_batch(spans: list[tuple[int, int]], device: torch.device, padding: int = 0) -> Batch:
