@@ -30,16 +30,17 @@ def test_stacked_parameters_are_reduced_alike(
     cases = [item for item in request.session.items if item.originalname == request.node.originalname]
     quick = [item.callspec.params for item in cases if not item.get_closest_marker("full")]
     assert len(quick) <= 3
-    if len(cases) > 2:  # all were asked for
+    if len(cases) == 6:  # neither tier was deselected
         assert {values["number"] for values in quick} == {1, 2, 3}
         assert {values["letter"] for values in quick} == {"a", "b"}
 
 
 def test_cases_after_the_end_are_skipped_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     box = TimeBox(end=time.time() - 1)
+    case = SimpleNamespace(get_closest_marker=lambda name: None)
     with pytest.raises(pytest.skip.Exception, match=NOT_REACHED):
-        box.pytest_runtest_setup(SimpleNamespace())
-    TimeBox(end=time.time() + 60).pytest_runtest_setup(SimpleNamespace())
+        box.pytest_runtest_setup(case)
+    TimeBox(end=time.time() + 60).pytest_runtest_setup(case)
     for name in ("tests/test_a.py::one[1]", "tests/test_a.py::two", "tests/test_b.py::three"):
         box.pytest_runtest_logreport(SimpleNamespace(skipped=True, longrepr=("", 1, NOT_REACHED), nodeid=name))
     box.pytest_runtest_logreport(SimpleNamespace(skipped=True, longrepr=("", 1, "no GPU"), nodeid="tests/test_c.py::x"))
@@ -50,6 +51,13 @@ def test_cases_after_the_end_are_skipped_and_counted(capsys: pytest.CaptureFixtu
         "  tests/test_b.py: 1",
         "",
     ]
+
+
+def test_a_case_begins_only_if_it_can_end_soon_after_the_box() -> None:
+    case = SimpleNamespace(get_closest_marker=lambda name: SimpleNamespace(args=(3600,)))
+    TimeBox(end=time.time() + 2500).pytest_runtest_setup(case)
+    with pytest.raises(pytest.skip.Exception, match=NOT_REACHED):
+        TimeBox(end=time.time() + 2300).pytest_runtest_setup(case)
 
 
 def test_the_commit_chooses_where_the_full_tier_begins() -> None:
