@@ -1,4 +1,4 @@
-"""Packing of documents into fixed-length token sequences without padding."""
+"""Packing of documents, or of a mixture of sources, into fixed-length token sequences without padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of text: bundled files, local files, the Python manual, or a named dataset."""
+"""Sources of text: bundled files, local files, the Python manual, a named dataset, or the model itself."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@
     assemble(store, keys, out)       pieces -> out.partial/assembled/ -> renamed to out/
 
 Pieces are private to a run: readers of a checkpoint never see them.
+
+`export_checkpoint` re-encodes a packed checkpoint in another format, bit for bit the same codes, or refuses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From finished blocks to a checkpoint: assembled, re-read, compared with the chosen codes, measured, put in place."""
+"""From finished blocks to a checkpoint with its report: assembled, re-read, compared, measured, put in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages as data, and their one template. A page is one HTML file that runs no script and loads nothing."""
+"""Pages as data, numbers as text, and the one template: an HTML file that runs no script and loads nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Allocation: one candidate for each layer group with the least sum of losses within a budget.
 
 A multiple-choice knapsack, solved by dynamic programming over the budget, which gives the best choice for every budget
-at once. Free of torch.
+at once. Measured sensitivities are read from and kept in a file. Free of torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plan and output of one step, draft trees, and the interface of a runner. No torch."""
+"""Plan and output of one step, draft trees, sampling metadata, and the interface of a runner. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""`/v1/completions` and `/v1/embeddings`."""
 
 from __future__ import annotations
 

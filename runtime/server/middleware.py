@@ -1,4 +1,7 @@
-"""Middleware that checks requests before a route handles them. Plain ASGI, so streams pass unchanged."""
+"""Middleware that checks requests before a route handles them, and time limits on reading them.
+
+Plain ASGI, so streams pass unchanged.
+"""
 
 from __future__ import annotations
 

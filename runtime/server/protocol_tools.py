@@ -1,4 +1,4 @@
-"""Structured outputs and tools: fields of OpenAI (`response_format`, `tools`) and of vLLM (`guided_*`)."""
+"""Strict bodies, structured outputs and tools: fields of OpenAI (`response_format`, `tools`) and vLLM (`guided_*`)."""
 
 from __future__ import annotations
 

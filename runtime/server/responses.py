@@ -1,4 +1,7 @@
-"""Turns deltas into an answer: one JSON body, or server-sent events. A client that disconnects frees its request."""
+"""Answers from deltas, one JSON body or server-sent events, and their published description.
+
+A client that disconnects frees its request.
+"""
 
 from __future__ import annotations
 

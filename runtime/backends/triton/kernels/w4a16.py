@@ -1,4 +1,4 @@
-"""Grids and arguments of the weight-only kernels: tensors in, tensors out."""
+"""Weight-only GEMM and skinny GEMM of 2- to 4-bit codes: weight layout, kernels and launches."""
 
 from __future__ import annotations
 
