@@ -14,6 +14,7 @@ def table(printed: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in lines]
 
 
+@pytest.mark.full
 def test_every_drafter_gets_a_row_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     import bench_serve
 

@@ -27,6 +27,7 @@ def url() -> Iterator[str]:
         yield own
 
 
+@pytest.mark.full
 def test_own_server_closed_loop_writes_json_and_plot(tmp_path: Path) -> None:
     files = ["--json", "b.json", "--plot", "b.svg", "--slo", "ttft=100s,itl=100s,tpot=100s,e2e=0.001ms"]
     result = runtime("bench", "-n", "12", "-c", "3", *SMALL, "--prefix-len", "32", *files, cwd=tmp_path)

@@ -66,6 +66,7 @@ def closed_after(address: tuple[str, int], *parts: bytes) -> float:
         return time.monotonic() - start
 
 
+@pytest.mark.full
 def test_clients_that_dawdle_and_foreign_names_are_refused(tmp_path: Path) -> None:
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with serving("--client-timeout", "1", cwd=tmp_path) as (_, url, _):

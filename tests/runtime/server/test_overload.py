@@ -101,6 +101,7 @@ def test_ten_times_the_capacity(crowded: Crowded, wait_until: Any) -> None:
     check_normal(crowded, wait_until)
 
 
+@pytest.mark.full
 def test_a_connection_outlives_the_pauses_of_clients(crowded: Crowded) -> None:
     url = httpx.URL(crowded.url)
     with closing(HTTPConnection(url.host, url.port, timeout=60)) as kept:

@@ -182,6 +182,7 @@ def run_steps(world: World, format: str, fused: bool, dtype: torch.dtype) -> Ten
     return torch.cat([logits_of(decoder, cache, make_batch(step, world.device), fused=fused) for step in STEPS])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "format", "dtype", "head_dim"),
     [
