@@ -44,7 +44,8 @@ def timer_of(rows: int, columns: int) -> Timer:
     from benchmarking.gpu_kernels import num_copies, random_codes, require_gpu, seconds_per_call
 
     from compress.checkpoint.weights import Int
-    from runtime.backends.triton.kernels.w4a16 import interleave, multiply_w4a16
+    from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
+    from runtime.backends.triton.kernels.weight_layout import interleave
 
     device = require_gpu()
     packed = interleave(random_codes(rows, columns, Int(4, 128), device), device)

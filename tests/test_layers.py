@@ -43,3 +43,11 @@ def test_importing_needs_no_torch() -> None:
     code = f"import sys\n{imports}"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == [f"{name} False" for name in modules]
+
+
+def test_everything_but_kernels_imports_without_triton() -> None:
+    """Triton is no dependency: on a CPU the package is installed without it."""
+    modules = ["runtime.backends.registry", "runtime.runner.runner", "runtime.memory.estimate", "compress.pipeline.run"]
+    code = f"import sys\nsys.modules['triton'] = None\nimport {', '.join(modules)}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

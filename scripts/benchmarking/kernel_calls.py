@@ -119,7 +119,8 @@ def _tried_configs() -> list[KernelConfig]:
 
 def _w4a16_product(form: PackedForm, config: KernelConfig, dtype: torch.dtype) -> None:
     from runtime.backends.triton.kernels.norm_act import convert_input
-    from runtime.backends.triton.kernels.w4a16 import InterleavedWeight, activation_layout, product, tile_inputs
+    from runtime.backends.triton.kernels.w4a16 import activation_layout, product
+    from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
 
     tile = tile_inputs(form.bits)
     inputs = INPUTS if form.even else INPUTS - tile // 2

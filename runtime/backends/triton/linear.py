@@ -16,7 +16,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import LinearKernel, Target, is_fp8, is_integer
 from runtime.backends.triton.fused_linear import Q8_INT, ActivationLayout, PartialSums, QuantizedInput
 from runtime.backends.triton.kernels.configs import Plan, config_for, default_plan, measured_plan
-from runtime.backends.triton.kernels.w4a16 import interleaved_bytes
+from runtime.backends.triton.kernels.weight_layout import interleaved_bytes
 
 FIRST_CAPABILITY = (8, 0)
 """Ampere: asynchronous copies, bfloat16 and 8-bit products on tensor cores."""
@@ -69,7 +69,7 @@ class InterleavedLinear:
 
     def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
         from runtime.backends.triton.kernels import w4a16
-        from runtime.backends.triton.kernels.w4a16 import interleave
+        from runtime.backends.triton.kernels.weight_layout import interleave
 
         self._weight = interleave(weight, target.device)
         self._bias = bias

@@ -14,7 +14,7 @@ from compress.checkpoint.weights import Activations, Int, Scheme
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, KernelConfig
-from runtime.backends.triton.kernels.w4a16 import InterleavedWeight
+from runtime.backends.triton.kernels.weight_layout import InterleavedWeight
 from runtime.backends.triton.linear import W4A16_KERNEL, W8A16_KERNEL
 
 CONFIGS = [
@@ -45,7 +45,8 @@ def relative_error(found, expected) -> float:
 
 @pytest.mark.parametrize(("config", "scheme", "dtype"), covering(CONFIGS, PLANED, list(BOUND)), ids=str)
 def test_planes_against_float64(gpu, config: KernelConfig, scheme: Scheme, dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.w4a16 import interleave, multiply_w4a16
+    from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
+    from runtime.backends.triton.kernels.weight_layout import interleave
 
     inputs = 288 if scheme.group_size in (96, 32) else 512
     weight = random_weight((100, inputs), scheme)
@@ -74,7 +75,7 @@ def unpack_planes(packed: InterleavedWeight) -> torch.Tensor:
 
 @pytest.mark.parametrize("scheme", PLANED, ids=str)
 def test_planes_hold_every_code(gpu, scheme: Scheme) -> None:
-    from runtime.backends.triton.kernels.w4a16 import interleave
+    from runtime.backends.triton.kernels.weight_layout import interleave
 
     inputs = 3 * (scheme.group_size or 96)
     weight = random_weight((130, inputs), scheme)
@@ -85,7 +86,8 @@ def test_planes_hold_every_code(gpu, scheme: Scheme) -> None:
 
 
 def test_whole_numbers_come_out_exactly(gpu) -> None:
-    from runtime.backends.triton.kernels.w4a16 import interleave, multiply_w4a16
+    from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
+    from runtime.backends.triton.kernels.weight_layout import interleave
 
     weight = random_weight((64, 256), Int(4, 64, False))
     weight.scale.copy_(2.0 ** torch.randint(-3, 4, weight.scale.shape))
@@ -96,7 +98,8 @@ def test_whole_numbers_come_out_exactly(gpu) -> None:
 
 
 def test_a_token_does_not_see_its_neighbours(gpu) -> None:
-    from runtime.backends.triton.kernels.w4a16 import interleave, multiply_w4a16
+    from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
+    from runtime.backends.triton.kernels.weight_layout import interleave
 
     packed = interleave(random_weight((64, 256), Int(4, 128)), gpu)
     x = activations(5, 256, torch.bfloat16, gpu)

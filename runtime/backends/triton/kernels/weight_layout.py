@@ -1,0 +1,97 @@
+"""The layout that all weight-only kernels share: codes in planes of 16-bit words. Made at load, never stored.
+
+A word holds `16 / bits` codes, one from each plane: plane p of word e in a tile is the weight of input
+`tile * TILE + 32 * p + e`, with `TILE = 512 / bits` inputs. So a plane is 32 neighbouring inputs, unpacking is the same
+shift and mask for all elements of a loaded tile, and the codes never change their place among the threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from compress.checkpoint.weights import Scheme
+from compress.checkpoint.weights.integer import IntegerWeight
+
+PLANE = 32
+ROW_MULTIPLE = 128
+"""Rows are filled up to this with zeros, so that no kernel needs to mask its loads of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedWeight:
+    """A weight `[N, K]` on the device.
+
+    Attributes:
+        words: int16 `[tiles, rows, 32]`, rows at least N.
+        scale: `[groups, rows]` in the dtype of the checkpoint.
+        zero: uint8 `[groups, rows]`, or None when every zero point is `midpoint`.
+        bits: of a stored code, 2 or 4; 3-bit codes are stored in 4.
+        group_size: inputs that share a scale; 0 when all of a row do.
+        shape: N and K.
+    """
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bits: int
+    midpoint: int
+    group_size: int
+    shape: tuple[int, int]
+
+    @property
+    def unit(self) -> int:
+        """Inputs that share a scale inside of a tile: a power of two from 32 on."""
+        return gcd(self.group_size, tile_inputs(self.bits))
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+
+def interleaved_bytes(scheme: Scheme, rows: int, inputs: int, scale_bytes: int) -> int:
+    """`nbytes` of a packed weight, known from its shape."""
+    bits, padded = stored_bits(scheme.bits), rows + -rows % ROW_MULTIPLE
+    tiles = -(-inputs // tile_inputs(bits))
+    groups = -(-tiles * tile_inputs(bits) // scheme.group_size) if scheme.group_size else 1
+    return padded * (tiles * PLANE * 2 + groups * (scale_bytes + (0 if scheme.symmetric else 1)))
+
+
+def tile_inputs(bits: int) -> int:
+    """Inputs of one tile of words."""
+    return PLANE * 16 // bits
+
+
+def stored_bits(bits: int) -> int:
+    return 2 if bits == 2 else 4
+
+
+def interleave(weight: IntegerWeight, device: torch.device) -> InterleavedWeight:
+    """Codes of 2 to 4 bits, in groups of a multiple of 32 inputs or in one, as planes. Inputs beyond K get code 0 and
+    scale 0, and the kernels multiply them by nothing."""
+    bits = stored_bits(weight.scheme.bits)
+    tile = tile_inputs(bits)
+    (rows, inputs), scheme = weight.shape, weight.scheme
+    more_rows, more_inputs = -rows % ROW_MULTIPLE, -inputs % tile
+    codes = functional.pad(weight.codes.to(device), (0, more_inputs, 0, more_rows))
+    planes = codes.view(rows + more_rows, -1, 16 // bits, PLANE).to(torch.int32)
+    shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=device)
+    words = (planes << shifts[:, None]).sum(2, dtype=torch.int32).to(torch.int16).transpose(0, 1).contiguous()
+    group_size = scheme.group_size or 0
+    more_groups = -(-(inputs + more_inputs) // group_size) - weight.scale.shape[1] if group_size else 0
+    scale, zero = (
+        functional.pad(t.to(device), (0, more_groups, 0, more_rows)).T.contiguous() for t in (weight.scale, weight.zero)
+    )
+    return InterleavedWeight(
+        words,
+        scale,
+        None if scheme.symmetric else zero,
+        bits,
+        scheme.midpoint,
+        group_size,
+        weight.shape,
+    )
