@@ -1,4 +1,4 @@
-"""Scales and zero points of integer groups, and the codes they give.
+"""Scales, zero points and codes of integer groups, and dynamic 8-bit activations.
 
 The search minimises `sum_i importance_i * (w_i - q_i)^2` of each group. With importance = diag(H), the mean square of
 each input, this is the layer's output error when inputs are taken as uncorrelated; without importance it is plain MSE.
@@ -14,8 +14,9 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
+from compress.checkpoint.scheme import Activations
 from compress.checkpoint.weights.integer import Int, IntegerWeight
-from compress.common.device import require_finite
+from compress.common.device import divide, require_finite
 
 _TINY = torch.finfo(torch.float32).tiny
 # Fractions of the full range that are tried first; clipping to a quarter is already rare at 2 bits.
@@ -243,3 +244,29 @@ class _Best:
     def _error(self, scale: Tensor, zero: Tensor) -> Tensor:
         rounded = round_to_grid(self._rows, scale, zero, self._scheme, self._scratch)
         return self._measure(rounded.sub_(self._rows))
+
+
+FP8 = torch.float8_e4m3fn
+MAX_FP8 = 448.0
+"""The largest number; there is no infinity."""
+MAX_LEVEL = 127
+
+
+def quantize_tokens(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:
+    """Quantized activations q8 `[M, I]` and scales `[M, 1]`, with `x ~ q8 * scale`.
+
+    Both are float32 (float64 for float64 input), q8 with integral values from -127 to 127, or those of e4m3 from
+    -448 to 448. A token's result never depends on its neighbours in the batch. A row of zeros gets scale 0 and zeros; a
+    row that is not finite keeps a scale that is not finite.
+    """
+    exact = x.double() if x.dtype == torch.float64 else x.float()
+    fp8 = kind is Activations.FP8
+    scale = divide(exact.abs().amax(-1, keepdim=True), MAX_FP8 if fp8 else MAX_LEVEL)
+    q8 = exact / scale.clamp_min(torch.finfo(exact.dtype).tiny)
+    return (q8.to(FP8).to(exact.dtype) if fp8 else q8.round_()), scale
+
+
+def round_tokens(x: Tensor, kind: Activations = Activations.INT8) -> Tensor:
+    """`x [M, I]` as a product with 8-bit activations sees it, in its own dtype."""
+    q8, scale = quantize_tokens(x, kind)
+    return (q8 * scale).to(x.dtype)

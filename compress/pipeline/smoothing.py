@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Scheme
 from compress.methods import base
 from compress.methods.base import ScaleSearch

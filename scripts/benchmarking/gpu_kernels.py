@@ -27,8 +27,8 @@ from torch.nn import functional
 from benchmarking.cpu_kernels import Case, decoder_config
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
-from compress.checkpoint.activations import FP8
 from compress.checkpoint.kv_cache import KVCacheScheme
+from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme, Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight

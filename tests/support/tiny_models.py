@@ -18,9 +18,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from compress.checkpoint.activations import FP8
 from compress.checkpoint.config import packed_config, read_config, write_config
 from compress.checkpoint.formats import find_format
+from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight

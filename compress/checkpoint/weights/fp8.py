@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+
 STEPS = tuple(2 ** (step / 8) for step in range(8))
 """Factors of the scale that spans a row, which are tried for the least error."""
 
@@ -185,13 +186,12 @@ def _best_scale(weight: Tensor, importance: Tensor | None, dtype: torch.dtype) -
 
 
 def _full_scale(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    from compress.checkpoint.activations import MAX_FP8
-    from compress.checkpoint.scale_search import storable
+    from compress.checkpoint.scale_search import MAX_FP8, storable
 
     return storable(weight.abs().amax(1, keepdim=True) / MAX_FP8, dtype)
 
 
 def _codes(weight: Tensor, scale: Tensor) -> Tensor:
-    from compress.checkpoint.activations import FP8, MAX_FP8
+    from compress.checkpoint.scale_search import FP8, MAX_FP8
 
     return (weight.float() / scale).clamp_(-MAX_FP8, MAX_FP8).to(FP8)

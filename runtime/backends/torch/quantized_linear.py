@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compress.checkpoint.activations import quantize_tokens, round_tokens
+from compress.checkpoint.scale_search import quantize_tokens, round_tokens
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.base import Linear, LinearKernel, Target, is_integer

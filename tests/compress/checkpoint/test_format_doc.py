@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.activations import FP8
 from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.packing import pack_bits
+from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Fp8, Int
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight

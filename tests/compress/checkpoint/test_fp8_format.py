@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.checkpoint.activations import FP8, quantize_tokens, round_tokens
 from compress.checkpoint.config import read_config, write_config
 from compress.checkpoint.formats import awq, compressed_tensors, gptq
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scale_search import FP8, quantize_tokens, round_tokens
 from compress.checkpoint.verify import verify_against, verify_structure
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from compress.checkpoint.weights.base import digest

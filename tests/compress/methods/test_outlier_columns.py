@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.activations import quantize_tokens
 from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.scale_search import round_in_range
+from compress.checkpoint.scale_search import quantize_tokens, round_in_range
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Activations, Int, OutlierColumns, Scheme
 from compress.checkpoint.weights.base import digest

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.activations import quantize_tokens
-from compress.checkpoint.scale_search import round_in_range
+from compress.checkpoint.scale_search import quantize_tokens, round_in_range
 from compress.checkpoint.weights import Activations, Int
 from compress.common.errors import NumericsError
 from compress.methods.smoothquant import ALPHAS, search_alpha

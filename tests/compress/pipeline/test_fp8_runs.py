@@ -7,8 +7,8 @@ import torch
 
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
-from compress.checkpoint.activations import MAX_FP8
 from compress.checkpoint.reader import PackedCheckpoint
+from compress.checkpoint.scale_search import MAX_FP8
 from compress.checkpoint.weights import Activations, Fp8
 from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError

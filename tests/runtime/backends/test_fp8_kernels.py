@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import random_weight
 
-from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Fp8, Int
 from compress.common.errors import SchemeError
 from runtime.backends.base import Target

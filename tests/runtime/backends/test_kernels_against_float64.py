@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from tiny_models import random_weight
 
-from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Int
 from runtime.backends.base import Target
 from runtime.backends.registry import DEQUANTIZED

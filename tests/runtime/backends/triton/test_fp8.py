@@ -8,7 +8,7 @@ import torch
 from poisoned_memory import poisoned_allocations
 from tiny_models import random_weight
 
-from compress.checkpoint.activations import FP8, quantize_tokens
+from compress.checkpoint.scale_search import FP8, quantize_tokens
 from compress.checkpoint.weights import Activations, Fp8
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear

@@ -9,7 +9,7 @@ from covering import covering
 from poisoned_memory import poisoned_allocations
 from tiny_models import random_weight
 
-from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Int, Scheme
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear

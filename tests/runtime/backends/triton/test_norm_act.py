@@ -9,7 +9,7 @@ from covering import covering
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from compress.checkpoint.activations import quantize_tokens
+from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.fused_linear import (
