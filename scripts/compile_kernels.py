@@ -7,6 +7,7 @@ results so far. Exits with status 1 when something fails or is missing.
 
     python scripts/compile_kernels.py
     python scripts/compile_kernels.py --arch 90 --only skinny --json kernels.json
+    python scripts/compile_kernels.py --slice 3/40
 """
 
 from __future__ import annotations
@@ -26,12 +27,20 @@ from rich.console import Console
 ARCHITECTURES = (80, 90)
 
 
+def one_of_many(text: str) -> slice:
+    """The builds that "3/40" names: the third and every 40th after it."""
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(f"{text}: there is no such slice")
+    return slice(number - 1, None, count)
+
+
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capabilities: 80 90")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--every", type=int, default=1, help="compile one build in this many")
+    parser.add_argument("--slice", type=one_of_many, default=slice(None), metavar="K/N", help="one Nth of the builds")
     parser.add_argument("--combinations", action="store_true", help="every launch of kernels with many, too: hours")
     parser.add_argument("--list", action="store_true", help="print the builds instead of compiling them")
     parser.add_argument("--json", type=Path, help="write registers, memory and instructions here")
@@ -66,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = [
         each for arch in options.arch for each in all_builds(arch, options.combinations) if options.only in each.name
     ]
-    builds = known[:: options.every]
+    builds = known[options.slice]
     if options.list:
         console.print("\n".join(f"sm_{each.arch} {each.name}" for each in builds), markup=False, soft_wrap=True)
         return 0

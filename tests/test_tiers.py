@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from covering import covering
-from tiers import NOT_REACHED, TimeBox
+from tiers import NOT_REACHED, SLOW_SECONDS, TimeBox
 
 FULL_TIER = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "full_tier.py"))
 
@@ -53,11 +53,12 @@ def test_cases_after_the_end_are_skipped_and_counted(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_a_case_begins_only_if_it_can_end_soon_after_the_box() -> None:
-    case = SimpleNamespace(get_closest_marker=lambda name: SimpleNamespace(args=(3600,)))
-    TimeBox(end=time.time() + 2500).pytest_runtest_setup(case)
+def test_a_slow_case_begins_only_if_it_can_end_in_the_box() -> None:
+    case = SimpleNamespace(get_closest_marker=lambda name: name if name == "slow" else None)
+    TimeBox(end=time.time() + SLOW_SECONDS + 60).pytest_runtest_setup(case)
     with pytest.raises(pytest.skip.Exception, match=NOT_REACHED):
-        TimeBox(end=time.time() + 2300).pytest_runtest_setup(case)
+        TimeBox(end=time.time() + SLOW_SECONDS - 60).pytest_runtest_setup(case)
+    assert FULL_TIER["CASE_SECONDS"] >= 3 * SLOW_SECONDS  # a case on a slower machine than any so far fails by no time
 
 
 def test_the_commit_chooses_where_the_full_tier_begins() -> None:

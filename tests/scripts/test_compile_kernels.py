@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,8 @@ SOURCES = [
     SCRIPTS.parent / "compress/methods/shared/column_solver_triton.py",
 ]
 pytest.importorskip("triton")
+SLICES = 24
+"""Of the builds of an architecture; one takes about a minute of one core."""
 
 
 def compile_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,15 +44,27 @@ def make_launch(
 
 @pytest.mark.full
 def test_some_of_them() -> None:
-    result = compile_kernels("--every", "401")
+    result = compile_kernels("--slice", "1/400")
     assert result.returncode == 0, result.stdout
-    assert " 0 failed" in result.stdout
+    assert "4 builds, 0 failed" in result.stdout
 
 
 @pytest.mark.slow
-def test_all_that_can_be_launched() -> None:
-    result = compile_kernels()
+@pytest.mark.parametrize("arch", ["80", "90"])
+@pytest.mark.parametrize("number", range(1, SLICES + 1))
+def test_all_that_can_be_launched(arch: str, number: int) -> None:
+    result = compile_kernels("--arch", arch, "--slice", f"{number}/{SLICES}", "--jobs", "1")
     assert result.returncode == 0, result.stdout
+
+
+def test_slices_are_all_builds() -> None:
+    import compile_kernels as script
+
+    slices = [range(1250)[script.one_of_many(f"{number}/40")] for number in range(1, 41)]
+    assert sorted(chain(*slices)) == list(range(1250))
+    for wrong in ("0/40", "41/40", "3"):
+        with pytest.raises(ValueError, match=r"."):
+            script.one_of_many(wrong)
 
 
 def test_every_kernel_that_is_launched_is_recorded_and_has_rules() -> None:

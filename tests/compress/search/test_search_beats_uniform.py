@@ -31,7 +31,6 @@ def measured(folder: Path) -> tuple[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("words", "uniform", "share"),
     [
