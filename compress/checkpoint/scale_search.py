@@ -111,10 +111,10 @@ _CHUNK_ELEMENTS_GPU = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class GroupScales:
-    """`scale [O, G]` in the stored dtype (may be negative, never zero) and `zero [O, G]` uint8."""
+    """`scales [O, G]` in the stored dtype (may be negative, never zero) and `zero_points [O, G]` uint8."""
 
-    scale: Tensor
-    zero: Tensor
+    scales: Tensor
+    zero_points: Tensor
 
 
 def search_scales(
@@ -149,7 +149,7 @@ def search_scales(
     else:
         measure = _output_error(inputs.to(weight.device), groups)
     found = [_search_rows(rows, measure, scheme, scale_dtype) for rows in _row_chunks(weight, groups)]
-    return GroupScales(torch.cat([each.scale for each in found]), torch.cat([each.zero for each in found]))
+    return GroupScales(torch.cat([each.scales for each in found]), torch.cat([each.zero_points for each in found]))
 
 
 def range_scales(weight: Tensor, scheme: Int, scale_dtype: torch.dtype = torch.bfloat16) -> GroupScales:
@@ -173,10 +173,10 @@ def round_in_range(weight: Tensor, scheme: Int, scale_dtype: torch.dtype = torch
 
 def encode(weight: Tensor, scales: GroupScales, scheme: Int) -> IntegerWeight:
     """Rounds `weight [O, I]` to the nearest codes under given scales (half to even)."""
-    grouped = weight.float().unflatten(1, (scales.scale.shape[1], -1))
-    codes = (grouped / scales.scale.float().unsqueeze(-1)).round_().add_(scales.zero.unsqueeze(-1))
+    grouped = weight.float().unflatten(1, (scales.scales.shape[1], -1))
+    codes = (grouped / scales.scales.float().unsqueeze(-1)).round_().add_(scales.zero_points.unsqueeze(-1))
     codes = codes.clamp_(0, scheme.max_code).to(torch.uint8).flatten(1)
-    return IntegerWeight(codes, scales.scale, scales.zero, scheme)
+    return IntegerWeight(codes, scales.scales, scales.zero_points, scheme)
 
 
 def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:

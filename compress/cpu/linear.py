@@ -191,20 +191,20 @@ class CpuLinear:
     def _pack_codes(self, weight: IntegerWeight, codebook: Tensor | None, sparse: bool) -> None:
         code_bits = 4 if sparse else stored_bits(weight.scheme.bits)
         bits = SPARSE_BITS if sparse else code_bits
-        group = self.in_features // weight.scale.shape[1]
+        group = self.in_features // weight.scales.shape[1]
         _check_inputs(group)
         middle = 1 << (code_bits - 1)
         shift = 0 if codebook is not None else middle - weight.scheme.midpoint
-        codes = (weight.codes + shift).contiguous()
+        codes = (weight.qweight + shift).contiguous()
         if sparse:
             check_kept(codes)
         self._words = _empty_words(self.out_features, self.in_features, bits)
         _functions().linear_pack(codes.data_ptr(), self.out_features, self.in_features, bits, self._words.data_ptr())
-        self._scale = _tiled(weight.scale)
+        self._scale = _tiled(weight.scales)
         self._weight.bits, self._weight.group = bits, group
-        self._weight.scales, self._weight.scale_type = self._scale.data_ptr(), TYPES[weight.scale.dtype]
+        self._weight.scales, self._weight.scale_type = self._scale.data_ptr(), TYPES[weight.scales.dtype]
         if codebook is None and not weight.scheme.symmetric:
-            self._zero = _tiled(weight.zero + shift)
+            self._zero = _tiled(weight.zero_points + shift)
             self._weight.zeros = self._zero.data_ptr()
         if bits <= 4:
             values = list(range(-middle, middle)) if codebook is None else codebook.tolist()

@@ -103,4 +103,4 @@ def quantize_gptq(
         return encode(remaining, scales, scheme)
     solver = GPTQSolver(weight, factor.order, factor.feedback, Grid(scales, scheme), kept)
     solver.run()
-    return IntegerWeight(solver.in_original_order(solver.codes), scales.scale, scales.zero, scheme)
+    return IntegerWeight(solver.in_original_order(solver.codes), scales.scales, scales.zero_points, scheme)

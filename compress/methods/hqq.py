@@ -71,9 +71,9 @@ def quantize_hqq(
 
     dtype = scale_dtype or torch.bfloat16
     start = search_scales(weight, scheme, None, dtype)
-    rows = weight.float().unflatten(1, (start.scale.shape[1], -1))
+    rows = weight.float().unflatten(1, (start.scales.shape[1], -1))
     best = _Groups(rows, scheme, dtype, options)
-    best.improve(start.scale.float().unsqueeze(-1), start.zero.float().unsqueeze(-1))
+    best.improve(start.scales.float().unsqueeze(-1), start.zero_points.float().unsqueeze(-1))
     scales = GroupScales(best.scale.squeeze(-1).to(dtype), best.zero.squeeze(-1).to(torch.uint8))
     return encode(weight, scales, scheme)
 

@@ -69,7 +69,7 @@ def beside_outliers(weight: Tensor, codes: IntegerWeight, columns: Tensor, schem
     """Return codes of any method, with `columns [k]` of `weight [O, I]` as they are."""
     from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
 
-    values = weight[:, columns].to(codes.scale.dtype)
+    values = weight[:, columns].to(codes.scales.dtype)
     return OutlierWeight(without_columns(codes, columns), columns.int(), values, scheme)
 
 
@@ -114,4 +114,4 @@ def quantize_gptq_beside(
     among = factor.feedback[rounded:, rounded:]
     moved = weight.float().clone()
     moved[:, last] += torch.linalg.solve_triangular(among, fed, upper=True, left=False, unitriangular=True)
-    return beside_outliers(moved, IntegerWeight(codes, scales.scale, scales.zero, base), columns, scheme)
+    return beside_outliers(moved, IntegerWeight(codes, scales.scales, scales.zero_points, base), columns, scheme)

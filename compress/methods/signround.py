@@ -107,7 +107,7 @@ class SignRound(QuantizationMethod):
             lambda step: tick(step / options.steps),
         )
         after = {name: weight.codes() for name, weight in weights.items()}
-        changed = sum(int((after[name].codes != before[name].codes).sum()) for name in after)
-        total = sum(start.codes.numel() for start in before.values())
+        changed = sum(int((after[name].qweight != before[name].qweight).sum()) for name in after)
+        total = sum(start.qweight.numel() for start in before.values())
         record = TuningRecord(options.steps, learned.step, learned.loss_before, learned.loss_after, changed / total)
         return TunedBlock(after, record, "" if learned.step else KEPT_START)

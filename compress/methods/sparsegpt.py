@@ -83,7 +83,9 @@ def prune_sparsegpt(
     columns.run()
     if grid is None:
         return columns.in_original_order(columns.values)
-    return IntegerWeight(columns.in_original_order(columns.codes), grid.scales.scale, grid.scales.zero, grid.scheme)
+    return IntegerWeight(
+        columns.in_original_order(columns.codes), grid.scales.scales, grid.scales.zero_points, grid.scheme
+    )
 
 
 def _keep(score: Tensor, pattern: NMSparsity | None, share: float) -> Tensor:

@@ -123,9 +123,10 @@ def _by_rows(
         columns = 1.0 if importance is None else importance
         error += float(((found.dequantize() - rows).square() * columns).sum(dtype=torch.float64))
         total += float((rows.square() * columns).sum(dtype=torch.float64))
-        parts.append(IntegerWeight(found.codes.cpu(), found.scale.cpu(), found.zero.cpu(), found.scheme))
-    codes, scale, zero = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "zero"))
-    return IntegerWeight(codes, scale, zero, parts[0].scheme), error / total if total else 0.0
+        parts.append(found.cpu())
+    names = "qweight", "scales", "zero_points"
+    whole = IntegerWeight(*(torch.cat([getattr(part, name) for part in parts]) for name in names), parts[0].scheme)
+    return whole, error / total if total else 0.0
 
 
 @torch.no_grad()

@@ -47,9 +47,9 @@ class PackedEmbedding:
         self.scheme, self.dtype = weight.scheme, target.dtype
         self.hidden_size = weight.shape[1]
         # One byte per code needs no packing and is faster to read.
-        codes = weight.codes if self.scheme.bits == 8 else pack_bits(weight.codes, self.scheme.bits, 1)
-        self.codes, self.scale = codes.to(target.device), weight.scale.to(target.device)
-        self.zero = None if self.scheme.symmetric else weight.zero.to(target.device)
+        codes = weight.qweight if self.scheme.bits == 8 else pack_bits(weight.qweight, self.scheme.bits, 1)
+        self.codes, self.scale = codes.to(target.device), weight.scales.to(target.device)
+        self.zero = None if self.scheme.symmetric else weight.zero_points.to(target.device)
         self.nbytes = self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
     def __call__(self, token_ids: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def test_a_method_from_outside_stands_in_plan_recipe_and_report(toy, tmp_path: P
     name = report["blocks"][0]["linears"][0]["module"]
     packed = PackedCheckpoint.open(out).weight(name)
     dense = TensorFiles.open(demo_model_path()).tensor(f"{name}.weight").float()
-    steps = (packed.dequantize() - dense) / packed.scale.float().repeat_interleave(64, 1)
+    steps = (packed.dequantize() - dense) / packed.scales.float().repeat_interleave(64, 1)
     assert 0.5 < float(steps.mean()) < 1.1
 
 

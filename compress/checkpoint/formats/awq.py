@@ -39,9 +39,9 @@ def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, 
     check(weight.scheme, weight.shape)
     with about(module):
         return {
-            f"{module}.qweight": pack_bits(interleave_awq(weight.codes.T.contiguous()), BITS, 1),
-            f"{module}.qzeros": pack_bits(interleave_awq(weight.zero.T.contiguous()), BITS, 1),
-            f"{module}.scales": cast_exactly(weight.scale, torch.float16).T.contiguous(),
+            f"{module}.qweight": pack_bits(interleave_awq(weight.qweight.T.contiguous()), BITS, 1),
+            f"{module}.qzeros": pack_bits(interleave_awq(weight.zero_points.T.contiguous()), BITS, 1),
+            f"{module}.scales": cast_exactly(weight.scales, torch.float16).T.contiguous(),
         }
 
 

@@ -52,9 +52,9 @@ def encode(module: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, 
     group_size = weight.scheme.group_size or in_features
     with about(module):
         return {
-            f"{module}.qweight": pack_bits(weight.codes.T, bits, 0),
-            f"{module}.qzeros": pack_bits(weight.zero.T - 1, bits, 1),
-            f"{module}.scales": cast_exactly(weight.scale, torch.float16).T.contiguous(),
+            f"{module}.qweight": pack_bits(weight.qweight.T, bits, 0),
+            f"{module}.qzeros": pack_bits(weight.zero_points.T - 1, bits, 1),
+            f"{module}.scales": cast_exactly(weight.scales, torch.float16).T.contiguous(),
             f"{module}.g_idx": (torch.arange(in_features) // group_size).to(torch.int32),
         }
 

@@ -31,7 +31,7 @@ STEPS = tuple(2 ** (step / 8) for step in range(8))
 @register("fp8")
 @dataclass(frozen=True, slots=True)
 class Fp8(Scheme):
-    """`W ~ codes * scale`, one scale per row and no zero points.
+    """`W ~ qweight * scales`, one scale per row and no zero points.
 
     Attributes:
         activations: rounding of the inputs to such floats; None for 16-bit inputs.
@@ -104,69 +104,71 @@ class Fp8(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight(Weight):
-    """`W [O, I] ~ codes * scale`.
+    """`W [O, I] ~ qweight * scales`.
 
     Attributes:
-        codes: float8_e4m3fn `[O, I]`, in the original column order; no NaN.
-        scale: `[O, 1]` in the dtype that is stored (bfloat16, float16 or float32).
+        qweight: float8_e4m3fn `[O, I]`, in the original column order; no NaN.
+        scales: `[O, 1]` in the dtype that is stored (bfloat16, float16 or float32).
 
     Raises:
         SchemeError: shapes or dtypes that contradict the scheme.
     """
 
-    codes: Tensor
-    scale: Tensor
+    qweight: Tensor
+    scales: Tensor
     scheme: Fp8
 
     def __post_init__(self) -> None:
         import torch
 
-        if not isinstance(self.scheme, Fp8) or self.codes.dtype != torch.float8_e4m3fn:
-            raise SchemeError(f"codes of {self.scheme} cannot be {self.codes.dtype}")
-        if tuple(self.scale.shape) != (self.codes.shape[0], 1):
-            raise SchemeError(f"scale {tuple(self.scale.shape)} must be {(self.codes.shape[0], 1)} for {self.scheme}")
+        if not isinstance(self.scheme, Fp8) or self.qweight.dtype != torch.float8_e4m3fn:
+            raise SchemeError(f"codes of {self.scheme} cannot be {self.qweight.dtype}")
+        if tuple(self.scales.shape) != (self.qweight.shape[0], 1):
+            raise SchemeError(
+                f"scale {tuple(self.scales.shape)} must be {(self.qweight.shape[0], 1)} for {self.scheme}"
+            )
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.qweight.shape[0], self.qweight.shape[1]
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes
+        return self.qweight.nbytes + self.scales.nbytes
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         import torch
 
-        exact = exact_dtype(dtype or torch.float32, self.scale)
-        values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.codes.device)
+        exact = exact_dtype(dtype or torch.float32, self.scales)
+        values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.qweight.device)
         rows = max(1, PANEL_ELEMENTS // max(1, self.shape[1]))
-        for codes, scale, out in zip(*(each.split(rows) for each in (self.codes, self.scale, values)), strict=True):
+        for codes, scale, out in zip(*(each.split(rows) for each in (self.qweight, self.scales, values)), strict=True):
             out.copy_(codes.to(exact) * scale.to(exact))
         return values
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {".weight": self.codes, ".weight_scale": cast_exactly(self.scale, dtype)}
+        return {".weight": self.qweight, ".weight_scale": cast_exactly(self.scales, dtype)}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
-        return Fp8Weight(change(self.codes), change(self.scale), self.scheme)
+        return Fp8Weight(change(self.qweight), change(self.scales), self.scheme)
 
     def fuse(self, others: Sequence[Weight]) -> Fp8Weight | None:
         import torch
 
         parts = [self, *(each for each in others if isinstance(each, Fp8Weight))]
-        same = {(each.scheme, each.scale.dtype) for each in parts}
+        same = {(each.scheme, each.scales.dtype) for each in parts}
         if len(parts) <= len(others) or len(same) > 1:
             return None
-        codes, scale = torch.cat([each.codes for each in parts]), torch.cat([each.scale for each in parts])
+        codes, scale = torch.cat([each.qweight for each in parts]), torch.cat([each.scales for each in parts])
         return Fp8Weight(codes, scale, self.scheme)
 
     def problems(self, module: str) -> Iterator[str]:
-        return scale_problems(module, self.scale)
+        return scale_problems(module, self.scales)
 
     def digest(self) -> str:
         import torch
 
-        return digest_of(f"fp8 {self.shape}", self.codes, self.scale.to(torch.float64))
+        return digest_of(f"fp8 {self.shape}", self.qweight, self.scales.to(torch.float64))
 
 
 def _best_scale(weight: Tensor, importance: Tensor | None, dtype: torch.dtype) -> Tensor:

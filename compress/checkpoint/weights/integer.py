@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @register("bits")
 @dataclass(frozen=True, slots=True)
 class Int(Scheme):
-    """`W ~ (codes - zero) * scale`, one scale per row and group.
+    """`W ~ (qweight - zero_points) * scales`, one scale per row and group.
 
     Attributes:
         bits: width of a code, 2 to 8.
@@ -198,54 +198,56 @@ def integers(scheme: Scheme | None) -> Int:
 
 @dataclass(frozen=True, slots=True)
 class IntegerWeight(Weight):
-    """`W [O, I] ~ (codes - zero) * scale`, with zero and scale repeated over each group of columns.
+    """`W [O, I] ~ (qweight - zero_points) * scales`, with scales and zero points repeated over each group of columns.
 
     Attributes:
-        codes: uint8 `[O, I]`, each in `[0, scheme.max_code]`, in the original column order.
-        scale: `[O, G]` in the dtype that is stored (bfloat16, float16 or float32); may be negative.
-        zero: uint8 `[O, G]`; `scheme.midpoint` everywhere when symmetric.
+        qweight: uint8 `[O, I]`, codes, each in `[0, scheme.max_code]`, in the original column order.
+        scales: `[O, G]` in the dtype that is stored (bfloat16, float16 or float32); may be negative.
+        zero_points: uint8 `[O, G]`; `scheme.midpoint` everywhere when symmetric.
         scheme: bits, group size and symmetry.
 
     Raises:
         SchemeError: shapes, dtypes or zero points that contradict the scheme.
     """
 
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor
+    qweight: Tensor
+    scales: Tensor
+    zero_points: Tensor
     scheme: Int
 
     def __post_init__(self) -> None:
         import torch
 
-        expected = (self.codes.shape[0], self.scheme.num_groups(self.codes.shape[1]))
-        if self.codes.dtype != torch.uint8 or self.zero.dtype != torch.uint8:
-            raise SchemeError(f"codes and zero points must be uint8, not {self.codes.dtype} and {self.zero.dtype}")
-        if tuple(self.scale.shape) != expected or tuple(self.zero.shape) != expected:
-            shapes = f"scale {tuple(self.scale.shape)} and zero {tuple(self.zero.shape)}"
+        expected = (self.qweight.shape[0], self.scheme.num_groups(self.qweight.shape[1]))
+        if self.qweight.dtype != torch.uint8 or self.zero_points.dtype != torch.uint8:
+            raise SchemeError(
+                f"codes and zero points must be uint8, not {self.qweight.dtype} and {self.zero_points.dtype}"
+            )
+        if tuple(self.scales.shape) != expected or tuple(self.zero_points.shape) != expected:
+            shapes = f"scale {tuple(self.scales.shape)} and zero {tuple(self.zero_points.shape)}"
             raise SchemeError(f"{shapes} must be {expected} for {self.scheme}")
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.qweight.shape[0], self.qweight.shape[1]
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
+        return self.qweight.nbytes + self.scales.nbytes + self.zero_points.nbytes
 
     @property
     def is_symmetric(self) -> bool:
-        return bool((self.zero == self.scheme.midpoint).all())
+        return bool((self.zero_points == self.scheme.midpoint).all())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values `[O, I]`. The product is exact in float32 and rounded once, so 16-bit results are the correctly
         rounded ones that other loaders also compute."""
         import torch
 
-        exact = exact_dtype(dtype or torch.float32, self.scale)
-        values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.codes.device)
+        exact = exact_dtype(dtype or torch.float32, self.scales)
+        values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.qweight.device)
         rows = max(1, PANEL_ELEMENTS // max(1, self.shape[1]))
-        parts = zip(*(each.split(rows) for each in (self.codes, self.zero, self.scale, values)), strict=True)
+        parts = zip(*(each.split(rows) for each in (self.qweight, self.zero_points, self.scales, values)), strict=True)
         for codes, zero, scale, out in parts:
             offsets = codes.unflatten(1, (scale.shape[1], -1)).to(exact) - zero.to(exact).unsqueeze(-1)
             out.copy_((offsets * scale.to(exact).unsqueeze(-1)).flatten(1))
@@ -256,11 +258,11 @@ class IntegerWeight(Weight):
 
         from compress.checkpoint.packing import pack_bits
 
-        scale = cast_exactly(self.scale, dtype)
+        scale = cast_exactly(self.scales, dtype)
         if self.scheme.activations:
-            return {".weight": (self.codes ^ 0x80).view(torch.int8), ".weight_scale": scale}
+            return {".weight": (self.qweight ^ 0x80).view(torch.int8), ".weight_scale": scale}
         return {
-            ".weight_packed": pack_bits(self.codes, self.scheme.bits, 1),
+            ".weight_packed": pack_bits(self.qweight, self.scheme.bits, 1),
             ".weight_scale": scale,
             ".weight_shape": torch.tensor(self.shape, dtype=torch.int64),
             **self.zero_tensors(),
@@ -272,10 +274,10 @@ class IntegerWeight(Weight):
 
         if self.scheme.symmetric:
             return {}
-        return {".weight_zero_point": pack_bits(self.zero, self.scheme.bits, 0)}
+        return {".weight_zero_point": pack_bits(self.zero_points, self.scheme.bits, 0)}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
-        return IntegerWeight(change(self.codes), change(self.scale), change(self.zero), self.scheme)
+        return IntegerWeight(change(self.qweight), change(self.scales), change(self.zero_points), self.scheme)
 
     def cpu(self) -> IntegerWeight:
         return self.changed(lambda tensor: tensor.cpu())
@@ -287,19 +289,21 @@ class IntegerWeight(Weight):
         import torch
 
         parts = [self, *(each for each in others if isinstance(each, IntegerWeight))]
-        same = {(each.scheme, each.scale.dtype) for each in parts}
+        same = {(each.scheme, each.scales.dtype) for each in parts}
         if len(parts) <= len(others) or len(same) > 1:
             return None
-        codes, scale, zero = (torch.cat([getattr(each, name) for each in parts]) for name in ("codes", "scale", "zero"))
+        codes, scale, zero = (
+            torch.cat([getattr(each, name) for each in parts]) for name in ("qweight", "scales", "zero_points")
+        )
         return IntegerWeight(codes, scale, zero, self.scheme)
 
     def problems(self, module: str) -> Iterator[str]:
-        if max(int(self.codes.max()), int(self.zero.max())) > self.scheme.max_code:
+        if max(int(self.qweight.max()), int(self.zero_points.max())) > self.scheme.max_code:
             yield f"{module} has codes or zero points above {self.scheme.max_code}"
-        yield from scale_problems(module, self.scale)
+        yield from scale_problems(module, self.scales)
 
     def digest(self) -> str:
         import torch
 
         kind = f"{self.scheme.bits} {self.scheme.group_size} {self.shape}"
-        return digest_of(kind, self.codes, self.scale.to(torch.float64), self.zero)
+        return digest_of(kind, self.qweight, self.scales.to(torch.float64), self.zero_points)

@@ -145,8 +145,8 @@ class OutlierWeight(Weight):
         indices = self.columns.long()
         if int(indices.min()) < 0 or int(indices.max()) >= width or bool((indices.diff() <= 0).any()):
             raise SchemeError(f"outlier columns do not rise from 0 to {width - 1}")
-        groups = indices // (width // self.base.zero.shape[1])
-        if not bool((self.base.codes[:, indices] == self.base.zero[:, groups]).all()):
+        groups = indices // (width // self.base.zero_points.shape[1])
+        if not bool((self.base.qweight[:, indices] == self.base.zero_points[:, groups]).all()):
             raise SchemeError("codes of outlier columns are not the zero point")
 
     @property
@@ -200,7 +200,7 @@ class OutlierWeight(Weight):
 def without_columns(weight: IntegerWeight, columns: Tensor) -> IntegerWeight:
     """The same integers with the zero point in every code of `columns [k]`."""
     indices = columns.long()
-    groups = indices // (weight.shape[1] // weight.zero.shape[1])
-    codes = weight.codes.clone()
-    codes[:, indices] = weight.zero[:, groups]
-    return IntegerWeight(codes, weight.scale, weight.zero, weight.scheme)
+    groups = indices // (weight.shape[1] // weight.zero_points.shape[1])
+    codes = weight.qweight.clone()
+    codes[:, indices] = weight.zero_points[:, groups]
+    return IntegerWeight(codes, weight.scales, weight.zero_points, weight.scheme)

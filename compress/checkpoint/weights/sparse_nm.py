@@ -261,9 +261,9 @@ class SparseWeight(Weight):
             kept = self.values.to(dtype).gather(1, indices).contiguous()
             return {".weight_values": kept, ".weight_indices": packed}
         return {
-            ".weight_packed": pack_bits(self.values.codes.gather(1, indices), self.scheme.bits, 1),
+            ".weight_packed": pack_bits(self.values.qweight.gather(1, indices), self.scheme.bits, 1),
             ".weight_indices": packed,
-            ".weight_scale": cast_exactly(self.values.scale, dtype),
+            ".weight_scale": cast_exactly(self.values.scales, dtype),
             ".weight_shape": torch.tensor(self.shape, dtype=torch.int64),
             **self.values.zero_tensors(),
         }
@@ -272,8 +272,8 @@ class SparseWeight(Weight):
         """Bool `[O, I]`: values that are not zero."""
         if not isinstance(self.values, Weight):
             return self.values != 0
-        zero = self.values.zero
-        return self.values.codes != zero.repeat_interleave(self.shape[1] // zero.shape[1], 1)
+        zero = self.values.zero_points
+        return self.values.qweight != zero.repeat_interleave(self.shape[1] // zero.shape[1], 1)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> SparseWeight:
         values = self.values.changed(change) if isinstance(self.values, Weight) else change(self.values)

@@ -38,7 +38,7 @@ class OrderedGrid:
     """
 
     def __init__(self, grid: Grid, num_columns: int, order: Tensor) -> None:
-        scale, zero = (each.float().T.contiguous() for each in (grid.scales.scale, grid.scales.zero))
+        scale, zero = (each.float().T.contiguous() for each in (grid.scales.scales, grid.scales.zero_points))
         self.compiled = ColumnGrid(scale, zero, order // (num_columns // len(scale)), grid.scheme.max_code)
         self._group = self.compiled.group.tolist()
 

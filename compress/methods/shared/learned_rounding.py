@@ -49,7 +49,7 @@ class LearnedRounding:
         self._latent = _within_codes(weight, start)
         self.offset = torch.zeros_like(self._latent, requires_grad=True)
         ends = 1 if start.scheme.symmetric else 2
-        self.stretch = torch.ones(ends, *start.scale.shape, device=weight.device, requires_grad=True)
+        self.stretch = torch.ones(ends, *start.scales.shape, device=weight.device, requires_grad=True)
 
     def values(self) -> Tensor:
         """Return `[O, I]` float32, differentiable in `offset` and `stretch`."""
@@ -61,7 +61,7 @@ class LearnedRounding:
         """Return the rounded weight; its values are `values()`."""
         scale, zero = self._scales()
         codes, _, _ = _round(self._latent, self.offset, scale, zero, self._start.scheme.max_code)
-        stored = scale.to(self._start.scale.dtype), zero.to(torch.uint8)
+        stored = scale.to(self._start.scales.dtype), zero.to(torch.uint8)
         return IntegerWeight(codes.to(torch.uint8).flatten(1), *stored, self._start.scheme)
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class LearnedRounding:
 
     def _scales(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point `[O, G]` as float32, as they are stored; both differentiable in `stretch`."""
-        scheme, before, zero = self._start.scheme, self._start.scale.float(), self._start.zero.float()
+        scheme, before, zero = self._start.scheme, self._start.scales.float(), self._start.zero_points.float()
         if scheme.symmetric:
             scale = before * self.stretch[0]
         else:
@@ -93,7 +93,7 @@ class LearnedRounding:
             moved = zero * self.stretch[0] / wider
             scale = before * wider
             zero = _straight_through(moved, lambda exact: exact.round().clamp(0, scheme.max_code))
-        return _straight_through(scale, lambda exact: storable(exact, self._start.scale.dtype)), zero
+        return _straight_through(scale, lambda exact: storable(exact, self._start.scales.dtype)), zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +192,12 @@ class _Replaced(torch.autograd.Function):
 
 
 def _on(device: torch.device, weight: IntegerWeight) -> IntegerWeight:
-    return IntegerWeight(weight.codes.to(device), weight.scale.to(device), weight.zero.to(device), weight.scheme)
+    return weight.changed(lambda tensor: tensor.to(device))
 
 
 def _within_codes(weight: Tensor, start: IntegerWeight) -> Tensor:
     """Return the values nearest to `weight [O, I]` that round to the start's codes, float32."""
-    scale, zero = start.scale.float().unsqueeze(-1), start.zero.float().unsqueeze(-1)
-    codes = start.codes.float().unflatten(1, (start.scale.shape[1], -1))
-    exact = weight.float().unflatten(1, (start.scale.shape[1], -1)) / scale + zero
+    scale, zero = start.scales.float().unsqueeze(-1), start.zero_points.float().unsqueeze(-1)
+    codes = start.qweight.float().unflatten(1, (start.scales.shape[1], -1))
+    exact = weight.float().unflatten(1, (start.scales.shape[1], -1)) / scale + zero
     return ((torch.maximum(torch.minimum(exact, codes + _INSIDE), codes - _INSIDE) - zero) * scale).flatten(1)

@@ -100,10 +100,10 @@ def kernel_group_size(scheme: Scheme, in_features: int) -> int:
 
 def _padded(weight: IntegerWeight, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scale and zero with scales repeated to `num_groups` and rows of zeros up to the kernel's multiple."""
-    repeats = num_groups // weight.scale.shape[1]
+    repeats = num_groups // weight.scales.shape[1]
     rows = -weight.shape[0] % ROW_MULTIPLE
-    scale, zero = (t.repeat_interleave(repeats, 1) for t in (weight.scale, weight.zero))
-    codes, scale, zero = (torch.cat((t, t.new_zeros(rows, t.shape[1]))) for t in (weight.codes, scale, zero))
+    scale, zero = (t.repeat_interleave(repeats, 1) for t in (weight.scales, weight.zero_points))
+    codes, scale, zero = (torch.cat((t, t.new_zeros(rows, t.shape[1]))) for t in (weight.qweight, scale, zero))
     return codes, scale, zero
 
 
@@ -158,10 +158,10 @@ class Int8DynamicLinear:
     """Weights in oneDNN's own blocked layout."""
 
     def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
-        offsets = (weight.codes.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
-        self.nbytes = offsets.nbytes + weight.scale.nbytes
+        offsets = (weight.qweight.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
+        self.nbytes = offsets.nbytes + weight.scales.nbytes
         self._packed = torch.ops.onednn.qlinear_prepack(offsets, None)
-        self._scale = weight.scale[:, 0].float().contiguous()
+        self._scale = weight.scales[:, 0].float().contiguous()
         self._bias = bias
         self._zero = torch.zeros(weight.shape[0], dtype=torch.int32)
         self._multiply = torch.ops.onednn.qlinear_pointwise.default

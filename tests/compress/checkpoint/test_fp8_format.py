@@ -32,15 +32,15 @@ def test_codes_come_back_to_the_bit(dense_folder, pack, tmp_path, scheme, layout
     for module, weight in weights.items():
         stored = packed.tensor(f"{module}.weight")
         assert stored.dtype == FP8
-        assert torch.equal(stored.view(torch.uint8), weight.codes.view(torch.uint8))
+        assert torch.equal(stored.view(torch.uint8), weight.qweight.view(torch.uint8))
         assert torch.equal(packed.weight(module).dequantize(torch.bfloat16), weight.dequantize(torch.bfloat16))
 
 
 def test_a_changed_code_is_noticed(dense_folder, pack, tmp_path):
     weights = pack(dense_folder, tmp_path / "packed", lambda module: W8A8)
     module, weight = next(iter(weights.items()))
-    other = Fp8Weight(weight.codes.clone(), weight.scale, W8A8)
-    other.codes.view(torch.uint8)[0, 0] ^= 0x80  # also where that makes 0 of -0
+    other = Fp8Weight(weight.qweight.clone(), weight.scales, W8A8)
+    other.qweight.view(torch.uint8)[0, 0] ^= 0x80  # also where that makes 0 of -0
     assert digest(other) != digest(weight)
     digests = {name: digest(each) for name, each in weights.items()} | {module: digest(other)}
     assert len(verify_against(tmp_path / "packed", digests)) == 1
@@ -73,8 +73,8 @@ def test_one_scale_for_a_matrix_is_read(dense_folder, pack, tmp_path):
     write_config(tmp_path / "packed", config)
     for module, weight in weights.items():
         read = PackedCheckpoint.open(tmp_path / "packed").weight(module)
-        assert read.scale.shape == (weight.shape[0], 1)
-        expected = weight.codes.double() * read.scale[0].double()
+        assert read.scales.shape == (weight.shape[0], 1)
+        expected = weight.qweight.double() * read.scales[0].double()
         assert torch.equal(read.dequantize(torch.float64), expected)
 
 

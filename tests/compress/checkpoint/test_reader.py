@@ -37,9 +37,9 @@ def test_packed(dense_folder, pack, tmp_path):
     assert packed.shape(UP) == (256, 128)
     weight = packed.weight(UP)
     assert isinstance(weight, IntegerWeight)
-    assert torch.equal(weight.codes, weights[UP].codes)
-    assert torch.equal(weight.zero, weights[UP].zero)
-    assert weight.scale.dtype == torch.bfloat16
+    assert torch.equal(weight.qweight, weights[UP].qweight)
+    assert torch.equal(weight.zero_points, weights[UP].zero_points)
+    assert weight.scales.dtype == torch.bfloat16
     assert isinstance(packed.weight("model.layers.1.self_attn.q_proj"), torch.Tensor)
     assert "model.layers.1.self_attn.q_proj.bias" in packed.dense_names()
     assert packed.weight_bytes(UP) == 256 * 128 * 3 // 8 + 256 * 4 * 2 + 256 * 4 * 3 // 8

@@ -66,11 +66,11 @@ def test_search_never_loses_to_the_plain_range(bits: int, group_size: int | None
     groups = scheme.num_groups(256)
     searched = encode(weight, search_scales(weight, scheme, importance), scheme)
     plain = encode(weight, range_scales(weight, scheme), scheme)
-    assert searched.codes.max() <= scheme.max_code
-    assert torch.isfinite(searched.scale).all()
-    assert (searched.scale != 0).all()
+    assert searched.qweight.max() <= scheme.max_code
+    assert torch.isfinite(searched.scales).all()
+    assert (searched.scales != 0).all()
     if symmetric:
-        assert (searched.zero == scheme.midpoint).all()
+        assert (searched.zero_points == scheme.midpoint).all()
     better = group_errors(weight, searched.dequantize(), importance, groups)
     worse = group_errors(weight, plain.dequantize(), importance, groups)
     assert (better <= worse * 1.001 + 1e-12).all()
@@ -91,8 +91,8 @@ def test_enormous_and_minute_weights_keep_finite_scales() -> None:
     for magnitude in (1e30, 1e-30):
         weight = heavy_tailed(4, 64) * magnitude
         coded = encode(weight, search_scales(weight, Int(4, 32)), Int(4, 32))
-        assert torch.isfinite(coded.scale).all()
-        assert (coded.scale != 0).all()
+        assert torch.isfinite(coded.scales).all()
+        assert (coded.scales != 0).all()
         assert (coded.dequantize() - weight).norm(dtype=torch.float64) < 0.2 * weight.norm(dtype=torch.float64)
 
 
@@ -101,8 +101,8 @@ def test_signed_full_range_reaches_the_largest_element_on_either_side() -> None:
     for weight in (rising, -rising):
         scales = range_scales(weight, Int(4, 32, True))
         coded = encode(weight, scales, Int(4, 32, True))
-        assert coded.codes[0, 3] == 0, "the element of largest magnitude takes the code -8"
-        assert scales.scale.sign().item() == -weight[0, 3].sign()
+        assert coded.qweight[0, 3] == 0, "the element of largest magnitude takes the code -8"
+        assert scales.scales.sign().item() == -weight[0, 3].sign()
 
 
 def test_negative_scales_are_found_when_they_pay() -> None:
@@ -121,9 +121,9 @@ def test_groups_of_zeros_get_a_harmless_scale(symmetric: bool, dtype: torch.dtyp
     weight[1, :32] = 1e-42
     scheme = Int(4, 32, symmetric)
     coded = encode(weight, search_scales(weight, scheme, scale_dtype=dtype), scheme)
-    assert coded.scale.dtype == dtype
-    assert torch.isfinite(coded.scale).all()
-    assert (coded.scale != 0).all()
+    assert coded.scales.dtype == dtype
+    assert torch.isfinite(coded.scales).all()
+    assert (coded.scales != 0).all()
     assert (coded.dequantize()[2:] == 0).all()
 
 
@@ -147,11 +147,11 @@ def test_scales_are_judged_as_they_are_stored() -> None:
     for scheme in (Int(8, 64, True), Int(8, 64, False), Int(4, 64, True)):
         scales = search_scales(weight, scheme)
         coded = encode(weight, scales, scheme)
-        exact = weight.double().unflatten(1, (2, -1)) / scales.scale.double().unsqueeze(-1)
-        nearest = (exact + scales.zero.double().unsqueeze(-1)).round().clamp(0, scheme.max_code).flatten(1)
-        assert (nearest != coded.codes).float().mean() < 1e-3
+        exact = weight.double().unflatten(1, (2, -1)) / scales.scales.double().unsqueeze(-1)
+        nearest = (exact + scales.zero_points.double().unsqueeze(-1)).round().clamp(0, scheme.max_code).flatten(1)
+        assert (nearest != coded.qweight).float().mean() < 1e-3
         again = encode(coded.dequantize(), scales, scheme)
-        assert torch.equal(again.codes, coded.codes)
+        assert torch.equal(again.qweight, coded.qweight)
 
 
 def test_search_on_inputs_minimises_the_groups_output_error() -> None:
@@ -175,15 +175,15 @@ def test_chunking_over_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     whole = search_scales(weight, scheme)
     monkeypatch.setattr("compress.checkpoint.scale_search._CHUNK_ELEMENTS_CPU", 3 * 128)
     chunked = search_scales(weight, scheme)
-    assert torch.equal(whole.scale, chunked.scale)
-    assert torch.equal(whole.zero, chunked.zero)
+    assert torch.equal(whole.scales, chunked.scales)
+    assert torch.equal(whole.zero_points, chunked.zero_points)
 
 
 def test_16_bit_weights_are_accepted() -> None:
     weight = heavy_tailed(8, 64).to(torch.bfloat16)
     coded = encode(weight, search_scales(weight, Int(4, 32)), Int(4, 32))
     same = encode(weight.float(), search_scales(weight.float(), Int(4, 32)), Int(4, 32))
-    assert torch.equal(coded.codes, same.codes)
+    assert torch.equal(coded.qweight, same.qweight)
 
 
 def test_refusals() -> None:

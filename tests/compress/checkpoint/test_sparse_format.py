@@ -62,9 +62,9 @@ def test_integers_come_back(bits, symmetric, group_size, sparsity, rows, blocks,
     weight = make_integers(scheme, rows, 32 * blocks, seed)
     tensors = compress_runtime.encode(M, weight, torch.bfloat16)
     again = compress_runtime.decode(M, stored(tensors), scheme)
-    assert torch.equal(again.values.codes, weight.values.codes)
-    assert torch.equal(again.values.scale, weight.values.scale)
-    assert torch.equal(again.values.zero, weight.values.zero)
+    assert torch.equal(again.values.qweight, weight.values.qweight)
+    assert torch.equal(again.values.scales, weight.values.scales)
+    assert torch.equal(again.values.zero_points, weight.values.zero_points)
     assert compress_runtime.shape(M, stored(tensors), scheme) == weight.shape
 
 

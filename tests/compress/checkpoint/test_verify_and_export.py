@@ -188,9 +188,15 @@ def test_scales_outside_of_float16_are_refused(packed):
 
 def test_digest_sees_every_part(make_weight):
     weight = make_weight((8, 64), Int(4, 32, False))
-    same = IntegerWeight(weight.codes.clone(), weight.scale.to(torch.float32), weight.zero.clone(), weight.scheme)
+    same = IntegerWeight(
+        weight.qweight.clone(), weight.scales.to(torch.float32), weight.zero_points.clone(), weight.scheme
+    )
     assert digest(same) == digest(weight), "the dtype of exact scales does not matter"
-    for name in ("codes", "scale", "zero"):
-        parts = {"codes": weight.codes.clone(), "scale": weight.scale.clone(), "zero": weight.zero.clone()}
+    for name in ("qweight", "scales", "zero_points"):
+        parts = {
+            "qweight": weight.qweight.clone(),
+            "scales": weight.scales.clone(),
+            "zero_points": weight.zero_points.clone(),
+        }
         parts[name][0, 0] += 1
         assert digest(IntegerWeight(**parts, scheme=weight.scheme)) != digest(weight)

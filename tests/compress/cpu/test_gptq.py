@@ -43,7 +43,7 @@ def loss(columns: GPTQSolver, hessian: Tensor) -> float:
 def exact_codes(weight: Tensor, factor: HessianFactor, scales: GroupScales, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """Codes `[I, O]` in the loop's order by the definition, in float64, and how far each was from another code."""
     errors = weight.double().T[factor.order].clone()
-    scale, zero = scales.scale.double().T, scales.zero.double().T
+    scale, zero = scales.scales.double().T, scales.zero_points.double().T
     size = weight.shape[1] // len(scale)
     codes, margin = torch.zeros_like(errors), torch.zeros_like(errors)
     for i, column in enumerate(factor.order.tolist()):

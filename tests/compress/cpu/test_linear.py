@@ -86,7 +86,7 @@ def test_every_code_value_and_place(bits, dtype, instruction_set):
     """Identity activations read the weights back, exactly: all codes, zero points and scales in their places."""
     base = random_weight((70, 128), Int(bits, 32, symmetric=False))
     codes = torch.arange(70 * 128).view(70, 128).remainder(1 << bits).to(torch.uint8)
-    weight = IntegerWeight(codes, base.scale, base.zero, base.scheme)
+    weight = IntegerWeight(codes, base.scales, base.zero_points, base.scheme)
     linear = CpuLinear(weight, instruction_set=instruction_set)
     assert torch.equal(linear(torch.eye(128, dtype=dtype)).T, weight.dequantize(dtype))
     for read in (torch.bfloat16, torch.float32, torch.float64):
@@ -99,7 +99,7 @@ def test_every_code_value_and_place(bits, dtype, instruction_set):
 def test_any_codebook(bits, instruction_set):
     weight = random_weight((80, 128), Int(bits, 64))
     codebook = activations(1, 1 << bits, torch.bfloat16)[0]
-    dense = codebook.double()[weight.codes.int()].unflatten(1, (-1, 64)) * weight.scale.double().unsqueeze(-1)
+    dense = codebook.double()[weight.qweight.int()].unflatten(1, (-1, 64)) * weight.scales.double().unsqueeze(-1)
     linear = CpuLinear(weight, codebook=codebook.float(), instruction_set=instruction_set)
     for dtype in (torch.bfloat16, torch.float32):
         x = activations(9, 128, dtype)

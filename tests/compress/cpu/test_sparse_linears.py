@@ -25,8 +25,8 @@ def sparse_weight(shape: tuple[int, int], bits: int = 4, group: int | None = 32,
     """Two of every four codes are kept, sometimes fewer because a kept one is zero, too."""
     weight = random_weight(shape, Int(bits, group), seed, dtype=torch.float16)
     order = torch.rand(shape[0], shape[1] // 4, 4, generator=torch.Generator().manual_seed(seed)).argsort(-1)
-    codes = weight.codes.clone().masked_fill_((order >= 2).flatten(1), weight.scheme.midpoint)
-    return IntegerWeight(codes, weight.scale, weight.zero, weight.scheme)
+    codes = weight.qweight.clone().masked_fill_((order >= 2).flatten(1), weight.scheme.midpoint)
+    return IntegerWeight(codes, weight.scales, weight.zero_points, weight.scheme)
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_every_code_in_every_place(instruction_set: int) -> None:
                 [row % 16, (row // 6 + quad) % 16], dtype=torch.uint8
             )
     base = sparse_weight((96, 96))
-    weight = IntegerWeight(codes.flatten(1), base.scale, base.zero, base.scheme)
+    weight = IntegerWeight(codes.flatten(1), base.scales, base.zero_points, base.scheme)
     linear = CpuLinear(weight, sparse=True, instruction_set=instruction_set)
     assert torch.equal(linear(torch.eye(96)).T, weight.dequantize(torch.float32))
     indices = torch.tensor([95, 0, 63, 64])

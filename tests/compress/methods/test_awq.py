@@ -151,7 +151,7 @@ def test_silent_inputs_and_wild_magnitudes_keep_scales_finite() -> None:
 
 def group_output_errors(weight: Tensor, quantized: IntegerWeight, inputs: Tensor) -> Tensor:
     """`[O, G]` in float64: squared error of each group's share of each output, token by token."""
-    groups = quantized.scale.shape[1]
+    groups = quantized.scales.shape[1]
     change = (quantized.dequantize(torch.float64) - weight.double()).unflatten(1, (groups, -1))
     return torch.einsum("ogi,tgi->otg", change, inputs.double().unflatten(1, (groups, -1))).square().sum(1)
 
@@ -185,14 +185,14 @@ def test_every_scheme_is_at_least_as_good_as_rounding(bits: int, group_size: int
     smoothed, eased = weight * smoothing.scale, inputs / smoothing.scale
     quantized = quantize_awq(smoothed, scheme, clip=search_clip(smoothed, eased, scheme))
     again = quantize_awq(smoothed, scheme, clip=search_clip(smoothed, eased, scheme))
-    assert torch.equal(quantized.codes, again.codes)
+    assert torch.equal(quantized.qweight, again.qweight)
     assert loss([quantized.dequantize() / smoothing.scale]) < loss([quantize_rtn(weight, scheme).dequantize()])
 
 
 def test_without_ranges_the_importance_decides() -> None:
     weight, importance = random_weight(16, 64), outlier_inputs(64, 64).square().mean(0)
     by_awq = quantize_awq(weight, Int(4, 32), importance)
-    assert torch.equal(by_awq.codes, quantize_rtn(weight, Int(4, 32), importance).codes)
+    assert torch.equal(by_awq.qweight, quantize_rtn(weight, Int(4, 32), importance).qweight)
 
 
 def test_refusals() -> None:

@@ -46,8 +46,8 @@ def test_nearly_all_codes_are_those_of_torch(gpu, outputs: int, inputs: int, sch
     assert rows_apart < 0.1
     assert loss(in_triton, hessian) == pytest.approx(loss(by_torch, hessian), rel=0.01)
     new = weight.T[factor.order] - in_triton.errors
-    group = factor.order // (inputs // grid.scales.scale.shape[1])
-    exact = (in_triton.codes - grid.scales.zero.T[group].float()) * grid.scales.scale.T[group].float()
+    group = factor.order // (inputs // grid.scales.scales.shape[1])
+    exact = (in_triton.codes - grid.scales.zero_points.T[group].float()) * grid.scales.scales.T[group].float()
     torch.testing.assert_close(new, exact, atol=1e-6, rtol=1e-5)
 
 

@@ -48,8 +48,8 @@ def paper(
     columns = weight.double()[:, order]
     codes = torch.zeros(weight.shape, dtype=torch.uint8)
     for step, column in enumerate(order.tolist()):
-        group = column * scales.scale.shape[1] // len(order)
-        scale, zero = scales.scale[:, group].double(), scales.zero[:, group].double()
+        group = column * scales.scales.shape[1] // len(order)
+        scale, zero = scales.scales[:, group].double(), scales.zero_points[:, group].double()
         value = columns[:, step].clone()
         code = (value / scale + zero).round().clamp(0, scheme.max_code)
         codes[:, column] = code.to(torch.uint8)
@@ -69,7 +69,7 @@ def test_codes_are_those_of_the_papers_formula(layer, scheme: Scheme, alpha: flo
     packed = quantize_gptaq(weight, drifted, scheme, torch.float32)
     scales = search_scales(drifted.targets(weight), scheme, factor.importance, torch.float32)
     expected = paper(weight, hessian, difference, factor.order, scales, scheme, alpha)
-    assert float((packed.codes != expected).float().mean()) < 0.001
+    assert float((packed.qweight != expected).float().mean()) < 0.001
 
 
 def test_without_a_difference_it_is_gptq(layer) -> None:
@@ -78,8 +78,8 @@ def test_without_a_difference_it_is_gptq(layer) -> None:
     plain = quantize_gptq(weight, factor, scheme)
     for difference, alpha in ((torch.zeros(INPUTS, INPUTS), 1.0), (torch.randn(INPUTS, INPUTS), 0.0)):
         packed = quantize_gptaq(weight, DriftedFactor.of(factor, difference, alpha), scheme)
-        assert packed.codes.equal(plain.codes)
-        assert packed.scale.equal(plain.scale)
+        assert packed.qweight.equal(plain.qweight)
+        assert packed.scales.equal(plain.scales)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -107,7 +107,7 @@ def test_inputs_that_were_never_excited_round_to_nearest(layer) -> None:
     weight = layer[0]
     drifted = DriftedFactor.of(factorize(torch.zeros(INPUTS, INPUTS)), torch.zeros(INPUTS, INPUTS))
     assert drifted.targets(weight) is weight
-    assert quantize_gptaq(weight, drifted, Int(4, 32)).codes.shape == weight.shape
+    assert quantize_gptaq(weight, drifted, Int(4, 32)).qweight.shape == weight.shape
 
 
 def test_differences_add_up_over_batches(layer) -> None:

@@ -53,11 +53,11 @@ def optimal_brain_quantizer(weight: Tensor, hessian: Tensor, options: HessianOpt
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     inputs = factorize(hessian, options).equivalent_inputs() if scheme.bits == 2 and scheme.group_size else None
     scales = search_scales(weight, scheme, hessian.diagonal(), inputs=inputs)
-    group_of = torch.arange(len(hessian)) // (len(hessian) // scales.scale.shape[1])
+    group_of = torch.arange(len(hessian)) // (len(hessian) // scales.scales.shape[1])
     inverse = torch.linalg.inv(damped)
     work, codes = weight.double().clone(), torch.zeros(weight.shape, dtype=torch.uint8)
     for column in order.tolist():
-        scale, zero = scales.scale[:, group_of[column]].double(), scales.zero[:, group_of[column]].double()
+        scale, zero = scales.scales[:, group_of[column]].double(), scales.zero_points[:, group_of[column]].double()
         code = ((work[:, column] / scale).round() + zero).clamp(0, scheme.max_code)
         error = work[:, column] - (code - zero) * scale
         work -= torch.outer(error, inverse[column] / inverse[column, column])
@@ -77,9 +77,9 @@ def test_codes_are_those_of_the_paper(scheme: Scheme, options: HessianOptions) -
     expected = optimal_brain_quantizer(weight, hessian, options, scheme)
     found = quantize_gptq(weight, factorize(hessian, options), scheme)
     # A code at a rounding tie may fall either way, and then carries the columns after it in its row along.
-    assert (found.codes != expected).float().mean() < 0.01
-    assert (found.codes != expected).any(1).float().mean() < 0.1
-    reference = IntegerWeight(expected, found.scale, found.zero, scheme)
+    assert (found.qweight != expected).float().mean() < 0.01
+    assert (found.qweight != expected).any(1).float().mean() < 0.1
+    reference = IntegerWeight(expected, found.scales, found.zero_points, scheme)
     ours, theirs = (loss(weight, each.dequantize(), hessian) for each in (found, reference))
     assert ours == pytest.approx(theirs, rel=5e-3)
 
@@ -92,8 +92,8 @@ def test_every_scheme_beats_rounding(bits: int, group_size: int | None, symmetri
     hessian = hessian_of(inputs)
     scheme = Int(bits, group_size, symmetric)
     found = quantize_gptq(weight, factorize(hessian), scheme)
-    assert found.codes.shape == weight.shape
-    assert found.codes.max() <= scheme.max_code
+    assert found.qweight.shape == weight.shape
+    assert found.qweight.max() <= scheme.max_code
     rounded = quantize_rtn(weight, scheme, hessian.diagonal())
     assert output_error(weight, found, inputs) < 0.7 * output_error(weight, rounded, inputs)
 
@@ -135,15 +135,15 @@ def test_siblings_share_one_factor_and_rows_are_independent() -> None:
     factor = factorize(hessian_of(inputs))
     query, key = random_weight(16, 128, 1), random_weight(24, 128, 2)
     together = quantize_gptq(torch.cat([query, key]), factor, Int(4, 64))
-    apart = torch.cat([quantize_gptq(each, factor, Int(4, 64)).codes for each in (query, key)])
-    assert (together.codes != apart).float().mean() < 1e-3
+    apart = torch.cat([quantize_gptq(each, factor, Int(4, 64)).qweight for each in (query, key)])
+    assert (together.qweight != apart).float().mean() < 1e-3
 
 
 def test_same_input_gives_the_same_bits() -> None:
     inputs, weight = correlated_inputs(512, 128), random_weight(32, 128)
     runs = [quantize_gptq(weight, factorize(hessian_of(inputs)), Int(3, 64)) for _ in range(2)]
-    assert torch.equal(runs[0].codes, runs[1].codes)
-    assert torch.equal(runs[0].scale, runs[1].scale)
+    assert torch.equal(runs[0].qweight, runs[1].qweight)
+    assert torch.equal(runs[0].scales, runs[1].scales)
 
 
 def test_a_rank_deficient_hessian_needs_no_recovery() -> None:
@@ -160,7 +160,7 @@ def test_the_unit_of_the_inputs_does_not_matter(magnitude: float) -> None:
     usual = quantize_gptq(weight, factorize(hessian_of(inputs)), Int(4, 32))
     scaled = factorize(hessian_of(inputs) * magnitude**2)
     assert scaled.recovery == ""
-    assert (quantize_gptq(weight, scaled, Int(4, 32)).codes != usual.codes).float().mean() < 0.01
+    assert (quantize_gptq(weight, scaled, Int(4, 32)).qweight != usual.qweight).float().mean() < 0.01
 
 
 def test_a_huge_condition_number_still_factorizes() -> None:
@@ -183,7 +183,7 @@ def test_dead_columns_are_rounded_and_disturb_nothing() -> None:
     assert (factor.dead_columns, factor.recovery) == (3, "")
     found = quantize_gptq(weight, factor, Int(4, 64))
     nearest = encode(weight, search_scales(weight, Int(4, 64), factor.importance), Int(4, 64))
-    assert torch.equal(found.codes[:, dead], nearest.codes[:, dead])
+    assert torch.equal(found.qweight[:, dead], nearest.qweight[:, dead])
     assert output_error(weight, found, inputs) < output_error(weight, nearest, inputs)
 
 
@@ -194,7 +194,7 @@ def test_a_zero_hessian_falls_back_to_rounding_and_says_so() -> None:
     assert factor.damping is None
     assert factor.recovery == "rtn: every calibration input was zero"
     assert factor.dead_columns == 64
-    assert torch.equal(quantize_gptq(weight, factor, Int(4, 32)).codes, quantize_rtn(weight, Int(4, 32)).codes)
+    assert torch.equal(quantize_gptq(weight, factor, Int(4, 32)).qweight, quantize_rtn(weight, Int(4, 32)).qweight)
 
 
 def indefinite(excess: float) -> Tensor:

@@ -25,7 +25,7 @@ def weight() -> Tensor:
 def errors(weight: Tensor, packed: IntegerWeight, exponent: float = Splitting().exponent) -> Tensor:
     """`[O, G, 1]`"""
     change = packed.dequantize(torch.float32) - weight
-    return norm_error(change.unflatten(1, (packed.scale.shape[1], -1)), exponent)
+    return norm_error(change.unflatten(1, (packed.scales.shape[1], -1)), exponent)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -37,10 +37,10 @@ def test_no_group_is_worse_than_round_to_nearest(scheme: Scheme, weight: Tensor)
     assert bool((fitted <= nearest * (1 + 1e-4)).all())
     assert float(fitted.sum()) < 0.999 * float(nearest.sum())
     assert torch.equal(weight, before)
-    assert packed.scale.dtype == torch.bfloat16
-    assert int(packed.codes.max()) <= scheme.max_code
+    assert packed.scales.dtype == torch.bfloat16
+    assert int(packed.qweight.max()) <= scheme.max_code
     if scheme.symmetric:
-        assert bool((packed.zero == scheme.midpoint).all())
+        assert bool((packed.zero_points == scheme.midpoint).all())
 
 
 def test_one_outlier_does_not_widen_the_grid() -> None:
@@ -57,7 +57,7 @@ def test_groups_of_zeros_stay_zero(symmetric: bool, weight: Tensor) -> None:
     weight[:, :64] = 0
     packed = quantize_hqq(weight, Int(3, 64, symmetric))
     assert bool((packed.dequantize()[:, :64] == 0).all())
-    assert bool(torch.isfinite(packed.scale).all())
+    assert bool(torch.isfinite(packed.scales).all())
 
 
 def test_zeros_of_pruning_stay_zero(weight: Tensor) -> None:
@@ -69,8 +69,8 @@ def test_zeros_of_pruning_stay_zero(weight: Tensor) -> None:
 
 def test_the_same_weight_gives_the_same_codes(weight: Tensor) -> None:
     first, second = (quantize_hqq(weight, Int(4, 64, False)) for _ in range(2))
-    assert torch.equal(first.codes, second.codes)
-    assert torch.equal(first.scale, second.scale)
+    assert torch.equal(first.qweight, second.qweight)
+    assert torch.equal(first.scales, second.scales)
 
 
 def test_numbers_that_are_none_are_refused(weight: Tensor) -> None:

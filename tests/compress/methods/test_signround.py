@@ -54,7 +54,7 @@ def taught(weight: Tensor, start: IntegerWeight, inputs: Tensor, seed: int = 0) 
 
 
 def equal(left: IntegerWeight, right: IntegerWeight) -> bool:
-    return all(torch.equal(getattr(left, each), getattr(right, each)) for each in ("codes", "scale", "zero"))
+    return all(torch.equal(getattr(left, each), getattr(right, each)) for each in ("qweight", "scales", "zero_points"))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -85,7 +85,7 @@ def by_autograd(rounding: LearnedRounding, weight: Tensor, start: IntegerWeight)
     def rounded(exact: Tensor) -> Tensor:
         return exact + (exact.round() - exact).detach()
 
-    scheme, scale, zero = start.scheme, start.scale.float(), start.zero.float()
+    scheme, scale, zero = start.scheme, start.scales.float(), start.zero_points.float()
     low, high = -zero * scale * rounding.stretch[0], (scheme.max_code - zero) * scale * rounding.stretch[-1]
     if scheme.symmetric:
         scale = scale * rounding.stretch[0]
@@ -102,7 +102,7 @@ def test_gradients_pass_straight_through_rounding_and_end_at_the_clamp(symmetric
     weight, scheme = random_weight(), Int(3, 32, symmetric)
     start = quantize_rtn(weight, scheme, scale_dtype=torch.float32)
     # Values between the codes' borders, so that both ways of writing it begin with the same numbers.
-    weight = start.dequantize() + 0.1 * start.scale.float().repeat_interleave(32, 1)
+    weight = start.dequantize() + 0.1 * start.scales.float().repeat_interleave(32, 1)
     rounding, upstream = LearnedRounding(weight, start), torch.randn(weight.shape)
     found = torch.autograd.grad(rounding.values(), (rounding.offset, rounding.stretch), upstream)
     expected = torch.autograd.grad(by_autograd(rounding, weight, start), (rounding.offset, rounding.stretch), upstream)

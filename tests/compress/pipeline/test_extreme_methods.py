@@ -36,8 +36,8 @@ def test_hqq_needs_no_calibration_and_writes_its_codes(tiny_model, tmp_path: Pat
     packed, source = PackedCheckpoint.open(tmp_path / "out"), PackedCheckpoint.open(model)
     name = "model.layers.1.mlp.down_proj"
     expected = quantize_hqq(source.tensor(f"{name}.weight").float(), scheme)
-    assert packed.weight(name).codes.equal(expected.codes)
-    assert packed.weight(name).zero.equal(expected.zero)
+    assert packed.weight(name).qweight.equal(expected.qweight)
+    assert packed.weight(name).zero_points.equal(expected.zero_points)
 
 
 def gptaq(bits: int = 2, alpha: float | None = None, **options) -> QuantizeStage:
@@ -45,7 +45,7 @@ def gptaq(bits: int = 2, alpha: float | None = None, **options) -> QuantizeStage
 
 
 def codes(path: Path, module: str) -> torch.Tensor:
-    return PackedCheckpoint.open(path).weight(module).codes
+    return PackedCheckpoint.open(path).weight(module).qweight
 
 
 def test_gptaq_is_gptq_in_the_first_block_and_not_in_the_next(tiny_model, tmp_path: Path) -> None:

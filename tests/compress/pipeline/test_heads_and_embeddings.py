@@ -71,7 +71,7 @@ def test_a_tied_matrix_is_stored_once_and_serves_both(tiny_model, tmp_path, sche
     assert compare_with_report(tmp_path / "packed") == []
     assert EMBEDDING in {each["linears"][0]["module"] for each in result.report["ends"]}
     wanted = quantize_rtn(TensorFiles.open(source).tensor(f"{EMBEDDING}.weight").float(), scheme)
-    assert torch.equal(packed.packed_weight(EMBEDDING).codes, wanted.codes)
+    assert torch.equal(packed.packed_weight(EMBEDDING).qweight, wanted.qweight)
     served = open_scorer(tmp_path / "packed", dtype="float64").logits(tokens())
     crossed = open_scorer(tmp_path / "packed", "transformers", dtype="float64").logits(tokens())
     torch.testing.assert_close(served, crossed, rtol=1e-4, atol=1e-4)  # transformers' norms are float32
@@ -117,7 +117,7 @@ def test_blocks_are_calibrated_on_the_embedding_that_is_looked_up(tiny_model, tm
     compress(source, tmp_path / "blind", *stages)
     aware, blind = (PackedCheckpoint.open(tmp_path / name) for name in ("aware", "blind"))
     first = "model.layers.0.self_attn.q_proj"
-    assert not torch.equal(aware.packed_weight(first).codes, blind.packed_weight(first).codes)
+    assert not torch.equal(aware.packed_weight(first).qweight, blind.packed_weight(first).qweight)
 
 
 def test_rows_are_rounded_some_at_a_time_without_a_difference(tiny_model, tmp_path, monkeypatch) -> None:

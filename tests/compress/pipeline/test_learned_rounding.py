@@ -31,7 +31,7 @@ def compress(model: Path, out: Path, *stages: Stage, calibration: CalibrationOpt
 
 def same_weights(left: Path, right: Path) -> bool:
     first, second = PackedCheckpoint.open(left), PackedCheckpoint.open(right)
-    return all(torch.equal(first.weight(each).codes, second.weight(each).codes) for each in first.modules)
+    return all(torch.equal(first.weight(each).qweight, second.weight(each).qweight) for each in first.modules)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])

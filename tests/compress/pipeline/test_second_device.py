@@ -37,7 +37,7 @@ def first_codes(folder: Path) -> torch.Tensor:
     """Tolerance in the first block: differences in the last bits grow in later blocks."""
     packed = PackedCheckpoint.open(folder)
     first = [module for module in packed.modules if module.startswith("model.layers.0.")]
-    return torch.cat([packed.weight(module).codes.flatten() for module in first])
+    return torch.cat([packed.weight(module).qweight.flatten() for module in first])
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_int4pack_rounds_no_more_than_bfloat16(bits, symmetric, group_size, grou
     x = activations(rows, weight.shape[1])
     found = INT4PACK.prepare(weight, None, BF16)(x)
     assert found.shape == (rows, out_features)
-    offsets = weight.scale.double().abs().repeat_interleave(weight.shape[1] // weight.scale.shape[1], 1) * 8
+    offsets = weight.scales.double().abs().repeat_interleave(weight.shape[1] // weight.scales.shape[1], 1) * 8
     magnitude = x.double().abs() @ (weight.dequantize(torch.float64).abs() + (0 if symmetric else offsets)).T
     assert ((found.double() - exact(x, weight)).abs() <= 1.01 * 2**-8 * magnitude).all()
 
@@ -127,7 +127,7 @@ def test_int4pack_every_code_value():
     """Identity activations read the weights back: all sixteen codes, exactly."""
     codes = torch.arange(64 * 128).view(64, 128).remainder(16).to(torch.uint8)
     base = random_weight((64, 128), Int(4, 128))
-    weight = type(base)(codes, base.scale, base.zero, base.scheme)
+    weight = type(base)(codes, base.scales, base.zero_points, base.scheme)
     linear = INT4PACK.prepare(weight, None, BF16)
     found = torch.cat([linear(rows) for rows in torch.eye(128, dtype=torch.bfloat16).split(16)])
     assert torch.equal(found.T, weight.dequantize(torch.bfloat16))
@@ -147,7 +147,7 @@ def test_int8_dynamic_is_the_exact_integer_product(bits, out_features, in_featur
     x, bias = activations(rows, in_features, torch.float32), activations(1, out_features, torch.float32)[0]
     expected = REFERENCE.prepare(weight, bias.double(), Target(CPU, torch.float64))(x.double())
     found = INT8_DYNAMIC.prepare(weight, bias, Target(CPU, torch.float32))(x)
-    scale = quantize_tokens(x)[1].double() * weight.scale[:, 0].double().abs() * 127
+    scale = quantize_tokens(x)[1].double() * weight.scales[:, 0].double().abs() * 127
     # A level may fall on the other side of .5 in float32: one step of one input of a row at most, in practice.
     assert ((found.double() - expected).abs() <= 2 * scale + 1e-5).all()
     assert ((found.double() - expected).abs() <= 1e-4).float().mean() > 0.9

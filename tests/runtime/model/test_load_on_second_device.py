@@ -35,9 +35,9 @@ def test_weights_are_unpacked_there(format, scheme, tmp_path):
             device.arrivals.clear()
             found = loader._weight(module)
             assert isinstance(found, IntegerWeight)
-            for name in ("codes", "scale", "zero"):
+            for name in ("qweight", "scales", "zero_points"):
                 tensor = getattr(found, name)
                 assert isinstance(tensor, OnSecond)
                 assert torch.equal(tensor.numbers, getattr(expected, name))
             if scheme.bits < 8:
-                assert max(device.arrivals) < expected.codes.numel() // 2, "codes were unpacked before they came"
+                assert max(device.arrivals) < expected.qweight.numel() // 2, "codes were unpacked before they came"

@@ -126,7 +126,10 @@ class PlacedFp8:
 
 def place_fp8(weight: Fp8Weight, target: Target, native: bool, num_processors: int) -> PlacedFp8:
     """A weight on the target's GPU, its codes as they are stored; `native` and `num_processors` are of that GPU."""
-    codes, scale = weight.codes.view(torch.uint8).to(target.device), weight.scale[:, 0].contiguous().to(target.device)
+    codes, scale = (
+        weight.qweight.view(torch.uint8).to(target.device),
+        weight.scales[:, 0].contiguous().to(target.device),
+    )
     return PlacedFp8(codes, scale, bool(weight.scheme.activation_bits), native, num_processors, target.dtype)
 
 

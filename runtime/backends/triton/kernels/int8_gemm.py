@@ -99,11 +99,11 @@ class Int8Codes:
 
 def pack_int8(weight: IntegerWeight, device: torch.device) -> Int8Codes:
     """Codes of 5 to 8 bits as signed bytes; those of fewer bits keep their distance to the zero point."""
-    signed = (weight.codes.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
-    zero = (weight.zero.to(torch.int16) - weight.scheme.midpoint).to(torch.int8).T.contiguous().to(device)
+    signed = (weight.qweight.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
+    zero = (weight.zero_points.to(torch.int16) - weight.scheme.midpoint).to(torch.int8).T.contiguous().to(device)
     return Int8Codes(
         signed.to(device),
-        weight.scale.T.contiguous().to(device),
+        weight.scales.T.contiguous().to(device),
         None if weight.scheme.symmetric else zero,
         weight.scheme.group_size or 0,
     )

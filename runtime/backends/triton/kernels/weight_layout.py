@@ -77,14 +77,15 @@ def interleave(weight: IntegerWeight, device: torch.device) -> InterleavedWeight
     tile = tile_inputs(bits)
     (rows, inputs), scheme = weight.shape, weight.scheme
     more_rows, more_inputs = -rows % ROW_MULTIPLE, -inputs % tile
-    codes = functional.pad(weight.codes.to(device), (0, more_inputs, 0, more_rows))
+    codes = functional.pad(weight.qweight.to(device), (0, more_inputs, 0, more_rows))
     planes = codes.view(rows + more_rows, -1, 16 // bits, PLANE).to(torch.int32)
     shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=device)
     words = (planes << shifts[:, None]).sum(2, dtype=torch.int32).to(torch.int16).transpose(0, 1).contiguous()
     group_size = scheme.group_size or 0
-    more_groups = -(-(inputs + more_inputs) // group_size) - weight.scale.shape[1] if group_size else 0
+    more_groups = -(-(inputs + more_inputs) // group_size) - weight.scales.shape[1] if group_size else 0
     scale, zero = (
-        functional.pad(t.to(device), (0, more_groups, 0, more_rows)).T.contiguous() for t in (weight.scale, weight.zero)
+        functional.pad(t.to(device), (0, more_groups, 0, more_rows)).T.contiguous()
+        for t in (weight.scales, weight.zero_points)
     )
     return InterleavedWeight(
         words,

@@ -91,10 +91,10 @@ def test_every_code_is_read_as_its_number(gpu) -> None:
     from runtime.backends.triton.kernels.fp8 import multiply_fp8, place_fp8
 
     weight, target = random_weight((64, 256), W8A16), Target(gpu, torch.float16)
-    weight.scale.fill_(1.0)
+    weight.scales.fill_(1.0)
     numbers = torch.arange(256, dtype=torch.uint8)
     numbers[0x7F], numbers[0xFF] = 0, 0x80
-    weight.codes.view(torch.uint8)[:] = numbers
+    weight.qweight.view(torch.uint8)[:] = numbers
     one_hot = torch.eye(256, dtype=torch.float16, device=gpu)
     found = multiply_fp8(one_hot, place_fp8(weight, target, False, 1), None)
     assert torch.equal(found[:, 0].float().cpu(), numbers.view(FP8).float())

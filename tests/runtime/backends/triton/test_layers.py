@@ -105,7 +105,7 @@ class World:
             return SideBySide(parts)
         seed = int(torch.randint(2**31, (), generator=self.random))
         weight = random_weight((rows, columns), kind, seed, torch.float16)
-        weight.scale.mul_(3 * columns**-0.5)
+        weight.scales.mul_(3 * columns**-0.5)
         return (KERNELS[kind].prepare if fused else ReferenceLinear)(weight, added, self.target)
 
     def _layer(self, fused: bool) -> Layer:

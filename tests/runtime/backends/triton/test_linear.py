@@ -90,7 +90,7 @@ def test_whole_numbers_come_out_exactly(gpu) -> None:
     from runtime.backends.triton.kernels.weight_layout import interleave
 
     weight = random_weight((64, 256), Int(4, 64, False))
-    weight.scale.copy_(2.0 ** torch.randint(-3, 4, weight.scale.shape))
+    weight.scales.copy_(2.0 ** torch.randint(-3, 4, weight.scales.shape))
     x = torch.randint(-1, 2, (2, 256)).to(gpu, torch.float16)
     exact = x.double() @ weight.dequantize(torch.float64).to(gpu).T
     found = multiply_w4a16(x, interleave(weight, gpu), None, KernelConfig(SKINNY, splits=2))
