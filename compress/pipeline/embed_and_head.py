@@ -125,8 +125,8 @@ def _by_rows(
         total += float((rows.square() * columns).sum(dtype=torch.float64))
         parts.append(found.cpu())
     names = "qweight", "scales", "zero_points"
-    whole = IntegerWeight(*(torch.cat([getattr(part, name) for part in parts]) for name in names), parts[0].scheme)
-    return whole, error / total if total else 0.0
+    qweight, scales, zero_points = (torch.cat([getattr(part, name) for part in parts]) for name in names)
+    return IntegerWeight(qweight, scales, zero_points, parts[0].scheme), error / total if total else 0.0
 
 
 @torch.no_grad()
