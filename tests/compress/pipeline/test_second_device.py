@@ -11,6 +11,7 @@ from second_device import SECOND, SecondDevice
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Activations, Int, NMSparsity
+from compress.checkpoint.weights.sparse_nm import SparseWeight
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
@@ -37,7 +38,9 @@ def first_codes(folder: Path) -> torch.Tensor:
     """Tolerance in the first block: differences in the last bits grow in later blocks."""
     packed = PackedCheckpoint.open(folder)
     first = [module for module in packed.modules if module.startswith("model.layers.0.")]
-    return torch.cat([packed.weight(module).qweight.flatten() for module in first])
+    weights = [packed.weight(module) for module in first]
+    integers = [weight.values if isinstance(weight, SparseWeight) else weight for weight in weights]
+    return torch.cat([weight.qweight.flatten() for weight in integers])
 
 
 @pytest.mark.parametrize(
