@@ -245,7 +245,7 @@ def decoder_config(case: Case, layers: int) -> DecoderConfig:
     from runtime.core.model_config import parse_config
 
     sizes = {"num_hidden_layers": layers, "num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
-    return parse_config(config_of(SHAPES["tiny"]) | sizes | {"head_dim": case.head_dim})
+    return parse_config(config_of(SHAPES["tiny"], **sizes, head_dim=case.head_dim).to_dict())
 
 
 def _batch(case: Case, blocks: int) -> Batch:

@@ -10,18 +10,19 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from benchmarking.machine import Stopwatch, peak_host_bytes
 from calibration.sources import load_texts
 from compress.common.cli import demo_model_path
 from compress.recipe import CalibrationOptions, Recipe, Stage
 
-WEIGHT_SPREAD = 0.02
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 CHARACTERS_PER_TOKEN = 5
 
 
@@ -48,28 +49,22 @@ SHAPES = {
 
 
 def write_model(folder: Path, shape: Shape, seed: int = 0, device: str = "cpu") -> int:
-    """Writes config, tokenizer (the demo model's) and bfloat16 weights, one shard for each block. A GPU makes random
-    numbers a hundred times faster, and others.
+    """Writes config, tokenizer (the demo model's) and bfloat16 weights. A GPU makes random numbers a hundred times
+    faster, and others.
 
     Returns the number of weights.
     """
-    folder.mkdir(parents=True)
-    generator = torch.Generator(device).manual_seed(seed)
-    pieces = [_outside(shape, generator), *(_block(shape, index, generator) for index in range(shape.layers))]
-    names: dict[str, str] = {}
-    parameters = 0
-    for number, piece in enumerate(pieces, 1):
-        file = f"model-{number:05d}-of-{shape.layers + 1:05d}.safetensors"
-        tensors = dict(piece)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        names |= dict.fromkeys(tensors, file)
-        parameters += sum(tensor.numel() for tensor in tensors.values())
-    index = {"metadata": {"total_size": 2 * parameters}, "weight_map": names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(config_of(shape), indent=2))
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="1GB")
     for file in demo_model_path().glob("tokenizer*"):
         shutil.copy(file, folder)
-    return parameters
+    return model.num_parameters()
 
 
 def write_calibration(path: Path, tokens: int) -> None:
@@ -81,57 +76,26 @@ def write_calibration(path: Path, tokens: int) -> None:
             stream.writelines(json.dumps({"text": document}) + "\n" for document in documents)
 
 
-def config_of(shape: Shape) -> dict:
-    """As config.json holds it."""
-    return {
-        "architectures": ["Qwen3ForCausalLM" if shape.family == "qwen3" else "LlamaForCausalLM"],
-        "model_type": shape.family,
-        "dtype": "bfloat16",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.hidden // shape.heads,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": 8192,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    }
+def config_of(shape: Shape, **changed: int) -> PretrainedConfig:
+    from transformers import AutoConfig
 
-
-def _outside(shape: Shape, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    yield "model.embed_tokens.weight", _random(shape.vocabulary, shape.hidden, generator)
-    yield "lm_head.weight", _random(shape.vocabulary, shape.hidden, generator)
-    yield "model.norm.weight", torch.ones(shape.hidden, dtype=torch.bfloat16)
-
-
-def _block(shape: Shape, index: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    hidden, kv = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
-    linears = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (shape.intermediate, hidden),
-        "mlp.up_proj": (shape.intermediate, hidden),
-        "mlp.down_proj": (hidden, shape.intermediate),
-    }
-    for name, (rows, columns) in linears.items():
-        yield f"model.layers.{index}.{name}.weight", _random(rows, columns, generator)
-    if shape.family == "qwen3":
-        for name in ("q_norm", "k_norm"):
-            norm = torch.ones(hidden // shape.heads, dtype=torch.bfloat16)
-            yield f"model.layers.{index}.self_attn.{name}.weight", norm
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield f"model.layers.{index}.{name}.weight", torch.ones(hidden, dtype=torch.bfloat16)
-
-
-def _random(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    values = torch.randn(rows, columns, generator=generator, device=generator.device)
-    return values.mul_(WEIGHT_SPREAD).bfloat16().cpu()
+    return AutoConfig.for_model(
+        shape.family,
+        **{
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.hidden // shape.heads,
+            "vocab_size": shape.vocabulary,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **changed,
+        },
+    )
 
 
 Q4_BLOCK = 32
@@ -145,50 +109,44 @@ def write_gguf(path: Path, shape: Shape, seed: int = 0) -> None:
 
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(8192)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.intermediate)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(shape.hidden // shape.heads)
-    writer.add_vocab_size(shape.vocabulary)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"<{token}>".encode() for token in range(shape.vocabulary)])
-    writer.add_token_scores([0.0] * shape.vocabulary)
-    writer.add_token_types([gguf.TokenType.NORMAL] * shape.vocabulary)
+    facts = {
+        "context_length": 8192,
+        "embedding_length": shape.hidden,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.intermediate,
+        "head_count": shape.heads,
+        "head_count_kv": shape.kv_heads,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_dimension_count": shape.hidden // shape.heads,
+        "vocab_size": shape.vocabulary,
+        "tokenizer_model": "llama",
+        "token_list": [f"<{token}>".encode() for token in range(shape.vocabulary)],
+        "token_scores": [0.0] * shape.vocabulary,
+        "token_types": [gguf.TokenType.NORMAL] * shape.vocabulary,
+    }
+    for name, value in facts.items():
+        getattr(writer, f"add_{name}")(value)
     q4, q6 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q6_K
     for name, rows, columns in _gguf_linears(shape):
-        writer.add_tensor(name, _q4(rows, columns, random), raw_dtype=q4)
+        writer.add_tensor(f"{name}.weight", _q4(rows, columns, random), raw_dtype=q4)
     writer.add_tensor("output.weight", _q6(shape.vocabulary, shape.hidden, random), raw_dtype=q6)
-    for name in _gguf_norms(shape):
-        writer.add_tensor(name, np.ones(shape.hidden, np.float32))
+    layers = [f"blk.{layer}.{kind}_norm" for layer in range(shape.layers) for kind in ("attn", "ffn")]
+    for name in (*layers, "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(shape.hidden, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _gguf_linears(shape: Shape) -> list[tuple[str, int, int]]:
-    kv = shape.hidden // shape.heads * shape.kv_heads
-    found = [("token_embd.weight", shape.vocabulary, shape.hidden)]
+def _gguf_linears(shape: Shape) -> Iterator[tuple[str, int, int]]:
+    hidden, kv, inner = shape.hidden, shape.hidden // shape.heads * shape.kv_heads, shape.intermediate
+    attention = {"attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
+    feed_forward = {"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+    yield "token_embd", shape.vocabulary, hidden
     for layer in range(shape.layers):
-        found += [
-            (f"blk.{layer}.attn_q.weight", shape.hidden, shape.hidden),
-            (f"blk.{layer}.attn_k.weight", kv, shape.hidden),
-            (f"blk.{layer}.attn_v.weight", kv, shape.hidden),
-            (f"blk.{layer}.attn_output.weight", shape.hidden, shape.hidden),
-            (f"blk.{layer}.ffn_gate.weight", shape.intermediate, shape.hidden),
-            (f"blk.{layer}.ffn_up.weight", shape.intermediate, shape.hidden),
-            (f"blk.{layer}.ffn_down.weight", shape.hidden, shape.intermediate),
-        ]
-    return found
-
-
-def _gguf_norms(shape: Shape) -> list[str]:
-    layers = [f"blk.{layer}.{kind}_norm.weight" for layer in range(shape.layers) for kind in ("attn", "ffn")]
-    return [*layers, "output_norm.weight"]
+        for name, size in (attention | {"attn_output": (hidden, hidden)} | feed_forward).items():
+            yield f"blk.{layer}.{name}", *size
 
 
 def _q4(rows: int, columns: int, random: np.random.Generator) -> np.ndarray:
