@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib.resources import files
@@ -20,42 +20,19 @@ import typer
 
 from compress.common.errors import ToolkitError
 
-METADATA_KEY = "option"
 
+def option(*flags: str, default: Any, choices: tuple[str, ...] = (), **details: Any) -> Any:
+    """Declares a dataclass field that is also an option of the command line.
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """The command-line side of a field.
-
-    Attributes:
+    Args:
         flags: as they are typed, such as `--kv-memory`.
-        help: one or two sentences.
         choices: the only values; empty for any.
-        minimum, maximum: bounds of a number, both included.
-        metavar: name of the value in help.
-        is_size: the value is a number of bytes, typed as `4GiB`.
+        details: arguments of `typer.Option`.
     """
-
-    flags: tuple[str, ...]
-    help: str
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-    metavar: str | None = None
-    is_size: bool = False
+    return field(default=default, metadata={"option": typer.Option(*flags, **details), "choices": choices})
 
 
-def option(*flags: str, default: Any, help: str, **details: Any) -> Any:
-    """Declares a dataclass field that is also an option of the command line; `details` are other fields of `Option`."""
-    return field(default=default, metadata={METADATA_KEY: Option(flags, help, **details)})
-
-
-def option_of(each: Field[Any]) -> Option | None:
-    """The option that a field declares, if it does."""
-    return each.metadata.get(METADATA_KEY)
-
-
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|KiB|MiB|GiB)?", re.IGNORECASE)
+SIZE = re.compile(r"(\d*\.?\d+)\s*(B|KB|MB|GB|KiB|MiB|GiB)?", re.IGNORECASE)
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -67,12 +44,16 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * UNITS[(match[2] or "").lower()])
 
 
-def format_size(num_bytes: int) -> str:
-    """The shortest exact way to write a size, such as `4MiB`."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if num_bytes and num_bytes % UNITS[unit.lower()] == 0:
-            return f"{num_bytes // UNITS[unit.lower()]}{unit}"
-    return str(num_bytes)
+def read_size(text: str | int) -> int:
+    """Bytes of `4GiB`; a default is a number already. Raises typer.BadParameter for anything else."""
+    try:
+        return text if isinstance(text, int) else parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+SIZE_OPTION: dict[str, Any] = {"metavar": "SIZE", "parser": read_size, "show_default": False}
+"""Details of an option that is typed as `4GiB`."""
 
 
 INTERRUPTED = 130
@@ -165,39 +146,14 @@ def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
         return
     hints = get_type_hints(group, include_extras=True)
     for each in fields(group):
-        declared = option_of(each)
-        annotation = _annotation(hints[each.name], declared, each.default) if declared else hints[each.name]
-        default = _default(each)
-        annotation = _with_help(annotation, shown=default is not None)
-        yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _annotation(hint: Any, declared: Option, default: Any) -> Any:
-    """Typer's option for what a field declares."""
-    details: dict[str, Any] = {"help": declared.help, "metavar": declared.metavar}
-    if declared.choices:
-        hint = _choice(declared.choices)
-    if declared.minimum is not None:
-        details["min"] = declared.minimum
-    if declared.maximum is not None:
-        details["max"] = declared.maximum
-    if declared.is_size:
-        shown = f"{declared.help}  [default: {format_size(default)}]" if default else declared.help
-        details |= {"metavar": "SIZE", "parser": read_size, "help": shown, "show_default": False}
-    return Annotated[hint, typer.Option(*declared.flags, **details)]
-
-
-def _choice(names: tuple[str, ...]) -> Any:
-    """A type of these strings, for which Typer needs an enumeration."""
-    return StrEnum("Choice", {name: name for name in names})
-
-
-def read_size(text: str | int) -> int:
-    """Bytes of `4GiB`; a default is a number already. Raises typer.BadParameter for anything else."""
-    try:
-        return text if isinstance(text, int) else parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        hint = hints[each.name]
+        if choices := each.metadata.get("choices"):
+            hint = StrEnum("Choice", {name: name for name in choices})  # what Typer needs
+        if declared := each.metadata.get("option"):
+            hint = Annotated[hint, declared]
+        hint = _with_help(hint, shown=each.default is not None)
+        default = inspect.Parameter.empty if each.default is MISSING else each.default
+        yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def _with_help(hint: Any, shown: bool) -> Any:
@@ -206,10 +162,6 @@ def _with_help(hint: Any, shown: bool) -> Any:
     if get_origin(hint) is not Annotated or not isinstance(inner[1], str):
         return hint
     return Annotated[inner[0], typer.Option(help=inner[1], show_default=shown)]
-
-
-def _default(option: Field[Any]) -> Any:
-    return inspect.Parameter.empty if option.default is MISSING else option.default
 
 
 DISTRIBUTION = "compress-runtime"

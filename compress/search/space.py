@@ -10,7 +10,7 @@ from typing import Any
 
 from compress.checkpoint.scheme import FLOAT_BITS
 from compress.checkpoint.weights import NM, Int, NMSparsity, Scheme
-from compress.common.cli import nearest
+from compress.common import cli
 from compress.common.errors import RecipeError
 from compress.methods import base
 from compress.models.spec import Architecture
@@ -195,10 +195,6 @@ def layer_groups(
     return groups
 
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_SIZE = re.compile(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]*)")
-
-
 @dataclass(frozen=True, slots=True)
 class Goal:
     """Target of a search: best quality within a size, or least size within a loss of quality. One of three.
@@ -242,10 +238,10 @@ class Goal:
 
 def parse_size(text: str) -> int:
     """Parses `5GB`, `800 MB`, `1.5GiB` or a plain number into bytes. Raises RecipeError for anything else."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or found.group(2).upper() not in _UNITS:
-        raise RecipeError(f"{text!r} is no size", "Write a number and a unit: 5GB, 800MB, 1.5GiB")
-    return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+    try:
+        return cli.parse_size(text)
+    except ValueError as error:
+        raise RecipeError(f"{text!r} is no size", "Write a number and a unit: 5GB, 800MB, 1.5GiB") from error
 
 
 DEFAULT_MEASURED = 8
@@ -295,7 +291,7 @@ class SearchRequest:
             found = base.quantization(self.method)
             reason = "changes" if found.smooths or found.tunes else "does not round the factors of"
             problem = f"{self.method} {reason} layers together, so none has a sensitivity of its own"
-            raise RecipeError(problem, nearest(self.method, able, "Use"))
+            raise RecipeError(problem, cli.nearest(self.method, able, "Use"))
         for name, value in (("measured", self.measured), ("tries", self.tries)):
             if value < 1:
                 raise RecipeError(f"{name}={value} leaves nothing to measure", f"Use {name} 4 or more")

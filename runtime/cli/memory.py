@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from compress.common.cli import read_size, with_groups
+from compress.common.cli import SIZE_OPTION, with_groups
 from runtime.cli.options import ModelArgument, resolve_model, runtime_config
 from runtime.core.config import BatchOptions, ComputeOptions, ContextOptions, KVCacheOptions, KVMemoryOptions
 
@@ -18,12 +18,7 @@ def memory(
     model: ModelArgument = None,
     memory: Annotated[
         int | None,
-        typer.Option(
-            "--memory",
-            parser=read_size,
-            metavar="SIZE",
-            help="Memory to fit in. Default: what is free on this machine.",
-        ),
+        typer.Option("--memory", **SIZE_OPTION, help="Memory to fit in. Default: what is free on this machine."),
     ] = None,
     compute: ComputeOptions,
     kv: KVCacheOptions,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compress.checkpoint.kv_cache import AUTO
-from compress.common.cli import option
+from compress.common.cli import SIZE_OPTION, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +56,14 @@ class KVCacheOptions:
     kv_sinks: int | None = option(
         "--kv-sinks",
         default=None,
-        minimum=0,
+        min=0,
         metavar="TOKENS",
         help="Keep keys and values of the first TOKENS tokens in 16 bits.",
     )
     kv_residual_length: int | None = option(
         "--kv-residual-length",
         default=None,
-        minimum=0,
+        min=0,
         metavar="TOKENS",
         help="Keep keys and values of the last TOKENS tokens in 16 bits. Restores most of the quality for a few MiB "
         "per sequence, but disables prefix caching.",
@@ -77,19 +77,19 @@ class ContextOptions:
     max_model_len: int | None = option(
         "--max-model-len",
         default=None,
-        minimum=2,
+        min=2,
         help="Longest prompt plus output in tokens. Default: the model's context length.",
     )
     attention_sinks: int = option(
         "--attention-sinks",
         default=0,
-        minimum=0,
+        min=0,
         help="First tokens that stay visible beside --attention-window; 4 are enough.",
     )
     attention_window: int | None = option(
         "--attention-window",
         default=None,
-        minimum=1,
+        min=1,
         metavar="TOKENS",
         help="Generate endless streams (StreamingLLM): each token attends to the --attention-sinks and to the last "
         "TOKENS tokens, memory stays constant, and --max-model-len may exceed the model's context length.",
@@ -110,7 +110,7 @@ class SpeculativeOptions:
         "checkpoint with the same tokenizer. Turns itself off when measured throughput does not improve.",
     )
     num_speculative_tokens: int = option(
-        "--num-speculative-tokens", default=4, minimum=1, maximum=16, help="Draft tokens per step and sequence."
+        "--num-speculative-tokens", default=4, min=1, max=16, help="Draft tokens per step and sequence."
     )
     spec_verify: str = option(
         "--spec-verify",
@@ -128,7 +128,7 @@ class KVMemoryOptions:
     kv_memory_bytes: int | None = option(
         "--kv-memory",
         default=None,
-        is_size=True,
+        **SIZE_OPTION,
         help="Memory for the KV cache, e.g. 4GiB. Default: 512MiB; on a GPU all that weights and steps leave free.",
     )
 
@@ -137,7 +137,7 @@ class KVMemoryOptions:
 class BatchOptions:
     """Size of a batch."""
 
-    max_num_seqs: int = option("--max-num-seqs", default=64, minimum=1, help="Most sequences in one step.")
+    max_num_seqs: int = option("--max-num-seqs", default=64, min=1, help="Most sequences in one step.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class OffloadOptions:
     kv_offload_bytes: int = option(
         "--kv-offload",
         default=0,
-        is_size=True,
+        **SIZE_OPTION,
         help="Host memory for cached prefixes that are evicted from the KV cache, e.g. 4GiB; 0 is off.",
     )
 
@@ -156,9 +156,7 @@ class OffloadOptions:
 class SeedOptions:
     """Reproducibility."""
 
-    seed: int = option(
-        "--seed", default=0, minimum=0, help="Seed that the seeds of requests without one are derived from."
-    )
+    seed: int = option("--seed", default=0, min=0, help="Seed that the seeds of requests without one are derived from.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,31 +199,31 @@ class LimitOptions:
     max_requests: int = option(
         "--max-requests",
         default=256,
-        minimum=1,
+        min=1,
         help="Most sequences running and waiting; further requests get status 429.",
     )
     max_body_bytes: int = option(
         "--max-body",
         default=4 * 2**20,
-        is_size=True,
+        **SIZE_OPTION | {"show_default": "4MiB"},
         help="Longest request body; a longer one gets status 413.",
     )
     queue_seconds: float = option(
         "--queue-timeout",
         default=600.0,
-        minimum=0.1,
+        min=0.1,
         help="Seconds from a request's arrival to its first token; then status 503.",
     )
     request_seconds: float = option(
         "--request-timeout",
         default=3600.0,
-        minimum=0.1,
+        min=0.1,
         help="Seconds from a request's arrival to its last token; then status 504, or an error in its stream.",
     )
     client_seconds: float = option(
         "--client-timeout",
         default=30.0,
-        minimum=0.1,
+        min=0.1,
         help="Seconds for a client to send a request (then status 408) and to read on (then it is disconnected).",
     )
 

@@ -35,7 +35,7 @@ class Grammar:
 class TruncationParams:
     """Which tokens may be sampled."""
 
-    top_k: int = option("--top-k", default=0, minimum=0, help="Sample from the K most likely tokens; 0 is off.")
+    top_k: int = option("--top-k", default=0, min=0, help="Sample from the K most likely tokens; 0 is off.")
     top_p: float = option(
         "--top-p", default=1.0, help="Sample from the most likely tokens whose probabilities add up to P; 1 is off."
     )
