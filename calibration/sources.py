@@ -6,7 +6,6 @@ import glob
 import hashlib
 import json
 import logging
-import lzma
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.common.errors import DataError, NumericsError
+from compress.common.files import json_lines, utf8_text
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -154,11 +154,12 @@ def _read(path: Path) -> Iterator[Document]:
     if path.is_dir():
         yield from read_saved_dataset(path) if is_saved_dataset(path) else _read_folder(path)
     elif path.name.endswith(JSON_ENDINGS):
-        yield from _read_json_lines(path)
+        yield from (document_of(record, place) for place, record in json_lines(path))
     elif path.name.endswith(TABLE_ENDING):
         yield from _read_table(path)
     else:
-        yield _read_text(path)
+        with utf8_text(path):
+            yield path.read_text(encoding="utf-8")
 
 
 def _read_folder(path: Path) -> Iterator[Document]:
@@ -167,32 +168,6 @@ def _read_folder(path: Path) -> Iterator[Document]:
         raise DataError(f"folder {path} holds no {_ENDINGS} file", "Name the file itself")
     for child in names:
         yield from _read(child)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise _not_utf8(path, error) from None
-
-
-def _read_json_lines(path: Path) -> Iterator[Document]:
-    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield document_of(_parse(line, f"{path}:{number}"), f"{path}:{number}")
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, error) from None
-        except (lzma.LZMAError, EOFError) as error:
-            raise DataError(f"{path} is no whole xz file: {error}", "Compress it again with xz") from None
-
-
-def _parse(line: str, place: str) -> object:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place} is not JSON: {error.msg}", "Write one JSON object per line") from None
 
 
 def _read_table(path: Path) -> Iterator[Document]:
@@ -208,10 +183,6 @@ def _read_table(path: Path) -> Iterator[Document]:
     except ArrowException as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path} is not a readable parquet file: {reason}", "Write it again as parquet") from error
-
-
-def _not_utf8(path: Path, error: UnicodeDecodeError) -> DataError:
-    return DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it to UTF-8")
 
 
 DOCUMENT_SEPARATOR = "<|document|>"

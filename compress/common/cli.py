@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib.resources import files
@@ -146,22 +146,21 @@ def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
         return
     hints = get_type_hints(group, include_extras=True)
     for each in fields(group):
-        hint = hints[each.name]
-        if choices := each.metadata.get("choices"):
-            hint = StrEnum("Choice", {name: name for name in choices})  # what Typer needs
-        if declared := each.metadata.get("option"):
-            hint = Annotated[hint, declared]
-        hint = _with_help(hint, shown=each.default is not None)
+        hint = _annotation(hints[each.name], each)
         default = inspect.Parameter.empty if each.default is MISSING else each.default
         yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _with_help(hint: Any, shown: bool) -> Any:
-    """Return an annotation that holds an option of Typer where it holds the text of its help."""
+def _annotation(hint: Any, each: Field[Any]) -> Any:
+    """Typer's annotation of a field that declares an option, or whose annotation holds the text of its help."""
+    if "option" in each.metadata:
+        choices = {name: name for name in each.metadata["choices"]}
+        # Typer needs an enumeration.
+        return Annotated[StrEnum("Choice", choices) if choices else hint, each.metadata["option"]]  # type: ignore[misc]
     inner = get_args(hint)
     if get_origin(hint) is not Annotated or not isinstance(inner[1], str):
         return hint
-    return Annotated[inner[0], typer.Option(help=inner[1], show_default=shown)]
+    return Annotated[inner[0], typer.Option(help=inner[1], show_default=each.default is not None)]
 
 
 DISTRIBUTION = "compress-runtime"

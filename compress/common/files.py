@@ -1,17 +1,19 @@
-"""Writing that either happens whole or not at all: full disks become refusals, files appear by rename."""
+"""Writing that either happens whole or not at all, and lines of JSON: full disks and damaged text become refusals."""
 
 from __future__ import annotations
 
 import errno
+import json
+import lzma
 import os
 import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from compress.common.errors import CheckpointError
+from compress.common.errors import CheckpointError, DataError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL_SUFFIX = ".partial"
@@ -97,3 +99,34 @@ def sync(path: Path) -> None:
 
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
+
+
+@contextmanager
+def utf8_text(path: Path) -> Iterator[None]:
+    """Turns bytes that are no UTF-8 into a DataError that names the file."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it to UTF-8"
+        ) from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the value of every line that is not blank, with its place `file:line`. Reads lazily, `.xz` files too.
+
+    Raises:
+        DataError: the file is not UTF-8 or no whole xz file, or a line is not JSON.
+    """
+    with (
+        utf8_text(path),
+        lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines,
+    ):
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path}:{number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number} is not JSON: {error.msg}", "Write one JSON object per line") from error
+        except (lzma.LZMAError, EOFError) as error:
+            raise DataError(f"{path} is no whole xz file: {error}", "Compress it again with xz") from error

@@ -9,11 +9,14 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -45,18 +48,17 @@ class Distribution:
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Distribution | None:
         """Computes them; None without values."""
-        values = sorted(1e3 * value for value in seconds)
-        if not values:
-            return None
-        return cls(sum(values) / len(values), *(percentile(values, p) for p in PERCENTILES))
+        values = [1e3 * value for value in seconds]
+        return cls(fmean(values), *np.percentile(values, PERCENTILES).tolist()) if values else None
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Returns a percentile of ascending values, with linear interpolation."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+LATENCIES: dict[str, Callable[[Record], Sequence[float]]] = {
+    "ttft": lambda record: [record.ttft],
+    "itl": lambda record: record.gaps,
+    "tpot": lambda record: [] if record.tpot is None else [record.tpot],
+    "e2e": lambda record: [record.e2e],
+}
+"""Seconds of one complete request, by the names in `MEANINGS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,7 @@ class Objective:
 
     def is_met(self, record: Record) -> bool:
         """Returns whether a complete request meets the bound."""
-        match self.metric:
-            case "ttft":
-                return record.ttft <= self.seconds
-            case "e2e":
-                return record.e2e <= self.seconds
-            case "itl":
-                return max(record.gaps, default=0.0) <= self.seconds
-            case _:
-                return (record.tpot or 0.0) <= self.seconds
+        return max(LATENCIES[self.metric](record), default=0.0) <= self.seconds
 
 
 def parse_objectives(text: str) -> tuple[Objective, ...]:
@@ -128,9 +122,6 @@ class Figures:
     latency_ms: dict[str, Distribution | None]
     goodput: Goodput | None
 
-    def as_json(self) -> dict:
-        return asdict(self)
-
 
 def summarize(records: Sequence[Record], peak_concurrency: int, objectives: Sequence[Objective] = ()) -> Figures:
     """Computes the metrics of a run with at least one request."""
@@ -138,12 +129,6 @@ def summarize(records: Sequence[Record], peak_concurrency: int, objectives: Sequ
     refused = sum(record.status == TOO_MANY_REQUESTS for record in records)
     duration = max(record.end for record in records) - min(record.start for record in records)
     tokens_in, tokens_out = (sum(getattr(r, name) for r in good) for name in ("prompt_tokens", "output_tokens"))
-    latencies = {
-        "ttft": [record.ttft for record in good],
-        "itl": [gap for record in good for gap in record.gaps],
-        "tpot": [record.tpot for record in good if record.tpot is not None],
-        "e2e": [record.e2e for record in good],
-    }
     return Figures(
         duration_s=duration,
         complete=len(good),
@@ -158,7 +143,7 @@ def summarize(records: Sequence[Record], peak_concurrency: int, objectives: Sequ
         requests_per_s=len(good) / duration,
         input_tokens_per_s=tokens_in / duration,
         output_tokens_per_s=tokens_out / duration,
-        latency_ms={name: Distribution.of(values) for name, values in latencies.items()},
+        latency_ms={name: Distribution.of(chain.from_iterable(map(of, good))) for name, of in LATENCIES.items()},
         goodput=_goodput(records, objectives, duration) if objectives else None,
     )
 
@@ -243,7 +228,7 @@ class Run:
             "load": self.load,
             "workload": asdict(self.workload),
             "objectives": {objective.metric: objective.seconds for objective in self.objectives},
-            "figures": self.figures.as_json(),
+            "figures": asdict(self.figures),
             "meanings": MEANINGS,
             "machine": describe_machine(),
             "versions": describe_versions(),

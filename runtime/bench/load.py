@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -15,40 +15,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-from yarl import URL
 
 from compress.common.errors import DataError, ToolkitError
+from compress.common.files import json_lines
 
 FAILURES = (aiohttp.ClientError, OSError, ValueError)
 """Raised when there is no connection, an answer breaks off, or it is not HTTP or not JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Address of a server, and its API key."""
-
-    host: str
-    port: int
-    is_https: bool = False
-    prefix: str = ""
-    api_key: str | None = None
-
-    @classmethod
-    def parse(cls, url: str, api_key: str | None = None) -> Address:
-        """Parses `http://host:port`, with or without a path and a final `/v1`. Raises ToolkitError for anything
-        else."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ToolkitError(f"{url!r} is not a URL of a server", "Write for example --url http://127.0.0.1:8000")
-        is_https = parts.scheme == "https"
-        prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, parts.port or (443 if is_https else 80), is_https, prefix, api_key)
-
-    def url(self, path: str) -> URL:
-        """The URL of a path of the API."""
-        return URL.build(
-            scheme="https" if self.is_https else "http", host=self.host, port=self.port, path=self.prefix + path
-        )
+def server_address(url: str) -> str:
+    """Returns `http://host:port` of a URL with or without a path and a final `/v1`. Raises ToolkitError for anything
+    else."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ToolkitError(f"{url!r} is not a URL of a server", "Write for example --url http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
@@ -61,31 +42,26 @@ async def events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None
                 yield event.removeprefix(b"data:").strip()
 
 
-def open_session(address: Address) -> aiohttp.ClientSession:
+def open_session(api_key: str | None = None) -> aiohttp.ClientSession:
     """Opens a session with one connection per request and no limit on their number."""
-    headers = {} if address.api_key is None else {"Authorization": f"Bearer {address.api_key}"}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None),
-        headers=headers,
+        headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
     )
 
 
-async def fetch_json(address: Address, method: str, path: str, payload: Any = None) -> Any:
+async def fetch_json(session: aiohttp.ClientSession, method: str, url: str, payload: Any = None) -> Any:
     """Fetches the JSON of a whole answer. Raises ToolkitError without a server, or for another status than 200."""
+    parts = urlsplit(url)
     try:
-        async with (
-            open_session(address) as session,
-            session.request(method, address.url(path), json=payload, allow_redirects=False) as response,
-        ):
+        async with session.request(method, url, json=payload, allow_redirects=False) as response:
             status, body = response.status, await response.read()
     except FAILURES as error:
-        problem = f"no answer from {address.host}:{address.port}: {error}"
-        raise ToolkitError(problem, "Start the server, or correct --url") from error
+        raise ToolkitError(f"no answer from {parts.netloc}: {error}", "Start the server, or correct --url") from error
     if status != 200:
         detail = body[:200].decode(errors="replace")
-        where = f"{address.host}:{address.port}"
-        raise ToolkitError(f"{method} {path} on {where} gave status {status}: {detail}", "Check --api-key")
+        raise ToolkitError(f"{method} {parts.path} on {parts.netloc} gave status {status}: {detail}", "Check --api-key")
     return json.loads(body)
 
 
@@ -194,30 +170,18 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         raise DataError(f"there is no file {path}", "Give --prompts an existing file")
-    prompts = list(_prompt_lines(path))
+    prompts = [_prompt(entry, place) for place, entry in json_lines(path)]
     if not prompts:
         raise DataError(f"{path} has no lines", 'Write lines such as {"prompt": "Once upon a time"}')
     return prompts
 
 
-def _prompt_lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number} is not JSON: {error}", "One JSON object a line") from error
-        if not isinstance(entry, dict) or len({"prompt", "messages"} & entry.keys()) != 1:
-            raise DataError(f"{path}:{number} has neither prompt nor messages, or both", "Give one of them")
-        unknown = entry.keys() - {"prompt", "messages", "max_tokens"}
-        if unknown:
-            raise DataError(f"{path}:{number} has the unknown field {min(unknown)!r}", "Remove it")
-        yield entry
+def _prompt(entry: Any, place: str) -> dict[str, Any]:
+    if not isinstance(entry, dict) or len({"prompt", "messages"} & entry.keys()) != 1:
+        raise DataError(f"{place} has neither prompt nor messages, or both", "Give one of them")
+    if unknown := entry.keys() - {"prompt", "messages", "max_tokens"}:
+        raise DataError(f"{place} has the unknown field {min(unknown)!r}", "Remove it")
+    return entry
 
 
 def python_manual() -> str:
@@ -282,12 +246,13 @@ class Client:
 
     Attributes:
         session: its connections.
+        address: `http://host:port` and the path before `/v1`.
         model: name of the model on the server.
         timeout: seconds for a whole request.
     """
 
     session: aiohttp.ClientSession
-    address: Address
+    address: str
     model: str
     timeout: float = 600.0
     began: float = field(default_factory=time.perf_counter)
@@ -317,7 +282,7 @@ class Client:
 
     async def _stream(self, job: Job, record: Record) -> None:
         body = {**job.body, "model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        async with self.session.post(self.address.url(job.path), json=body, allow_redirects=False) as response:
+        async with self.session.post(self.address + job.path, json=body, allow_redirects=False) as response:
             record.status = response.status
             if response.status != 200:
                 record.error = _error_message(await response.read())

@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from compress.common.errors import ToolkitError
 from compress.common.plots import COLORS, INSTALL_PLOTS, Canvas, color, draw_svg, has_matplotlib, svg_file
-from runtime.bench.figures import Run, facts, percentile
+from runtime.bench.figures import Run, facts
 from runtime.bench.load import Record
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def _paint_latency(axes: Axes, title: str, subtitle: str, seconds: Sequence[floa
     values = [max(1e3 * value, 1e-3) for value in sorted(seconds)]
     low, high = values[0] / 1.15, values[-1] * 1.15
     axes.plot(*zip((low, 0.0), *_steps(values), (high, 1.0), strict=True), color=color(0))
-    marked = [percentile(values, percent) for percent in MARKED]
+    marked = np.percentile(values, MARKED).tolist()
     axes.plot(marked, [percent / 100 for percent in MARKED], "o", color=color(0))
     notes = [
         f"p{percent}  {value:,.{0 if value >= 100 else 1}f} ms" for percent, value in zip(MARKED, marked, strict=True)
@@ -82,10 +84,6 @@ def _paint_latency(axes: Axes, title: str, subtitle: str, seconds: Sequence[floa
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.3g}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     _name(axes, title, subtitle, "ms")
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:,.1f} ms"
 
 
 def _paint_time_lines(figure: SubFigure, records: Sequence[Record], run: Run) -> None:

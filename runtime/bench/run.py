@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from aiohttp import ClientSession
+
 from compress.common.errors import ToolkitError
 from runtime.bench.figures import Objective, Run, summarize
 from runtime.bench.load import (
-    Address,
     Client,
     Job,
     Record,
@@ -28,6 +29,7 @@ from runtime.bench.load import (
     open_loop,
     open_session,
     python_manual,
+    server_address,
 )
 from runtime.text.tokenizer import Tokenizer
 
@@ -74,10 +76,10 @@ async def measure(plan: Plan, url: str, api_key: str | None = None) -> Run:
     Raises:
         ToolkitError: no server, a refusal of everything, or no tokenizer for prompts of exact lengths.
     """
-    address = Address.parse(url, api_key)
-    model = await find_model(address)
-    warm_up, jobs = await make_jobs(plan, address, model)
-    async with open_session(address) as session:
+    address = server_address(url)
+    async with open_session(api_key) as session:
+        model = await find_model(session, address)
+        warm_up, jobs = await make_jobs(plan, session, address, model)
         await _warm_up(Client(session, address, model, plan.timeout), warm_up, plan.load.concurrency)
         client = Client(session, address, model, plan.timeout)
         records = await _load(client, plan, jobs)
@@ -85,15 +87,15 @@ async def measure(plan: Plan, url: str, api_key: str | None = None) -> Run:
     return Run(plan.command, url, model, str(plan.load), plan.workload, plan.objectives, records, figures)
 
 
-async def find_model(address: Address) -> str:
+async def find_model(session: ClientSession, address: str) -> str:
     """Returns the first model that the server lists."""
-    models = (await fetch_json(address, "GET", "/v1/models"))["data"]
+    models = (await fetch_json(session, "GET", f"{address}/v1/models"))["data"]
     if not models:
         raise ToolkitError("the server lists no model", "Check --url")
     return models[0]["id"]
 
 
-async def make_jobs(plan: Plan, address: Address, model: str) -> tuple[list[Job], list[Job]]:
+async def make_jobs(plan: Plan, session: ClientSession, address: str, model: str) -> tuple[list[Job], list[Job]]:
     """Returns jobs for the warm-up and for the measurement."""
     if plan.prompts is not None:
         jobs = plan.workload.from_prompts(plan.prompts)
@@ -102,15 +104,15 @@ async def make_jobs(plan: Plan, address: Address, model: str) -> tuple[list[Job]
     if plan.tokenizer_path is not None:
         token_ids = Tokenizer.open(plan.tokenizer_path).encode(text, add_special_tokens=False)
     else:
-        token_ids = await _tokenize_there(address, model, text)
+        token_ids = await _tokenize_there(session, address, model, text)
     warm_up = plan.workload.from_text(token_ids, plan.num_warm_up, WARM_UP_SEED)
     return warm_up, plan.workload.from_text(token_ids)
 
 
-async def _tokenize_there(address: Address, model: str, text: str) -> list[int]:
+async def _tokenize_there(session: ClientSession, address: str, model: str, text: str) -> list[int]:
     body = {"model": model, "prompt": text, "add_special_tokens": False}
     try:
-        return (await fetch_json(address, "POST", "/tokenize", body))["tokens"]
+        return (await fetch_json(session, "POST", f"{address}/tokenize", body))["tokens"]
     except ToolkitError as error:
         remedy = "Name the folder of the served model (runtime bench MODEL --url ...), or give --prompts FILE.jsonl"
         raise ToolkitError(f"the server does not tokenize the prompts ({error.problem})", remedy) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from uuid import uuid4
 
 from compress.common.errors import DataError
+from compress.common.files import utf8_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -46,14 +47,11 @@ def read_lines(path: Path, model_name: str) -> Iterator[Line | str]:
     if not path.is_file():
         raise DataError(f"there is no file {path}", "Name a file of JSON lines in OpenAI's batch format")
     first_lines: dict[str, int] = {}
-    try:
-        with path.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a byte order mark
-            for number, text in enumerate(lines, 1):
-                if text.strip():
-                    line = _parse(number, text, model_name)
-                    yield f"{path}:{number}: {line}" if isinstance(line, str) else _unless_seen(line, first_lines, path)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", "Convert it") from error
+    with utf8_text(path), path.open(encoding="utf-8-sig") as lines:  # some editors begin it with a byte order mark
+        for number, text in enumerate(lines, 1):
+            if text.strip():
+                line = _parse(number, text, model_name)
+                yield f"{path}:{number}: {line}" if isinstance(line, str) else _unless_seen(line, first_lines, path)
 
 
 def _unless_seen(line: Line, first_lines: dict[str, int], path: Path) -> Line | str:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from compress.common.errors import ToolkitError
-from runtime.bench.load import Address, Client, Job, Record, closed_loop, fetch_json, open_loop, open_session
+from runtime.bench.load import Client, Job, Record, closed_loop, fetch_json, open_loop, open_session, server_address
 
 JOB = Job("/v1/completions", {"prompt": "x"})
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
@@ -34,7 +34,7 @@ def chunked(content: bytes, size: int) -> list[bytes]:
 
 
 @asynccontextmanager
-async def answering(pieces: Sequence[bytes], seen: list[bytes] | None = None) -> AsyncIterator[Address]:
+async def answering(pieces: Sequence[bytes], seen: list[bytes] | None = None) -> AsyncIterator[str]:
     """A server that reads one request and writes these pieces."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,11 +51,15 @@ async def answering(pieces: Sequence[bytes], seen: list[bytes] | None = None) ->
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     async with server:
-        yield Address("127.0.0.1", server.sockets[0].getsockname()[1], api_key="secret")
+        yield url_of(server)
 
 
-async def send_to(address: Address, timeout: float = 20) -> Record:
-    async with open_session(address) as session:
+def url_of(server: asyncio.Server) -> str:
+    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def send_to(address: str, timeout: float = 20) -> Record:
+    async with open_session("secret") as session:
         return await Client(session, address, "m", timeout).send(JOB)
 
 
@@ -111,11 +115,10 @@ def test_timeout_and_nobody_there() -> None:
 
         server = await asyncio.start_server(never, "127.0.0.1", 0)
         async with server:
-            address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
-            return await send_to(address, 0.1)
+            return await send_to(url_of(server), 0.1)
 
     assert "within 0.1 s" in asyncio.run(hang()).error
-    gone = asyncio.run(send_to(Address("127.0.0.1", 1)))
+    gone = asyncio.run(send_to("http://127.0.0.1:1"))
     assert "ClientConnectorError" in gone.error
     assert gone.status == 0
 
@@ -136,8 +139,8 @@ def test_request_says_who_it_is_and_what_it_wants() -> None:
 
 def test_whole_answers_of_either_kind() -> None:
     async def run(pieces: list[bytes]) -> object:
-        async with answering(pieces) as address:
-            return await fetch_json(address, "POST", "/", {})
+        async with answering(pieces) as address, open_session() as session:
+            return await fetch_json(session, "POST", address, {})
 
     assert asyncio.run(run([b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n[1", b"2]"])) == [12]
     assert asyncio.run(run([b"HTTP/1.1 200 OK\r\n\r\n[1", b"2]"])) == [12]
@@ -146,22 +149,26 @@ def test_whole_answers_of_either_kind() -> None:
 def test_json_or_a_refusal_that_says_why() -> None:
     async def run(pieces: list[bytes]) -> object:
         async with answering(pieces) as address:
-            return await fetch_json(address, "POST", "/x", {})
+            return await fetch(f"{address}/x")
+
+    async def fetch(url: str) -> object:
+        async with open_session() as session:
+            return await fetch_json(session, "POST", url, {})
 
     assert asyncio.run(run([b"HTTP/1.1 200 OK\r\n\r\n{}"])) == {}
     with pytest.raises(ToolkitError, match="status 401"):
         asyncio.run(run([b"HTTP/1.1 401 X\r\n\r\nno"]))
     with pytest.raises(ToolkitError, match="no answer from"):
-        asyncio.run(fetch_json(Address("127.0.0.1", 1), "GET", "/x"))
+        asyncio.run(fetch("http://127.0.0.1:1/x"))
 
 
 def test_addresses() -> None:
-    assert Address.parse("http://h:8000/v1/", "k") == Address("h", 8000, False, "", "k")
-    assert Address.parse("https://h/a/v1") == Address("h", 443, True, "/a")
-    assert Address.parse("http://[::1]:80") == Address("::1", 80)
+    assert server_address("http://h:8000/v1/") == "http://h:8000"
+    assert server_address("https://h/a/v1") == "https://h/a"
+    assert server_address("http://[::1]:80") == "http://[::1]:80"
     for url in ("h:8000", "ftp://h", "http://", ""):
         with pytest.raises(ToolkitError, match="is not a URL"):
-            Address.parse(url)
+            server_address(url)
 
 
 class WaitingClient(Client):
@@ -179,7 +186,7 @@ class WaitingClient(Client):
 
 
 def test_closed_loop_never_has_more_under_way() -> None:
-    client, done = WaitingClient(None, Address("", 0), "m"), []
+    client, done = WaitingClient(None, "", "m"), []
     client.waits_for = 3
     records = asyncio.run(closed_loop(client, [JOB] * 10, 3, done.append))
     assert client.peak_active == 3
@@ -188,7 +195,7 @@ def test_closed_loop_never_has_more_under_way() -> None:
 
 
 def test_open_loop_waits_for_nobody_and_counts_from_the_due_time() -> None:
-    client = WaitingClient(None, Address("", 0), "m")
+    client = WaitingClient(None, "", "m")
     client.waits_for = 5
     arrivals = [0.0, 0.005, 0.01, 0.015, 0.2]
     records = asyncio.run(open_loop(client, [JOB] * 5, arrivals, lambda record: None))
