@@ -11,15 +11,14 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from compress.checkpoint.kv_cache import UNCOMPRESSED
 from compress.common.cli import demo_model_path, with_groups
 from compress.common.errors import ToolkitError
 from runtime.cli.options import AddressOptions, ModelArgument, resolve_model, runtime_config
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
     from runtime.core.config import RuntimeConfig
     from runtime.engine.engine import Engine
+    from runtime.runner.runner import ModelRunner
     from runtime.text.tokenizer import Tokenizer
 
 
@@ -196,7 +196,7 @@ def serve(
     listener = listen(host, address.port)  # before the model loads, so that a taken port costs no time
     print(f"model     {where}", flush=True)
     config = runtime_config(compute, kv, context, drafts, kv_memory, offload, batching, seed)
-    describe_weights(path)
+    print(f"weights   {describe_scheme(path)}", flush=True)
     served = load_served_model(
         path,
         address.name or name_of(path),
@@ -205,7 +205,7 @@ def serve(
         api_key=api_key,
         allowed_hosts=names_of_server(host, allowed_host or []),
     )
-    describe_engine(served)
+    print(*describe_engine(served.engine), sep="\n")
     announce(url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, api_key=api_key)
     warn_of_open_door(host, api_key)
     run(served.app, listener, drain_seconds, limits.client_seconds)
@@ -222,26 +222,18 @@ def names_of_server(host: str, allowed: list[str]) -> list[str]:
     return [*LOCAL_HOSTS, *allowed] if host in LOCAL_HOSTS or allowed else []
 
 
-def describe_weights(path: Path) -> None:
-    """Prints how the weights are stored."""
-    print(f"weights   {describe_scheme(path)}", flush=True)
-
-
-def describe_engine(served: ServedModel) -> None:
-    """Prints kernels and the room for requests."""
-    config = served.engine.config
-    print(f"context   {served.engine.runner.max_model_len} tokens")
-    print(f"KV cache  {describe_memory(served.engine)}")
-    print(f"KV form   {describe_kv_form(served.engine)}")
-    for line in describe_kernels(served.engine):
-        print(f"kernels   {line}")
-    print(f"attention {describe_attention(served.engine)}")
-    for line in describe_gpu(served.engine):
-        print(line)
+def describe_engine(engine: Engine) -> Iterator[str]:
+    """Describes the room for requests, and kernels with the reasons for them, a line each."""
+    config, runner = engine.config, cast("ModelRunner", engine.runner)
+    yield f"context   {runner.max_model_len} tokens"
+    yield f"KV cache  {describe_memory(engine)}"
+    yield f"KV form   {runner.memory.kv_choice.describe()}"
+    yield from (f"kernels   {line}" for line in runner.decoder.description)
+    yield f"attention {runner.kernels.describe()}"
+    yield from describe_gpu(runner)
     if config.speculative_model:
-        print(
-            f"drafting  {config.speculative_model}, up to {config.num_speculative_tokens} tokens, {config.spec_verify}"
-        )
+        drafting = f"drafting  {config.speculative_model}, up to {config.num_speculative_tokens} tokens"
+        yield f"{drafting}, {config.spec_verify}"
 
 
 def warn_of_open_door(host: str, api_key: str | None) -> None:
@@ -311,38 +303,11 @@ def describe_scheme(path: Path) -> str:
     return f"{checkpoint.format}, {schemes}" if schemes else f"dense {str(checkpoint.dtype).removeprefix('torch.')}"
 
 
-def describe_kv_form(engine: Engine) -> str:
-    """Describes the format of the KV cache, with the reason: `int4 rotated (as asked for)`."""
-    from runtime.runner.runner import ModelRunner
-
-    runner = engine.runner
-    return runner.memory.kv_choice.describe() if isinstance(runner, ModelRunner) else str(UNCOMPRESSED)
-
-
-def describe_kernels(engine: Engine) -> list[str]:
-    """Describes the kernels of the linears, with reasons, one line per kind."""
-    from runtime.runner.runner import ModelRunner
-
-    return [*engine.runner.decoder.description] if isinstance(engine.runner, ModelRunner) else []
-
-
-def describe_attention(engine: Engine) -> str:
-    """Describes the attention kernel, with the reason: `compiled, reads pages as they are; all layers in one call`."""
-    from runtime.runner.runner import ModelRunner
-
-    runner = engine.runner
-    if not isinstance(runner, ModelRunner):
-        return "none"
-    return runner.kernels.describe()
-
-
-def describe_gpu(engine: Engine) -> list[str]:
+def describe_gpu(runner: ModelRunner) -> list[str]:
     """Describes memory and captured steps of a GPU; empty on a CPU."""
     from runtime.memory.plan import explain
-    from runtime.runner.runner import ModelRunner
 
-    runner = engine.runner
-    if not isinstance(runner, ModelRunner) or runner.decoder.device.type != "cuda":
+    if runner.decoder.device.type != "cuda":
         return []
     steps = f"launched kernel by kernel: {runner.graphs_reason}"
     if runner.graphs is not None:

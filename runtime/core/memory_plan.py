@@ -112,9 +112,14 @@ class MemoryPlan:
         return self.kv_choice.scheme
 
     @property
+    def tokens(self) -> int:
+        """Tokens that the blocks hold."""
+        return self.num_blocks * self.block_size
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the blocks and of the exact tokens beside them."""
-        return self.num_blocks * self.block_size * self.token_bytes + self.exact.nbytes
+        return self.tokens * self.token_bytes + self.exact.nbytes
 
     @property
     def host_bytes(self) -> int:

@@ -27,6 +27,8 @@ MOST_SEQUENCES = 256
 """Computed together: beyond it a step takes longer and little is won."""
 KV_REMEDIES = ("int8", "int4")
 BIT_WIDTHS = (4, 3, 2)
+PLANNED = ("kv_bytes", "num_blocks", "tokens", "max_model_len", "reason")
+"""Fields of a `MemoryPlan` in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def _narrower_dtype(path: Path, weights: Weights, now: Capacity) -> Iterator[Rem
     if weights.target.device.type == "cpu" and not is_fast(torch.bfloat16):
         return
     narrow = replace(weights, target=Target(weights.target.device, torch.bfloat16))
-    then = now.in_dtype(weights.config, "bfloat16", narrow.prepared())
+    then = now.changed(weights.config, "bfloat16", weight_bytes=narrow.prepared())
     effect = f"{format_bytes(then.token_bytes)} of KV per token instead of {format_bytes(now.token_bytes)}, and "
     effect += f"weights of {format_bytes(then.weight_bytes)} instead of {format_bytes(now.weight_bytes)}"
     yield _remedy(f"runtime serve {path} --dtype bfloat16", "activations are rounded to 16 bits", effect, then)
@@ -110,7 +112,7 @@ def _narrower_keys(path: Path, weights: Weights, now: Capacity) -> Iterator[Reme
     if not now.kv_cache.is_exact:
         return
     for name in KV_REMEDIES:
-        then = now.with_kv_format(weights.config, name)
+        then = now.changed(weights.config, format=name)
         effect = f"{format_bytes(then.token_bytes)} of KV per token instead of {format_bytes(now.token_bytes)}"
         cost = f"a little quality; `compress eval --ppl --kv-cache {name}` measures it"
         yield _remedy(f"runtime serve {path} --kv-cache {name}", cost, effect, then)
@@ -176,14 +178,25 @@ class Report:
             "kv_bytes_per_token": {
                 name: kv_token_bytes(self.model, itemsize=size) for name, size in ITEM_SIZES.items()
             },
-            "kv_formats": {name: _format_json(then) for name, then in self._formats().items()},
+            "kv_formats": {
+                name: {
+                    "bytes_per_token": then.token_bytes,
+                    "tokens_per_gib": 2**30 // then.token_bytes,
+                    "tokens": then.tokens,
+                }
+                for name, then in self._formats().items()
+            },
             "room_bytes": capacity.room,
             "fits": capacity.num_blocks > 0,
             "kv_bytes": capacity.kv_bytes,
             "tokens": capacity.tokens,
             "context": capacity.context,
             "concurrency": {str(length): capacity.concurrency(length) for length in capacity.lengths()},
-            "serve": {"error": plan} if isinstance(plan, str) else _plan_json(plan),
+            "serve": {"error": plan}
+            if isinstance(plan, str)
+            else {
+                name: getattr(plan, name) for name in ("kv_bytes", "num_blocks", "tokens", "max_model_len", "reason")
+            },
             "remedies": [asdict(remedy) for remedy in self.remedies],
         }
 
@@ -221,7 +234,7 @@ class Report:
 
     def _formats(self) -> dict[str, Capacity]:
         """Capacity with each format of keys and values."""
-        return {name: self.capacity.with_kv_format(self.model, name) for name in KV_FORMATS}
+        return {name: self.capacity.changed(self.model, format=name) for name in KV_FORMATS}
 
     def _kv_formats(self) -> Iterator[str]:
         """A table; in it the form that is served has its exact tokens taken off."""
@@ -251,24 +264,6 @@ class Report:
             yield f"  {number}. {remedy.command}"
             fits = f"{remedy.tokens:,} tokens, {remedy.concurrency:,} requests of {remedy.length:,}"
             yield f"     {remedy.effect}: {fits}. Cost: {remedy.cost}."
-
-
-def _format_json(then: Capacity) -> dict[str, Any]:
-    return {
-        "bytes_per_token": then.token_bytes,
-        "tokens_per_gib": 2**30 // then.token_bytes,
-        "tokens": then.tokens,
-    }
-
-
-def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
-    return {
-        "kv_bytes": plan.kv_bytes,
-        "num_blocks": plan.num_blocks,
-        "tokens": plan.num_blocks * plan.block_size,
-        "max_model_len": plan.max_model_len,
-        "reason": plan.reason,
-    }
 
 
 def inspect(path: Path, scheme: str, config: RuntimeConfig, memory_bytes: int | None = None) -> Report:

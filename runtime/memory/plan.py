@@ -37,9 +37,7 @@ def plan_memory(
         ToolkitError: a length beyond the model's context, a pool that cannot hold one sequence of that length, an
             attention window that does not fit in the context, or a GPU that has nothing left for keys and values.
     """
-    attention_window = resolve_attention_window(
-        model.windows, model.context_length, config.attention_window, config.attention_sinks
-    )
+    attention_window = find_model_window(model, config)
     choice = choose_kv_cache(model.kv_cache, config, attention_window, model.kv_measured)
     token_bytes = kv_token_bytes(model, choice.scheme, itemsize)
     exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_seqs)
@@ -152,7 +150,6 @@ def _host_blocks(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int)
 
 def explain(plan: MemoryPlan) -> list[str]:
     """One line per item, with the numbers behind it."""
-    tokens = plan.num_blocks * plan.block_size
     host_tokens = plan.num_host_blocks * plan.block_size
     host = f"{plan.num_host_blocks} blocks = {host_tokens} tokens" if plan.num_host_blocks else "off"
     return [
@@ -160,7 +157,7 @@ def explain(plan: MemoryPlan) -> list[str]:
         f"KV form  {plan.kv_choice.describe()}",
         *(f"         {note}" for note in plan.kv_choice.notes),
         f"KV pool  {format_bytes(plan.kv_bytes)}: {plan.num_blocks} blocks of {plan.block_size} tokens = "
-        f"{tokens} tokens at {format_bytes(plan.token_bytes)} each",
+        f"{plan.tokens} tokens at {format_bytes(plan.token_bytes)} each",
         *_budget(plan),
         *_exact(plan),
         f"host KV  {format_bytes(plan.host_bytes)}: {host}",
@@ -344,32 +341,28 @@ class Capacity:
         """Typical lengths below the context, then the context."""
         return [length for length in TYPICAL_LENGTHS if length < self.context] + [self.context]
 
-    def in_dtype(self, model: DecoderConfig, dtype: str, weight_bytes: int) -> Capacity:
-        """The same in another dtype."""
+    def changed(self, model: DecoderConfig, dtype: str = "", format: str = "", weight_bytes: int = 0) -> Capacity:
+        """The same in another dtype, with weights of that, or with keys and values in another format. Unless that is
+        the same, there are no exact tokens beside them."""
+        dtype, is_same = dtype or self.dtype, format in ("", self.kv_cache.format)
+        scheme = self.kv_cache if is_same else KVCacheScheme.named(format)
         return replace(
             self,
-            token_bytes=kv_token_bytes(model, self.kv_cache, ITEM_SIZES[dtype]),
-            exact=exact_tokens(model, self.kv_cache, ITEM_SIZES[dtype], self.exact.num_sequences),
+            weight_bytes=weight_bytes or self.weight_bytes,
+            activation_bytes=self.activation_bytes * ITEM_SIZES[dtype] // ITEM_SIZES[self.dtype],
+            token_bytes=kv_token_bytes(model, scheme, ITEM_SIZES[dtype]),
             dtype=dtype,
-            weight_bytes=weight_bytes,
-            activation_bytes=int(self.activation_bytes * ITEM_SIZES[dtype] / ITEM_SIZES[self.dtype]),
-        )
-
-    def with_kv_format(self, model: DecoderConfig, format: str) -> Capacity:
-        """The same with keys and values in another format, and no exact tokens beside them unless it is the same."""
-        scheme = self.kv_cache if format == self.kv_cache.format else KVCacheScheme.named(format)
-        itemsize = ITEM_SIZES[self.dtype]
-        return replace(
-            self,
-            token_bytes=kv_token_bytes(model, scheme, itemsize),
             kv_cache=scheme,
-            exact=exact_tokens(model, scheme, itemsize, self.exact.num_sequences),
+            exact=exact_tokens(model, scheme, ITEM_SIZES[dtype], self.exact.num_sequences),
         )
 
 
 def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int) -> int:
     """Estimate of what the largest step holds beside weights and the pool."""
-    return step_bytes(model, config, itemsize, _seen_keys(model, config))
+    longest, _ = longest_wanted(model, config)
+    # Keys that a span of a prompt looks at, at most.
+    blocks = find_model_window(model, config).blocks_for(longest, config.max_span_tokens, config.block_size)
+    return step_bytes(model, config, itemsize, min(longest, blocks * config.block_size))
 
 
 def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionWindow:
@@ -377,13 +370,6 @@ def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionW
     return resolve_attention_window(
         model.windows, model.context_length, config.attention_window, config.attention_sinks
     )
-
-
-def _seen_keys(model: DecoderConfig, config: RuntimeConfig) -> int:
-    """Keys that a span of a prompt looks at, at most."""
-    longest, _ = longest_wanted(model, config)
-    attention_window, step = find_model_window(model, config), config.max_span_tokens
-    return min(longest, attention_window.blocks_for(longest, step, config.block_size) * config.block_size)
 
 
 def estimate(model: DecoderConfig, config: RuntimeConfig, dtype: str, weight_bytes: int, memory_bytes: int) -> Capacity:

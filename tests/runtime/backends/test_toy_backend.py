@@ -14,7 +14,7 @@ from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.common.cli import demo_model_path
 from runtime.backends.base import Backend, LinearKernel, Target, is_integer
 from runtime.backends.registry import BACKENDS, check_name, register, unregister
-from runtime.cli.serve import describe_kernels
+from runtime.cli.serve import describe_engine
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
@@ -77,7 +77,7 @@ def serve(path: Path, linear_backend: str = "auto") -> tuple[list[int], list[str
     while engine.has_work:
         for delta in engine.step():
             tokens += delta.token_ids
-    return tokens, describe_kernels(engine)
+    return tokens, list(describe_engine(engine))
 
 
 def test_it_is_chosen_and_gives_the_same_tokens(packed: Path, toy: None) -> None:

@@ -11,7 +11,7 @@ from unrecorded_steps import capture_nothing
 
 from runtime.backends.registry import choose_attention
 from runtime.backends.triton import linear as triton_linear
-from runtime.cli.serve import describe_attention, describe_gpu
+from runtime.cli.serve import describe_engine, describe_gpu
 from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
 from runtime.memory.plan import plan_memory
@@ -29,9 +29,10 @@ def engine(tmp_path) -> Engine:
 
 
 def test_a_cpu_has_nothing_to_say(engine):
-    assert describe_gpu(engine) == []
-    assert describe_attention(engine).startswith("torch: gathers pages; cpu ")
-    assert describe_attention(engine).endswith("layer by layer: torch computes no whole layers")
+    assert describe_gpu(engine.runner) == []
+    (attention,) = [line for line in describe_engine(engine) if line.startswith("attention")]
+    assert attention.startswith("attention torch: gathers pages; cpu ")
+    assert attention.endswith("layer by layer: torch computes no whole layers")
 
 
 def test_memory_and_recorded_steps_of_a_gpu(engine):
@@ -39,7 +40,7 @@ def test_memory_and_recorded_steps_of_a_gpu(engine):
     runner.capture_steps(capture_nothing)
     runner.memory = plan_memory(runner.decoder.config, GIB, 2, RuntimeConfig(), 4 * GIB)
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
-    lines = describe_gpu(engine)
+    lines = describe_gpu(engine.runner)
     assert "memory    weights  1.0 GiB" in lines
     assert any("what 4.0 GiB beside the weights leave" in line for line in lines)
     assert lines[-1].startswith("steps     of one token for each of 1, 2, 4, 5 sequences are recorded")
@@ -50,7 +51,7 @@ def test_why_nothing_is_recorded(engine):
     runner.decoder = replace(runner.decoder, device=torch.device("cuda"))
     runner.graphs_reason = "layers run one by one: attention is plain torch"
     assert (
-        describe_gpu(engine)[-1]
+        describe_gpu(engine.runner)[-1]
         == "steps     launched kernel by kernel: layers run one by one: attention is plain torch"
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_models import save_tiny_model
 
-from runtime.cli.serve import describe_kernels
+from runtime.cli.serve import describe_engine
 from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
 from runtime.model.loader import load_model
@@ -18,7 +18,7 @@ from runtime.runner.runner import build_runner
 def test_every_linear_has_a_kernel_and_a_reason(tmp_path: Path, kernels: str) -> None:
     config = RuntimeConfig(num_blocks=32, max_num_seqs=5)
     decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32", kernels=kernels)
-    lines = describe_kernels(Engine(build_runner(decoder, config), None, config))
+    lines = list(describe_engine(Engine(build_runner(decoder, config), None, config)))
     for name in ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj", "head"):
         (line,) = [line for line in lines if f"{name}: " in line or f"{name} (" in line]
         assert ", kernel " in line
