@@ -11,11 +11,10 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
 from runtime.backends.kv_pages import KVCache, KVPages
-from runtime.core.batch import Batch
+from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 from runtime.core.rope import Rotary
-from runtime.core.sampling_tensors import RowNoise
 
 Stored = TypeVar("Stored", contravariant=True)
 """Stored forms of weights that a kernel multiplies by."""
@@ -236,11 +235,15 @@ class LayersKernel:
     records: bool = False
 
 
+INFINITE, FORBIDDEN, UNDECIDED = -1, -2, -3
+"""Instead of a token: the row is not finite, nothing may be sampled, or another look at the row is needed."""
+
+
 class SamplingKernel(Protocol):
     """Argmax over rows of scores, with and without Gumbel noise."""
 
-    def unsupported_reason(self, scores: Tensor) -> str:
-        """Why it cannot read scores like these `[R, V]`; "" when it can."""
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Why it cannot read contiguous scores of a dtype on a device; "" when it can."""
         ...
 
     def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +251,7 @@ class SamplingKernel(Protocol):
         `[R]`."""
         ...
 
-    def gumbel_argmax(self, scores: Tensor, noise: RowNoise) -> Tensor:
+    def gumbel_argmax(self, scores: Tensor, tensors: SamplingTensors) -> Tensor:
         """int64 `[R]`: the token with the highest sum of finite score and noise, or `UNDECIDED`."""
         ...
 
@@ -256,11 +259,11 @@ class SamplingKernel(Protocol):
 class FusedSampling(Protocol):
     """Sampling of all rows in launches that depend on shapes only, so that a CUDA graph can end with them."""
 
-    def unsupported_reason(self, logits: Tensor) -> str:
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
         """As `SamplingKernel.unsupported_reason`."""
         ...
 
-    def sample(self, logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -> None:
+    def sample(self, logits: Tensor, scores: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
         """Writes the token of each row, or an outcome, to int64 `tokens [R]`; greedy where the temperature is 0.
 
         Args:
@@ -269,7 +272,13 @@ class FusedSampling(Protocol):
         ...
 
     def sample_listed(
-        self, scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, noise: RowNoise, tokens: Tensor
+        self,
+        scores: Tensor,
+        ids: Tensor,
+        unknown: Tensor,
+        is_truncated: Tensor,
+        tensors: SamplingTensors,
+        tokens: Tensor,
     ) -> None:
         """Replaces the token of each truncated row by one of `ids [R, K]` with `scores [R, K]`, or by `UNDECIDED`
         where `unknown [R]` says that other tokens may win."""

@@ -256,16 +256,14 @@ def attention_windows(model: Model, memory: MemoryPlan) -> tuple[int | None, ...
     return model.config.windows if window is None else (window,) * model.config.num_layers
 
 
-def choose_sampling(scores: Tensor) -> SamplingKernel:
-    """Argmax of scores like these `[R, V]`."""
+def choose_sampling(device: torch.device, dtype: torch.dtype) -> tuple[SamplingKernel, FusedSampling | None]:
+    """Argmax of scores of a dtype on a device, and sampling in launches that a CUDA graph can capture, if any."""
     kernels = (backend.sampling for backend in BACKENDS)
-    return next(kernel for kernel in kernels if kernel is not None and not kernel.unsupported_reason(scores))
-
-
-def choose_fused_sampling(logits: Tensor) -> FusedSampling | None:
-    """Sampling in launches that a CUDA graph can capture, from logits like these `[R, V]`."""
-    kernels = (backend.fused_sampling for backend in BACKENDS)
-    return next((kernel for kernel in kernels if kernel is not None and not kernel.unsupported_reason(logits)), None)
+    fused = (backend.fused_sampling for backend in BACKENDS)
+    return (
+        next(kernel for kernel in kernels if kernel is not None and not kernel.unsupported_reason(device, dtype)),
+        next((kernel for kernel in fused if kernel is not None and not kernel.unsupported_reason(device, dtype)), None),
+    )
 
 
 def _suited(device: torch.device) -> Iterable[Backend]:

@@ -1,4 +1,4 @@
-"""A step plan as tensors: the flat token axis, and which stretches of it look at which blocks."""
+"""A step plan as tensors: the flat token axis, which stretches of it look at which blocks, and how rows are sampled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
-from runtime.core.step import ScheduledSequence, ancestor_bits, paths
+from runtime.core.request import SamplingParams
+from runtime.core.step import SamplingMetadata, ScheduledSequence, ancestor_bits, paths
 
 MIN_SHARED_BLOCKS = 16
 """Short spans of equally many tokens share one attention call when their block tables round up to the same power of
@@ -263,3 +264,61 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device; itself on a CPU. It goes through pinned memory, which torch does not reuse
     before the copy is done: from other memory a copy waits for all that the device has to do."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+MIN_TEMPERATURE = 1e-20
+"""Lower ones are as good as this: logits over it are further apart than noise reaches, and still finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """Noise stream, temperature and truncation of rows to sample, `[R]` each.
+
+    Attributes:
+        seeds, positions: int64; the noise of a row depends on them and the token id only.
+        top_k: int64.
+        temperature: float64; 0 where there is no noise, and the highest score wins.
+        top_p, min_p: float64.
+    """
+
+    seeds: Tensor
+    positions: Tensor
+    top_k: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    @property
+    def is_truncated(self) -> Tensor:
+        """bool `[R]`, as `SamplingParams.is_truncated`."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
+    def temper(self, scores: Tensor) -> Tensor:
+        """Scores `[R, V]` over temperature, where none is 0."""
+        return scores / self.temperature.to(scores.dtype).unsqueeze(-1)
+
+    def limits(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Top-k, top-p and min-p in the dtype of scores."""
+        return self.top_k, self.top_p.to(dtype), self.min_p.to(dtype)
+
+
+def upload_sampling_tensors(
+    draws: Sequence[SamplingMetadata], rows: Sequence[int], device: torch.device
+) -> tuple[Tensor, SamplingTensors]:
+    """The numbers of some rows, int64 `[R]`, and how these are sampled; in one transfer."""
+    mine = [draws[row] for row in rows]
+    integers = zip(*(integers_of(draw.sampling, draw.seed, draw.position) for draw in mine), strict=True)
+    floats = zip(*(floats_of(draw.sampling) for draw in mine), strict=True)
+    index, *columns = upload_columns((rows, *integers), tuple(floats), device)
+    return index, SamplingTensors(*columns)
+
+
+def integers_of(sampling: SamplingParams, seed: int, position: int) -> tuple[int, int, int]:
+    """Seed, position and top-k: the integer columns of `SamplingTensors`."""
+    return seed, position, sampling.top_k
+
+
+def floats_of(sampling: SamplingParams) -> tuple[float, float, float]:
+    """Temperature, top-p and min-p; only temperature 0 is greedy."""
+    temperature = max(sampling.temperature, MIN_TEMPERATURE) if sampling.temperature > 0 else 0.0
+    return temperature, sampling.top_p, sampling.min_p

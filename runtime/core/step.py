@@ -238,6 +238,11 @@ class SamplingMetadata:
     output_token_ids: TokenIds[int] = ()
     mask: bytes | None = None
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether bias, mask or penalties apply."""
+        return bool(self.sampling.logit_bias) or self.mask is not None or self.sampling.has_penalties
+
 
 def build_sampling_metadata(entry: ScheduledSequence) -> list[SamplingMetadata]:
     """Builds the metadata of rows `num_tokens - 1` to `num_tokens - 1 + num_draft_tokens` of an entry that samples.

@@ -12,9 +12,17 @@ import torch
 from torch import Tensor
 
 from runtime.core.attention_window import AttentionWindow
-from runtime.core.batch import AttentionGroup, Batch, num_hidden_keys, slots_of, visible_blocks
+from runtime.core.batch import (
+    AttentionGroup,
+    Batch,
+    SamplingTensors,
+    floats_of,
+    integers_of,
+    num_hidden_keys,
+    slots_of,
+    visible_blocks,
+)
 from runtime.core.memory_plan import MemoryPlan
-from runtime.core.sampling_tensors import SamplingTensors, floats_of, integers_of
 from runtime.core.step import ScheduledSequence
 from runtime.model.decoder import Decoder
 from runtime.sampling.sampler import SampleStep
@@ -24,7 +32,7 @@ PADDING = -1
 PADDING_NUMBERS = [[0], [PADDING], [PADDING], [PADDING]]
 NUM_NUMBERS, NUM_SAMPLING_COLUMNS = 4, 6
 """Columns of a row: token id, position, slot, and position among the keys that it looks at; then how the next token is
-drawn, as `runtime.sampling.sampling_tensors` has it: three integers, and three numbers of float64."""
+drawn, as `runtime.core.batch.SamplingTensors` has it: three integers, and three numbers of float64."""
 NUM_COLUMNS = NUM_NUMBERS + NUM_SAMPLING_COLUMNS
 
 
@@ -70,7 +78,7 @@ class StepBuffers:
     def sampling_tensors(self, size: int) -> SamplingTensors:
         """Sampling tensors of the first `size` rows, as `batch`. Rows of padding are greedy."""
         columns = self._columns(size)[NUM_NUMBERS:]
-        return SamplingTensors.of_columns(columns[:3], [column.view(torch.float64) for column in columns[3:]])
+        return SamplingTensors(*columns[:3], *(column.view(torch.float64) for column in columns[3:]))
 
     def fill(self, entries: Sequence[ScheduledSequence], size: int) -> None:
         """Lays out entries of one token each in the first rows and padding in the rest of `size`, and sends them.

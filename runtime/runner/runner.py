@@ -26,7 +26,7 @@ from runtime.memory.plan import plan_memory
 from runtime.model.decoder import Decoder
 from runtime.runner.cuda_graphs import Capture, CudaCapture, StepBuffers, StepGraphs
 from runtime.sampling.logits_processors import NUM_LIKELY
-from runtime.sampling.sampler import sample_tokens, step_sampler, token_logprobs
+from runtime.sampling.sampler import choose_sampler, sample_step, sample_tokens, token_logprobs
 from runtime.speculative.verify import verify_by_match
 
 logger = logging.getLogger("runtime.runner.runner")
@@ -140,7 +140,9 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, memory: MemoryPlan) -> None:
         self.decoder = decoder
         self.memory = memory
-        self.sample: RowSampler = sample_and_match
+        dtype = torch.float64 if decoder.dtype == torch.float64 else torch.float32
+        self.sampler = choose_sampler(decoder.device, dtype)
+        self.sample: RowSampler = partial(sample_and_match, sampler=self.sampler)
         self.kernels = choose_step_kernels(decoder, memory)
         self.graphs: StepGraphs | None = None
         self.graphs_reason = self._graphs_unsupported_reason()
@@ -150,7 +152,9 @@ class ModelRunner:
     def capture_steps(self, capture: Capture) -> None:
         """From now on steps of one token per sequence are captured when they are first needed, and run again."""
         buffers = StepBuffers(self.decoder, self.memory, self.memory.num_sequences)
-        self.graphs = StepGraphs(self._logits, buffers, capture, step_sampler(buffers.logits))
+        fused = self.sampler.fused
+        draw = partial(sample_step, fused) if fused else None
+        self.graphs = StepGraphs(self._logits, buffers, capture, draw)
 
     @property
     def cache(self) -> KVCache:
@@ -263,11 +267,17 @@ class ModelRunner:
 
 
 def sample_and_match(
-    entries: abc.Sequence[ScheduledSequence], logits: Tensor, drawn: Tensor | None = None
+    entries: abc.Sequence[ScheduledSequence],
+    logits: Tensor,
+    drawn: Tensor | None = None,
+    sampler: Callable[..., list[SampledToken]] = sample_tokens,
 ) -> dict[str, list[SampledToken]]:
     """Tokens by sequence id, of `1 + num_draft_tokens` rows of logits `[R, V]` per entry, in order."""
     draws = [draw for entry in entries for draw in build_sampling_metadata(entry)]
-    return verify_by_match(entries, sample_tokens(logits, draws, drawn))
+    tokens = sampler(logits, draws, drawn)
+    if len(tokens) > len(entries):
+        return verify_by_match(entries, tokens)
+    return {entry.sequence.id: [token] for entry, token in zip(entries, tokens, strict=True)}
 
 
 def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:

@@ -12,8 +12,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from runtime.core.batch import to_device, upload, upload_columns
-from runtime.core.sampling_tensors import UNDECIDED, SamplingTensors
+from runtime.backends.base import UNDECIDED
+from runtime.backends.torch.ops import gumbel_argmax
+from runtime.core.batch import SamplingTensors, to_device, upload, upload_columns
 from runtime.core.step import SamplingMetadata
 
 MIN_REPETITION_PENALTY = 1e-10
@@ -21,16 +22,13 @@ MIN_REPETITION_PENALTY = 1e-10
 
 
 def adjust_logits(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-    """Logits `[R, V]` as the requests want them; minus infinity where a mask forbids a token. Same dtype.
+    """Logits `[R, V]` as the requests want them, a new tensor; minus infinity where a mask forbids a token. Same dtype.
 
-    `logits` stays as it is, because log-probabilities are of the unmodified distribution; it is returned itself when
-    no request changes them.
+    `logits` stays as it is, because log-probabilities are of the unmodified distribution.
     """
     biased = [row for row, draw in enumerate(draws) if draw.sampling.logit_bias]
     masked = [row for row, draw in enumerate(draws) if draw.mask is not None]
     penalized = [row for row, draw in enumerate(draws) if draw.sampling.has_penalties]
-    if not (biased or masked or penalized):
-        return logits
     scores = logits.clone()
     if biased:
         _add_bias(scores, biased, draws)
@@ -108,8 +106,8 @@ NEGLIGIBLE = 80.0
 def draw_likely(logits: Tensor, tensors: SamplingTensors) -> Tensor:
     """Tokens `[R]` drawn from logits `[R, V]`, without a look at what the device found: rows whose threshold lies below
     the likely tokens stay undecided."""
-    likely, ids, unknown = likely_candidates(tensors.noise.temper(logits), *tensors.limits(logits.dtype))
-    return tensors.noise.gumbel_argmax(likely, ids).masked_fill_(unknown, UNDECIDED)
+    likely, ids, unknown = likely_candidates(tensors.temper(logits), *tensors.limits(logits.dtype))
+    return gumbel_argmax(likely, ids, tensors).masked_fill_(unknown, UNDECIDED)
 
 
 def candidates(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:

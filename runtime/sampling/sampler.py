@@ -7,64 +7,115 @@ sends there goes in one transfer, or one for each way of drawing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from runtime.backends.base import FusedSampling
-from runtime.backends.registry import choose_fused_sampling, choose_sampling
-from runtime.core.batch import upload
+from runtime.backends.base import FORBIDDEN, INFINITE, UNDECIDED, FusedSampling, SamplingKernel
+from runtime.backends.registry import choose_sampling
+from runtime.backends.torch.ops import gumbel_argmax
+from runtime.core.batch import SamplingTensors, upload, upload_sampling_tensors
 from runtime.core.request import TokenLogprobs
-from runtime.core.sampling_tensors import (
-    ERRORS,
-    FORBIDDEN,
-    INFINITE,
-    UNDECIDED,
-    SamplingTensors,
-    upload_sampling_tensors,
-)
 from runtime.core.step import SampledToken, SamplingMetadata
 from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely, likely_candidates
 
+ERRORS = {
+    INFINITE: "the model's logits are not finite (NaN or infinity)",
+    FORBIDDEN: "the grammar allows no token here",
+}
 
-def draw_untruncated(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata], rows: Sequence[int]) -> Tensor:
-    """int64 `[R]`: the token of each row, or one of `outcomes`.
 
-    Args:
-        scores: the logits `[R, V]` as requests want them, or `logits` itself.
-        rows: that get noise; in others the highest score wins.
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Turns rows of logits into tokens with kernels that are chosen once.
+
+    Attributes:
+        kernel: argmax over rows.
+        fused: samples all rows without waiting for the device; None where no backend can.
     """
-    kernel = choose_sampling(logits)
-    tokens, finite = kernel.argmax(scores)
-    if rows:
-        index, tensors = upload_sampling_tensors(draws, rows, scores.device)
-        tempered = tensors.noise.temper(scores if len(rows) == len(draws) else scores.index_select(0, index))
-        tokens.index_copy_(0, index, kernel.gumbel_argmax(tempered, tensors.noise))
-    if scores is not logits:
-        tokens.masked_fill_(scores.amax(-1) == float("-inf"), FORBIDDEN)
-        finite = kernel.argmax(logits)[1]
-    return tokens.masked_fill_(~finite, INFINITE)
+
+    kernel: SamplingKernel
+    fused: FusedSampling | None = None
+
+    def __call__(
+        self, logits: Tensor, draws: Sequence[SamplingMetadata], drawn: Tensor | None = None
+    ) -> list[SampledToken]:
+        """One token per row of logits `[R, V]` (float32 or float64), a pure function of each row and its draw.
+
+        Logit bias, grammar mask, penalties, temperature, top-k, top-p and min-p apply in this order, then noise
+        decides; at temperature 0 the highest logit wins (of equal ones the lowest id). A row that is not finite, or
+        whose mask allows nothing, gives an error and leaves the others alone.
+
+        Args:
+            drawn: what the step that computed the logits has drawn from them; valid unless requests change the logits.
+        """
+        scores = _processed(logits, draws)
+        if drawn is None or scores is not logits:
+            drawn = self._choose(logits, scores, draws)
+        chosen = drawn.tolist()
+        _decide(chosen, scores, draws)
+        wanted = {row: draws[row].sampling.logprobs for row, token_id in enumerate(chosen) if token_id >= 0}
+        logprobs = _logprobs(logits, chosen, wanted)
+        return [
+            SampledToken(token_id, logprobs.get(row)) if token_id >= 0 else SampledToken(-1, error=ERRORS[token_id])
+            for row, token_id in enumerate(chosen)
+        ]
+
+    def _choose(self, logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
+        """int64 `[R]`: the token of each row, or what stands in place of one.
+
+        Args:
+            scores: the processed logits, or `logits` itself.
+        """
+        rows = _random_rows(draws, truncated=True)
+        if self.fused is not None:
+            chosen = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
+            tensors = upload_sampling_tensors(draws, range(len(draws)), logits.device)[1]
+            sample_step(self.fused, logits, scores, tensors, bool(rows), chosen)
+            return chosen
+        chosen = self._choose_untruncated(logits, scores, draws, _random_rows(draws, truncated=False))
+        if not rows:
+            return chosen
+        index, tensors = upload_sampling_tensors(draws, rows, logits.device)
+        mine = chosen.index_select(0, index)
+        return chosen.index_copy_(0, index, torch.where(mine < 0, mine, draw_likely(_rows(scores, index), tensors)))
+
+    def _choose_untruncated(
+        self, logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata], rows: Sequence[int]
+    ) -> Tensor:
+        """As `_choose`, without truncation.
+
+        Args:
+            rows: that get noise; in others the highest score wins.
+        """
+        tokens, finite = self.kernel.argmax(scores)
+        if rows:
+            index, tensors = upload_sampling_tensors(draws, rows, scores.device)
+            tempered = tensors.temper(_rows(scores, index))
+            tokens.index_copy_(0, index, self.kernel.gumbel_argmax(tempered, tensors))
+        if scores is not logits:
+            tokens.masked_fill_(scores.amax(-1) == float("-inf"), FORBIDDEN)
+            finite = self.kernel.argmax(logits)[1]
+        return tokens.masked_fill_(~finite, INFINITE)
+
+
+def choose_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
+    """Makes the sampler of logits of a dtype on a device."""
+    return Sampler(*choose_sampling(device, dtype))
+
+
+def sample_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], drawn: Tensor | None = None) -> list[SampledToken]:
+    """As `Sampler`, with kernels chosen for these logits."""
+    return choose_sampler(logits.device, logits.dtype)(logits, draws, drawn)
 
 
 SampleStep = Callable[[Tensor, Tensor, SamplingTensors, bool, Tensor], None]
 """As `sample_step`, for one kernel."""
 
 
-def step_sampler(logits: Tensor) -> SampleStep | None:
-    """Sampling of whole steps that waits for nothing, from logits like these; None where no backend can."""
-    kernel = choose_fused_sampling(logits)
-    return None if kernel is None else partial(sample_step, kernel)
-
-
 def sample_step(
-    kernel: FusedSampling,
-    logits: Tensor,
-    scores: Tensor,
-    tensors: SamplingTensors,
-    truncates: bool,
-    tokens: Tensor,
+    kernel: FusedSampling, logits: Tensor, scores: Tensor, tensors: SamplingTensors, truncates: bool, tokens: Tensor
 ) -> None:
     """Writes the token of each row, or an outcome, to int64 `tokens [R]`.
 
@@ -73,15 +124,14 @@ def sample_step(
         scores: the processed logits, or `logits` itself.
         truncates: some rows have top-k, top-p or min-p.
     """
-    noise = tensors.noise
     if not truncates:
-        kernel.sample(logits, scores, noise, tokens)
+        kernel.sample(logits, scores, tensors, tokens)
         return
     is_truncated = tensors.is_truncated
-    greedy = replace(noise, temperature=noise.temperature.masked_fill(is_truncated, 0))
+    greedy = replace(tensors, temperature=tensors.temperature.masked_fill(is_truncated, 0))
     kernel.sample(logits, scores, greedy, tokens)
-    likely, ids, unknown = likely_candidates(noise.temper(scores), *tensors.limits(scores.dtype))
-    kernel.sample_listed(likely, ids, unknown, is_truncated, noise, tokens)
+    likely, ids, unknown = likely_candidates(tensors.temper(scores), *tensors.limits(scores.dtype))
+    kernel.sample_listed(likely, ids, unknown, is_truncated, tensors, tokens)
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -96,29 +146,6 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]
 
 
-def sample_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], drawn: Tensor | None = None) -> list[SampledToken]:
-    """One token per row of logits `[R, V]` (float32 or float64), a pure function of each row and its draw.
-
-    Logit bias, grammar mask, penalties, temperature, top-k, top-p and min-p apply in this order, then noise decides;
-    at temperature 0 the highest logit wins (of equal ones the lowest id). A row that is not finite, or whose mask
-    allows nothing, gives an error and leaves the others alone.
-
-    Args:
-        drawn: what the step that computed the logits has drawn from them; valid unless requests change the logits.
-    """
-    scores = adjust_logits(logits, draws)
-    if drawn is None or scores is not logits:
-        drawn = _choose(logits, scores, draws)
-    chosen = drawn.tolist()
-    _decide(chosen, scores, draws)
-    wanted = {row: draws[row].sampling.logprobs for row, token_id in enumerate(chosen) if token_id >= 0}
-    logprobs = _logprobs(logits, chosen, wanted)
-    return [
-        SampledToken(token_id, logprobs.get(row)) if token_id >= 0 else SampledToken(-1, error=ERRORS[token_id])
-        for row, token_id in enumerate(chosen)
-    ]
-
-
 def draw_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], *, truncated: bool) -> Tensor:
     """Tokens `[R]` drawn from finite logits `[R, V]` at temperatures above 0, by the Gumbel-max rule.
 
@@ -126,12 +153,12 @@ def draw_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], *, truncated:
         truncated: apply top-k, top-p and min-p.
     """
     _, tensors = upload_sampling_tensors(draws, range(len(draws)), logits.device)
-    return tensors.noise.gumbel_argmax(*_scores(logits, tensors, truncated=truncated))
+    return gumbel_argmax(*_scores(logits, tensors, truncated=truncated), tensors)
 
 
 def probabilities(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     """The distributions `[R, V]` that `sample_tokens` draws from, float64; all on one token at temperature 0."""
-    adjusted = adjust_logits(logits, draws)
+    adjusted = _processed(logits, draws)
     found = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     found.scatter_(-1, adjusted.argmax(-1, keepdim=True), 1.0)
     for truncated in (False, True):
@@ -144,23 +171,9 @@ def probabilities(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
     return found
 
 
-def _choose(logits: Tensor, scores: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
-    """int64 `[R]`: the token of each row, or what stands in place of one.
-
-    Args:
-        scores: the logits as requests want them.
-    """
-    rows = _random_rows(draws, truncated=True)
-    if draw := step_sampler(logits):
-        chosen = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
-        draw(logits, scores, upload_sampling_tensors(draws, range(len(draws)), logits.device)[1], bool(rows), chosen)
-        return chosen
-    chosen = draw_untruncated(logits, scores, draws, _random_rows(draws, truncated=False))
-    if not rows:
-        return chosen
-    index, tensors = upload_sampling_tensors(draws, rows, logits.device)
-    mine = chosen.index_select(0, index)
-    return chosen.index_copy_(0, index, torch.where(mine < 0, mine, draw_likely(_rows(scores, index), tensors)))
+def _processed(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
+    """The logits as the requests want them; `logits` itself when no request changes them."""
+    return adjust_logits(logits, draws) if any(draw.changes_logits for draw in draws) else logits
 
 
 def _decide(chosen: list[int], scores: Tensor, draws: Sequence[SamplingMetadata]) -> None:
@@ -177,7 +190,7 @@ def _decide(chosen: list[int], scores: Tensor, draws: Sequence[SamplingMetadata]
 
 def _scores(logits: Tensor, tensors: SamplingTensors, *, truncated: bool) -> tuple[Tensor, Tensor]:
     """Scores `[R, K]`, minus infinity where a token cannot be drawn, and their ids `[R or 1, K]`."""
-    scores = tensors.noise.temper(logits)
+    scores = tensors.temper(logits)
     if truncated:
         return candidates(scores, *tensors.limits(scores.dtype))
     return scores, torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)

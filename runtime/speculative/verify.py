@@ -22,7 +22,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from runtime.core.sampling_tensors import gumbel_noise
+from runtime.backends.torch.ops import gumbel_noise
 from runtime.core.step import SampledToken, SamplingMetadata, ScheduledSequence, build_sampling_metadata, find_child
 from runtime.sampling.sampler import probabilities, sample_tokens, token_logprobs
 

@@ -269,14 +269,15 @@ def _column_solver() -> None:
 
 def _sampling() -> None:
     from runtime.backends.triton.kernels.sampling import sample_from_listed, sample_rows
-    from runtime.core.sampling_tensors import RowNoise
+    from runtime.core.batch import SamplingTensors
     from runtime.sampling.logits_processors import NUM_LIKELY
 
     numbers, tokens = _empty(4, dtype=torch.int64), _empty(4, dtype=torch.int64)
-    noise = RowNoise(numbers, numbers, _empty(4, dtype=torch.float64))
+    floats = _empty(4, dtype=torch.float64)
+    tensors = SamplingTensors(numbers, numbers, numbers, floats, floats, floats)
     for vocab_size in VOCABULARIES:
         logits = _empty(4, vocab_size, dtype=torch.float32)
-        sample_rows(logits, logits, noise, tokens)
+        sample_rows(logits, logits, tensors, tokens)
     scores, ids = _empty(4, NUM_LIKELY, dtype=torch.float32), _empty(4, NUM_LIKELY, dtype=torch.int64)
     is_truncated = _empty(4, dtype=torch.bool)
-    sample_from_listed(scores, ids, is_truncated, is_truncated, noise, tokens)
+    sample_from_listed(scores, ids, is_truncated, is_truncated, tensors, tokens)

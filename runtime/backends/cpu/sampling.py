@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compress.cpu.binding import BEST, absence, library
-from runtime.core.sampling_tensors import UNDECIDED, RowNoise
+from runtime.backends.base import UNDECIDED
+from runtime.core.batch import SamplingTensors
 
 
 class _PeakRows(ctypes.Structure):
@@ -32,6 +33,7 @@ class _NoisyRows(ctypes.Structure):
 
 def argmax(scores: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Tensor]:
     """The first of the highest scores of every row, int64 `[R]`, and whether all of the row are finite, bool `[R]`."""
+    scores = scores.contiguous()
     highest, finite = scores.new_empty(len(scores), dtype=torch.int64), scores.new_empty(len(scores), dtype=torch.bool)
     job = _PeakRows(*scores.shape, scores.data_ptr(), highest.data_ptr(), finite.data_ptr())
     _run("argmax_rows", job, instruction_set)
@@ -46,7 +48,7 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, instruction_
         scores: float32 `[R, V]`, finite, or minus infinity where a token cannot be drawn.
         seeds, positions: int64 `[R]`.
     """
-    seeds, positions = seeds.contiguous(), positions.contiguous()
+    scores, seeds, positions = scores.contiguous(), seeds.contiguous(), positions.contiguous()
     winners = torch.empty_like(seeds)
     where = scores.data_ptr(), seeds.data_ptr(), positions.data_ptr(), winners.data_ptr()
     _run("gumbel_argmax_rows", _NoisyRows(*scores.shape, *where), instruction_set)
@@ -54,18 +56,18 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, instruction_
 
 
 class CpuSampling:
-    """Argmax of float32 scores on CPUs whose rows follow each other."""
+    """Argmax of contiguous float32 scores on CPUs."""
 
-    def unsupported_reason(self, scores: Tensor) -> str:
-        if scores.device.type != "cpu" or scores.dtype != torch.float32 or not scores.is_contiguous():
-            return "reads contiguous float32 scores on CPUs"
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
+        if device.type != "cpu" or dtype != torch.float32:
+            return "reads float32 scores on CPUs"
         return "" if library() is not None else absence()
 
     def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         return argmax(scores)
 
-    def gumbel_argmax(self, scores: Tensor, noise: RowNoise) -> Tensor:
-        winners = gumbel_argmax(scores, noise.seeds, noise.positions)
+    def gumbel_argmax(self, scores: Tensor, tensors: SamplingTensors) -> Tensor:
+        winners = gumbel_argmax(scores, tensors.seeds, tensors.positions)
         return winners.masked_fill_(winners < 0, UNDECIDED)
 
 

@@ -1,4 +1,12 @@
-"""Norms, rotary embedding, gating and sampling in plain torch: any dtype and device, the oracle of other backends."""
+"""Norms, rotary embedding, gating and sampling in plain torch: any dtype and device, the oracle of other backends.
+
+Adding Gumbel noise to log-probabilities and taking the largest draws from the distribution exactly. Because the noise
+of a token depends on nothing but its request's seed, its position in the sequence and its id, a seed gives the same
+tokens whatever the batch, the chunking, preemption or speculation, on any device.
+
+The hash is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) in wrapping
+int64 arithmetic: its finalizer turns (seed, position) into the state of a stream, and the token id is the index in it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from runtime.core.batch import SamplingTensors
 from runtime.core.rope import rotate
-from runtime.core.sampling_tensors import RowNoise
 
 
 class TorchOps:
@@ -49,14 +57,59 @@ def activate_multiply(gate_up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate).mul_(up)
 
 
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+GAMMA = _signed(0x9E3779B97F4A7C15)
+MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+UNIFORM_BITS = 52
+
+
+def gumbel_argmax(scores: Tensor, token_ids: Tensor, tensors: SamplingTensors) -> Tensor:
+    """The id `[R]` with the highest sum of score `[R, K]` and noise, the first of equal ones; ids `[R or 1, K]`."""
+    winner = gumbel_noise(tensors.seeds, tensors.positions, token_ids).add_(scores).argmax(-1, keepdim=True)
+    return token_ids.expand(len(scores), -1).gather(-1, winner).squeeze(-1)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64.
+
+    Args:
+        seeds, positions: int64 `[R]`, one stream per row; position is the one the drawn token will have.
+        token_ids: int64 `[V]` or `[R, V]`.
+
+    Returns:
+        `[R, V]`, between about -3.6 and 36.7.
+    """
+    streams = _mix(_mix(seeds + GAMMA).bitwise_xor_((positions + 1) * GAMMA))
+    words = _mix(streams.unsqueeze(-1) + (token_ids + 1) * GAMMA)
+    # 52 bits and a half: never 0 nor 1, and exact in float64.
+    uniform = _shift_right_(words, 64 - UNIFORM_BITS).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _mix(words: Tensor) -> Tensor:
+    """SplitMix64's finalizer, a bijection of 64-bit words in which every input bit moves half of the output bits.
+    Overwrites `words`: with a large vocabulary, new memory would cost more than the arithmetic."""
+    words.bitwise_xor_(_shift_right_(words.clone(), 30)).mul_(MULTIPLIERS[0])
+    words.bitwise_xor_(_shift_right_(words.clone(), 27)).mul_(MULTIPLIERS[1])
+    return words.bitwise_xor_(_shift_right_(words.clone(), 31))
+
+
+def _shift_right_(words: Tensor, bits: int) -> Tensor:
+    """Logical shift in place; torch's shift of int64 copies the sign."""
+    return words.bitwise_right_shift_(bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
 class TorchSampling:
     """Argmax of scores in any dtype and on any device, with Gumbel noise of the whole vocabulary in memory."""
 
-    def unsupported_reason(self, scores: Tensor) -> str:
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
         return ""
 
     def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         return scores.argmax(-1), scores.sum(-1).isfinite()  # a sum is finite only if all of its terms are
 
-    def gumbel_argmax(self, scores: Tensor, noise: RowNoise) -> Tensor:
-        return noise.gumbel_argmax(scores, torch.arange(scores.shape[-1], device=scores.device).unsqueeze(0))
+    def gumbel_argmax(self, scores: Tensor, tensors: SamplingTensors) -> Tensor:
+        return gumbel_argmax(scores, torch.arange(scores.shape[-1], device=scores.device).unsqueeze(0), tensors)

@@ -14,9 +14,9 @@ from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import TritonAttention, layer_pages
 from runtime.backends.triton.fused_linear import ActivationLayout, FusedLinear, PartialSums, finished, fused
 from runtime.backends.triton.linear import device_unsupported_reason, unsupported_reason
+from runtime.core.batch import SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
-from runtime.core.sampling_tensors import RowNoise
 
 
 class TritonOps(TorchOps):
@@ -124,19 +124,23 @@ def _products(layer: LayerWeights) -> _Products:
 class TritonSampling:
     """Tokens of all rows of a step from float32 logits: two launches without top-k, top-p or min-p."""
 
-    def unsupported_reason(self, logits: Tensor) -> str:
-        if reason := device_unsupported_reason(logits.device):
-            return reason
-        return "" if logits.dtype == torch.float32 and logits.is_contiguous() else "reads contiguous float32 logits"
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
+        return device_unsupported_reason(device) or ("" if dtype == torch.float32 else "reads float32 logits")
 
-    def sample(self, logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -> None:
+    def sample(self, logits: Tensor, scores: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
         from runtime.backends.triton.kernels.sampling import sample_rows
 
-        sample_rows(logits, scores, noise, tokens)
+        sample_rows(logits, scores, tensors, tokens)
 
     def sample_listed(
-        self, scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, noise: RowNoise, tokens: Tensor
+        self,
+        scores: Tensor,
+        ids: Tensor,
+        unknown: Tensor,
+        is_truncated: Tensor,
+        tensors: SamplingTensors,
+        tokens: Tensor,
     ) -> None:
         from runtime.backends.triton.kernels.sampling import sample_from_listed
 
-        sample_from_listed(scores, ids, unknown, is_truncated, noise, tokens)
+        sample_from_listed(scores, ids, unknown, is_truncated, tensors, tokens)

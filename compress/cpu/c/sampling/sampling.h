@@ -16,7 +16,7 @@ typedef struct {
 
 EXPORT int argmax_rows(const PeakRows *job, int instruction_set);
 
-/* Draws by the Gumbel-max rule, with the noise of runtime/sampling/sampling_tensors.py: a hash of seed, position and token, and two
+/* Draws by the Gumbel-max rule, with the noise of runtime/backends/torch/ops.py: a hash of seed, position and token, and two
  * logarithms. From the hash alone follows a bound that few sums of score and noise reach; the logarithms are computed
  * for those. */
 typedef struct {

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.core.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoise
+from runtime.backends.base import FORBIDDEN, INFINITE, UNDECIDED
+from runtime.core.batch import SamplingTensors
 
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST, SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
-"""Constants of SplitMix64, see `runtime.core.sampling_tensors`."""
+"""Constants of SplitMix64, see `runtime.backends.torch.ops`."""
 ABSOLUTE, RELATIVE = tl.constexpr(1e-5), tl.constexpr(1e-6)
 """Sums further apart than this are ordered alike in float64. Noise is wrong by less than 4.5e-6, most of which is one
 unit in the last place of a logarithm of up to 37 (CUDA's mathematical functions: `logf`)."""
@@ -134,7 +135,7 @@ BLOCK = 2048
 """Tokens of one program: 63 of them share a row of Llama 3's vocabulary."""
 
 
-def sample_rows(logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor) -> None:
+def sample_rows(logits: Tensor, scores: Tensor, tensors: SamplingTensors, tokens: Tensor) -> None:
     """Writes the token of each row, or one of the outcomes, to int64 `tokens [R]`. Its launches depend on shapes only
     and wait for nothing, so they can be captured in a graph.
 
@@ -146,13 +147,13 @@ def sample_rows(logits: Tensor, scores: Tensor, noise: RowNoise, tokens: Tensor)
     parts = triton.cdiv(vocab_size, BLOCK)
     sums, ids = logits.new_empty(rows, 2, parts), logits.new_empty(rows, parts, dtype=torch.int32)
     sample_parts[(rows, parts)](
-        logits, scores, noise.seeds, noise.positions, noise.temperature, sums, ids, vocab_size, parts, BLOCK=BLOCK
+        logits, scores, tensors.seeds, tensors.positions, tensors.temperature, sums, ids, vocab_size, parts, BLOCK=BLOCK
     )
-    join_parts[(rows,)](sums, ids, noise.temperature, tokens, parts, **join_constants(parts))
+    join_parts[(rows,)](sums, ids, tensors.temperature, tokens, parts, **join_constants(parts))
 
 
 def sample_from_listed(
-    scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, noise: RowNoise, tokens: Tensor
+    scores: Tensor, ids: Tensor, unknown: Tensor, is_truncated: Tensor, tensors: SamplingTensors, tokens: Tensor
 ) -> None:
     """Draws `tokens [R]` of truncated rows that have one again: from listed tokens, and undecided where those are not
     all. As capturable as `sample_rows`.
@@ -163,7 +164,7 @@ def sample_from_listed(
     """
     rows, listed = scores.shape
     sample_listed_kernel[(rows,)](
-        scores, ids, is_truncated, unknown, noise.seeds, noise.positions, tokens, listed, **listed_constants(listed)
+        scores, ids, is_truncated, unknown, tensors.seeds, tensors.positions, tokens, listed, **listed_constants(listed)
     )
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from compress.cpu.binding import best_instruction_set, library, set_threads
 from runtime.backends.cpu.sampling import CpuSampling, argmax, gumbel_argmax
+from runtime.backends.torch.ops import TorchSampling, gumbel_noise
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_tensors import gumbel_noise
 from runtime.core.step import SamplingMetadata
-from runtime.sampling.sampler import sample_tokens
+from runtime.sampling.sampler import Sampler, sample_tokens
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 SETS = range(best_instruction_set() + 1)
@@ -89,10 +89,9 @@ def test_tokens_are_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch
     draws[7] = replace(draws[7], mask=bytes(len(mask)))
     logits[8, 5], logits[9, 6] = torch.nan, torch.inf
     logits[10, 20:40] = 1e4
-    assert not CpuSampling().unsupported_reason(logits)
+    assert not CpuSampling().unsupported_reason(logits.device, logits.dtype)
     compiled = sample_tokens(logits, draws)
-    monkeypatch.setattr(CpuSampling, "unsupported_reason", lambda self, scores: "is left out")
-    assert compiled == sample_tokens(logits, draws)
+    assert compiled == Sampler(TorchSampling())(logits, draws)
     assert [bool(token.error) for token in compiled[6:11]] == [False, True, True, True, False]
 
 
@@ -110,9 +109,9 @@ def test_rows_do_not_depend_on_others_or_on_threads() -> None:
         set_threads(0)
 
 
-def test_other_numbers_are_left_to_torch() -> None:
+def test_other_numbers_are_left_to_torch_and_columns_may_lie_apart() -> None:
     scores = scores_of(10, 1.0)
-    assert CpuSampling().unsupported_reason(scores.double())
-    assert CpuSampling().unsupported_reason(scores[:, ::2])
+    assert CpuSampling().unsupported_reason(scores.device, torch.float64)
+    assert torch.equal(argmax(scores[:, ::2])[0], scores[:, ::2].argmax(-1))
     with pytest.raises(ValueError, match="set 7"):
         argmax(scores, 7)

@@ -3,8 +3,7 @@ ragged vocabularies, and sums that float32 cannot tell apart."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,14 +12,14 @@ import triton.language as tl
 from poisoned_memory import poisoned_allocations
 from torch import Tensor
 
-from runtime.backends.cpu.sampling import CpuSampling
+from runtime.backends.base import FORBIDDEN, INFINITE, UNDECIDED
+from runtime.backends.torch.ops import TorchSampling, gumbel_noise
 from runtime.backends.triton.kernels.sampling import ABSOLUTE, gumbel, sample_rows
 from runtime.backends.triton.layers import TritonSampling
+from runtime.core.batch import SamplingTensors
 from runtime.core.request import SamplingParams
-from runtime.core.sampling_tensors import FORBIDDEN, INFINITE, UNDECIDED, RowNoise, gumbel_noise
 from runtime.core.step import SamplingMetadata
-from runtime.sampling import sampler
-from runtime.sampling.sampler import sample_step, sample_tokens
+from runtime.sampling.sampler import Sampler
 
 triton = pytest.importorskip("triton")
 
@@ -39,22 +38,23 @@ def scores_of(vocab: int, spread: float, device: torch.device, rows: int = ROWS)
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread).to(device)
 
 
-def noise_of(temperatures: list[float], device: torch.device) -> RowNoise:
+def noise_of(temperatures: list[float], device: torch.device) -> SamplingTensors:
     random = torch.Generator().manual_seed(len(temperatures))
     seeds = torch.randint(-(2**62), 2**62, (len(temperatures),), generator=random)
     positions = torch.randint(0, 10_000, (len(temperatures),), generator=random)
-    columns = seeds, positions, torch.tensor(temperatures, dtype=torch.float64)
-    return RowNoise(*(column.to(device) for column in columns))
+    temperature = torch.tensor(temperatures, dtype=torch.float64)
+    columns = seeds, positions, torch.zeros_like(seeds), temperature, torch.ones_like(temperature), 0 * temperature
+    return SamplingTensors(*(column.to(device) for column in columns))
 
 
-def drawn(scores: Tensor, noise: RowNoise, logits: Tensor | None = None) -> list[int]:
+def drawn(scores: Tensor, noise: SamplingTensors, logits: Tensor | None = None) -> list[int]:
     with poisoned_allocations():
         tokens = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
         sample_rows(scores if logits is None else logits, scores, noise, tokens)
     return tokens.tolist()
 
 
-def sums(scores: Tensor, noise: RowNoise) -> Tensor:
+def sums(scores: Tensor, noise: SamplingTensors) -> Tensor:
     """In float64, as torch's way has them; scores as they are where the temperature is 0."""
     ids = torch.arange(scores.shape[-1], device=scores.device)
     noisy = gumbel_noise(noise.seeds, noise.positions, ids).add_(noise.temper(scores))
@@ -136,11 +136,11 @@ def test_a_row_does_not_depend_on_others(gpu) -> None:
     scores, noise = scores_of(RAGGED, 2.0, gpu), noise_of([0.0, 0.7, 1.0] * (ROWS // 3), gpu)
     together = drawn(scores, noise)
     for row in (0, 5):
-        alone = RowNoise(*(column[row : row + 1] for column in (noise.seeds, noise.positions, noise.temperature)))
+        alone = SamplingTensors(*(getattr(noise, each.name)[row : row + 1] for each in fields(noise)))
         assert drawn(scores[row : row + 1], alone) == together[row : row + 1]
 
 
-def test_the_sampler_gives_the_same_tokens_with_it(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_gives_the_same_tokens_with_it(gpu) -> None:
     logits, usual = scores_of(2500, 4.0, gpu, rows=14), SamplingParams()
     mask = bytes(0b10110110 for _ in range(2500 // 8 + 1))
     kinds = (
@@ -160,10 +160,9 @@ def test_the_sampler_gives_the_same_tokens_with_it(gpu, monkeypatch: pytest.Monk
     logits[8, 5], logits[11, 6] = torch.nan, torch.inf
     logits[7, 20:40] = logits[10, 20:40] = 1e22  # float32 does not decide
     ways = {}
-    for name, way in (("torch", None), ("triton", partial(sample_step, TritonSampling()))):
-        monkeypatch.setattr(sampler, "step_sampler", lambda logits, way=way: way)
-        monkeypatch.setattr(CpuSampling, "unsupported_reason", lambda self, scores: "is left out")
+    for name, fused in (("torch", None), ("triton", TritonSampling())):
+        sample = Sampler(TorchSampling(), fused)
         plain = [replace(draw, mask=None, sampling=replace(draw.sampling, logit_bias=())) for draw in draws]
-        ways[name] = sample_tokens(logits, draws), sample_tokens(logits, plain)
+        ways[name] = sample(logits, draws), sample(logits, plain)
     assert ways["triton"] == ways["torch"]
     assert [bool(token.error) for token in ways["triton"][0][7:12]] == [False, True, True, False, True]
