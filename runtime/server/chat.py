@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -11,13 +12,33 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
-from runtime.server.protocol import ChatRequest
-from runtime.server.protocol_tools import Function
-from runtime.server.response_models import ChatCompletionResponse, ChatLogprobs
-from runtime.server.responses import MAY_STREAM, Output, chat_logprobs
-from runtime.server.serving import Service, Tokenizer
+from runtime.server.protocol_chat import ChatRequest, Function
+from runtime.server.response_models import (
+    MAY_STREAM,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    json_number,
+    token_text,
+)
+from runtime.server.serving import Output, Service, Tokenizer
 from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
 from runtime.text.tools import ToolFormat, allowed_calls, describe_tools, find_format, forced_calls, mentions_tools
+
+
+def chat_logprobs(tokenizer: Tokenizer, pairs: Iterable[tuple[int, TokenLogprobs]]) -> ChatLogprobs:
+    """Returns `logprobs` of a chat choice."""
+
+    def entry(token_id: int, logprob: float) -> TopLogprob:
+        raw = tokenizer.token_bytes(token_id)
+        return {"token": token_text(raw), "logprob": json_number(logprob), "bytes": list(raw)}
+
+    content: list[TokenLogprob] = [
+        {**entry(token_id, found.logprob), "top_logprobs": [entry(*alternative) for alternative in found.top]}
+        for token_id, found in pairs
+    ]
+    return {"content": content, "refusal": None}
 
 
 @dataclass
@@ -182,7 +203,7 @@ def chat_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         tool_format = find_tool_format(tokenizer, body)
         token_ids = await asyncio.to_thread(encode_conversation, service, body)
-        sampling = service.sampling(body, len(token_ids), None)
+        sampling = body.sampling_params(len(token_ids), service.limits.max_model_len, None)
         shape = ChatShape(tokenizer, bool(body.logprobs), body.num_answers)
         if tool_format is not None:
             sampling = call_sampling(sampling, tool_format, tokenizer, body)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import struct
 from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -15,20 +16,98 @@ from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
-from runtime.server.protocol import CompletionRequest, Prompt, check_prompt, separate_prompts
-from runtime.server.protocol_tools import Strict
-from runtime.server.response_models import CompletionLogprobs, CompletionResponse, EmbeddingResponse
-from runtime.server.responses import (
+from runtime.server.protocol import CompletionRequest, Prompt, Strict, check_prompt, separate_prompts
+from runtime.server.response_models import (
     BODY_ERRORS,
     MAY_STREAM,
-    CompletionLogprobsWriter,
-    Output,
-    join_logprobs,
-    respond_at_once,
+    CompletionLogprobs,
+    CompletionResponse,
+    EmbeddingResponse,
+    json_number,
+    token_text,
 )
-from runtime.server.serving import Job, Service, Tokenizer
+from runtime.server.serving import Job, Output, Service, Tokenizer, respond_at_once
 
 DEFAULT_MAX_TOKENS = 16
+
+
+MAX_SKIPPED_BYTES = 8
+"""Distance up to which a prompt token is searched in the text."""
+
+
+class CompletionLogprobsWriter:
+    """Writes `logprobs` of one completion choice incrementally; offsets count characters from the start of its text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.offset = 0
+
+    def write(self, pairs: Iterable[tuple[int, TokenLogprobs]]) -> CompletionLogprobs:
+        """Returns the log-probabilities of new tokens of the answer."""
+        written = empty_logprobs()
+        for token_id, found in pairs:
+            self.add(written, token_id, found)
+            self.offset += count_characters(self.tokenizer.token_bytes(token_id))
+        return written
+
+    def write_prompt(self, text: str, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        """Returns the log-probabilities of a prompt that precedes the answer as `text`; the first token has none.
+
+        Args:
+            found: log-probabilities of every token but the first.
+        """
+        written = empty_logprobs()
+        raw_text, place = text.encode(), 0
+        for token_id, scored in zip(token_ids, (None, *found), strict=True):
+            self.add(written, token_id, scored)
+            stop = end_of(self.tokenizer.token_bytes(token_id), raw_text, place)
+            self.offset += count_characters(raw_text[place:stop])
+            place = stop
+        self.offset = len(text)
+        return written
+
+    def add(self, written: CompletionLogprobs, token_id: int, found: TokenLogprobs | None) -> None:
+        written["tokens"].append(token_text(self.tokenizer.token_bytes(token_id)))
+        written["token_logprobs"].append(json_number(found.logprob) if found else None)
+        written["top_logprobs"].append(self.top(token_id, found) if found else None)
+        written["text_offset"].append(self.offset)
+
+    def top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
+        """Returns alternatives by text, best first, with the sampled token; the best of tokens with equal text
+        counts."""
+        entries: dict[str, float] = {}
+        for alternative, logprob in (*found.top, (token_id, found.logprob)):
+            entries.setdefault(token_text(self.tokenizer.token_bytes(alternative)), json_number(logprob))
+        return entries
+
+
+def empty_logprobs() -> CompletionLogprobs:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
+
+
+def end_of(token: bytes, text: bytes, place: int) -> int:
+    """Returns the end of a prompt token in the text, searched from `place`; `place` if it cannot be found.
+
+    The text omits a beginning-of-sequence token and a first space, and replaces parts of characters.
+    """
+    for raw in (token, token.lstrip(b" ")):
+        found = text.find(raw, place, place + len(raw) + MAX_SKIPPED_BYTES)
+        if found >= 0:
+            return found + len(raw)
+    return place
+
+
+def count_characters(raw: bytes) -> int:
+    return sum(byte & 0xC0 != 0x80 for byte in raw)  # first bytes of characters
 
 
 @dataclass
@@ -112,7 +191,8 @@ def completions_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         prompts = separate_prompts(body.prompt)
         token_ids = await asyncio.to_thread(service.encode_prompts, prompts)
-        samplings = [service.sampling(body, len(ids), DEFAULT_MAX_TOKENS) for ids in token_ids]
+        context = service.limits.max_model_len
+        samplings = [body.sampling_params(len(ids), context, DEFAULT_MAX_TOKENS) for ids in token_ids]
         texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
         echoed = [EchoedPrompt(*prompt) for prompt in zip(texts, token_ids, strict=True)] if body.echo else []
         each = [prompt for prompt in echoed for _ in range(body.num_answers)]

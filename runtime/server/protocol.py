@@ -1,25 +1,132 @@
-"""Request bodies. Unknown and unsupported fields are refused by name, never ignored."""
+"""Bodies of completions and the fields they share with chat. Unknown and unsupported fields are refused by name,
+never ignored."""
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
-
-from runtime.core.request import MAX_ANSWERS, MAX_PRIORITY, MAX_SEED, MAX_TOP_K, Grammar
-from runtime.server.protocol_tools import (
-    AssistantCall,
-    ResponseFormat,
-    Strict,
-    StructuredFields,
-    ToolFields,
-    contradiction,
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
 )
+from pydantic_core import PydanticCustomError
+
+from runtime.core.request import MAX_ANSWERS, MAX_PRIORITY, MAX_SEED, MAX_TOP_K, Grammar, GrammarKind, SamplingParams
+from runtime.server.errors import ApiError
+
+CONTRADICTION = "contradiction"
+
+
+def whole_numbers(value: Any) -> Any:
+    """Converts integral floats to integers, in lists too: JSON has one kind of number."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    return [whole_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+class Strict(BaseModel):
+    """Base model without unknown fields, conversions between types and NaN.
+
+    An unknown field may be null: some clients send all fields of their classes, also those without a value.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        frozen=True,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def read(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: whole_numbers(value) for name, value in data.items() if value is not None or name in known}
+
+
+def contradiction(message: str) -> PydanticCustomError:
+    """Returns an error about a field that contradicts another one."""
+    return PydanticCustomError(CONTRADICTION, "{message}", {"message": message})
+
+
+Schema = dict[str, Any] | str
+Choices = Annotated[list[str], Field(min_length=1, max_length=1000)]
+
+
+class StructuredOutputs(Strict):
+    """One of four constraints on an answer."""
+
+    definition: Schema | None = Field(None, alias="json", description="a JSON schema, as an object or as text")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = Field(None, description="in llguidance's form of Lark")
+
+    def named(self) -> dict[str, Grammar]:
+        return grammars(("json", "regex", "choice", "grammar"), self.definition, self.regex, self.choice, self.grammar)
+
+
+class StructuredFields(Strict):
+    """Fields that constrain the answer, of which at most one may be given."""
+
+    guided_json: Schema | None = Field(None, description="a JSON schema, as an object or as text")
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, description="in llguidance's form of Lark")
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def check_one_form(self) -> StructuredFields:
+        found = list(self.forms())
+        if len(found) > 1:
+            raise ValueError(f"{' and '.join(found)} exclude each other: an answer can have one form only; give one")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return next(iter(self.forms().values()), None)
+
+    def forms(self) -> dict[str, Grammar]:
+        """Grammars by the name of the field that asks for them."""
+        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        found = grammars(names, self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        nested = self.structured_outputs.named() if self.structured_outputs else {}
+        return found | {f"structured_outputs.{name}": grammar for name, grammar in nested.items()}
+
+
+def grammars(
+    names: tuple[str, ...], schema: Schema | None, regex: str | None, choice: list[str] | None, lark: str | None
+) -> dict[str, Grammar]:
+    """Grammars by name, of those that are given."""
+    found = (
+        None if schema is None else schema_grammar(schema),
+        None if regex is None else Grammar(GrammarKind.REGEX, regex),
+        None if choice is None else choice_grammar(choice),
+        None if lark is None else Grammar(GrammarKind.LARK, lark),
+    )
+    return {name: grammar for name, grammar in zip(names, found, strict=True) if grammar is not None}
+
+
+def schema_grammar(schema: Schema) -> Grammar:
+    """JSON that a schema allows."""
+    return Grammar(GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema))
+
+
+def choice_grammar(choices: list[str]) -> Grammar:
+    """One of these texts."""
+    quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return Grammar(GrammarKind.LARK, f"start: {' | '.join(quoted)}")
+
 
 MAX_BIAS = 100
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
-
 TOKEN_IDS = range(2**31)
 """Possible token ids; the engine checks them against the vocabulary."""
 TokenId = Annotated[int, Field(ge=0, lt=TOKEN_IDS.stop)]
@@ -63,78 +170,8 @@ class SteeringFields(Strict):
         None, max_length=256, description="cached prefixes are shared only with requests of the same salt"
     )
 
-    @property
-    def biases(self) -> tuple[tuple[int, float], ...]:
-        """Pairs of a token id and the value added to its logit."""
-        return tuple((int(token_id), float(bias)) for token_id, bias in (self.logit_bias or {}).items())
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    """One message. Tool calls are in messages of the assistant, their results in messages of role `tool`."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    name: str | None = Field(None, description="name of the author or function; templates may omit it")
-    tool_calls: Annotated[list[AssistantCall], Field(min_length=1)] | None = Field(None, validate_default=True)
-    tool_call_id: str | None = Field(None, validate_default=True)
-    content: str | list[TextPart] | None = Field(None, validate_default=True)
-    refusal: None = Field(None, description="as in answers, so that they can be sent back unchanged")
-
-    @field_validator("tool_calls")
-    @classmethod
-    def check_tool_calls(cls, value: list[AssistantCall] | None, info: ValidationInfo) -> list[AssistantCall] | None:
-        if value is not None and info.data.get("role") != "assistant":
-            raise contradiction("only messages of the assistant have calls")
-        return value
-
-    @field_validator("tool_call_id")
-    @classmethod
-    def check_tool_call_id(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if (value is not None) != (info.data.get("role") == "tool"):
-            raise contradiction("messages of role tool need it, and only they have it")
-        return value
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def check_content(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None:
-            if info.data.get("tool_calls"):
-                return None
-            raise contradiction("required, unless the message has tool_calls")
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise ValueError("must be a string or a list of text parts")
-        for i, part in enumerate(value):
-            given = {key for key, held in part.items() if held is not None} if isinstance(part, dict) else set()
-            if given != {"type", "text"} or part["type"] != "text":
-                raise ValueError(f'part {i} is not {{"type": "text", "text": "..."}}; other kinds are not supported')
-            if not isinstance(part["text"], str):
-                raise ValueError(f"the text of part {i} must be a string")
-        return value
-
-    @property
-    def text(self) -> str:
-        if self.content is None:
-            return ""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the message for templates: content is text, arguments are objects, `developer` becomes `system`."""
-        role = "system" if self.role == "developer" else self.role
-        name = {} if self.name is None else {"name": self.name}
-        calls = {"tool_calls": [call.as_json() for call in self.tool_calls]} if self.tool_calls else {}
-        answer_to = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
-        return {"role": role, **name, "content": self.text, **calls, **answer_to}
-
 
 MAX_STOP_STRINGS = 16
-TAKEN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt"}
-
 # Bounds of the published description. The validators below enforce them, with clearer messages.
 TokenList = Annotated[list[TokenId], Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1)]
@@ -172,13 +209,6 @@ def check_stop(value: Any) -> Any:
     return value
 
 
-def check_template_variables(value: Any) -> Any:
-    """Validates variables of a chat template: none that the request has other fields for."""
-    if isinstance(value, dict) and (taken := sorted(value.keys() & TAKEN_VARIABLES)):
-        raise contradiction(f"{taken[0]} cannot be set here")
-    return value
-
-
 class StreamOptions(Strict):
     include_usage: bool | None = None
 
@@ -207,10 +237,6 @@ class GenerationRequest(StructuredFields, SteeringFields):
         return self
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -232,6 +258,56 @@ class GenerationRequest(StructuredFields, SteeringFields):
         """As `num_logprobs`, for the prompt's tokens."""
         return None
 
+    def sampling_params(self, num_prompt_tokens: int, context: int, default_tokens: int | None) -> SamplingParams:
+        """Returns the sampling parameters with OpenAI's defaults; `default_tokens=None` is the rest of the context.
+
+        Raises:
+            ApiError: 400 if prompt and output do not fit in `context` tokens, with the numbers.
+        """
+        rest = context - num_prompt_tokens
+        self.check_fits(num_prompt_tokens, context)
+        return SamplingParams(
+            max_tokens=min(rest, default_tokens or rest) if self.token_limit is None else self.token_limit,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            n=self.num_answers,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((int(token_id), float(bias)) for token_id, bias in (self.logit_bias or {}).items()),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            grammar=self.grammar,
+        )
+
+    def check_fits(self, num_prompt_tokens: int, context: int) -> None:
+        """Raises ApiError with status 400 if prompt and output exceed the context."""
+        rest = context - num_prompt_tokens
+        if num_prompt_tokens == 0:
+            raise ApiError(400, "The prompt is empty: it has no tokens.", "prompt", "empty_prompt")
+        if rest < (0 if self.token_limit == 0 else 1):
+            raise ApiError(
+                400,
+                f"The prompt has {num_prompt_tokens} tokens, but the context is {context} tokens and one must be left "
+                "for the answer. Shorten the prompt.",
+                "prompt",
+                "context_length_exceeded",
+            )
+        if self.token_limit and self.token_limit > rest:
+            raise ApiError(
+                400,
+                f"The prompt's {num_prompt_tokens} tokens and max_tokens={self.token_limit} exceed the context of "
+                f"{context} tokens. Ask for at most {rest} tokens or shorten the prompt.",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+
 
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
@@ -248,43 +324,3 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-
-class ChatRequest(ToolFields, GenerationRequest):
-    """Body of `/v1/chat/completions`."""
-
-    messages: list[Message] = Field(min_length=1)
-    response_format: ResponseFormat | None = None
-    max_completion_tokens: int | None = Field(None, ge=1)
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_template_variables)] = Field(
-        None, description="variables of the model's chat template, such as enable_thinking"
-    )
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-
-    @model_validator(mode="after")
-    def check_pairs(self) -> ChatRequest:
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            both = f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens}"
-            raise ValueError(f"{both} disagree; give one")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is allowed only together with logprobs=true")
-        return self
-
-    @model_validator(mode="after")
-    def check_form_of_calls(self) -> ChatRequest:
-        if self.usable_tools and self.grammar is not None:
-            raise ValueError(f"{next(iter(self.forms()))} and tools exclude each other, unless tool_choice is none")
-        return self
-
-    def forms(self) -> dict[str, Grammar]:
-        grammar = self.response_format.grammar if self.response_format else None
-        return super().forms() | ({} if grammar is None else {"response_format": grammar})
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None

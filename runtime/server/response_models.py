@@ -6,7 +6,8 @@ when one is written: a stream pays only for its JSON.
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from math import isfinite
+from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
@@ -230,3 +231,48 @@ class ErrorResponse(TypedDict):
     """Answer of any route when it refuses or fails."""
 
     error: ErrorObject
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def _errors(**descriptions: str) -> Responses:
+    """Error answers by status, given as `status_404="..."`."""
+    return {
+        int(name.removeprefix("status_")): {"model": ErrorResponse, "description": text}
+        for name, text in descriptions.items()
+    }
+
+
+ANY_ERRORS = _errors(
+    status_403="Asked by a page of another site, or under a foreign host name",
+    status_500="The server failed",
+)
+"""Errors of every route."""
+KEY_ERRORS = _errors(status_401="Missing or incorrect API key")
+PARAMETER_ERRORS = _errors(status_404="Not found")
+BODY_ERRORS = _errors(
+    status_400="The body is invalid; `param` names the field",
+    status_404="Another model is served",
+    status_408="The body was not complete in time",
+    status_413="The body is too long",
+    status_429="The queue is full",
+    status_503="The server is stopping, or the request got no token in time",
+    status_504="The request took too long",
+)
+MAY_STREAM: Responses = BODY_ERRORS | {
+    200: {
+        "description": "The answer; if requested, a stream of server-sent events: chunks in JSON, then [DONE]",
+        "content": {"text/event-stream": {}},
+    }
+}
+LOWEST_LOGPROB = -9999.0
+
+
+def json_number(logprob: float) -> float:
+    """Returns a finite log-probability: JSON has no infinity, so impossible tokens get the value of OpenAI's API."""
+    return max(logprob, LOWEST_LOGPROB) if isfinite(logprob) else LOWEST_LOGPROB
+
+
+def token_text(raw: bytes) -> str:
+    return raw.decode("utf-8", errors="replace")

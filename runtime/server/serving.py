@@ -1,25 +1,30 @@
-"""The served model: a bounded queue before the engine, time limits, and the streams of deltas."""
+"""The served model: a bounded queue before the engine, time limits, and answers from the deltas of the engine.
+
+A client that disconnects frees its request.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from runtime.core.config import Limits
-from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
+from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
-from runtime.server.errors import ApiError
+from runtime.server.errors import ApiError, JsonResponse, error_body
 from runtime.server.protocol import GenerationRequest
-from runtime.server.responses import Answer, Shape, TokenBytes, respond
+from runtime.server.response_models import Usage
 
 logger = logging.getLogger("runtime.server")
 
@@ -182,7 +187,204 @@ async def _pump(index: int, stream: AsyncGenerator[Delta, None], arrivals: async
         arrivals.put_nowait((index, error))
 
 
-class Tokenizer(TokenBytes, Protocol):
+T = TypeVar("T")
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+CLIENT_CLOSED_REQUEST = 499
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Output:
+    """Complete output of one sequence."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class UsageCounter:
+    """Token counts of a request. A prompt counts once for all of its answers."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def add(self, last: Delta) -> None:
+        self.completion += last.num_output_tokens
+        if last.index == 0:
+            self.prompt += last.num_prompt_tokens
+            self.cached += last.num_cached_tokens
+
+    def as_json(self) -> Usage:
+        """The `usage` object of OpenAI's API."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Shape(Protocol):
+    """Writes the choices of one API. Used for one request."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Returns choices to send before the first token."""
+
+    def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Returns the choices for a delta, each in a chunk of its own; none for an empty delta."""
+
+    def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        """Returns the choice of the chunk that ends a sequence."""
+
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        """Returns the choice of an answer that is not streamed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Writes the answer to one request.
+
+    Attributes:
+        envelope: `id`, `created` and `model`, the same in every chunk.
+        num_choices: number of sequences.
+        include_usage: end a stream with a chunk of token counts.
+    """
+
+    envelope: dict[str, Any]
+    shape: Shape
+    num_choices: int
+    include_usage: bool = False
+
+    async def whole(self, deltas: Deltas) -> dict[str, Any]:
+        """Collects all deltas and returns one JSON object."""
+        outputs = [Output() for _ in range(self.num_choices)]
+        texts: list[list[str]] = [[] for _ in outputs]
+        usage = UsageCounter()
+        async with aclosing(deltas):
+            async for index, delta in deltas:
+                texts[index].append(delta.text)
+                outputs[index].token_ids += delta.token_ids
+                outputs[index].logprobs += delta.logprobs
+                outputs[index].prompt_logprobs += delta.prompt_logprobs
+                if delta.finish_reason is not None:
+                    outputs[index].finish_reason = delta.finish_reason
+                    usage.add(delta)
+        for output, text in zip(outputs, texts, strict=True):
+            output.text = "".join(text)
+        choices = [self.shape.whole(index, output) for index, output in enumerate(outputs)]
+        return {**self.envelope, "object": self.shape.whole_object, "choices": choices, "usage": usage.as_json()}
+
+    async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
+        """Yields server-sent events: text, one finish chunk per choice, the usage if requested, `[DONE]`.
+
+        An error after the first token can no longer change the status; it is sent as an event and ends the stream.
+        """
+        usage = UsageCounter()
+        for choice in self.shape.opening():
+            yield self.chunk([choice])
+        try:
+            async with aclosing(chain(first, deltas)) as rest:
+                async for index, delta in rest:
+                    for choice in self.shape.parts(index, delta):
+                        yield self.chunk([choice])
+                    if delta.finish_reason is not None:
+                        usage.add(delta)
+                        yield self.chunk([self.shape.finish(index, delta.finish_reason)])
+        except ApiError as error:
+            yield event(error_body(error.status_code, error.detail, error.param, error.code))
+        else:
+            if self.include_usage:
+                yield self.chunk([], usage)
+        yield DONE
+
+    def chunk(self, choices: list[dict[str, Any]], usage: UsageCounter | None = None) -> bytes:
+        payload = {**self.envelope, "object": self.shape.chunk_object, "choices": choices}
+        if self.include_usage:
+            payload["usage"] = usage.as_json() if usage else None
+        return event(payload)
+
+
+class EventStream(StreamingResponse):
+    """A response of server-sent events that closes its deltas, however it ends.
+
+    A client that does not read for `client_seconds` is disconnected: otherwise its request would occupy the queue, and
+    its text memory, indefinitely.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], deltas: Deltas, client_seconds: float) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.events = events
+        self.deltas = deltas
+        self.client_seconds = client_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self.client_seconds):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            logger.warning("a client did not read its stream for %g s: closed", self.client_seconds)
+        finally:
+            await self.events.aclose()
+            await self.deltas.aclose()  # a generator that was never started does not close its argument
+
+
+async def respond_at_once(request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
+    """Returns an answer that is not streamed; cancels it if the client disconnects."""
+    try:
+        return JsonResponse(await unless_disconnected(request, body))
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """Returns the result of `work`, which is cancelled if the client disconnects.
+
+    Raises:
+        ClientDisconnect: the client disconnected first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(until_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    async with aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item
+
+
+def event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(payload, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n\n"
+
+
+class Tokenizer(Protocol):
     """The tokenizer as the server uses it."""
 
     special_tokens: Mapping[str, str]
@@ -201,6 +403,9 @@ class Tokenizer(TokenBytes, Protocol):
     def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that a token adds to the text, which may be part of a character."""
 
 
 class Service:
@@ -240,56 +445,6 @@ class Service:
         """Returns the token ids of each prompt. Raises the errors of `encode`."""
         return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def sampling(self, body: GenerationRequest, num_prompt_tokens: int, default_tokens: int | None) -> SamplingParams:
-        """Returns the sampling parameters with OpenAI's defaults; `default_tokens=None` is the rest of the context.
-
-        Raises:
-            ApiError: 400 if prompt and output do not fit in the context, with the numbers.
-        """
-        rest = self.limits.max_model_len - num_prompt_tokens
-        self.check_fits(body, num_prompt_tokens, rest)
-        return SamplingParams(
-            max_tokens=min(rest, default_tokens or rest) if body.token_limit is None else body.token_limit,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
-            min_p=body.min_p or 0.0,
-            seed=body.seed,
-            n=body.num_answers,
-            repetition_penalty=body.repetition_penalty or 1.0,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=body.biases,
-            stop=body.stop_strings,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            ignore_eos=bool(body.ignore_eos),
-            logprobs=body.num_logprobs,
-            prompt_logprobs=body.num_prompt_logprobs,
-            grammar=body.grammar,
-        )
-
-    def check_fits(self, body: GenerationRequest, num_prompt_tokens: int, rest: int) -> None:
-        """Raises ApiError with status 400 if prompt and output exceed the context, of which `rest` tokens are left."""
-        context = self.limits.max_model_len
-        if num_prompt_tokens == 0:
-            raise ApiError(400, "The prompt is empty: it has no tokens.", "prompt", "empty_prompt")
-        if rest < (0 if body.token_limit == 0 else 1):
-            raise ApiError(
-                400,
-                f"The prompt has {num_prompt_tokens} tokens, but the context is {context} tokens and one must be left "
-                "for the answer. Shorten the prompt.",
-                "prompt",
-                "context_length_exceeded",
-            )
-        if body.token_limit and body.token_limit > rest:
-            raise ApiError(
-                400,
-                f"The prompt's {num_prompt_tokens} tokens and max_tokens={body.token_limit} exceed the context of "
-                f"{context} tokens. Ask for at most {rest} tokens or shorten the prompt.",
-                "max_tokens",
-                "context_length_exceeded",
-            )
-
     async def respond(
         self,
         request: Request,
@@ -298,11 +453,21 @@ class Service:
         prompts: list[list[int]],
         samplings: list[SamplingParams],
     ) -> Response:
-        """Generates `n` choices per prompt and answers, as one body or as a stream."""
+        """Generates `n` choices per prompt and answers, as one body or as a stream.
+
+        If the engine refuses the request, raises before the first byte of a stream.
+        """
         request_id = f"{shape.id_prefix}-{request.state.request_id}"
         options = RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")
         jobs = [Job(f"{request_id}-{i}", *job, options) for i, job in enumerate(zip(prompts, samplings, strict=True))]
         logger.info("request %s: user %r, prompts of %s tokens", request_id, body.user, [len(p) for p in prompts])
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
         answer = Answer(envelope, shape, len(jobs) * body.num_answers, body.include_usage)
-        return await respond(request, self.generations.run(jobs), answer, bool(body.stream), self.limits)
+        deltas = self.generations.run(jobs)
+        if not body.stream:
+            return await respond_at_once(request, answer.whole(deltas))
+        try:
+            first = await unless_disconnected(request, anext(deltas))
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return EventStream(answer.events(first, deltas), deltas, self.limits.client_seconds)

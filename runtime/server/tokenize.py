@@ -11,10 +11,9 @@ from starlette.responses import Response
 
 from runtime.server.chat import render_conversation
 from runtime.server.errors import ApiError, JsonResponse
-from runtime.server.protocol import ChatRequest, Message, TokenId
-from runtime.server.protocol_tools import Strict
-from runtime.server.response_models import DetokenizeResponse, TokenizeResponse
-from runtime.server.responses import BODY_ERRORS, token_text
+from runtime.server.protocol import Strict, TokenId
+from runtime.server.protocol_chat import ChatRequest, Message
+from runtime.server.response_models import BODY_ERRORS, DetokenizeResponse, TokenizeResponse, token_text
 from runtime.server.serving import Service
 
 
