@@ -14,7 +14,6 @@ from runtime.core.request import MAX_SEED, Delta, FinishReason, Request, Sequenc
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.engine.metrics import Metrics, RequestTimes
 from runtime.engine.scheduler import Scheduler
-from runtime.text.detokenizer import StopMatcher
 from runtime.text.grammar import GrammarCompiler, Vocabulary
 
 GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
@@ -22,7 +21,7 @@ GRAMMAR_TOO_COMPLEX = "the grammar is too complex to be followed from here on"
 
 
 class IncrementalText(Protocol):
-    """Incremental detokenizer; `runtime.text.detokenizer.Detokenizer` is one."""
+    """Incremental detokenizer; `runtime.text.tokenizer.Detokenizer` is one."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -35,6 +34,49 @@ class TextLayer(Vocabulary, Protocol):
     def detokenizer(
         self, prompt_token_ids: TokenIds[int] = (), *, skip_special_tokens: bool = True
     ) -> IncrementalText: ...
+
+
+class StopMatcher:
+    """Passes text on until a stop string occurs; text that may become one is held back.
+
+    The stop string that is complete first ends the text, so the result does not depend on how the text is split. At
+    most `max(len(stop)) - 1` characters are held back.
+    """
+
+    def __init__(self, stop: Iterable[str]) -> None:
+        self.stop = tuple(stop)
+        self.matched = False
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Adds text and returns what cannot be part of a stop string. After a match, `matched` is set and nothing
+        returned."""
+        if self.matched:
+            return ""
+        if not self.stop:
+            return text
+        text = self._held + text
+        ends = [(start + len(stop), start) for stop in self.stop if (start := text.find(stop)) >= 0]
+        if ends:
+            self.matched = True
+            self._held = ""
+            return text[: min(ends)[1]]
+        settled = len(text) - self._longest_beginning(text)
+        self._held = text[settled:]
+        return text[:settled]
+
+    def flush(self) -> str:
+        """Returns the text held back, after the last text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _longest_beginning(self, text: str) -> int:
+        """Returns the length of the longest end of `text` that begins a stop string."""
+        longest = min(len(text), max(map(len, self.stop)) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self.stop):
+                return length
+        return 0
 
 
 class RequestState:

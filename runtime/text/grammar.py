@@ -9,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from threading import Lock
-from typing import Any, Protocol, TypeVar
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from compress.common.errors import RequestError
 from runtime.core.request import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 
 class TokenConstraint:
@@ -154,7 +155,7 @@ keywords are errors."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Forced text is not tokenized in advance: the model chooses among all tokens that fit."""
 
-LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=10_000, step_max_items=200_000)
+LIMITS = {"max_grammar_size": 30_000, "max_items_in_row": 10_000, "step_max_items": 200_000}
 """Limits on the work: seconds to compile, about 50 ms per token. Objects may have 2,000 optional properties."""
 
 EXCERPT = re.compile(r"\s*(\d+ \|.*|\^*|<non-verbose/>)\s*$")
@@ -170,6 +171,8 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
     Raises:
         RequestError: the grammar is invalid, unsupported or too large, or allows no text.
     """
+    from llguidance import LLMatcher, LLParserLimits
+
     if len(grammar.text) > MAX_CHARACTERS:
         problem = f"the {NAMES[grammar.kind]} has {len(grammar.text)} characters"
         raise RequestError(problem, f"Shorten it to at most {MAX_CHARACTERS}")
@@ -177,7 +180,8 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
         source = LLMatcher.grammar_from_lark(f"{_lark(grammar)}\n{NO_FORCING}")
     except (ValueError, RecursionError) as error:
         raise _refusal(grammar, str(error)) from error
-    matcher = call_on_deep_stack(lambda: LLMatcher(tokens, source, log_level=0, limits=LIMITS))
+    limits = LLParserLimits(verbose_errors=False, **LIMITS)
+    matcher = call_on_deep_stack(lambda: LLMatcher(tokens, source, log_level=0, limits=limits))
     if matcher.is_error():
         raise _refusal(grammar, matcher.get_error())
     first = TokenConstraint(matcher, tokens.vocab_size - 1, ())
@@ -190,6 +194,8 @@ def _lark(grammar: Grammar) -> str:
     """Returns the grammar in llguidance's variant of Lark. Raises ValueError if a schema is not a JSON object."""
     match grammar.kind:
         case GrammarKind.REGEX:
+            from llguidance import LLMatcher
+
             return json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
         case GrammarKind.LARK:
             return grammar.text
@@ -255,7 +261,7 @@ class GrammarCompiler:
         """Compiles a new grammar.
 
         Raises:
-            RequestError: the grammar is invalid, unsupported or too large, or allows no text.
+            RequestError: the grammar is invalid, unsupported or too large, or allows no text; llguidance is missing.
         """
         self._matcher(grammar)
 
@@ -270,9 +276,7 @@ class GrammarCompiler:
         with self._compiling:  # one at a time; cached grammars do not wait
             if matcher := self._find(grammar):
                 return matcher
-            if self._tokens is None:
-                table = _TokenTable(self._tokenizer, self._vocab_size)
-                self._tokens = LLTokenizer(TokenizerWrapper(table), self._vocab_size + 1)
+            self._tokens = self._tokens or _read_vocabulary(self._tokenizer, self._vocab_size)
             matcher = compile_grammar(grammar, self._tokens)
             with self._lock:
                 self._compiled[grammar] = matcher
@@ -285,6 +289,15 @@ class GrammarCompiler:
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
             return self._compiled.get(grammar)
+
+
+def _read_vocabulary(tokenizer: Vocabulary, vocab_size: int) -> LLTokenizer:
+    """Raises RequestError without llguidance, which is imported here first: other requests do not need it."""
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError as error:
+        raise RequestError("grammars need llguidance, which is not installed", "Run: pip install llguidance") from error
+    return LLTokenizer(TokenizerWrapper(_TokenTable(tokenizer, vocab_size)), vocab_size + 1)
 
 
 class _TokenTable:

@@ -1,10 +1,10 @@
-"""The tokenizer of a checkpoint folder. Imports neither torch nor transformers, which take seconds."""
+"""The tokenizer of a checkpoint folder, and incremental detokenization. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from compress.common.errors import CheckpointError, LongPromptError, RequestError
-from runtime.text.detokenizer import Detokenizer
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -120,6 +119,71 @@ class ChatTemplate:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", "change roles, order or content"
             ) from error
+
+
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 8
+"""Prompt tokens that are decoded before the first new one, because they decide whether it starts with a space. Enough
+for a character of four tokens before three tokens of an incomplete one."""
+
+MAX_CHARACTER_TOKENS = 4
+"""A character of UTF-8 has at most four bytes, hence at most four tokens."""
+
+
+class Detokenizer:
+    """Incremental detokenizer of one sequence. The pieces of text, joined, equal the text of all tokens.
+
+    Keeps a short window of tokens. The text of those before `_read` was returned; they are decoded again as context
+    only. The others end within a character, so their text (with U+FFFD for missing bytes) waits for the rest of it.
+
+    Args:
+        decode: converts token ids to text.
+        prompt_token_ids: tokens before the new ones. Their text is not returned, except for a character whose last
+            bytes are new.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
+        self._read = self._settled_length()
+        self._context = decode(self._window[: self._read])
+
+    def push(self, token_id: int) -> str:
+        """Adds a token and returns the text that it completes, possibly none."""
+        self._window.append(token_id)
+        text = self._text_until(len(self._window))
+        if not text:
+            self._window.pop()  # special tokens have no text, and any number of them may follow each other
+            return ""
+        if not text.endswith(REPLACEMENT):
+            return self._settle(len(self._window), text)
+        # Only the last three tokens can begin an incomplete character.
+        end = len(self._window) - MAX_CHARACTER_TOKENS + 1
+        if end > self._read and (first := self._text_until(end)) and text.startswith(first):
+            return self._settle(end, first)
+        return ""
+
+    def flush(self) -> str:
+        """Returns the rest after the last token; bytes of incomplete characters become U+FFFD."""
+        return self._settle(len(self._window), self._text_until(len(self._window)))
+
+    def _text_until(self, end: int) -> str:
+        """Returns the text of the window's tokens from `_read` to `end`."""
+        return self._decode(self._window[:end])[len(self._context) :]
+
+    def _settle(self, end: int, text: str) -> str:
+        self._window = self._window[self._read :]
+        self._read = end - self._read
+        self._context = self._decode(self._window[: self._read])
+        return text
+
+    def _settled_length(self) -> int:
+        """Returns the number of prompt tokens before an incomplete character at the end."""
+        length = len(self._window)
+        for end in range(length, max(length - MAX_CHARACTER_TOKENS, -1), -1):
+            if not self._decode(self._window[:end]).endswith(REPLACEMENT):
+                return end
+        return length
 
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")

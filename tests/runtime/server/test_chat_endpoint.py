@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from runtime.server.chat import render_conversation
-from runtime.server.protocol import ChatRequest, Message
+from runtime.server.protocol_chat import ChatRequest, Message
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from runtime.server.protocol import ChatRequest, CompletionRequest
+from runtime.server.protocol import CompletionRequest
+from runtime.server.protocol_chat import ChatRequest
 
 EXAMPLES = 100
 JSON_VALUES = st.recursive(

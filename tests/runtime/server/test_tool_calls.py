@@ -22,7 +22,7 @@ from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
 from runtime.server.app import create_app
 from runtime.server.chat import render_conversation
-from runtime.server.protocol import ChatRequest
+from runtime.server.protocol_chat import ChatRequest
 from runtime.server.serving import Limits
 from runtime.text.tokenizer import Tokenizer
 

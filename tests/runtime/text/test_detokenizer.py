@@ -8,8 +8,7 @@ from tiers import examples
 from tokenizers import decoders, models
 
 from compress.common.cli import demo_model_path
-from runtime.text.detokenizer import Detokenizer
-from runtime.text.tokenizer import Tokenizer
+from runtime.text.tokenizer import Detokenizer, Tokenizer
 
 MIXED = "naïve café: 你好, мир! 👩‍👩‍👧‍👦 e\u0301 \t x² 𝔘𝔫𝔦  — ‘end’\n\n    return '😀'"
 

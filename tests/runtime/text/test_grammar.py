@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 import time
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from tiers import examples
 from tokenizers import decoders, models
 
@@ -228,7 +231,7 @@ def test_each_grammar_is_compiled_once_and_few_are_kept(monkeypatch: pytest.Monk
     compiled: list[Grammar] = []
     compile_grammar = module.compile_grammar
 
-    def counting(grammar: Grammar, tokens: module.LLTokenizer) -> module.LLMatcher:
+    def counting(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
         compiled.append(grammar)
         return compile_grammar(grammar, tokens)
 
@@ -248,3 +251,11 @@ def test_constraints_of_one_grammar_do_not_share_state() -> None:
     first.accept(TOKENIZER.encode("ab"))
     assert second.mask() == before
     assert second.accept(TOKENIZER.encode("ab")) >= 1
+
+
+def test_without_llguidance_grammars_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match="pip install llguidance"):
+        GrammarCompiler(TOKENIZER, PADDED_VOCAB).check(JSON)
+    code = "import sys; sys.modules['llguidance'] = None; import runtime.server.app, runtime.llm"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.text.detokenizer import StopMatcher
+from runtime.engine.output_processor import StopMatcher
 
 
 def feed(stop: list[str], pieces: list[str]) -> tuple[str, bool]:
