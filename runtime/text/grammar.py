@@ -155,7 +155,7 @@ keywords are errors."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Forced text is not tokenized in advance: the model chooses among all tokens that fit."""
 
-LIMITS = {"max_grammar_size": 30_000, "max_items_in_row": 10_000, "step_max_items": 200_000}
+LIMITS: dict[str, Any] = {"max_grammar_size": 30_000, "max_items_in_row": 10_000, "step_max_items": 200_000}
 """Limits on the work: seconds to compile, about 50 ms per token. Objects may have 2,000 optional properties."""
 
 EXCERPT = re.compile(r"\s*(\d+ \|.*|\^*|<non-verbose/>)\s*$")
