@@ -313,7 +313,7 @@ class Recipe:
 
 
 def _plain(stage: Stage) -> dict[str, Any]:
-    if isinstance(stage, QuantizeStage):
+    if isinstance(stage, QuantizeStage | KVCacheStage):
         return stage.to_dict()
     pattern = stage.pattern if isinstance(stage, PruneStage) else None
     return asdict(stage) | ({"pattern": pattern.to_dict()} if pattern else {})

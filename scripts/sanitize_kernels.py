@@ -40,8 +40,8 @@ def op_outputs(device: torch.device) -> dict[str, Tensor]:
     hidden, update = (torch.randn(3, COLUMNS, device=device, dtype=torch.bfloat16) for _ in range(2))
     weight = torch.ones(COLUMNS, device=device, dtype=torch.bfloat16)
     return {
-        "norm of a sum": ops.add_norm(hidden, update, weight, 1e-5),
-        "gate": ops.silu_multiply(torch.cat([hidden, update], 1)),
+        "norm of a sum": ops.add_rms_norm(hidden, update, weight, 1e-5),
+        "gate": ops.silu_and_mul(torch.cat([hidden, update], 1)),
     }
 
 

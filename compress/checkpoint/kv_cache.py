@@ -20,6 +20,8 @@ EXACT = "16bit"
 KV_FORMATS = (EXACT, "fp8", "int8", "k8v4", "int4")
 _SPLIT = {"k8v4": ("int8", "int4")}
 """Formats of keys and of values where they differ."""
+STORED_RESIDUAL_LENGTH = "recent"
+"""Name of `residual_length` in config.json, recorded recipes and reports."""
 CODE_BITS = {"fp8": 8, "int8": 8, "int4": 4}
 METADATA_BITS = {"fp8": 16, "int8": 32, "int4": 32}
 """Bits of the parameters of one token and head: a float16 scale, and for integers a float16 offset."""
@@ -34,37 +36,37 @@ class KVCacheScheme:
         rotate: keys and queries are Hadamard-rotated after RoPE, which changes no score and spreads outlier channels
             of keys.
         sinks: first tokens of a sequence that stay exact.
-        recent: last tokens that every token sees exactly, itself included; those before it are read quantized.
+        residual_length: last tokens that every token sees exactly, itself included, as in KIVI (arXiv:2402.02750);
+            those before it are read quantized.
     """
 
     format: str = EXACT
     rotate: bool = False
     sinks: int = 0
-    recent: int = 0
+    residual_length: int = 0
 
     def __post_init__(self) -> None:
         if self.format not in KV_FORMATS:
             raise SchemeError(f"KV cache format {self.format!r} is unknown", "Use " + ", ".join(KV_FORMATS))
         if not isinstance(self.rotate, bool):
             raise SchemeError(f"kv_cache.rotate={self.rotate!r} is neither true nor false", "Use true or false")
-        for name in ("sinks", "recent"):
-            count = getattr(self, name)
+        for name, count in (("sinks", self.sinks), (STORED_RESIDUAL_LENGTH, self.residual_length)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise SchemeError(f"kv_cache.{name}={count!r} is no number of tokens", "Use 0 or more")
-        if self.format == EXACT and (self.rotate or self.sinks or self.recent):
+        if self.format == EXACT and (self.rotate or self.sinks or self.residual_length):
             raise SchemeError(
                 "a 16-bit KV cache is exact already: rotation, sinks and a recent window change nothing",
                 "Leave them out, or choose a format with fewer bits",
             )
 
     @classmethod
-    def named(cls, format: str, rotate: bool | None = None, sinks: int = 0, recent: int = 0) -> KVCacheScheme:
+    def named(cls, format: str, rotate: bool | None = None, sinks: int = 0, residual_length: int = 0) -> KVCacheScheme:
         """Builds a scheme from a format's name. `rotate=None` rotates keys of 4 bits.
 
         Raises:
             SchemeError: an unknown format or a number of tokens below zero.
         """
-        return cls(format, format == "int4" if rotate is None else rotate, sinks, recent)
+        return cls(format, format == "int4" if rotate is None else rotate, sinks, residual_length)
 
     @property
     def is_exact(self) -> bool:
@@ -94,12 +96,12 @@ class KVCacheScheme:
     def __str__(self) -> str:
         extras = [" rotated"] if self.rotate else []
         extras += [f", {self.sinks} exact sinks"] if self.sinks else []
-        extras += [f", last {self.recent} exact"] if self.recent else []
+        extras += [f", last {self.residual_length} exact"] if self.residual_length else []
         return self.format + "".join(extras)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as config.json holds them."""
-        return asdict(self)
+        return with_stored_names(asdict(self))
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> KVCacheScheme:
@@ -110,11 +112,16 @@ class KVCacheScheme:
         """
         if not isinstance(block, Mapping):
             raise SchemeError(f"kv_cache is {block!r} and not an object", 'Write {"format": "int8"} and the like')
-        known = [field.name for field in fields(cls)]
+        known = with_stored_names({field.name: field.name for field in fields(cls)})
         unknown = [name for name in block if name not in known]
         if unknown:
             raise SchemeError(f"kv_cache has the unknown field {unknown[0]!r}", "Fields are " + ", ".join(known))
-        return cls(**block)
+        return cls(**{known[name]: value for name, value in block.items()})
+
+
+def with_stored_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a scheme or a stage under the names that config.json and recorded recipes have for them."""
+    return {STORED_RESIDUAL_LENGTH if name == "residual_length" else name: value for name, value in values.items()}
 
 
 UNCOMPRESSED = KVCacheScheme()
@@ -125,7 +132,7 @@ def wished_kv_cache(
     format: str = AUTO,
     rotate: bool | None = None,
     sinks: int | None = None,
-    recent: int | None = None,
+    residual_length: int | None = None,
 ) -> KVCacheScheme:
     """Chooses the requested format, or the default that the checkpoint may record.
 
@@ -137,7 +144,7 @@ def wished_kv_cache(
     scheme = KVCacheScheme.named(EXACT if format == AUTO else format)
     if recorded is not None and format in (AUTO, recorded.format):
         scheme = recorded
-    overrides: dict[str, Any] = {"rotate": rotate, "sinks": sinks, "recent": recent}
+    overrides: dict[str, Any] = {"rotate": rotate, "sinks": sinks, "residual_length": residual_length}
     return replace(scheme, **{name: value for name, value in overrides.items() if value is not None})
 
 
@@ -180,7 +187,7 @@ class MeasuredKVCache:
     kl_standard_error: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"scheme": self.scheme.to_dict()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,7 @@ class _Best:
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
 """The largest number; there is no infinity."""
-MAX_LEVEL = 127
+MAX_INT8 = 127
 
 
 def quantize_tokens(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:
@@ -261,7 +261,7 @@ def quantize_tokens(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Te
     """
     exact = x.double() if x.dtype == torch.float64 else x.float()
     fp8 = kind is Activations.FP8
-    scale = divide(exact.abs().amax(-1, keepdim=True), MAX_FP8 if fp8 else MAX_LEVEL)
+    scale = divide(exact.abs().amax(-1, keepdim=True), MAX_FP8 if fp8 else MAX_INT8)
     q8 = exact / scale.clamp_min(torch.finfo(exact.dtype).tiny)
     return (q8.to(FP8).to(exact.dtype) if fp8 else q8.round_()), scale
 

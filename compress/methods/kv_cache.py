@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from compress.checkpoint.kv_cache import AUTO, KV_FORMATS, UNCOMPRESSED, KVCacheRecord, KVCacheScheme, MeasuredKVCache
+from compress.checkpoint.kv_cache import (
+    AUTO,
+    KV_FORMATS,
+    UNCOMPRESSED,
+    KVCacheRecord,
+    KVCacheScheme,
+    MeasuredKVCache,
+    with_stored_names,
+)
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
 
@@ -20,8 +29,8 @@ class KVCacheStage:
     Attributes:
         format: `16bit`, `fp8`, `int8`, `k8v4`, `int4`, or `auto`: the smallest that stays within `max_kl`.
         rotate: Hadamard-rotates keys; None rotates those of int4.
-        sinks, recent: first and last tokens that stay exact. Recent ones save the most, and cost the runtime's prefix
-            cache: blocks are then not alike for all sequences that have the same tokens.
+        sinks, residual_length: first and last tokens that stay exact. The last ones save the most, and cost the
+            runtime's prefix cache: blocks are then not alike for all sequences that have the same tokens.
         max_kl: most mean KL, in nats, between the checkpoint with a 16-bit cache and with this one.
         data: text to measure on, see `calibration.sources.load_texts`.
         tokens: how many of it.
@@ -31,7 +40,7 @@ class KVCacheStage:
     format: str = AUTO
     rotate: bool | None = None
     sinks: int = 0
-    recent: int = 0
+    residual_length: int = 0
     max_kl: float = 0.01
     data: str = "pydoc"
     tokens: int = 16384
@@ -53,8 +62,12 @@ class KVCacheStage:
     def candidates(self) -> tuple[KVCacheScheme, ...]:
         """Formats to measure, the smallest first; none for a cache of 16 bits."""
         formats = SMALLEST_FIRST if self.format == AUTO else (self.format,)
-        schemes = [KVCacheScheme.named(format, self.rotate, self.sinks, self.recent) for format in formats]
+        schemes = [KVCacheScheme.named(format, self.rotate, self.sinks, self.residual_length) for format in formats]
         return tuple(scheme for scheme in schemes if not scheme.is_exact)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as recorded recipes hold them."""
+        return with_stored_names(asdict(self))
 
     @property
     def needs_calibration(self) -> bool:

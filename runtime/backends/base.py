@@ -59,7 +59,7 @@ class Ops(Protocol):
     """Operations between linears. 16-bit numbers are rounded where transformers rounds them, so that models give the
     same bits, except for sums that are added in another order."""
 
-    def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Adds `update [T, H]` to `hidden [T, H]` in place; returns the RMSNorm of the sum, a new tensor."""
         ...
 
@@ -68,7 +68,7 @@ class Ops(Protocol):
         signed sine `[T, 1, D]`. May change `heads [T, heads, D]` in place and return them."""
         ...
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up [T, I]` of both side by side, `[T, 2 * I]`."""
         ...
 

@@ -276,7 +276,7 @@ class KVCache:
     ) -> None:
         self.scheme: KVCacheScheme = memory.kv_cache
         self.pages = pages
-        sinks, recent, num_sequences = self.scheme.sinks, self.scheme.recent, memory.exact.num_sequences
+        sinks, recent, num_sequences = self.scheme.sinks, self.scheme.residual_length, memory.exact.num_sequences
         # Where the whole model has a window, the exact sinks are tokens that all tokens see.
         windows = windows if memory.attention_window.window is None else (None,) * config.num_layers
         dtype, device = pages.dtype, pages.memory.device

@@ -83,7 +83,7 @@ def _rows_bytes(model: DecoderConfig, rows: int, itemsize: int, attention: int, 
 
 def exact_tokens(model: DecoderConfig, scheme: KVCacheScheme, itemsize: int, num_sequences: int) -> ExactTokens:
     """Tokens that a format of keys and values keeps exactly of each sequence; `itemsize` as in `kv_token_bytes`."""
-    recent = scheme.recent + SPARE_RESIDUAL_TOKENS if scheme.recent else 0
+    recent = scheme.residual_length + SPARE_RESIDUAL_TOKENS if scheme.residual_length else 0
     return ExactTokens(scheme.sinks + recent, num_sequences, kv_token_bytes(model, itemsize=itemsize))
 
 

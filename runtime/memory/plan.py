@@ -129,10 +129,10 @@ def _host_blocks(config: RuntimeConfig, choice: KVCacheChoice, block_bytes: int)
     wanted = config.kv_offload_bytes
     if not wanted:
         return 0
-    if choice.scheme.recent:
+    if choice.scheme.residual_length:
         raise ToolkitError(
-            f"{format_bytes(wanted)} of host memory for KV blocks are of no use beside {choice.scheme.recent} exact "
-            "recent tokens: no sequence can begin with blocks of another",
+            f"{format_bytes(wanted)} of host memory for KV blocks are of no use beside "
+            f"{choice.scheme.residual_length} exact recent tokens: no sequence can begin with blocks of another",
             "Leave out the host memory or the recent tokens (--kv-residual-length 0)",
         )
     if not config.prefix_caching:
@@ -221,15 +221,16 @@ def _within(
     if attention_window.window is not None and scheme.sinks > attention_window.sinks:
         notes.append(f"{attention_window.sinks} instead of {scheme.sinks} exact sinks: tokens see {attention_window}")
         scheme = replace(scheme, sinks=attention_window.sinks)
-    if attention_window.window is not None and scheme.recent > attention_window.window:
+    if attention_window.window is not None and scheme.residual_length > attention_window.window:
         notes.append(
-            f"{attention_window.window} instead of {scheme.recent} exact recent tokens: tokens see {attention_window}"
+            f"{attention_window.window} instead of {scheme.residual_length} exact recent tokens: "
+            f"tokens see {attention_window}"
         )
-        scheme = replace(scheme, recent=attention_window.window)
-    if scheme.recent and prefix_caching:
+        scheme = replace(scheme, residual_length=attention_window.window)
+    if scheme.residual_length and prefix_caching:
         notes.append(
-            f"prefix caching is off, and each of several answers computes its prompt: the last {scheme.recent} tokens "
-            "are exact for the sequence that computed them only"
+            f"prefix caching is off, and each of several answers computes its prompt: the last "
+            f"{scheme.residual_length} tokens are exact for the sequence that computed them only"
         )
     return KVCacheChoice(scheme, reason, tuple(notes))
 

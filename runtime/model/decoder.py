@@ -76,15 +76,15 @@ class Decoder:
             return run_layers(hidden, cos, sin)
         update = None
         for index, (block, layer) in enumerate(zip(self.config.spec.blocks, self.layers, strict=True)):
-            normed = self.ops.add_norm(hidden, update, layer.attention_norm, block.input_norm.eps)
+            normed = self.ops.add_rms_norm(hidden, update, layer.attention_norm, block.input_norm.eps)
             update = self._attend(index, block.mixer, normed, attention, cos, sin)
-            normed = self.ops.add_norm(hidden, update, layer.mlp_norm, block.mlp_norm.eps)
+            normed = self.ops.add_rms_norm(hidden, update, layer.mlp_norm, block.mlp_norm.eps)
             update = layer.down(self._gate(block.mlp, layer.gate_up(normed)))
         return hidden if update is None else hidden.add_(update)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Applies the final norm, `[T, H] -> [T, H]`: the last hidden state of transformers."""
-        return self.ops.add_norm(hidden, None, self.norm, self.config.norm_eps)
+        return self.ops.add_rms_norm(hidden, None, self.norm, self.config.norm_eps)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Applies final norm, output head and logit scale: `[T, H] -> [T, V]` in the dtype of the head."""
@@ -109,5 +109,5 @@ class Decoder:
 
     def _gate(self, mlp: GatedMLP, gate_up: Tensor) -> Tensor:
         if mlp.activation in ("silu", "swish"):
-            return self.ops.silu_multiply(gate_up)
+            return self.ops.silu_and_mul(gate_up)
         return activate_multiply(gate_up, mlp.activation)

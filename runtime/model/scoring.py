@@ -15,7 +15,7 @@ from runtime.model.decoder import Decoder
 class CachedAttention:
     """As `DenseAttention`, but every token reads keys and values, its own included, as dequantized from a cache.
 
-    The first `scheme.sinks` tokens, and the last `scheme.recent` ones before a token, are read as they are.
+    The first `scheme.sinks` tokens, and the last `scheme.residual_length` ones before a token, are read as they are.
 
     Args:
         length: T, of each of B sequences that lie one after the other on the token axis.
@@ -33,7 +33,7 @@ class CachedAttention:
         self.length, self.scheme = length, scheme
         positions = torch.arange(length, device=device)
         self.windows = [None if window is None or window >= length else window for window in windows]
-        self.masks = {window: _mask(positions, window, scheme.recent, dtype) for window in set(self.windows)}
+        self.masks = {window: _mask(positions, window, scheme.residual_length, dtype) for window in set(self.windows)}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.scheme.rotate:
@@ -46,7 +46,7 @@ class CachedAttention:
         kept_key, kept_value = read_back(key, self.scheme.key_format), read_back(value, self.scheme.value_format)
         kept_key[: self.scheme.sinks] = key[: self.scheme.sinks]
         kept_value[: self.scheme.sinks] = value[: self.scheme.sinks]
-        if self.scheme.recent:
+        if self.scheme.residual_length:
             kept_key, kept_value = torch.cat((kept_key, key)), torch.cat((kept_value, value))
         return attend_span(query, kept_key, kept_value, mask)
 

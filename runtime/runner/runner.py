@@ -166,7 +166,7 @@ class ModelRunner:
 
     @property
     def shares_blocks(self) -> bool:
-        return not self.memory.kv_cache.recent
+        return not self.memory.kv_cache.residual_length
 
     @property
     def num_blocks(self) -> int:

@@ -125,7 +125,7 @@ def _check_vocabulary(path: Path, target: Decoder, folder: Path, draft: Decoder)
 def _draft_memory(decoder: Decoder, target: Decoder, memory: MemoryPlan) -> MemoryPlan:
     """Plans as many KV blocks as the target has, in the target's format, without exact sinks and recent tokens."""
     model, choice = decoder.config, memory.kv_choice
-    choice = replace(choice, scheme=replace(choice.scheme, sinks=0, recent=0), notes=())
+    choice = replace(choice, scheme=replace(choice.scheme, sinks=0, residual_length=0), notes=())
     token_bytes = kv_token_bytes(model, choice.scheme, decoder.dtype.itemsize)
     weight_bytes = decoder.nbytes if decoder.embedding is not target.embedding else 0
     longest = min(memory.max_model_len, model.context_length)

@@ -148,18 +148,18 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, latent: Tensor, offset: Tensor, scale: Tensor, zero: Tensor, max_code: int) -> Tensor:
         codes, exact, inside = _round(latent, offset, scale, zero, max_code)
-        levels = codes.sub_(zero.unsqueeze(-1))
-        ctx.save_for_backward(levels, exact, inside, scale)
-        return (levels * scale.unsqueeze(-1)).flatten(1)
+        centered = codes.sub_(zero.unsqueeze(-1))
+        ctx.save_for_backward(centered, exact, inside, scale)
+        return (centered * scale.unsqueeze(-1)).flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        levels, exact, inside, scale = ctx.saved_tensors
-        gradient = gradients[0].view(levels.shape)
+        centered, exact, inside, scale = ctx.saved_tensors
+        gradient = gradients[0].view(centered.shape)
         free = gradient * inside
         offset = (free * scale.unsqueeze(-1)).flatten(1)
         # value = (codes - zero) * scale; a free code follows latent / scale, so that only its rounding error is left.
-        stretched = (gradient * levels).sum(-1).sub_((free * exact).sum(-1))
+        stretched = (gradient * centered).sum(-1).sub_((free * exact).sum(-1))
         # A free code moves with the zero point; a clamped one stays, and its value falls as the zero point rises.
         shifted = (free - gradient).sum(-1).mul_(scale)
         return None, offset, stretched, shifted, None

@@ -103,7 +103,7 @@ def pages_unsupported_reason(
         return f"takes bfloat16, not {str(dtype).removeprefix('torch.')}"
     if library() is None:
         return absence()
-    if scheme.key_format not in _BITS or scheme.sinks or scheme.recent:
+    if scheme.key_format not in _BITS or scheme.sinks or scheme.residual_length:
         return f"has no KV cache of the form {scheme}"
     if config.head_dim % 32 or config.head_dim > LONGEST_HEAD:
         return f"takes heads of 32, 64, ... {LONGEST_HEAD} dimensions, not {config.head_dim}"

@@ -80,7 +80,7 @@ class CpuOps:
             function.argtypes, function.restype = (c_void_p, c_int), c_int
         self._instruction_set = instruction_set
 
-    def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(hidden)
         update_at = None if update is None else update.contiguous().data_ptr()
         rows, size = hidden.shape
@@ -94,7 +94,7 @@ class CpuOps:
         self._run(self._functions[1], _Rotate(*heads.shape, *where))
         return heads
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         gate_up = gate_up.contiguous()

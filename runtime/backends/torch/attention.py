@@ -65,7 +65,7 @@ class StepKeys:
 
     def mask(self, group: AttentionGroup, window: int | None, dtype: torch.dtype, sinks: int = 0) -> Tensor:
         """Additive `[rows, keys]`; the last `window` tokens and the first `sinks` are visible."""
-        recent = self.cache.scheme.recent
+        recent = self.cache.scheme.residual_length
         seen = visibility_mask(group.positions, group.num_keys, window, dtype, sinks, group.tree)
         if not recent:
             return seen

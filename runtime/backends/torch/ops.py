@@ -24,7 +24,7 @@ from runtime.core.rope import rotate
 class TorchOps:
     """Any dtype and device; the oracle of the others."""
 
-    def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if update is not None:
             hidden += update
         return rms_norm(hidden, weight, eps)
@@ -32,7 +32,7 @@ class TorchOps:
     def rotate(self, heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(heads if weight is None else rms_norm(heads, weight, eps), cos, sin)
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return activate_multiply(gate_up, "silu")
 
 

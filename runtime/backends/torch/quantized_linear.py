@@ -167,10 +167,10 @@ class Int8DynamicLinear:
         self._multiply = torch.ops.onednn.qlinear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        levels, scale = quantize_tokens(x)
-        levels = levels.add_(SHIFT).to(torch.uint8)
+        q8, scale = quantize_tokens(x)
+        q8 = q8.add_(SHIFT).to(torch.uint8)
         y = self._multiply(
-            levels, 1.0, SHIFT, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
+            q8, 1.0, SHIFT, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
         y.mul_(scale)
         return (y if self._bias is None else y + self._bias).to(x.dtype)
@@ -231,8 +231,8 @@ class ReferenceLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.scheme.activations:
-            levels, scale = quantize_tokens(x, self.scheme.activations)
-            y = (self._multiply(levels) * scale).to(x.dtype)
+            q8, scale = quantize_tokens(x, self.scheme.activations)
+            y = (self._multiply(q8) * scale).to(x.dtype)
         else:
             y = self._multiply(x)
         return y if self.bias is None else y + self.bias

@@ -153,4 +153,4 @@ def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
     if model.config.head_dim not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} dimensions"
     # Which keys are exact changes with every token, so they would be a second set of pages with a mask.
-    return "reads no exact recent window" if memory.kv_cache.recent else ""
+    return "reads no exact recent window" if memory.kv_cache.residual_length else ""

@@ -27,11 +27,11 @@ class TritonOps(TorchOps):
 
         self._launch = norm_act
 
-    def add_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         product = None if update is None else finished(update)
         return self._launch.add_rms_norm(hidden, product, weight, eps, ActivationLayout()).rows
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._launch.silu_and_mul(finished(gate_up), ActivationLayout(), gate_up.dtype).rows
 
 

@@ -54,7 +54,7 @@ def test_wishes_go_before_what_is_recorded() -> None:
     assert wished_kv_cache(RECORDED) == wished_kv_cache(RECORDED, "int4") == RECORDED
     assert wished_kv_cache(RECORDED, "fp8") == KVCacheScheme("fp8")
     assert wished_kv_cache(RECORDED, "16bit") == KVCacheScheme()
-    assert wished_kv_cache(RECORDED, recent=8) == KVCacheScheme("int4", rotate=True, sinks=4, recent=8)
+    assert wished_kv_cache(RECORDED, residual_length=8) == KVCacheScheme("int4", True, 4, 8)
     assert wished_kv_cache(RECORDED, rotate=False, sinks=0) == KVCacheScheme("int4")
     with pytest.raises(SchemeError, match="exact already"):
         wished_kv_cache(None, sinks=4)

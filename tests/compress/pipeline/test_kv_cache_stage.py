@@ -66,7 +66,7 @@ def test_candidates_are_what_the_options_say() -> None:
     assert [str(each) for each in KVCacheStage("k8v4", sinks=2).candidates] == ["k8v4, 2 exact sinks"]
     assert KVCacheStage("16bit").candidates == ()
     assert [str(each) for each in KVCacheStage().candidates] == ["int4 rotated", "k8v4", "fp8", "int8"]
-    assert {(each.sinks, each.recent) for each in KVCacheStage(recent=8).candidates} == {(0, 8)}
+    assert {(each.sinks, each.residual_length) for each in KVCacheStage(residual_length=8).candidates} == {(0, 8)}
     assert [each.rotate for each in KVCacheStage(rotate=True).candidates] == [True] * 4
 
 

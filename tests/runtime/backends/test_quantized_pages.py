@@ -57,7 +57,7 @@ def test_what_is_written_is_gathered_rounded(format: str, head_dim: int, dtype: 
 
 
 @pytest.mark.parametrize(
-    "scheme", [KVCacheScheme("int4", rotate=True), KVCacheScheme("int8", sinks=3, recent=5)], ids=str
+    "scheme", [KVCacheScheme("int4", rotate=True), KVCacheScheme("int8", sinks=3, residual_length=5)], ids=str
 )
 def test_a_sequence_that_is_not_finite_fails_alone(scheme: KVCacheScheme, tmp_path: Path) -> None:
     decoder = load_model(save_tiny_model(tmp_path / "tiny"), device="cpu", dtype="float64")
@@ -68,7 +68,7 @@ def test_a_sequence_that_is_not_finite_fails_alone(scheme: KVCacheScheme, tmp_pa
         kv_cache=scheme.format,
         kv_rotate=scheme.rotate,
         kv_sinks=scheme.sinks,
-        kv_residual_length=scheme.recent,
+        kv_residual_length=scheme.residual_length,
     )
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     good, bad = list(range(10, 21)), [5, 99, 7, 8, 9, 10]
@@ -139,4 +139,4 @@ def test_rotation_does_not_hurt_int4_and_mends_outliers(tmp_path: Path) -> None:
     rotated, unrotated = divergence(plain, rotate=True), divergence(plain)
     assert rotated < 1.1 * unrotated
     assert divergence(outliers, rotate=True) < 0.7 * divergence(outliers)
-    assert divergence(plain, rotate=True, recent=64) < 0.5 * rotated
+    assert divergence(plain, rotate=True, residual_length=64) < 0.5 * rotated

@@ -31,7 +31,7 @@ static int64_t first_seen(const PagedAttention *attention, int64_t position) {
     return attention->window && position >= attention->window ? position - attention->window + 1 : 0;
 }
 
-/* Ancestors of a token of a span, where it is in a tree of guesses. */
+/* Ancestors of a token of a span, where it is in a tree of drafts. */
 static uint64_t ancestors_of(const PagedAttention *attention, const Span *span, int64_t token) {
     return attention->ancestors ? attention->ancestors[span->first_row + token] : 0;
 }

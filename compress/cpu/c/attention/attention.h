@@ -28,7 +28,7 @@ typedef struct {
     int64_t num_spans;
     const Span *spans;
     const int64_t *blocks;  /* the spans' tables of blocks */
-    const uint64_t *ancestors; /* [T], or NULL. Of a token in a tree of guesses: bit k says whether it sees the k-th token of
+    const uint64_t *ancestors; /* [T], or NULL. Of a token in a tree of drafts: bit k says whether it sees the k-th token of
                                   its span; its position is then the first one's and as many as it sees before it. 0: it
                                   sees all up to its own */
 } PagedAttention;

@@ -29,20 +29,20 @@ INLINE uint16_t stored(float x) {
 }
 
 INLINE void quantize(const uint16_t *head, int64_t size, int64_t bits, Quantized *out) {
-    const float levels = (float)((1 << bits) - 1);
+    const float max_code = (float)((1 << bits) - 1);
     float low = float_of_bfloat16(head[0]), high = low;
     for (int64_t d = 0; d < size; d++) {
         const float x = float_of_bfloat16(head[d]);
         low = x < low || x != x ? x : low;
         high = x > high || x != x ? x : high;
     }
-    out->scale = stored(high / levels - low / levels);
+    out->scale = stored(high / max_code - low / max_code);
     out->offset = stored(low);
     const float scale = float_of_float16(out->scale), offset = float_of_float16(out->offset);
     for (int64_t d = 0; d < size; d++) {
         float code = scale == 0 ? 0 : (float_of_bfloat16(head[d]) - offset) / scale;
         code = code > 0 ? code : 0; /* NaN, too */
-        code = code < levels ? code : levels;
+        code = code < max_code ? code : max_code;
         out->code[d] = (uint8_t)((code + 12582912.0f) - 12582912.0f);
     }
 }
@@ -91,12 +91,12 @@ INLINE void write_value(const KvPages *pages, int64_t block, int64_t head, int64
             words[d] = (words[d] & ~(15u << bit)) | (uint32_t)(quantized.code[d] >> shift & 15) << bit;
 }
 
-/* Norm, rotation and turn of one head, in place. */
+/* Norm, rotary embedding and Hadamard rotation of one head, in place. */
 INLINE void change_head(const KvStep *step, int64_t row, int64_t head, uint16_t *x) {
     const int64_t size = step->pages->head_dim;
     if (step->norm) normalize(x, step->norm + head * size, size, step->eps, x);
     if (step->cos) rotate_head(x, size, step->cos + row * size, step->sin + row * size);
-    if (step->turned) hadamard_head(x, size);
+    if (step->hadamard) hadamard_head(x, size);
 }
 
 INLINE void store_row(const KvStep *step, int64_t row) {

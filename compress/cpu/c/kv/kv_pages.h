@@ -39,9 +39,9 @@ static inline int64_t head_bytes(const KvPages *pages, int64_t bits) {
 static inline int word_bit(int64_t member) { return (int)(16 * (member % 2) + 4 * (member / 2)); }
 
 /* Additions of a step to the pages of one layer: heads of its tokens, side by side; rows are strides in elements.
- * Heads of queries and keys are normed, rotated and turned in one pass, each where it is asked for; queries stay where they
- * are, keys and values go to their slots, quantized if the pages are, as compress/checkpoint/kv_quant.py says. Numbers
- * are rounded to bfloat16 where norm_rope_act.h rounds them. */
+ * Heads of queries and keys are normed, rotated by position and Hadamard-rotated in one pass, each where it is asked for;
+ * queries stay where they are, keys and values go to their slots, quantized if the pages are, as
+ * compress/checkpoint/kv_quant.py says. Numbers are rounded to bfloat16 where norm_rope_act.h rounds them. */
 typedef struct {
     const KvPages *pages;
     int64_t rows, heads;         /* of queries; no heads: no queries to change */
@@ -51,8 +51,8 @@ typedef struct {
     int64_t query_row, key_row, value_row;
     const uint16_t *norm;        /* [heads + kv_heads, head_dim] of an RMSNorm over each head, or NULL for none */
     float eps;
-    const uint16_t *cos, *sin;   /* [rows, head_dim], as in Rotate; NULL: heads are rotated */
-    int64_t turned;              /* times an orthonormal Hadamard matrix, after all that */
+    const uint16_t *cos, *sin;   /* [rows, head_dim], as in Rotate; NULL: heads are rotated already */
+    int64_t hadamard;            /* times an orthonormal Hadamard matrix, after all that */
 } KvStep;
 
 /* 0, or -1 for an instruction set that this machine lacks. */

@@ -36,17 +36,17 @@ INLINE void rotate_head(uint16_t *x, int64_t size, const uint16_t *cos, const ui
  * largest power of two that divides `size`, each by itself. */
 INLINE void hadamard_head(uint16_t *x, int64_t size) {
     const int64_t block = size & -size;
-    float turned[LONGEST_HEAD];
-    for (int64_t d = 0; d < size; d++) turned[d] = float_of_bfloat16(x[d]);
+    float rotated[LONGEST_HEAD];
+    for (int64_t d = 0; d < size; d++) rotated[d] = float_of_bfloat16(x[d]);
     for (int64_t half = 1; half < block; half *= 2)
         for (int64_t first = 0; first < size; first += 2 * half)
             for (int64_t d = first; d < first + half; d++) {
-                const float sum = turned[d] + turned[d + half];
-                turned[d + half] = turned[d] - turned[d + half];
-                turned[d] = sum;
+                const float sum = rotated[d] + rotated[d + half];
+                rotated[d + half] = rotated[d] - rotated[d + half];
+                rotated[d] = sum;
             }
     const Lanes norm = lanes_of(sqrtf((float)block));
-    for (int64_t d = 0; d < size; d += LANES) lanes_store_bfloat16(x + d, lanes_load(turned + d) / norm);
+    for (int64_t d = 0; d < size; d += LANES) lanes_store_bfloat16(x + d, lanes_load(rotated + d) / norm);
 }
 
 #endif

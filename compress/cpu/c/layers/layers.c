@@ -25,14 +25,14 @@ static int normalize(const LayersStep *step, int64_t size, const uint16_t *updat
 static int attend(const DecoderLayer *layer, LayersStep *step, const Scratch *scratch, int set) {
     const KvPages *pages = layer->pages;
     const int64_t dim = pages->head_dim, heads = layer->output.weight->in_features / dim;
-    const int64_t turned = heads + pages->kv_heads, stride = (turned + pages->kv_heads) * dim;
+    const int64_t rotated = heads + pages->kv_heads, stride = (rotated + pages->kv_heads) * dim;
     const KvStep kept = {.pages = pages,
                          .rows = step->rows,
                          .heads = heads,
                          .slots = step->slots,
                          .query = scratch->heads,
                          .key = scratch->heads + heads * dim,
-                         .value = scratch->heads + turned * dim,
+                         .value = scratch->heads + rotated * dim,
                          .query_row = stride,
                          .key_row = stride,
                          .value_row = stride,
@@ -40,7 +40,7 @@ static int attend(const DecoderLayer *layer, LayersStep *step, const Scratch *sc
                          .eps = step->eps,
                          .cos = step->cos,
                          .sin = step->sin,
-                         .turned = step->turned};
+                         .hadamard = step->hadamard};
     if (kv_store(&kept, set)) return -1;
     PagedAttention *attention = &step->attention;
     attention->pages = pages, attention->heads = heads, attention->window = layer->window;

@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     int64_t rows;
     float eps;
-    int32_t turned;            /* as in KvStep */
+    int32_t hadamard;          /* as in KvStep */
     uint16_t *hidden;          /* bfloat16 [rows, size]; what the last layer adds to it is left in `update` */
     uint16_t *update;          /* [rows, size], written only */
     const uint16_t *cos, *sin; /* [rows, head_dim], as in Rotate */

@@ -24,12 +24,12 @@ INLINE TARGET Words words_of_bytes(const uint8_t *from) {
 }
 
 /* Even and odd bytes apart, as 16-bit numbers: sums of their products never saturate. */
-INLINE TARGET Words words_dot(Words sum, Words codes, Words levels, int bits) {
+INLINE TARGET Words words_dot(Words sum, Words codes, Words q8, int bits) {
     (void)bits;
     const __m256i even_codes = (__m256i)(codes & 0x00ff00ff), odd_codes = _mm256_srli_epi16((__m256i)codes, 8);
-    const __m256i even_levels = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)levels, 8), 8);
-    const __m256i odd_levels = _mm256_srai_epi16((__m256i)levels, 8);
-    const __m256i even = _mm256_madd_epi16(even_codes, even_levels), odd = _mm256_madd_epi16(odd_codes, odd_levels);
+    const __m256i even_q8 = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)q8, 8), 8);
+    const __m256i odd_q8 = _mm256_srai_epi16((__m256i)q8, 8);
+    const __m256i even = _mm256_madd_epi16(even_codes, even_q8), odd = _mm256_madd_epi16(odd_codes, odd_q8);
     return sum + ((Words)even + (Words)odd);
 }
 
@@ -56,6 +56,6 @@ INLINE TARGET Floats floats_at_place(Words word, int shift, int place, Floats x)
 DECODE_KERNEL(float32, 16)
 
 const KernelKind avx2_float32 = FLOAT32_KERNELS(decode_float32_16);
-const KernelKind avx2_levels = LEVELS_KERNELS;
+const KernelKind avx2_q8 = Q8_KERNELS;
 
 #endif

@@ -8,6 +8,6 @@
 #include "linear/kernel.inc"
 
 const KernelKind avx512_float32 = FLOAT32_KERNELS(NULL);
-const KernelKind avx512_levels = LEVELS_KERNELS;
+const KernelKind avx512_q8 = Q8_KERNELS;
 
 #endif

@@ -19,9 +19,9 @@ INLINE TARGET Words words_of_bytes(const uint8_t *from) {
     return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
 }
 
-INLINE TARGET Words words_dot(Words sum, Words codes, Words levels, int bits) {
+INLINE TARGET Words words_dot(Words sum, Words codes, Words q8, int bits) {
     (void)bits;
-    return (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)levels);
+    return (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)q8);
 }
 
 /* Lookups see only the low bits of an index, and tables of fewer codes repeat themselves: no mask is needed. */

@@ -29,7 +29,7 @@ struct LinearCall {
     int64_t y_stride;
     void *converted; /* [rows][I], where activations are not taken as they come */
     float *sums;
-    int32_t *level_sums;
+    int32_t *q8_sums;
     Prepared prepared;
     int64_t rows_per_chunk, tiles_per_chunk, num_tiles;
 };
@@ -45,7 +45,7 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 /* The largest number of inputs that divides a group and is at most LONGEST_RUN. */
 int64_t run_of(int64_t group);
 
-static const int LAST_LEVEL = 127;
+static const int LARGEST_Q8 = 127;
 
 int64_t run_of(int64_t group) {
     int64_t run = group < LONGEST_RUN ? group : LONGEST_RUN;
@@ -91,30 +91,30 @@ INLINE float largest_magnitude(const LinearCall *call, int64_t row, int64_t star
 }
 
 /* Rounded half to even: adding 1.5 * 2^23 leaves no bits behind the point. */
-INLINE int32_t round_level(float value) { return (int32_t)(bits_of_float(value + 12582912.0f) - 0x4b400000u); }
+INLINE int32_t round_q8(float value) { return (int32_t)(bits_of_float(value + 12582912.0f) - 0x4b400000u); }
 
-INLINE void order_levels(const int32_t *rounded, int bits, int8_t *levels) {
+INLINE void order_q8(const int32_t *rounded, int bits, int8_t *q8) {
     const int per_word = 32 / bits;
 #pragma GCC unroll 32
     for (int i = 0; i < INPUT_MULTIPLE; i++)
-        levels[i] = (int8_t)rounded[i / per_word * per_word + level_input(i % per_word, bits)];
+        q8[i] = (int8_t)rounded[i / per_word * per_word + q8_input(i % per_word, bits)];
 }
 
-/* Inputs of one run as levels of a scale, in the order that codes lie in; returns their sum. A scale that is not finite
- * makes the row NaN by itself, so its levels do not matter; nor do those of scale 0. */
-INLINE int32_t quantize_run(const LinearCall *call, int64_t row, int64_t start, float scale, int8_t *levels) {
+/* Inputs of one run as 8-bit activations, in the order that codes lie in; returns their sum. A scale that is not finite
+ * makes the row NaN by itself, so its activations do not matter; nor do those of scale 0. */
+INLINE int32_t quantize_run(const LinearCall *call, int64_t row, int64_t start, float scale, int8_t *q8) {
     const bool usable = scale > 0;
     float values[INPUT_MULTIPLE];
     int32_t rounded[INPUT_MULTIPLE] = {0}, sums[INPUT_MULTIPLE] = {0}, sum = 0;
     for (int64_t k = 0; k < call->prepared.run; k += INPUT_MULTIPLE) {
         load_activations(call, row, start + k, values);
         if (usable)
-            for (int i = 0; i < INPUT_MULTIPLE; i++) rounded[i] = round_level(values[i] / scale);
+            for (int i = 0; i < INPUT_MULTIPLE; i++) rounded[i] = round_q8(values[i] / scale);
         for (int i = 0; i < INPUT_MULTIPLE; i++) sums[i] += rounded[i];
         switch (call->weight->bits) {
-        case 2: order_levels(rounded, 2, levels + k); break;
-        case 4: order_levels(rounded, 4, levels + k); break;
-        default: order_levels(rounded, 8, levels + k);
+        case 2: order_q8(rounded, 2, q8 + k); break;
+        case 4: order_q8(rounded, 4, q8 + k); break;
+        default: order_q8(rounded, 8, q8 + k);
         }
     }
     for (int i = 0; i < INPUT_MULTIPLE; i++) sum += sums[i];
@@ -122,28 +122,28 @@ INLINE int32_t quantize_run(const LinearCall *call, int64_t row, int64_t start, 
 }
 
 /* NaN for a row that is not finite; comparisons with it are false. */
-INLINE float level_scale(const LinearCall *call, int64_t row, int64_t start, int64_t count) {
-    const float scale = largest_magnitude(call, row, start, count) / (float)LAST_LEVEL;
+INLINE float q8_scale(const LinearCall *call, int64_t row, int64_t start, int64_t count) {
+    const float scale = largest_magnitude(call, row, start, count) / (float)LARGEST_Q8;
     return scale <= FLT_MAX ? scale : NAN;
 }
 
-INLINE void prepare_levels(const LinearCall *call, int64_t row) {
+INLINE void prepare_q8(const LinearCall *call, int64_t row) {
     const Prepared *prepared = &call->prepared;
     const int64_t inputs = call->weight->in_features;
-    const float whole = call->activations == ACTIVATIONS_INT8_ROW ? level_scale(call, row, 0, inputs) : 0;
+    const float whole = call->activations == ACTIVATIONS_INT8_ROW ? q8_scale(call, row, 0, inputs) : 0;
     for (int64_t run = 0; run < prepared->num_runs; run++) {
         const int64_t start = run * prepared->run, at = row * prepared->num_runs + run;
         const float scale =
-            call->activations == ACTIVATIONS_INT8_ROW ? whole : level_scale(call, row, start, prepared->run);
+            call->activations == ACTIVATIONS_INT8_ROW ? whole : q8_scale(call, row, start, prepared->run);
         call->sums[at] = scale;
-        call->level_sums[at] = quantize_run(call, row, start, scale, (int8_t *)call->converted + row * inputs + start);
+        call->q8_sums[at] = quantize_run(call, row, start, scale, (int8_t *)call->converted + row * inputs + start);
     }
 }
 
 INLINE void prepare_row(const LinearCall *call, int64_t row) {
     const int64_t inputs = call->weight->in_features, runs = call->prepared.num_runs;
     if (call->activations != ACTIVATIONS_FLOAT) {
-        prepare_levels(call, row);
+        prepare_q8(call, row);
         return;
     }
     if (call->converted != NULL)
@@ -235,17 +235,17 @@ static const double CHUNK_NANOSECONDS = 40000, BYTES_PER_NANOSECOND = 15, PRODUC
 
 /* Without a kind for bfloat16 such activations are widened. */
 static const struct {
-    const KernelKind *float32, *bfloat16, *levels;
+    const KernelKind *float32, *bfloat16, *q8;
 } kernel_sets[NUM_INSTRUCTION_SETS] = {
-    [SCALAR] = {&scalar_float32, NULL, &scalar_levels},
+    [SCALAR] = {&scalar_float32, NULL, &scalar_q8},
 #if ON_ARM
-    [NEON] = {&neon_float32, NULL, &neon_levels},
-    [NEON_DOTPROD] = {&neon_float32, NULL, &neon_dotprod_levels},
+    [NEON] = {&neon_float32, NULL, &neon_q8},
+    [NEON_DOTPROD] = {&neon_float32, NULL, &neon_dotprod_q8},
 #endif
 #if ON_X86
-    [AVX2] = {&avx2_float32, NULL, &avx2_levels},
-    [AVX512] = {&avx512_float32, NULL, &avx512_levels},
-    [AVX512_BF16] = {&avx512_float32, &avx512_bfloat16, &avx512_levels},
+    [AVX2] = {&avx2_float32, NULL, &avx2_q8},
+    [AVX512] = {&avx512_float32, NULL, &avx512_q8},
+    [AVX512_BF16] = {&avx512_float32, &avx512_bfloat16, &avx512_q8},
 #endif
 };
 
@@ -278,29 +278,29 @@ static void cut_chunks(LinearCall *call) {
 static void *make_room(LinearCall *call) {
     const LinearWeight *weight = call->weight;
     Prepared *prepared = &call->prepared;
-    const bool levels = call->activations != ACTIVATIONS_FLOAT;
-    const bool widened = !levels && call->type == BFLOAT16 && call->kernels->decoded_bits == 32;
-    prepared->run = levels && (call->activations == ACTIVATIONS_INT8_ROW) ? weight->group : run_of(weight->group);
+    const bool q8 = call->activations != ACTIVATIONS_FLOAT;
+    const bool widened = !q8 && call->type == BFLOAT16 && call->kernels->decoded_bits == 32;
+    prepared->run = q8 && (call->activations == ACTIVATIONS_INT8_ROW) ? weight->group : run_of(weight->group);
     prepared->num_runs = weight->in_features / prepared->run;
     prepared->num_groups = weight->in_features / weight->group;
     prepared->runs_per_group = weight->group / prepared->run;
     const size_t numbers = (size_t)(call->rows * weight->in_features), runs = (size_t)(call->rows * prepared->num_runs);
-    const size_t converted = levels ? numbers : widened ? numbers * sizeof(float) : 0;
-    const size_t sums = levels || weight->zeros != NULL ? runs * sizeof(float) : 0;
+    const size_t converted = q8 ? numbers : widened ? numbers * sizeof(float) : 0;
+    const size_t sums = q8 || weight->zeros != NULL ? runs * sizeof(float) : 0;
     char *room = malloc(sums + sums + converted + 1);
     if (room == NULL) return NULL;
     call->sums = sums ? (float *)room : NULL;
-    call->level_sums = levels ? (int32_t *)(room + sums) : NULL;
+    call->q8_sums = q8 ? (int32_t *)(room + sums) : NULL;
     call->converted = converted ? room + sums + sums : NULL;
     prepared->x = converted ? call->converted : call->x;
     prepared->stride = converted ? weight->in_features : call->x_stride;
-    prepared->sums = prepared->level_scales = call->sums;
-    prepared->level_sums = call->level_sums;
+    prepared->sums = prepared->q8_scales = call->sums;
+    prepared->q8_sums = call->q8_sums;
     return room;
 }
 
 static const KernelKind *choose_kernels(int set, Activations activations, NumberType type, int bits) {
-    if (activations != ACTIVATIONS_FLOAT) return kernel_sets[set].levels;
+    if (activations != ACTIVATIONS_FLOAT) return kernel_sets[set].q8;
     if (type == BFLOAT16 && bits != SPARSE && kernel_sets[set].bfloat16 != NULL) return kernel_sets[set].bfloat16;
     return kernel_sets[set].float32;
 }

@@ -19,12 +19,12 @@ INLINE Floats floats_of_float16(const uint16_t *from) { return vcvt_f32_f16(vrei
 INLINE Words words_of_bytes(const uint8_t *from) { return (Words){from[0], from[1], from[2], from[3]}; }
 
 /* Codes of 8 bits are signed bytes once 128 is taken from them; this is what their products then lack. */
-INLINE Words words_lacking(Words levels) { return (Words)vpaddlq_s16(vpaddlq_s8((int8x16_t)levels)) << 7; }
+INLINE Words words_lacking(Words q8) { return (Words)vpaddlq_s16(vpaddlq_s8((int8x16_t)q8)) << 7; }
 /* Two products of signed bytes fit into 16 bits. */
-INLINE Words words_dot(Words sum, Words codes, Words levels, int bits) {
-    const int8x16_t a = (int8x16_t)(bits == 8 ? codes ^ 0x80808080 : codes), b = (int8x16_t)levels;
+INLINE Words words_dot(Words sum, Words codes, Words q8, int bits) {
+    const int8x16_t a = (int8x16_t)(bits == 8 ? codes ^ 0x80808080 : codes), b = (int8x16_t)q8;
     const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
-    if (bits == 8) sum += words_lacking(levels);
+    if (bits == 8) sum += words_lacking(q8);
     return (Words)vpadalq_s16((int32x4_t)sum, pairs);
 }
 
@@ -55,19 +55,19 @@ INLINE Floats floats_at_place(Words word, int shift, int place, Floats x) {
 DECODE_KERNEL(float32, 16)
 
 const KernelKind neon_float32 = FLOAT32_KERNELS(decode_float32_16);
-const KernelKind neon_levels = LEVELS_KERNELS;
+const KernelKind neon_q8 = Q8_KERNELS;
 
 #undef TARGET
 #define TARGET FOR_NEON_DOTPROD
 
 /* In assembly: some compilers offer it only to code that never runs on a processor without it. */
-INLINE TARGET Words dotprod_add(Words sum, Words codes, Words levels, int bits) {
-    if (bits == 8) sum += words_lacking(levels), codes ^= 0x80808080;
-    __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(codes), "w"(levels));
+INLINE TARGET Words dotprod_add(Words sum, Words codes, Words q8, int bits) {
+    if (bits == 8) sum += words_lacking(q8), codes ^= 0x80808080;
+    __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(codes), "w"(q8));
     return sum;
 }
 
-static const Product dotprod_product = {4, sizeof(int8_t), level_weights, level_values, dotprod_add};
+static const Product dotprod_product = {4, sizeof(int8_t), q8_weights, q8_values, dotprod_add};
 
 INLINE TARGET void multiply_dotprod(const Prepared *input, const Strip *strip, int bits, int rows,
                                     Words (*sums)[VECTORS]) {
@@ -75,11 +75,11 @@ INLINE TARGET void multiply_dotprod(const Prepared *input, const Strip *strip, i
 }
 
 INLINE TARGET void run_dotprod(const LinearWeight *weight, const Prepared *input, const Place *place, int bits) {
-    run_place(weight, input, place, multiply_dotprod, add_levels, bits);
+    run_place(weight, input, place, multiply_dotprod, add_q8, bits);
 }
 
 RUN_KERNEL(dotprod, 2) RUN_KERNEL(dotprod, 4) RUN_KERNEL(dotprod, 8)
 
-const KernelKind neon_dotprod_levels = {MOST_ROWS, 0, 0, {run_dotprod_2, run_dotprod_4, run_dotprod_8}, {NULL}};
+const KernelKind neon_dotprod_q8 = {MOST_ROWS, 0, 0, {run_dotprod_2, run_dotprod_4, run_dotprod_8}, {NULL}};
 
 #endif

@@ -19,10 +19,10 @@ INLINE Floats floats_of_float16(const uint16_t *from) {
 }
 INLINE Words words_of_bytes(const uint8_t *from) { return (Words){from[0], from[1], from[2], from[3]}; }
 
-INLINE Words words_dot(Words sum, Words codes, Words levels, int bits) {
+INLINE Words words_dot(Words sum, Words codes, Words q8, int bits) {
     (void)bits;
     for (int shift = 0; shift < 32; shift += 8)
-        sum += (codes >> shift & 255) * (Words)((Integers)(levels << (24 - shift)) >> 24);
+        sum += (codes >> shift & 255) * (Words)((Integers)(q8 << (24 - shift)) >> 24);
     return sum;
 }
 
@@ -50,4 +50,4 @@ INLINE Floats floats_at_place(Words word, int shift, int place, Floats x) {
 DECODE_KERNEL(float32, 16)
 
 const KernelKind scalar_float32 = FLOAT32_KERNELS(decode_float32_16);
-const KernelKind scalar_levels = LEVELS_KERNELS;
+const KernelKind scalar_q8 = Q8_KERNELS;

@@ -21,13 +21,13 @@ typedef union {
 
 /* Prepared activations, and what looks codes up. */
 typedef struct {
-    const void *x;  /* bfloat16 or float32 in their order, or 8-bit levels in the order of `level_input` */
+    const void *x;  /* bfloat16 or float32 in their order, or 8-bit activations in the order of `q8_input` */
     int64_t stride; /* elements from row to row */
     int64_t run;    /* inputs per run */
     int64_t num_runs, num_groups, runs_per_group;
     const float *sums;         /* [rows][num_runs] of float activations; NULL when no zeros ask for them */
-    const int32_t *level_sums; /* [rows][num_runs] of 8-bit levels */
-    const float *level_scales; /* likewise */
+    const int32_t *q8_sums; /* [rows][num_runs] of 8-bit activations */
+    const float *q8_scales; /* likewise */
     CodeTable table;
 } Prepared;
 
@@ -61,9 +61,9 @@ typedef struct {
     DecodeKernel decode[NUM_WIDTHS]; /* NULL where nothing is gained */
 } KernelKind;
 
-extern const KernelKind scalar_float32, scalar_levels, avx2_float32, avx2_levels;
-extern const KernelKind avx512_float32, avx512_levels, avx512_bfloat16;
-extern const KernelKind neon_float32, neon_levels, neon_dotprod_levels;
+extern const KernelKind scalar_float32, scalar_q8, avx2_float32, avx2_q8;
+extern const KernelKind avx512_float32, avx512_q8, avx512_bfloat16;
+extern const KernelKind neon_float32, neon_q8, neon_dotprod_q8;
 
 /* Widths are 2, 4, 8, 16 and 32 bits, and SPARSE. */
 INLINE int width_index(int bits) {
@@ -78,8 +78,8 @@ INLINE Strip strip_at(const LinearWeight *weight, const Prepared *input, const P
 /* Bit at which the code of input k of a word (0 <= k < 32 / bits) begins. */
 INLINE int code_shift(int k, int bits) { return k / 2 * bits + k % 2 * 16; }
 
-/* Byte i of a word's levels meets byte i % 4 of (word >> bits * (i / 4)), masked: which input that is. */
-INLINE int level_input(int i, int bits) {
+/* Byte i of a word of 8-bit activations meets byte i % 4 of (word >> bits * (i / 4)), masked: which input that is. */
+INLINE int q8_input(int i, int bits) {
     const int shift = i % 4 * 8 + i / 4 * bits;
     return shift % 16 / bits * 2 + shift / 16;
 }

@@ -6,7 +6,7 @@
  *     floats_of_float16(address), words_of_bytes(address)    PER_VECTOR numbers
  *     Table                        the 16 entries of a table; or 16 pairs of them where activations are taken in pairs
  *     table_load(address), table_look_up(table, word, shift)    of codes from bit `shift` on, whatever is above them
- *     words_dot(sum, codes, levels, bits)    sum + products of 4 unsigned bytes, codes of `bits`, with 4 signed ones
+ *     words_dot(sum, codes, q8, bits)    sum + products of 4 unsigned bytes, codes of `bits`, with 4 signed ones
  *     floats_quad(address)         four floats, again and again
  *     floats_pick(quad, word, shift)    of each quad the one that the two bits at `shift` name
  *     floats_at_place(word, shift, place, x)    x where these two bits are `place`, 0 elsewhere */

@@ -37,13 +37,13 @@ def test_add_and_norm(rows: int, size: int, instruction_set: int) -> None:
     exact = hidden.double() + update.double()
     expected = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
     ours, theirs = hidden.clone(), hidden.clone()
-    found = CpuOps(instruction_set).add_norm(ours, update, weight, EPS)
+    found = CpuOps(instruction_set).add_rms_norm(ours, update, weight, EPS)
     close(found, expected)
-    by_torch = TorchOps().add_norm(theirs, update, weight, EPS)
+    by_torch = TorchOps().add_rms_norm(theirs, update, weight, EPS)
     assert torch.equal(ours, theirs)
     assert (found != by_torch).float().mean() < 0.01  # sums are added in another order
     before = ours.clone()
-    assert torch.equal(CpuOps(instruction_set).add_norm(ours, None, weight, EPS), found)
+    assert torch.equal(CpuOps(instruction_set).add_rms_norm(ours, None, weight, EPS), found)
     assert torch.equal(ours, before)
 
 
@@ -75,21 +75,21 @@ def exactly_rotated(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tens
 def test_gating(rows: int, size: int, instruction_set: int) -> None:
     gate_up = numbers(rows, 2 * size, spread=20)
     gate, up = gate_up.double().chunk(2, -1)
-    found = CpuOps(instruction_set).silu_multiply(gate_up)
+    found = CpuOps(instruction_set).silu_and_mul(gate_up)
     torch.testing.assert_close(found.double(), gate * gate.sigmoid() * up, rtol=0.02, atol=1e-30)
-    assert (found != TorchOps().silu_multiply(gate_up)).float().mean() < 0.001
+    assert (found != TorchOps().silu_and_mul(gate_up)).float().mean() < 0.001
 
 
 @pytest.mark.parametrize("rows", [1, 200])
 def test_rows_do_not_depend_on_others_or_on_threads(rows: int) -> None:
     hidden, update, weight = numbers(rows, 512), numbers(rows, 512, seed=1), numbers(512, seed=2)
     gate_up = numbers(rows, 1024)
-    alone = CpuOps().add_norm(hidden[:1].clone(), update[:1], weight, EPS)
+    alone = CpuOps().add_rms_norm(hidden[:1].clone(), update[:1], weight, EPS)
     try:
         for threads in (1, 2, 3):
             set_threads(threads)
-            assert torch.equal(CpuOps().add_norm(hidden.clone(), update, weight, EPS)[:1], alone)
-            assert torch.equal(CpuOps().silu_multiply(gate_up)[-1:], CpuOps().silu_multiply(gate_up[-1:]))
+            assert torch.equal(CpuOps().add_rms_norm(hidden.clone(), update, weight, EPS)[:1], alone)
+            assert torch.equal(CpuOps().silu_and_mul(gate_up)[-1:], CpuOps().silu_and_mul(gate_up[-1:]))
     finally:
         set_threads(0)
 
@@ -99,14 +99,14 @@ def test_what_is_not_finite_stays_so_in_its_row(instruction_set: int) -> None:
     hidden, weight, gate_up = numbers(2, 64), numbers(64), numbers(2, 128)
     hidden[0, 3] = gate_up[0, 3] = torch.nan
     ops = CpuOps(instruction_set)
-    for found in (ops.add_norm(hidden, None, weight, EPS), ops.silu_multiply(gate_up)):
+    for found in (ops.add_rms_norm(hidden, None, weight, EPS), ops.silu_and_mul(gate_up)):
         assert not bool(found[0].isfinite().all())
         assert bool(found[1].isfinite().all())
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match="set 7"):
-        CpuOps(7).silu_multiply(numbers(1, 32))
+        CpuOps(7).silu_and_mul(numbers(1, 32))
 
 
 class _Sizes:

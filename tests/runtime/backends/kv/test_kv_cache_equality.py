@@ -33,8 +33,8 @@ SCHEMES = {
     "fp8": KVCacheScheme("fp8"),
     "k8v4 rotated with sinks": KVCacheScheme("k8v4", rotate=True, sinks=6),
     "int4": KVCacheScheme("int4"),
-    "int4 rotated with all": KVCacheScheme("int4", rotate=True, sinks=3, recent=9),
-    "int8 with the last": KVCacheScheme("int8", recent=1),
+    "int4 rotated with all": KVCacheScheme("int4", rotate=True, sinks=3, residual_length=9),
+    "int8 with the last": KVCacheScheme("int8", residual_length=1),
 }
 CELLS: dict[str, dict[str, Any]] = {
     "cache": {"num_blocks": 300},
@@ -62,7 +62,7 @@ def build_engine(decoder: Decoder, scheme: KVCacheScheme, **options: Any) -> Eng
         "kv_cache": scheme.format,
         "kv_rotate": scheme.rotate,
         "kv_sinks": scheme.sinks,
-        "kv_residual_length": scheme.recent,
+        "kv_residual_length": scheme.residual_length,
     }
     config = RuntimeConfig(**({"dtype": "float64", "block_size": 4, "max_model_len": 64} | wishes | options))
     runner = build_runner(decoder, config)
@@ -108,15 +108,15 @@ def test_every_way_of_serving_gives_the_same_tokens(
 ) -> None:
     scheme, expected = served
     options = dict(CELLS[cell])
-    if cell == "n-gram trees" and (scheme.sinks or scheme.recent):
+    if cell == "n-gram trees" and (scheme.sinks or scheme.residual_length):
         pytest.skip("trees have no place among exact tokens")
-    if scheme.recent:
+    if scheme.residual_length:
         options.pop("kv_offload_bytes", None)
     engine = build_engine(decoder, scheme, **options)
     assert answer(engine, requests(), together=True) == expected
     if cell == "cache":
         assert answer(engine, requests(), together=True) == expected, "once more, with what is cached now"
-        assert (engine.scheduler.stats.num_prefix_hits > 0) == (not scheme.recent)
+        assert (engine.scheduler.stats.num_prefix_hits > 0) == (not scheme.residual_length)
     engine.scheduler.check()
     stats = engine.scheduler.stats
     assert (stats.num_preemptions > 0) == (options["num_blocks"] == 17)
@@ -131,7 +131,7 @@ def test_windows_and_endless_streams(decoder: Decoder, served: tuple[KVCacheSche
     alone = build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_seqs=3, **window)
     expected = answer(alone, requests(), together=False)
     assert expected != whole
-    trees = {} if scheme.sinks or scheme.recent else {"speculative_model": "ngram-tree"}
+    trees = {} if scheme.sinks or scheme.residual_length else {"speculative_model": "ngram-tree"}
     for options in ({"num_blocks": 20, "prefill_chunk": 5}, {"num_blocks": 300} | trees):
         engine = build_engine(decoder, scheme, **options, **window)
         assert answer(engine, requests(), together=True) == expected
@@ -158,5 +158,5 @@ def test_schemes_change_answers(decoder: Decoder) -> None:
         difference = float((score(decoder, tokens, scheme) - exact).abs().max())
         assert difference not in seen
         seen.add(difference)
-    everything = replace(SCHEMES["int4"], recent=len(PROMPTS[0]))
+    everything = replace(SCHEMES["int4"], residual_length=len(PROMPTS[0]))
     assert torch.allclose(score(decoder, tokens, everything), exact, rtol=0, atol=1e-9)

@@ -292,6 +292,6 @@ def test_splits_fill_the_processors_and_are_never_tiny() -> None:
 def test_refusals_say_why(device: str, dtype: torch.dtype, head_dim: int, recent: int, fact: str) -> None:
     config = SimpleNamespace(head_dim=head_dim)
     model = SimpleNamespace(device=torch.device(device), dtype=dtype, config=config)
-    reason = attention_unsupported_reason(model, SimpleNamespace(kv_cache=SimpleNamespace(recent=recent)))
+    reason = attention_unsupported_reason(model, SimpleNamespace(kv_cache=SimpleNamespace(residual_length=recent)))
     assert fact in reason
     assert bool(reason) == bool(fact)

@@ -120,7 +120,7 @@ def test_norm_adds_and_normalizes(gpu, kind: str | None, form: ActivationLayout,
     hidden, weight = numbers(TOKENS, SIZE, seed=6).to(gpu, dtype), numbers(SIZE, seed=7).to(gpu, dtype)
     update = None if kind is None else some_product(kind, SIZE, dtype, gpu)[0]
     expected_hidden = hidden.clone()
-    expected = TorchOps().add_norm(
+    expected = TorchOps().add_rms_norm(
         expected_hidden, None if update is None else split_k_reduce(update, dtype), weight, EPS
     )
     with poisoned_allocations():
@@ -139,7 +139,7 @@ def test_gates_of_a_product(gpu, kind: str, form: ActivationLayout, dtype: torch
     from runtime.backends.triton.kernels.norm_act import convert_input, silu_and_mul, split_k_reduce
 
     gate_up = some_product(kind, 2 * SIZE, dtype, gpu)[0]
-    expected = TorchOps().silu_multiply(split_k_reduce(gate_up, dtype))
+    expected = TorchOps().silu_and_mul(split_k_reduce(gate_up, dtype))
     with poisoned_allocations():
         plain, found = silu_and_mul(gate_up, ActivationLayout(), dtype).rows, silu_and_mul(gate_up, form, dtype)
     assert (plain != expected).float().mean() < 0.02  # another exponential function
@@ -168,7 +168,7 @@ def test_rows_of_a_called_linear_may_have_any_strides(gpu) -> None:
 
     y = numbers(2 * SIZE, TOKENS).to(gpu, torch.bfloat16).T
     product = CalledLinear(lambda x: y).product(QuantizedInput(y))
-    expected = TorchOps().silu_multiply(y.contiguous())
+    expected = TorchOps().silu_and_mul(y.contiguous())
     torch.testing.assert_close(
         silu_and_mul(product, ActivationLayout(), torch.bfloat16).rows, expected, rtol=2**-7, atol=1e-6
     )
