@@ -289,10 +289,13 @@ class FusedSampling(Protocol):
 class Backend:
     """One way to compute a model; another backend computes what this one does not support.
 
+    A backend is a folder beside this file whose package registers it.
+
     Attributes:
         device: kind of device on which it computes; "" for any.
         linears, dense: kernels in order of preference.
         is_fast: whether it multiplies matrices of a dtype in vectors.
+        is_fallback: computes everything, and is asked after all others.
     """
 
     name: str
@@ -305,6 +308,22 @@ class Backend:
     layers: LayersKernel | None = None
     sampling: SamplingKernel | None = None
     fused_sampling: FusedSampling | None = None
+    is_fallback: bool = False
+
+
+BACKENDS: list[Backend] = []
+"""The registered backends in order of preference. `runtime.backends.registry` imports those of this package."""
+
+
+def register(backend: Backend) -> None:
+    """Adds a backend that is preferred to those before it, fallbacks excepted, or replaces the one of the same name."""
+    unregister(backend.name)
+    BACKENDS.insert(len(BACKENDS) if backend.is_fallback else 0, backend)
+
+
+def unregister(name: str) -> None:
+    """Removes a backend, if it is there."""
+    BACKENDS[:] = [backend for backend in BACKENDS if backend.name != name]
 
 
 def is_integer(scheme: Scheme) -> bool:

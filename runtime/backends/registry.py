@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+import runtime.backends
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.common.errors import SchemeError
 from runtime.backends.base import (
+    BACKENDS,
     AttentionKernel,
     AttentionStep,
     Backend,
@@ -25,17 +29,15 @@ from runtime.backends.base import (
     SamplingKernel,
     Target,
 )
-from runtime.backends.cpu import CPU
 from runtime.backends.kv_pages import KVCache
-from runtime.backends.torch import TORCH
 from runtime.backends.torch.quantized_linear import REFERENCE as REFERENCE_KERNEL
 from runtime.backends.torch.quantized_linear import RoundedInputs
-from runtime.backends.triton import TRITON
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 
-BACKENDS: list[Backend] = [TRITON, CPU, TORCH]
-"""In order of preference; the last one computes everything."""
+for _module in iter_modules(runtime.backends.__path__):
+    if _module.ispkg:
+        import_module(f"{runtime.backends.__name__}.{_module.name}")
 
 AUTO, REFERENCE = "auto", "reference"
 EXPANDED = "zeros of {} are expanded at load: no kernel leaves them out on a GPU"
@@ -75,17 +77,6 @@ DEQUANTIZED = LinearKernel(
 )
 FALLBACKS = (DEQUANTIZED, REFERENCE_KERNEL)
 """Kernels of every stored form that the checkpoint layer can dequantize."""
-
-
-def register(backend: Backend) -> None:
-    """Adds a backend that is preferred to those before it, or replaces the one of the same name."""
-    unregister(backend.name)
-    BACKENDS.insert(0, backend)
-
-
-def unregister(name: str) -> None:
-    """Removes a backend, if it is there."""
-    BACKENDS[:] = [backend for backend in BACKENDS if backend.name != name]
 
 
 def linear_kernels() -> list[LinearKernel[Any]]:

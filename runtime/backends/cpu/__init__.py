@@ -1,6 +1,6 @@
 """Kernels in C for CPUs, called through `compress.cpu`."""
 
-from runtime.backends.base import AttentionKernel, AttentionStep, Backend, LayersKernel, Model, OpsKernel
+from runtime.backends.base import AttentionKernel, AttentionStep, Backend, LayersKernel, Model, OpsKernel, register
 from runtime.backends.cpu.attention import CpuAttention
 from runtime.backends.cpu.kv_pages import CpuPages, make_pages, pages_unsupported_reason
 from runtime.backends.cpu.layers import CpuLayers, CpuOps, layers_unsupported_reason, ops_unsupported_reason
@@ -40,16 +40,18 @@ def prepare_layers(model: Model, cache: KVCache, windows: tuple[int | None, ...]
     return CpuLayers(model, cache.pages, windows)
 
 
-CPU = Backend(
-    "cpu",
-    "cpu",
-    linears=(INT8, SPARSE, PACKED, W4A8),
-    dense=(DENSE,),
-    is_fast=is_fast,
-    ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),
-    attention=AttentionKernel(
-        "compiled, reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
-    ),
-    layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
-    sampling=CpuSampling(),
+register(
+    Backend(
+        "cpu",
+        "cpu",
+        linears=(INT8, SPARSE, PACKED, W4A8),
+        dense=(DENSE,),
+        is_fast=is_fast,
+        ops=OpsKernel("compiled, one pass over each row", ops_unsupported_reason, CpuOps),
+        attention=AttentionKernel(
+            "compiled, reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
+        ),
+        layers=LayersKernel("all layers in one call", layers_unsupported_reason, prepare_layers),
+        sampling=CpuSampling(),
+    )
 )

@@ -1,6 +1,6 @@
 """Plain torch: computes everything on every device, with PyTorch's own packed products where they are faster."""
 
-from runtime.backends.base import AttentionKernel, AttentionStep, Backend, Model, OpsKernel
+from runtime.backends.base import AttentionKernel, AttentionStep, Backend, Model, OpsKernel, register
 from runtime.backends.kv_pages import KVCache, make_pages
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.torch.linear import ONEDNN, PLAIN, SPARSE, is_fast
@@ -25,12 +25,15 @@ def prepare_attention(
     return step
 
 
-TORCH = Backend(
-    "torch",
-    linears=(INT8_DYNAMIC, INT4PACK),
-    dense=(SPARSE, ONEDNN, PLAIN),
-    is_fast=is_fast,
-    ops=OpsKernel("plain torch", lambda config, target: "", TorchOps),
-    attention=AttentionKernel("gathers pages", lambda model, memory: "", make_pages, prepare_attention),
-    sampling=TorchSampling(),
+register(
+    Backend(
+        "torch",
+        linears=(INT8_DYNAMIC, INT4PACK),
+        dense=(SPARSE, ONEDNN, PLAIN),
+        is_fast=is_fast,
+        ops=OpsKernel("plain torch", lambda config, target: "", TorchOps),
+        attention=AttentionKernel("gathers pages", lambda model, memory: "", make_pages, prepare_attention),
+        sampling=TorchSampling(),
+        is_fallback=True,
+    )
 )

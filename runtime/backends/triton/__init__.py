@@ -1,6 +1,6 @@
 """Triton kernels for NVIDIA GPUs. Triton is imported when the first kernel is prepared."""
 
-from runtime.backends.base import AttentionKernel, AttentionStep, Backend, LayersKernel, Model, OpsKernel
+from runtime.backends.base import AttentionKernel, AttentionStep, Backend, LayersKernel, Model, OpsKernel, register
 from runtime.backends.kv_pages import KVCache, make_pages
 from runtime.backends.torch.attention import StepKeys
 from runtime.backends.triton.attention import TritonAttention, attention_unsupported_reason
@@ -34,12 +34,16 @@ def prepare_layers(model: Model, cache: KVCache, windows: tuple[int | None, ...]
     return TritonLayers(model, cache)
 
 
-TRITON = Backend(
-    "triton",
-    "cuda",
-    linears=(*KERNELS, *FP8_KERNELS),
-    ops=OpsKernel("one launch for each step over rows", ops_unsupported_reason, TritonOps),
-    attention=AttentionKernel("reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention),
-    layers=LayersKernel("fused kernels between products", layers_unsupported_reason, prepare_layers, records=True),
-    fused_sampling=TritonSampling(),
+register(
+    Backend(
+        "triton",
+        "cuda",
+        linears=(*KERNELS, *FP8_KERNELS),
+        ops=OpsKernel("one launch for each step over rows", ops_unsupported_reason, TritonOps),
+        attention=AttentionKernel(
+            "reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention
+        ),
+        layers=LayersKernel("fused kernels between products", layers_unsupported_reason, prepare_layers, records=True),
+        fused_sampling=TritonSampling(),
+    )
 )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.common.cli import demo_model_path
-from runtime.backends.base import Backend, LinearKernel, Target, is_integer
-from runtime.backends.registry import BACKENDS, check_name, register, unregister
+from runtime.backends.base import BACKENDS, Backend, LinearKernel, Target, is_integer, register, unregister
+from runtime.backends.registry import check_name
 from runtime.cli.serve import describe_engine
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
