@@ -214,7 +214,7 @@ def _with_rank(name: str, assignment: LayerPlan, shape: tuple[int, int]) -> Laye
 
 def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:
     """Return the stored form: without the zeros of a pattern, with other zeros."""
-    return NM.of(scheme, pruning.pattern if pruning else None)
+    return NM.of(scheme, pruning.pattern) if pruning and pruning.pattern else scheme
 
 
 def check_groups(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None:

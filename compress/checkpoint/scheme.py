@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from compress.common.errors import SchemeError
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from compress.checkpoint.weights.base import StoredTensors, Weight
+    from compress.checkpoint.weights.integer import Int
     from compress.checkpoint.weights.sparse_nm import NMSparsity
 
 MIN_BITS, MAX_BITS = 2, 8
@@ -293,6 +295,92 @@ def register(key: str) -> Callable[[Form], Form]:
         return form
 
     return add
+
+
+@dataclass(frozen=True, slots=True)
+class WrappingScheme(Scheme):
+    """Form around values that are integers or in the model's dtype.
+
+    A form that derives from it adds one field, which the stored description has under `key`.
+
+    Attributes:
+        inner: the integers; None keeps values in the model's dtype, without scales.
+        title: what the form adds to them, for messages.
+        holds_floats: whether values may stay in the model's dtype.
+
+    Raises:
+        SchemeError: values of another form.
+    """
+
+    inner: Int | None
+
+    wraps = True
+    title: ClassVar[str]
+    holds_floats: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, FORMS[BASE_FORM]) and (self.inner is not None or not self.holds_floats):
+            raise SchemeError(f"{self.inner or '16-bit values'} cannot be combined with {self.title}", "Use integers")
+
+    @classmethod
+    def of(cls, inner: Scheme | None, entry: Any) -> Self:
+        """The form around another one. Raises SchemeError where that does not go."""
+        return cast(Self, cast(Any, cls)(inner, entry))
+
+    @property
+    @abstractmethod
+    def entry(self) -> Any:
+        """Value of the stored description under `key`."""
+
+    @classmethod
+    def parse_entry(cls, entry: Any) -> Any:
+        """The field of the form from its `entry`. Raises SchemeError."""
+        return entry
+
+    @property
+    def bits(self) -> int:
+        return self.inner.bits if self.inner else FLOAT_BITS
+
+    @property
+    def group_size(self) -> int | None:
+        return self.inner.group_size if self.inner else None
+
+    @property
+    def symmetric(self) -> bool:
+        return self.inner is None or self.inner.symmetric
+
+    @property
+    def activations(self) -> Activations | None:
+        return self.inner.activations if self.inner else None
+
+    @property
+    def codes(self) -> Int | None:
+        return self.inner
+
+    @property
+    def num_shapes(self) -> int:
+        return self.inner.num_shapes if self.inner else 0
+
+    def num_groups(self, in_features: int) -> int:
+        return self.inner.num_groups(in_features) if self.inner else 1
+
+    def name_problems(self, module: str, suffixes: set[str]) -> list[str]:
+        return self.inner.name_problems(module, suffixes) if self.inner else []
+
+    def fields(self) -> dict[str, Any]:
+        return {**(self.inner.fields() if self.inner else {"bits": FLOAT_BITS}), self.key: self.entry}
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Self:
+        entry = cls.parse_entry(fields[cls.key])
+        if fields.get("bits") != FLOAT_BITS:
+            return cls.of(Scheme.from_dict({**fields, cls.key: None}), entry)
+        if fields.get("group_size") is not None:
+            raise SchemeError("16-bit values have no groups", "Leave the group size out")
+        return cls.of(None, entry)
+
+    def __str__(self) -> str:
+        return str(self.inner or f"w{FLOAT_BITS}a16")
 
 
 def stored_modules(names: Iterable[str]) -> list[str]:

@@ -202,7 +202,8 @@ def _with_shares(members: Mapping[str, LayerPlan], shares: Sequence[BlockShare])
         for name in [name for name in members if name.startswith(f"{found.block}.")]:
             assignment = members[name]
             pruning = Pruning(assignment.pruning.method, found.pattern, found.share) if assignment.pruning else None
-            scheme = NM.of(assignment.scheme.codes, found.pattern) if assignment.scheme else None
+            codes = assignment.scheme.codes if assignment.scheme else None
+            scheme = NM.of(codes, found.pattern) if assignment.scheme and found.pattern else codes
             changed[name] = replace(assignment, pruning=pruning, scheme=scheme)
     return changed
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from compress.checkpoint.scheme import FLOAT_BITS, Scheme, register
+from compress.checkpoint.scheme import Scheme, WrappingScheme, register
 from compress.checkpoint.weights.base import Factors, StoredTensors, Weight, joint_digest, nonfinite_problems
 from compress.checkpoint.weights.integer import Int, IntegerWeight
 from compress.common.errors import SchemeError
@@ -21,20 +21,18 @@ SIDES = ("left", "right")
 
 @register("rank")
 @dataclass(frozen=True, slots=True)
-class LowRank(Scheme):
+class LowRank(WrappingScheme):
     """`W = left right` with factors `[O, rank]` and `[rank, I]`.
 
     Attributes:
-        inner: integers of each factor; None keeps factors in the model's dtype.
         rank: inner dimension of the product.
     """
 
-    inner: Int | None
     rank: int
 
     suffixes = tuple(f".{side}{suffix}" for side in SIDES for suffix in Int.suffixes)
     mark = ".left.weight_scale"
-    wraps = True
+    title = "factors of low rank"
     parts = SIDES
     structure = "the two factors"
     note = (
@@ -47,34 +45,12 @@ class LowRank(Scheme):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise SchemeError(f"a rank of {self.rank} leaves nothing", "Keep more of the weights")
-        if self.inner is not None and (not isinstance(self.inner, Int) or self.inner.activations):
+        WrappingScheme.__post_init__(self)
+        if self.activations:
             raise SchemeError(
                 "factors of low rank are not multiplied with 8-bit activations",
                 "Leave the pattern and activation_bits out where layers are factorized",
             )
-
-    @classmethod
-    def of(cls, inner: Scheme | None, rank: int) -> LowRank:
-        """Factors in `inner`. Raises SchemeError for a form that factors cannot have."""
-        if not isinstance(inner, Int | None):
-            raise SchemeError(f"factors of low rank are not stored as {inner}", "Use integers there")
-        return cls(inner, rank)
-
-    @property
-    def bits(self) -> int:
-        return self.inner.bits if self.inner else FLOAT_BITS
-
-    @property
-    def group_size(self) -> int | None:
-        return self.inner.group_size if self.inner else None
-
-    @property
-    def symmetric(self) -> bool:
-        return self.inner is None or self.inner.symmetric
-
-    @property
-    def codes(self) -> Int | None:
-        return self.inner
 
     @property
     def num_shapes(self) -> int:
@@ -100,18 +76,11 @@ class LowRank(Scheme):
         return self.stored_bits(out_features, in_features) / (out_features * in_features)
 
     def __str__(self) -> str:
-        return f"{self.inner or f'w{FLOAT_BITS}a16'} rank {self.rank}"
+        return f"{WrappingScheme.__str__(self)} rank {self.rank}"
 
-    def fields(self) -> dict[str, Any]:
-        return {**(self.inner.fields() if self.inner else {"bits": FLOAT_BITS}), "rank": self.rank}
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> LowRank:
-        if fields.get("bits") != FLOAT_BITS:
-            return cls.of(Scheme.from_dict({**fields, "rank": None}), fields["rank"])
-        if fields.get("group_size") is not None:
-            raise SchemeError("16-bit values have no groups", "Leave the group size out")
-        return cls(None, fields["rank"])
+    @property
+    def entry(self) -> int:
+        return self.rank
 
     @classmethod
     def modules(cls, names: Iterable[str]) -> set[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from compress.checkpoint.scheme import Activations, Scheme, register
+from compress.checkpoint.scheme import Scheme, WrappingScheme, register
 from compress.checkpoint.weights.base import BesideColumns, StoredTensors, Weight, joint_digest, nonfinite_problems
 from compress.checkpoint.weights.integer import Int, IntegerWeight
 from compress.common.errors import SchemeError
@@ -21,7 +21,7 @@ COLUMN_BITS = 32
 
 @register("outliers")
 @dataclass(frozen=True, slots=True)
-class OutlierColumns(Scheme):
+class OutlierColumns(WrappingScheme):
     """Integers beside some columns in the model's dtype.
 
     Attributes:
@@ -34,7 +34,8 @@ class OutlierColumns(Scheme):
 
     suffixes = (*Int.suffixes, ".outlier_columns", ".outlier_values")
     mark = ".outlier_columns"
-    wraps = True
+    title = "outlier columns"
+    holds_floats = False
     structure = "the 16-bit columns"
     note = (
         "16-bit columns beside the codes are read by this runtime only; others read `compress export --format dense`, "
@@ -45,42 +46,7 @@ class OutlierColumns(Scheme):
     def __post_init__(self) -> None:
         if self.num_outliers < 1:
             raise SchemeError(f"{self.num_outliers} outlier columns are none", "Leave outlier columns out")
-        if not isinstance(self.inner, Int):
-            raise SchemeError(f"outlier columns do not go with {self.inner}", "Leave outlier columns out there")
-
-    @classmethod
-    def of(cls, inner: Scheme, count: int) -> OutlierColumns:
-        """`inner` beside columns. Raises SchemeError for a form that has no room for them."""
-        if not isinstance(inner, Int):
-            raise SchemeError(f"outlier columns do not go with {inner}", "Leave outlier columns out there")
-        return cls(inner, count)
-
-    @property
-    def bits(self) -> int:
-        return self.inner.bits
-
-    @property
-    def group_size(self) -> int | None:
-        return self.inner.group_size
-
-    @property
-    def symmetric(self) -> bool:
-        return self.inner.symmetric
-
-    @property
-    def activations(self) -> Activations | None:
-        return self.inner.activations
-
-    @property
-    def codes(self) -> Int:
-        return self.inner
-
-    @property
-    def num_shapes(self) -> int:
-        return self.inner.num_shapes
-
-    def num_groups(self, in_features: int) -> int:
-        return self.inner.num_groups(in_features)
+        WrappingScheme.__post_init__(self)
 
     def matrices(self, out_features: int, in_features: int) -> list[tuple[Scheme | None, int, int]]:
         return [(self.inner, out_features, in_features), (None, out_features, self.num_outliers)]
@@ -99,12 +65,9 @@ class OutlierColumns(Scheme):
     def __str__(self) -> str:
         return f"{self.inner} + {self.num_outliers} columns"
 
-    def fields(self) -> dict[str, Any]:
-        return {**self.inner.fields(), "outliers": self.num_outliers}
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> OutlierColumns:
-        return cls.of(Scheme.from_dict({**fields, "outliers": None}), fields["outliers"])
+    @property
+    def entry(self) -> int:
+        return self.num_outliers
 
     def shape(self, stored: StoredTensors) -> tuple[int, int]:
         return self.inner.shape(stored)
@@ -112,9 +75,6 @@ class OutlierColumns(Scheme):
     def read(self, stored: StoredTensors) -> OutlierWeight:
         codes = self.inner.read(stored)
         return OutlierWeight(codes, stored[".outlier_columns"], stored[".outlier_values"], self)
-
-    def name_problems(self, module: str, suffixes: set[str]) -> list[str]:
-        return self.inner.name_problems(module, suffixes)
 
 
 @dataclass(frozen=True, slots=True)

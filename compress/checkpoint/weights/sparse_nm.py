@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from compress.checkpoint.scheme import FLOAT_BITS, Scheme, register
+from compress.checkpoint.scheme import Scheme, WrappingScheme, register
 from compress.checkpoint.weights.base import (
     StoredTensors,
     Weight,
@@ -62,20 +62,18 @@ class NMSparsity:
 
 @register("sparsity")
 @dataclass(frozen=True, slots=True)
-class NM(Scheme):
+class NM(WrappingScheme):
     """Values of `inner` in an N:M pattern.
 
     Attributes:
-        inner: integers; None keeps values in the model's dtype, without scales.
         pattern: which values are zero.
     """
 
-    inner: Int | None
     pattern: NMSparsity
 
     suffixes = (*Int.suffixes, ".weight_values", ".weight_indices")
     mark = ".weight_indices"
-    wraps = True
+    title = "N:M sparsity"
     structure = "the omitted zeros"
     note = (
         "zeros of an N:M pattern are left out, which only this runtime reads; others read `compress export --format "
@@ -83,39 +81,15 @@ class NM(Scheme):
     )
 
     def __post_init__(self) -> None:
-        if self.inner is None:
-            return
-        if not isinstance(self.inner, Int):
-            raise SchemeError(f"{self.inner} does not go with N:M sparsity", "Use integers there")
-        if self.inner.group_size is not None and self.inner.group_size % self.pattern.m:
+        WrappingScheme.__post_init__(self)
+        if self.group_size is not None and self.group_size % self.pattern.m:
             raise SchemeError(
-                f"groups of {self.inner.group_size} cut through the {self.pattern} pattern", "Use --group-size 128"
+                f"groups of {self.group_size} cut through the {self.pattern} pattern", "Use --group-size 128"
             )
-        if self.inner.activations:
+        if self.activations:
             raise SchemeError(
                 f"{self.pattern} sparsity with 8-bit activations is not supported", "Use 16-bit activations"
             )
-
-    @classmethod
-    def of(cls, inner: Scheme | None, pattern: NMSparsity | None) -> Scheme | None:
-        """`inner` with a pattern, where there is one."""
-        if pattern is None:
-            return inner
-        if not isinstance(inner, Int | None):
-            raise SchemeError(f"{inner} does not go with N:M sparsity", "Use integers there")
-        return cls(inner, pattern)
-
-    @property
-    def bits(self) -> int:
-        return self.inner.bits if self.inner else FLOAT_BITS
-
-    @property
-    def group_size(self) -> int | None:
-        return self.inner.group_size if self.inner else None
-
-    @property
-    def symmetric(self) -> bool:
-        return self.inner is None or self.inner.symmetric
 
     @property
     def sparsity(self) -> NMSparsity:
@@ -126,19 +100,8 @@ class NM(Scheme):
         return self.inner.numbers if self.inner else ""
 
     @property
-    def codes(self) -> Int | None:
-        return self.inner
-
-    @property
     def expanded(self) -> Scheme:
         return self.inner or self
-
-    @property
-    def num_shapes(self) -> int:
-        return 1 if self.inner else 0
-
-    def num_groups(self, in_features: int) -> int:
-        return self.inner.num_groups(in_features) if self.inner else 1
 
     def check(self, shape: tuple[int, int]) -> None:
         if shape[1] % self.pattern.m:
@@ -165,23 +128,15 @@ class NM(Scheme):
         return self.inner.unpacked_bytes(out_features, in_features, scale_bytes)
 
     def __str__(self) -> str:
-        return f"{self.inner or f'w{FLOAT_BITS}a16'} {self.pattern}"
+        return f"{WrappingScheme.__str__(self)} {self.pattern}"
 
-    def fields(self) -> dict[str, Any]:
-        return {**(self.inner.fields() if self.inner else {"bits": FLOAT_BITS}), "sparsity": str(self.pattern)}
+    @property
+    def entry(self) -> str:
+        return str(self.pattern)
 
     @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> NM:
-        pattern = NMSparsity.parse(fields["sparsity"])
-        rest = {**fields, "sparsity": None}
-        if fields.get("bits") != FLOAT_BITS:
-            inner = Scheme.from_dict(rest)
-            if not isinstance(inner, Int):
-                raise SchemeError(f"{inner} does not go with N:M sparsity", "Use integers there")
-            return cls(inner, pattern)
-        if fields.get("group_size") is not None:
-            raise SchemeError("16-bit values have no groups", "Leave the group size out")
-        return cls(None, pattern)
+    def parse_entry(cls, entry: Any) -> NMSparsity:
+        return NMSparsity.parse(entry)
 
     def shape(self, stored: StoredTensors) -> tuple[int, int]:
         if self.inner:
@@ -205,9 +160,6 @@ class NM(Scheme):
         codes = zero.repeat_interleave(columns // groups, 1).scatter_(1, indices, kept)
         scale = row_scales(stored[".weight_scale"], rows, groups)
         return SparseWeight(IntegerWeight(codes, scale, zero, self.inner), self)
-
-    def name_problems(self, module: str, suffixes: set[str]) -> list[str]:
-        return self.inner.name_problems(module, suffixes) if self.inner else []
 
     def wrap(self, values: Weight | Tensor) -> SparseWeight:
         if isinstance(values, Weight) and not isinstance(values, IntegerWeight):

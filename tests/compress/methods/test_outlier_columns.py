@@ -100,7 +100,7 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
         OutlierWeight(base, torch.tensor([5, 128], dtype=torch.int32), values, scheme)
     with pytest.raises(SchemeError, match="zero point"):
         OutlierWeight(quantize_rtn(weight, scheme.inner), columns, values, scheme)
-    with pytest.raises(SchemeError, match="do not go with"):
+    with pytest.raises(SchemeError, match="outlier columns"):
         Scheme.from_dict({"bits": 4, "group_size": 32, "sparsity": "2:4", "outliers": 2})
     with pytest.raises(SchemeError, match="128 inputs"):
         compress_runtime.check(OutlierColumns(Int(4, 32), 128), (96, 128))
