@@ -51,15 +51,14 @@ class GPTQ(QuantizationMethod):
 
     def round_factors(self, left: Tensor, right: Tensor, layer: Layer) -> LowRankWeight:
         """Round `right [r, I]` by the layer's inputs, then `left [O, r]` by the outputs of the rounded right factor."""
-        import torch
 
-        from compress.checkpoint.weights.low_rank import LowRankWeight, values
+        from compress.checkpoint.weights.low_rank import LowRankWeight
         from compress.methods.shared.hessian import factorize
 
         factor = layer.inputs.factor()
         layer.details["recovery"] = "; ".join(filter(None, (layer.details.get("recovery", ""), factor.recovery)))
         first = quantize_gptq(right, factor, layer.integers, layer.dtype)
-        passed = values(first, torch.float32)
+        passed = first.dequantize()
         between = factorize(passed @ layer.inputs.hessian @ passed.T)
         last = quantize_gptq(left, between, layer.integers, layer.dtype)
         return LowRankWeight(last, first, LowRank(layer.integers, len(right)))

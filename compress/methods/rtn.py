@@ -34,12 +34,11 @@ class RTN(QuantizationMethod):
 
     def round_factors(self, left: Tensor, right: Tensor, layer: Layer) -> LowRankWeight:
         """Round `right [r, I]`, then `left [O, r]` for inputs that are taken as independent."""
-        import torch
 
-        from compress.checkpoint.weights.low_rank import LowRankWeight, values
+        from compress.checkpoint.weights.low_rank import LowRankWeight
 
         first = layer.integers.round(right, layer.importance, layer.dtype)
-        passed = values(first, torch.float32).square()
+        passed = first.dequantize().square()
         between = None if layer.importance is None else passed @ layer.importance
         last = layer.integers.round(left, between, layer.dtype)
         return LowRankWeight(last, first, LowRank(layer.integers, len(right)))

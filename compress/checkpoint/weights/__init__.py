@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from compress.checkpoint.scheme import Activations, Scheme
 from compress.checkpoint.weights.base import Weight
 from compress.checkpoint.weights.fp8 import Fp8
@@ -11,3 +14,6 @@ from compress.checkpoint.weights.outlier_columns import OutlierColumns
 from compress.checkpoint.weights.sparse_nm import NM, NMSparsity
 
 __all__ = ["NM", "Activations", "Fp8", "Int", "LowRank", "NMSparsity", "OutlierColumns", "Scheme", "Weight"]
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

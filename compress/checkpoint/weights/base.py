@@ -6,8 +6,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from compress.checkpoint.scheme import Scheme
 from compress.common.errors import CheckpointError, SchemeError
@@ -24,7 +24,10 @@ PANEL_ELEMENTS = 2**22
 
 
 class Weight(ABC):
-    """A weight `[O, I]` as stored. Forms are immutable; every tensor of a form that fuses has a row per output.
+    """A weight `[O, I]` as stored: a frozen data class of tensors and of weights that it wraps, with the scheme last.
+
+    The first of these parts has the weight's shape unless a form says otherwise. Every part of a form that fuses has a
+    row per output.
 
     Attributes:
         scheme: how it is stored.
@@ -34,13 +37,19 @@ class Weight(ABC):
     scheme: Scheme
 
     @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]: ...
+    def parts(self) -> tuple[Weight | Tensor, ...]:
+        """Its fields without the scheme."""
+        return tuple(getattr(self, each.name) for each in fields(cast(Any, self)) if each.name != "scheme")
 
     @property
-    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.parts[0].shape
+        return rows, columns
+
+    @property
     def nbytes(self) -> int:
         """Memory of its tensors."""
+        return sum(part.nbytes for part in self.parts)
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -54,11 +63,12 @@ class Weight(ABC):
             SchemeError: the values cannot be stored exactly, or not in this form.
         """
 
-    @abstractmethod
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Weight:
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with each tensor changed: moved, or some of its rows."""
+        parts = (part.changed(change) if isinstance(part, Weight) else change(part) for part in self.parts)
+        return cast(Any, type(self))(*parts, self.scheme)
 
-    def cpu(self) -> Weight:
+    def cpu(self) -> Self:
         """The same in host memory."""
         return self.changed(lambda tensor: tensor.cpu())
 
@@ -86,9 +96,12 @@ class Weight(ABC):
         """Returns the operands of the product: the weight itself, or several in turn."""
         return self
 
-    def fuse(self, others: Sequence[Weight]) -> Weight | None:
+    def fuse(self, others: Sequence[Weight]) -> Self | None:
         """This weight above `others` over the same input, as one; None when they cannot be one weight."""
-        return None
+        if not self.scheme.fuses or any(each.scheme != self.scheme for each in others):
+            return None
+        parts = [fuse_parts(alike) for alike in zip(self.parts, *(each.parts for each in others), strict=True)]
+        return None if any(part is None for part in parts) else cast(Any, type(self))(*parts, self.scheme)
 
     def problems(self, module: str) -> Iterator[str]:
         """Contradictions in the values as read back, a line each."""
@@ -100,6 +113,17 @@ class Weight(ABC):
 
         stored = self.tensors(torch.float64)
         return digest_of(f"{self.scheme.key} {self.shape}", *(stored[name] for name in sorted(stored)))
+
+
+def fuse_parts(parts: Sequence[Weight | Tensor]) -> Weight | Tensor | None:
+    """The first of several parts above the others, as one; None when their dtypes or schemes differ."""
+    import torch
+
+    first, weights = parts[0], [part for part in parts if isinstance(part, Weight)]
+    if isinstance(first, Weight):
+        return first.fuse(weights[1:])
+    tensors = [part for part in parts if not isinstance(part, Weight)]
+    return torch.cat(tensors) if len({part.dtype for part in tensors}) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +148,27 @@ def digest(weight: Weight | Tensor) -> str:
     if isinstance(weight, Weight):
         return weight.digest()
     return digest_of(f"{weight.dtype} {tuple(weight.shape)}", weight)
+
+
+def dequantized(part: Weight | Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight or an unquantized tensor as plain numbers."""
+    return part.dequantize(dtype) if isinstance(part, Weight) else part.to(dtype)
+
+
+def part_problems(name: str, part: Weight | Tensor) -> Iterator[str]:
+    """Contradictions in a weight, or NaN and infinity in an unquantized tensor, a line each."""
+    return part.problems(name) if isinstance(part, Weight) else nonfinite_problems(name, part)
+
+
+def dequantize_by_rows(dtype: torch.dtype | None, dequantize: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+    """Applies `dequantize` to some rows of all `parts` at a time, and rounds to `dtype`; None is float32."""
+    import torch
+
+    values = torch.empty(parts[0].shape, dtype=dtype or torch.float32, device=parts[0].device)
+    rows = max(1, PANEL_ELEMENTS // max(1, values.shape[1]))
+    for out, *panel in zip(*(each.split(rows) for each in (values, *parts)), strict=True):
+        out.copy_(dequantize(*panel))
+    return values
 
 
 def digest_of(kind: str, *parts: Tensor) -> str:

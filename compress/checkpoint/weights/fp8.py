@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from compress.checkpoint.weights.base import (
     StoredTensors,
     Weight,
     cast_exactly,
+    dequantize_by_rows,
     digest_of,
     exact_dtype,
     row_scales,
@@ -128,39 +129,16 @@ class Fp8Weight(Weight):
                 f"scale {tuple(self.scales.shape)} must be {(self.qweight.shape[0], 1)} for {self.scheme}"
             )
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.qweight.shape[0], self.qweight.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.qweight.nbytes + self.scales.nbytes
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         import torch
 
         exact = exact_dtype(dtype or torch.float32, self.scales)
-        values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.qweight.device)
-        rows = max(1, PANEL_ELEMENTS // max(1, self.shape[1]))
-        for codes, scale, out in zip(*(each.split(rows) for each in (self.qweight, self.scales, values)), strict=True):
-            out.copy_(codes.to(exact) * scale.to(exact))
-        return values
+        return dequantize_by_rows(
+            dtype, lambda codes, scale: codes.to(exact) * scale.to(exact), self.qweight, self.scales
+        )
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {".weight": self.qweight, ".weight_scale": cast_exactly(self.scales, dtype)}
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
-        return Fp8Weight(change(self.qweight), change(self.scales), self.scheme)
-
-    def fuse(self, others: Sequence[Weight]) -> Fp8Weight | None:
-        import torch
-
-        parts = [self, *(each for each in others if isinstance(each, Fp8Weight))]
-        same = {(each.scheme, each.scales.dtype) for each in parts}
-        if len(parts) <= len(others) or len(same) > 1:
-            return None
-        codes, scale = torch.cat([each.qweight for each in parts]), torch.cat([each.scales for each in parts])
-        return Fp8Weight(codes, scale, self.scheme)
 
     def problems(self, module: str) -> Iterator[str]:
         return scale_problems(module, self.scales)

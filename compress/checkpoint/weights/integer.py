@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.scheme import GROUP_SIZES, MAX_BITS, MIN_BITS, Activations, Scheme, register
 from compress.checkpoint.weights.base import (
-    PANEL_ELEMENTS,
     StoredTensors,
     Weight,
     cast_exactly,
     check_activation_order,
+    dequantize_by_rows,
     digest_of,
     exact_dtype,
     row_scales,
@@ -228,14 +228,6 @@ class IntegerWeight(Weight):
             raise SchemeError(f"{shapes} must be {expected} for {self.scheme}")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.qweight.shape[0], self.qweight.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.qweight.nbytes + self.scales.nbytes + self.zero_points.nbytes
-
-    @property
     def is_symmetric(self) -> bool:
         return bool((self.zero_points == self.scheme.midpoint).all())
 
@@ -245,13 +237,12 @@ class IntegerWeight(Weight):
         import torch
 
         exact = exact_dtype(dtype or torch.float32, self.scales)
-        values = torch.empty(self.shape, dtype=dtype or torch.float32, device=self.qweight.device)
-        rows = max(1, PANEL_ELEMENTS // max(1, self.shape[1]))
-        parts = zip(*(each.split(rows) for each in (self.qweight, self.zero_points, self.scales, values)), strict=True)
-        for codes, zero, scale, out in parts:
+
+        def panel(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
             offsets = codes.unflatten(1, (scale.shape[1], -1)).to(exact) - zero.to(exact).unsqueeze(-1)
-            out.copy_((offsets * scale.to(exact).unsqueeze(-1)).flatten(1))
-        return values
+            return (offsets * scale.to(exact).unsqueeze(-1)).flatten(1)
+
+        return dequantize_by_rows(dtype, panel, self.qweight, self.scales, self.zero_points)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         import torch
@@ -276,26 +267,8 @@ class IntegerWeight(Weight):
             return {}
         return {".weight_zero_point": pack_bits(self.zero_points, self.scheme.bits, 0)}
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
-        return IntegerWeight(change(self.qweight), change(self.scales), change(self.zero_points), self.scheme)
-
-    def cpu(self) -> IntegerWeight:
-        return self.changed(lambda tensor: tensor.cpu())
-
     def stored_as(self, scheme: Scheme) -> Weight:
         return replace(self, scheme=scheme) if isinstance(scheme, Int) else Weight.stored_as(self, scheme)
-
-    def fuse(self, others: Sequence[Weight]) -> IntegerWeight | None:
-        import torch
-
-        parts = [self, *(each for each in others if isinstance(each, IntegerWeight))]
-        same = {(each.scheme, each.scales.dtype) for each in parts}
-        if len(parts) <= len(others) or len(same) > 1:
-            return None
-        codes, scale, zero = (
-            torch.cat([getattr(each, name) for each in parts]) for name in ("qweight", "scales", "zero_points")
-        )
-        return IntegerWeight(codes, scale, zero, self.scheme)
 
     def problems(self, module: str) -> Iterator[str]:
         if max(int(self.qweight.max()), int(self.zero_points.max())) > self.scheme.max_code:

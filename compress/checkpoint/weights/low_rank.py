@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from compress.checkpoint.scheme import Scheme, WrappingScheme, register
-from compress.checkpoint.weights.base import Factors, StoredTensors, Weight, joint_digest, nonfinite_problems
+from compress.checkpoint.weights.base import Factors, StoredTensors, Weight, dequantized, joint_digest, part_problems
 from compress.checkpoint.weights.integer import Int, IntegerWeight
 from compress.common.errors import SchemeError
 
@@ -141,28 +141,19 @@ class LowRankWeight(Weight):
         left, right = tuple(self.left.shape), tuple(self.right.shape)
         if (left[1:], right[:1]) != ((self.scheme.rank,),) * 2 or len(right) != 2:
             raise SchemeError(f"factors {left} and {right} are not of rank {self.scheme.rank}")
-        if any((each.scheme if isinstance(each, Weight) else None) != self.scheme.inner for each in self.factors):
+        if any((each.scheme if isinstance(each, Weight) else None) != self.scheme.inner for each in self.parts):
             raise SchemeError(f"factors are not stored as {self.scheme} says")
-
-    @property
-    def factors(self) -> tuple[Factor, Factor]:
-        """Left and right."""
-        return self.left, self.right
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.left.shape[0], self.right.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.left.nbytes + self.right.nbytes
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight `[O, I]`. The product is taken in float32, or in `dtype` where that is wider, and rounded once."""
         import torch
 
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        left, right = (values(factor, exact) for factor in self.factors)
+        left, right = (dequantized(factor, exact) for factor in self.parts)
         return (left @ right).to(dtype or torch.float32)
 
     def product(self) -> Factors:
@@ -170,31 +161,19 @@ class LowRankWeight(Weight):
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         stored: dict[str, Tensor] = {}
-        for side, factor in zip(SIDES, self.factors, strict=True):
+        for side, factor in zip(SIDES, self.parts, strict=True):
             tensors = (
                 factor.tensors(dtype) if isinstance(factor, Weight) else {".weight": factor.to(dtype).contiguous()}
             )
             stored |= {f".{side}{suffix}": tensor for suffix, tensor in tensors.items()}
         return stored
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> LowRankWeight:
-        left, right = (
-            factor.changed(change) if isinstance(factor, Weight) else change(factor) for factor in self.factors
-        )
-        return LowRankWeight(left, right, self.scheme)
-
     def problems(self, module: str) -> Iterator[str]:
-        for side, factor in zip(SIDES, self.factors, strict=True):
-            name = f"{module}.{side}"
-            yield from factor.problems(name) if isinstance(factor, Weight) else nonfinite_problems(name, factor)
+        for side, factor in zip(SIDES, self.parts, strict=True):
+            yield from part_problems(f"{module}.{side}", factor)
         rows, columns = self.shape
         if self.scheme.rank * (rows + columns) >= rows * columns:
             yield f"{module} has more weights in its factors than in their product {self.shape}"
 
     def digest(self) -> str:
-        return joint_digest(*self.factors)
-
-
-def values(factor: Factor, dtype: torch.dtype) -> Tensor:
-    """A factor as plain numbers."""
-    return factor.dequantize(dtype) if isinstance(factor, Weight) else factor.to(dtype)
+        return joint_digest(*self.parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,14 +110,6 @@ class OutlierWeight(Weight):
             raise SchemeError("codes of outlier columns are not the zero point")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.base.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.base.nbytes + self.columns.nbytes + self.values.nbytes
-
-    @property
     def outlier_columns(self) -> Tensor:
         return self.columns
 
@@ -137,9 +129,6 @@ class OutlierWeight(Weight):
             ".outlier_values": self.values.to(dtype).contiguous(),
         }
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> OutlierWeight:
-        return OutlierWeight(self.base.changed(change), change(self.columns), change(self.values), self.scheme)
-
     def fuse(self, others: Sequence[Weight]) -> OutlierWeight | None:
         import torch
 
@@ -154,7 +143,7 @@ class OutlierWeight(Weight):
         yield from nonfinite_problems(f"{module}.outlier_values", self.values)
 
     def digest(self) -> str:
-        return joint_digest(self.base, self.columns, self.values)
+        return joint_digest(*self.parts)
 
 
 def without_columns(weight: IntegerWeight, columns: Tensor) -> IntegerWeight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,9 @@ from compress.checkpoint.weights.base import (
     StoredTensors,
     Weight,
     cast_exactly,
+    dequantized,
     digest,
-    nonfinite_problems,
+    part_problems,
     row_scales,
 )
 from compress.checkpoint.weights.integer import Int, IntegerWeight
@@ -186,20 +187,10 @@ class SparseWeight(Weight):
         if not isinstance(self.scheme, NM) or found != self.scheme.inner:
             raise SchemeError(f"values of {found or 'the dtype of the model'} are not stored as {self.scheme}")
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[0], self.values.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         import torch
 
-        if isinstance(self.values, Weight):
-            return self.values.dequantize(dtype)
-        return self.values.to(dtype or torch.float32)
+        return dequantized(self.values, dtype or torch.float32)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         import torch
@@ -227,10 +218,6 @@ class SparseWeight(Weight):
         zero = self.values.zero_points
         return self.values.qweight != zero.repeat_interleave(self.shape[1] // zero.shape[1], 1)
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> SparseWeight:
-        values = self.values.changed(change) if isinstance(self.values, Weight) else change(self.values)
-        return SparseWeight(values, self.scheme)
-
     def expanded(self) -> IntegerWeight | Tensor:
         return self.values
 
@@ -239,18 +226,8 @@ class SparseWeight(Weight):
             return Weight.stored_as(self, scheme)
         return self.values.stored_as(scheme)
 
-    def fuse(self, others: Sequence[Weight]) -> SparseWeight | None:
-        parts = [each.values for each in others if isinstance(each, SparseWeight) and each.scheme == self.scheme]
-        if len(parts) < len(others):
-            return None
-        values = _fuse_values(self.values, parts)
-        return None if values is None else SparseWeight(values, self.scheme)
-
     def problems(self, module: str) -> Iterator[str]:
-        if isinstance(self.values, Weight):
-            yield from self.values.problems(module)
-        else:
-            yield from nonfinite_problems(module, self.values)
+        yield from part_problems(module, self.values)
         pattern = self.scheme.pattern
         nonzero = self.dequantize().view(self.shape[0], -1, pattern.m) != 0
         if crowded := int((nonzero.sum(-1) > pattern.n).sum()):
@@ -258,17 +235,6 @@ class SparseWeight(Weight):
 
     def digest(self) -> str:
         return digest(self.values)
-
-
-def _fuse_values(
-    first: IntegerWeight | Tensor, others: Sequence[IntegerWeight | Tensor]
-) -> IntegerWeight | Tensor | None:
-    import torch
-
-    if isinstance(first, Weight):
-        return first.fuse([each for each in others if isinstance(each, Weight)])
-    parts = [first, *(each for each in others if not isinstance(each, Weight))]
-    return torch.cat(parts) if len({each.dtype for each in parts}) == 1 else None
 
 
 def kept_indices(nonzero: Tensor, pattern: NMSparsity) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,29 +84,12 @@ class TernaryWeight(Weight):
     scale: Tensor
     scheme: Ternary
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         return (self.codes.float() * self.scale.float()).to(dtype or torch.float32)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         codes = pack_bits((self.codes + 1).to(torch.uint8), self.scheme.bits, 1)
         return {".ternary_codes": codes, ".ternary_scale": cast_exactly(self.scale, dtype)}
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> TernaryWeight:
-        return TernaryWeight(change(self.codes), change(self.scale), self.scheme)
-
-    def fuse(self, others: Sequence[Weight]) -> TernaryWeight | None:
-        parts = [self, *(each for each in others if isinstance(each, TernaryWeight))]
-        if len(parts) <= len(others):
-            return None
-        return TernaryWeight(*(torch.cat([getattr(p, n) for p in parts]) for n in ("codes", "scale")), self.scheme)
 
     def problems(self, module: str) -> Iterator[str]:
         if int(self.codes.max()) > 1:
