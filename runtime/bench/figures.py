@@ -159,7 +159,7 @@ PACKAGES = ("torch", "tokenizers", "fastapi", "uvicorn", "llguidance")
 def describe_machine() -> dict[str, Any]:
     """Describes processor, usable cores, memory, GPUs and operating system."""
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": _gpus(),
@@ -178,7 +178,8 @@ def describe_versions() -> dict[str, str]:
     return versions
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Returns the name that Linux reports, or the architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,68 +1,19 @@
-"""Load generator: workloads, an HTTP client that records times, and closed or open arrival of requests."""
+"""Load of a benchmark: requests, their arrival, and the record of each. Free of HTTP, so that help is instant."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import aiohttp
+import typer
 
+from compress.common.cli import option
 from compress.common.errors import DataError, ToolkitError
 from compress.common.files import json_lines
-
-FAILURES = (aiohttp.ClientError, OSError, ValueError)
-"""Raised when there is no connection, an answer breaks off, or it is not HTTP or not JSON."""
-
-
-def server_address(url: str) -> str:
-    """Returns `http://host:port` of a URL with or without a path and a final `/v1`. Raises ToolkitError for anything
-    else."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ToolkitError(f"{url!r} is not a URL of a server", "Write for example --url http://127.0.0.1:8000")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-
-
-async def events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """Yields the data of server-sent events, each as soon as it is complete."""
-    rest = b""
-    async for piece in response.content.iter_any():
-        *complete, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in complete:
-            if event.startswith(b"data:"):
-                yield event.removeprefix(b"data:").strip()
-
-
-def open_session(api_key: str | None = None) -> aiohttp.ClientSession:
-    """Opens a session with one connection per request and no limit on their number."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=None),
-        headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-    )
-
-
-async def fetch_json(session: aiohttp.ClientSession, method: str, url: str, payload: Any = None) -> Any:
-    """Fetches the JSON of a whole answer. Raises ToolkitError without a server, or for another status than 200."""
-    parts = urlsplit(url)
-    try:
-        async with session.request(method, url, json=payload, allow_redirects=False) as response:
-            status, body = response.status, await response.read()
-    except FAILURES as error:
-        raise ToolkitError(f"no answer from {parts.netloc}: {error}", "Start the server, or correct --url") from error
-    if status != 200:
-        detail = body[:200].decode(errors="replace")
-        raise ToolkitError(f"{method} {parts.path} on {parts.netloc} gave status {status}: {detail}", "Check --api-key")
-    return json.loads(body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +39,14 @@ class Lengths:
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 
+def read_lengths(text: str | Lengths) -> Lengths:
+    """Parses a range of a command line; a default is one already. Raises typer.BadParameter for anything else."""
+    try:
+        return text if isinstance(text, Lengths) else Lengths.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: write tokens as 128, or as 32:256 for uniform") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One request: its route, and its body without the fields that all bodies share."""
@@ -98,21 +57,28 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of a run.
+    """Requests of a run. Answers have exactly as many tokens as asked for, because end tokens are ignored."""
 
-    Attributes:
-        input: prompt tokens of a request after the shared prefix.
-        output: tokens of an answer; exact, because end tokens are ignored.
-        shared_prefix: tokens at the start of every prompt, the same for all.
-        seed: seed of lengths, texts and arrivals.
-    """
-
-    input: Lengths
-    output: Lengths
-    num_requests: int
-    shared_prefix: int = 0
-    temperature: float = 0.0
-    seed: int = 0
+    input: Lengths = option(
+        "--input-len",
+        default=Lengths(32, 256),
+        parser=read_lengths,
+        metavar="TOKENS",
+        help="Prompt tokens after the shared prefix: 128, or 32:256 for a uniform distribution.",
+    )
+    output: Lengths = option(
+        "--output-len",
+        default=Lengths(32, 256),
+        parser=read_lengths,
+        metavar="TOKENS",
+        help="Output tokens: 64, or 32:256.",
+    )
+    num_requests: int = option("--num-prompts", "-n", default=64, min=1, help="Number of measured requests.")
+    shared_prefix: int = option(
+        "--prefix-len", default=0, min=0, help="Tokens at the start of every prompt, the same for all."
+    )
+    temperature: float = option("--temperature", default=0.0, min=0, help="Sampling temperature; 0 is greedy.")
+    seed: int = option("--seed", default=0, min=0, help="Seed of lengths, texts and arrivals.")
 
     def from_text(self, token_ids: Sequence[int], count: int | None = None, seed_offset: int = 0) -> list[Job]:
         """Returns jobs whose prompts are random pieces of a tokenized text.
@@ -153,6 +119,39 @@ class Workload:
             "temperature": self.temperature,
             "seed": self.seed + index,
         }
+
+
+DEFAULT_CONCURRENCY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Arrival of requests: a closed loop, or an open one where a rate is given. Raises ToolkitError for both."""
+
+    concurrency: int | None = option(
+        "--max-concurrency",
+        "-c",
+        default=None,
+        min=1,
+        help=f"Closed loop: number of clients that wait for their answers. Default: {DEFAULT_CONCURRENCY}.",
+    )
+    rate: float | None = option(
+        "--request-rate", "-r", default=None, min=1e-3, help="Open loop: requests per second, with Poisson arrivals."
+    )
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and self.concurrency is not None:
+            problem = "--request-rate and --max-concurrency exclude each other"
+            raise ToolkitError(problem, "Use one: open or closed loop")
+
+    @property
+    def num_clients(self) -> int:
+        return self.concurrency or DEFAULT_CONCURRENCY
+
+    def __str__(self) -> str:
+        if self.rate is None:
+            return f"closed loop, concurrency {self.num_clients}"
+        return f"open loop, {self.rate:g} requests/s"
 
 
 def _piece(token_ids: Sequence[int], length: int, generator: random.Random) -> list[int]:
@@ -238,129 +237,3 @@ class Record:
         """Seconds per output token after the first; None for an answer of one token."""
         later = self.output_tokens - 1
         return (self.chunk_times[-1] - self.chunk_times[0]) / later if later > 0 else None
-
-
-@dataclass(slots=True)
-class Client:
-    """Sends jobs to one server and records times on one clock.
-
-    Attributes:
-        session: its connections.
-        address: `http://host:port` and the path before `/v1`.
-        model: name of the model on the server.
-        timeout: seconds for a whole request.
-    """
-
-    session: aiohttp.ClientSession
-    address: str
-    model: str
-    timeout: float = 600.0
-    began: float = field(default_factory=time.perf_counter)
-    num_active: int = 0
-    peak_active: int = 0
-
-    @property
-    def now(self) -> float:
-        return time.perf_counter() - self.began
-
-    async def send(self, job: Job, start: float | None = None) -> Record:
-        """Sends one streamed request and returns its record; failures are recorded, never raised."""
-        record = Record(self.now if start is None else start)
-        self.num_active += 1
-        self.peak_active = max(self.peak_active, self.num_active)
-        try:
-            async with asyncio.timeout(self.timeout):
-                await self._stream(job, record)
-        except TimeoutError:
-            record.error = f"no complete answer within {self.timeout:g} s"
-        except FAILURES as error:
-            record.error = f"{type(error).__name__}: {error}"
-        finally:
-            self.num_active -= 1
-            record.end = self.now
-        return record
-
-    async def _stream(self, job: Job, record: Record) -> None:
-        body = {**job.body, "model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        async with self.session.post(self.address + job.path, json=body, allow_redirects=False) as response:
-            record.status = response.status
-            if response.status != 200:
-                record.error = _error_message(await response.read())
-                return
-            await self._read(response, record)
-        if not record.chunk_times:  # tokens without text, such as end tokens: they arrived by now
-            record.chunk_times.append(self.now)
-
-    async def _read(self, response: aiohttp.ClientResponse, record: Record) -> None:
-        async with aclosing(events(response)) as received:
-            async for data in received:
-                now = self.now
-                if data == b"[DONE]":
-                    return
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    record.error = str(chunk["error"].get("message", chunk["error"]))
-                    return
-                if _has_text(chunk):
-                    record.chunk_times.append(now)
-                if chunk.get("usage"):
-                    _note_usage(record, chunk["usage"])
-        record.error = "the stream broke off"
-
-
-def _has_text(chunk: dict[str, Any]) -> bool:
-    return any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"])
-
-
-def _note_usage(record: Record, usage: dict[str, Any]) -> None:
-    record.prompt_tokens = usage["prompt_tokens"]
-    record.output_tokens = usage["completion_tokens"]
-    record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-
-def _error_message(body: bytes) -> str:
-    """Returns the message of an OpenAI error object, or the start of any other body."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
-
-
-Progress = Callable[[Record], None]
-
-
-async def closed_loop(client: Client, jobs: Sequence[Job], concurrency: int, progress: Progress) -> list[Record]:
-    """Sends jobs from `concurrency` clients, each the next one when its last answer is complete."""
-    waiting = iter(jobs)
-    records: list[Record] = []
-
-    async def work() -> None:
-        for job in waiting:
-            records.append(await client.send(job))
-            progress(records[-1])
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(jobs))):
-            group.create_task(work())
-    return records
-
-
-async def open_loop(client: Client, jobs: Sequence[Job], arrivals: Sequence[float], progress: Progress) -> list[Record]:
-    """Sends each job at its time, independent of the number in flight.
-
-    Latencies count from the due time of a request, so a late generator hides nothing.
-
-    Args:
-        arrivals: seconds from now, in order, one per job.
-    """
-    begin = client.now
-
-    async def send(job: Job, due: float) -> Record:
-        await asyncio.sleep(due - client.now)
-        record = await client.send(job, due)
-        progress(record)
-        return record
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(send(job, begin + at)) for job, at in zip(jobs, arrivals, strict=True)]
-    return [task.result() for task in tasks]

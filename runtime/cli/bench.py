@@ -14,7 +14,8 @@ import typer
 
 from compress.common.cli import with_groups
 from compress.common.errors import ToolkitError
-from runtime.cli.options import LoadOptions, ModelArgument, ServerOptions, WorkloadOptions, check_targets, resolve_model
+from runtime.bench.load import Load, Workload
+from runtime.cli.options import ModelArgument, ServerOptions, check_targets, resolve_model
 
 if TYPE_CHECKING:
     from runtime.bench.figures import Run
@@ -25,8 +26,15 @@ def bench(
     *,
     model: ModelArgument = None,
     target: ServerOptions,
-    arrivals: LoadOptions,
-    requests: WorkloadOptions,
+    load: Load,
+    workload: Workload,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help='File of prompts, in lines {"prompt": ...} or {"messages": [...]}. Default: the Python manual.',
+        ),
+    ] = None,
     warmup: Annotated[int, typer.Option("--num-warmups", min=0, help="Requests before the measured ones.")] = 4,
     slo: Annotated[
         str | None,
@@ -49,15 +57,13 @@ def bench(
     from runtime.bench.plot import check_plots
     from runtime.bench.run import Plan, run
 
-    load = arrivals.load()
     objectives = parse_objectives(slo) if slo else ()
-    workload = requests.workload()
     path = resolve_model(model)[0] if target.url is None or model is not None else None
     plan = Plan(
         command=shlex.join(["runtime", *sys.argv[1:]]),
         workload=workload,
         load=load,
-        prompts=read_prompts(requests.prompts) if requests.prompts else None,
+        prompts=read_prompts(prompts) if prompts else None,
         tokenizer_path=path,
         num_warm_up=warmup,
         objectives=objectives,

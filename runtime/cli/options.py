@@ -15,8 +15,6 @@ from runtime.core.config import RuntimeConfig
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from runtime.bench.load import Lengths, Workload
-    from runtime.bench.run import Load
     from runtime.core.request import Grammar
 
 
@@ -106,9 +104,6 @@ class GrammarOptions:
             ) from error
 
 
-DEFAULT_CONCURRENCY = 8
-
-
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The server to measure: a running one, or one that is started for the benchmark."""
@@ -120,81 +115,3 @@ class ServerOptions:
     serve_options: Annotated[
         str, typer.Option("--serve", metavar="OPTIONS", help="Options of the started server, e.g. '--max-num-seqs 16'.")
     ] = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """Arrival of requests."""
-
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            "--max-concurrency",
-            "-c",
-            min=1,
-            help="Closed loop: number of clients that wait for their answers. Default: 8.",
-        ),
-    ] = None
-    rate: Annotated[
-        float | None,
-        typer.Option("--request-rate", "-r", min=1e-3, help="Open loop: requests per second, with Poisson arrivals."),
-    ] = None
-
-    def load(self) -> Load:
-        """Returns the load. Raises ToolkitError if both options are given."""
-        from runtime.bench.run import Load
-
-        if self.rate is not None and self.concurrency is not None:
-            raise ToolkitError(
-                "--request-rate and --max-concurrency exclude each other", "Use one: open or closed loop"
-            )
-        return Load(self.concurrency or DEFAULT_CONCURRENCY, self.rate)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadOptions:
-    """Requests of the benchmark."""
-
-    requests: Annotated[int, typer.Option("--num-prompts", "-n", min=1, help="Number of measured requests.")] = 64
-    input_lengths: Annotated[
-        str,
-        typer.Option(
-            "--input-len", help="Prompt tokens after the shared prefix: 128, or 32:256 for a uniform distribution."
-        ),
-    ] = "32:256"
-    output_lengths: Annotated[str, typer.Option("--output-len", help="Output tokens: 64, or 32:256.")] = "32:256"
-    shared_prefix: Annotated[
-        int, typer.Option("--prefix-len", min=0, help="Tokens at the start of every prompt, the same for all.")
-    ] = 0
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help='File of prompts, in lines {"prompt": ...} or {"messages": [...]}. Default: the Python manual.',
-        ),
-    ] = None
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="Sampling temperature; 0 is greedy.")] = 0.0
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of lengths, texts and arrivals.")] = 0
-
-    def workload(self) -> Workload:
-        """Returns the workload. Raises typer.BadParameter for an invalid range of token counts."""
-        from runtime.bench.load import Workload
-
-        return Workload(
-            parse_lengths("--input-len", self.input_lengths),
-            parse_lengths("--output-len", self.output_lengths),
-            self.requests,
-            self.shared_prefix,
-            self.temperature,
-            self.seed,
-        )
-
-
-def parse_lengths(option: str, text: str) -> Lengths:
-    """Parses a range. Raises typer.BadParameter if it is invalid."""
-    from runtime.bench.load import Lengths
-
-    try:
-        return Lengths.parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option} {text!r}: write tokens as 128, or as 32:256 for uniform") from error

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from compress.common.errors import ToolkitError
+from runtime.bench.figures import processor_name
 
 
 def environment() -> dict[str, Any]:
@@ -26,7 +27,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -42,15 +43,6 @@ def weights_sha256(model: Path) -> str:
             while block := stream.read(1 << 24):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

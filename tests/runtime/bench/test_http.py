@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from compress.common.errors import ToolkitError
-from runtime.bench.load import Client, Job, Record, closed_loop, fetch_json, open_loop, open_session, server_address
+from runtime.bench.load import Job, Record
+from runtime.bench.run import Client, closed_loop, fetch_json, open_loop, open_session, server_address
 
 JOB = Job("/v1/completions", {"prompt": "x"})
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
