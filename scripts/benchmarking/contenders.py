@@ -1,11 +1,13 @@
-"""Requests of mixed lengths over real text, and ways to answer them: this engine, and three ways of transformers."""
+"""Requests, and loaded models that answer them: this engine, three ways of transformers, and llama.cpp."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarking.machine import Stopwatch
 from compress.common.errors import ToolkitError
@@ -40,121 +42,110 @@ def _endless(tokenizer, documents: list[str]) -> Iterator[int]:
             yield from tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-@dataclass(frozen=True)
-class Timed:
-    """One contender's run.
-
-    Attributes:
-        seconds, cpu_seconds: from the first prompt to the last token; loading and one warm-up job excluded.
-        outputs: generated tokens of each job.
-    """
-
-    name: str
-    seconds: float
-    cpu_seconds: float
-    outputs: tuple[tuple[int, ...], ...]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(map(len, self.outputs))
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_output_tokens / self.seconds
+def equal_jobs(count: int, prompt: int, tokens: int) -> list[Job]:
+    """Made-up prompts of one length, all different."""
+    return [Job(tuple((7 * index + 31 * s) % 1000 + 3 for index in range(prompt)), tokens) for s in range(count)]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of all contenders. `batch` is the number of sequences computed together where there is a choice."""
+    """Settings of a contender.
+
+    Attributes:
+        batch: sequences computed together where there is a choice.
+        engine: more options of the engine's RuntimeConfig.
+        static_cache: tokens of a static cache behind the prompt, for transformers' own compiled `generate`; 0: a cache
+            that grows.
+        threads: for llama.cpp.
+    """
 
     dtype: str = "bfloat16"
     batch: int = 64
-    speculate: str = ""
     device: str = "auto"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    static_cache: int = 0
+    threads: int = 1
 
 
-def engine(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
-    """This runtime, offline, with default settings except for the number of sequences."""
+Tokens = tuple[int, ...]
+Answer = Callable[[Sequence[Job]], list[Tokens]]
+"""As many tokens as each job asks for, chosen greedily; returns when all are on the host."""
+Contender = Callable[[Path, Settings], AbstractContextManager[Answer]]
+
+
+@contextmanager
+def engine(model: Path, settings: Settings) -> Iterator[Answer]:
+    """This runtime, offline: with sampling, scheduling and tokens handed out."""
     from runtime.core.config import RuntimeConfig
     from runtime.core.request import SamplingParams
     from runtime.llm import LLM
 
     sizes = {"max_num_seqs": settings.batch, "prefix_caching": False}
-    llm = LLM(model, RuntimeConfig(device=settings.device, dtype=settings.dtype, **sizes))
+    llm = LLM(model, RuntimeConfig(device=settings.device, dtype=settings.dtype, **sizes, **settings.engine))
 
-    def answer(some: Sequence[Job]) -> list[tuple[int, ...]]:
-        params = [SamplingParams(job.num_output_tokens, temperature=0, ignore_eos=True) for job in some]
-        made = llm.generate([job.prompt for job in some], params)
+    def answer(jobs: Sequence[Job]) -> list[Tokens]:
+        params = [SamplingParams(job.num_output_tokens, temperature=0, ignore_eos=True) for job in jobs]
+        made = llm.generate([job.prompt for job in jobs], params)
         if errors := [completion.error for completion in made if completion.error]:
             raise ToolkitError(f"{len(errors)} requests failed: {errors[0]}", "Fix the engine before measuring it")
         return [tuple(completion.token_ids) for completion in made]
 
-    return _time("engine", answer, jobs)
+    yield answer
 
 
-def one_by_one(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
-    """`transformers` `generate`, one prompt after the other."""
-    return _generate_batches("transformers, one by one", model, jobs, settings, 1)
-
-
-def static_batches(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
+@contextmanager
+def static_batches(model: Path, settings: Settings) -> Iterator[Answer]:
     """`transformers` `generate` on padded batches in order of arrival; each runs until its longest answer is complete,
     and tokens of other answers beyond their length do not count."""
-    return _generate_batches("transformers, static batches", model, jobs, settings, settings.batch)
+    import torch
+    from transformers import MaxLengthCriteria, StoppingCriteriaList
+
+    loaded = _load(model, settings)
+
+    @torch.inference_mode()
+    def answer_batch(jobs: Sequence[Job]) -> list[Tokens]:
+        longest, count = max(len(job.prompt) for job in jobs), max(job.num_output_tokens for job in jobs)
+        rows = [[0] * (longest - len(job.prompt)) + list(job.prompt) for job in jobs]
+        mask = [[0] * (longest - len(job.prompt)) + [1] * len(job.prompt) for job in jobs]
+        made = loaded.generate(
+            torch.tensor(rows, device=loaded.device),
+            attention_mask=torch.tensor(mask, device=loaded.device),
+            do_sample=False,
+            max_new_tokens=max(count, settings.static_cache),  # answers of all lengths share one graph
+            min_new_tokens=count,
+            stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(longest + count)]),
+            pad_token_id=0,
+            cache_implementation="static" if settings.static_cache else None,
+        )
+        answers = made[:, longest:].tolist()
+        return [tuple(row[: job.num_output_tokens]) for row, job in zip(answers, jobs, strict=True)]
+
+    yield lambda jobs: [
+        tokens
+        for start in range(0, len(jobs), settings.batch)
+        for tokens in answer_batch(jobs[start : start + settings.batch])
+    ]
 
 
-def continuous(model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
+@contextmanager
+def continuous(model: Path, settings: Settings) -> Iterator[Answer]:
     """`transformers`' own continuous batching. Its cache is allocated before the clock starts."""
     from transformers import GenerationConfig
 
-    loaded = _load(model, settings)
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+    loaded = _load(model, settings)
     with loaded.continuous_batching_context_manager(generation_config=config, warmup=False) as manager:
 
-        def answer(some: Sequence[Job]) -> list[tuple[int, ...]]:
-            names = [manager.add_request(list(j.prompt), max_new_tokens=j.num_output_tokens) for j in some]
-            found: dict[str, tuple[int, ...]] = {}
+        def answer(jobs: Sequence[Job]) -> list[Tokens]:
+            names = [manager.add_request(list(j.prompt), max_new_tokens=j.num_output_tokens) for j in jobs]
+            found: dict[str, Tokens] = {}
             while len(found) < len(names):
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     found[result.request_id] = tuple(result.generated_tokens)
             return [found[name] for name in names]
 
-        return _time("transformers, continuous batching", answer, jobs)
-
-
-CONTENDERS: dict[str, Callable[[Path, Sequence[Job], Settings], Timed]] = {
-    "engine": engine,
-    "one-by-one": one_by_one,
-    "static": static_batches,
-    "continuous": continuous,
-}
-
-
-def _generate_batches(name: str, model: Path, jobs: Sequence[Job], settings: Settings, batch: int) -> Timed:
-    import torch
-
-    loaded = _load(model, settings)
-
-    @torch.inference_mode()
-    def answer(some: Sequence[Job]) -> list[tuple[int, ...]]:
-        outputs = []
-        for start in range(0, len(some), batch):
-            group = some[start : start + batch]
-            longest = max(len(job.prompt) for job in group)
-            ids = torch.tensor([[0] * (longest - len(job.prompt)) + list(job.prompt) for job in group])
-            mask = torch.tensor([[0] * (longest - len(job.prompt)) + [1] * len(job.prompt) for job in group])
-            count = max(job.num_output_tokens for job in group)
-            ids, mask = ids.to(loaded.device), mask.to(loaded.device)
-            made = loaded.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
-            )
-            outputs += [
-                tuple(row[longest:][: job.num_output_tokens].tolist()) for row, job in zip(made, group, strict=True)
-            ]
-        return outputs
-
-    return _time(name, answer, jobs)
+        yield answer
 
 
 def _load(model: Path, settings: Settings):
@@ -170,8 +161,89 @@ def _load(model: Path, settings: Settings):
     return loaded.to(resolve_device(settings.device)).eval()
 
 
-def _time(name: str, answer: Callable[[Sequence[Job]], list[tuple[int, ...]]], jobs: Sequence[Job]) -> Timed:
-    answer([Job(jobs[0].prompt[:8], 2)])
-    watch = Stopwatch()
-    outputs = answer(jobs)
-    return Timed(name, *watch.read(), tuple(outputs))
+@contextmanager
+def llama_cpp(model: Path, settings: Settings) -> Iterator[Answer]:
+    """llama.cpp through its low-level Python binding: prompts one after the other, then all sequences together."""
+    import llama_cpp as api
+    import numpy as np
+
+    silent = api.llama_log_callback(lambda level, text, data: None)
+    api.llama_log_set(silent, None)
+    loaded = api.llama_model_load_from_file(str(model).encode(), api.llama_model_default_params())
+    params = api.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 8 * 1024, 512, 512, settings.batch
+    params.n_threads = params.n_threads_batch = settings.threads
+    context = api.llama_init_from_model(loaded, params)
+    batch = api.llama_batch_init(512, 0, settings.batch)
+    vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(loaded))
+
+    def run(tokens: Sequence[tuple[int, int, int]], num_wanted: int) -> list[int]:
+        """The likeliest tokens behind the last `num_wanted` of `tokens`: token, position, sequence."""
+        batch.n_tokens, first = len(tokens), len(tokens) - num_wanted
+        for index, (token, position, sequence) in enumerate(tokens):
+            batch.token[index], batch.pos[index] = token, position
+            batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, sequence, index >= first
+        if api.llama_decode(context, batch):
+            raise ToolkitError("llama.cpp could not decode", "Ask for shorter prompts: 512 tokens at most")
+        rows = (api.llama_get_logits_ith(context, index) for index in range(first, len(tokens)))
+        return [int(np.ctypeslib.as_array(row, shape=(vocabulary,)).argmax()) for row in rows]
+
+    def answer(jobs: Sequence[Job]) -> list[Tokens]:
+        api.llama_memory_clear(api.llama_get_memory(context), True)
+        made = [
+            run([(token, place, number) for place, token in enumerate(job.prompt)], 1)
+            for number, job in enumerate(jobs)
+        ]
+        for step in range(jobs[0].num_output_tokens - 1):
+            last = [(made[number][-1], len(job.prompt) + step, number) for number, job in enumerate(jobs)]
+            for number, token in enumerate(run(last, len(jobs))):
+                made[number].append(token)
+        return [tuple(tokens) for tokens in made]
+
+    yield answer
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One contender's run.
+
+    Attributes:
+        seconds, cpu_seconds: from the first prompt to the last token; loading and one warm-up job excluded.
+        outputs: generated tokens of each job.
+    """
+
+    name: str
+    seconds: float
+    cpu_seconds: float
+    outputs: tuple[Tokens, ...]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_output_tokens / self.seconds
+
+
+def time_contender(name: str, contender: Contender, model: Path, jobs: Sequence[Job], settings: Settings) -> Timed:
+    """Loads a contender and times its answers; raises ToolkitError when one has not the length that was asked for."""
+    with contender(model, settings) as answer:
+        answer([Job(jobs[0].prompt[:8], 2)])
+        watch = Stopwatch()
+        outputs = answer(jobs)
+        times = watch.read()
+    if any(len(tokens) != job.num_output_tokens for tokens, job in zip(outputs, jobs, strict=True)):
+        raise ToolkitError(f"{name} did not give as many tokens as it was asked for", "Fix it before measuring it")
+    return Timed(name, *times, tuple(outputs))
+
+
+def step_seconds(answer: Answer, batch: int, prompt: int, steps: int) -> tuple[float, float]:
+    """Wall and processor time of a decode step: the difference between many tokens and one, over the steps between."""
+    taken = []
+    for tokens in (1, steps + 1):
+        jobs, watch = equal_jobs(batch, prompt, tokens), Stopwatch()
+        answer(jobs)
+        taken.append(watch.read())
+    (wall, processor), (long_wall, long_processor) = taken
+    return (long_wall - wall) / steps, (long_processor - processor) / steps

@@ -15,15 +15,23 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 
+from benchmarking.contenders import (
+    Answer,
+    Contender,
+    Settings,
+    engine,
+    equal_jobs,
+    llama_cpp,
+    static_batches,
+    step_seconds,
+)
 from benchmarking.machine import Stopwatch, environment, in_own_process
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
 
@@ -55,188 +63,57 @@ class Timing:
     cpu_seconds: float
 
 
-class Model(Protocol):
-    """A loaded model that can do both kinds of work on random tokens, greedily."""
+class Loaded:
+    """A contender with its model in memory, in a process of its own."""
 
-    def prefill(self, tokens: int) -> None: ...
-
-    def decode(self, sequences: int, steps: int) -> Timing:
-        """Prompts first; the time of the steps after them."""
-        ...
-
-
-class Engine:
-    """This runtime, offline: with sampling, scheduling and tokens handed out."""
-
-    def __init__(self, model: Path, threads: int, kernels: str, dtype: str) -> None:
-        import torch
-
-        from runtime.core.config import RuntimeConfig
-        from runtime.llm import LLM
-
-        torch.set_num_threads(threads)
-        _set_native_threads(threads)
-        config = RuntimeConfig(dtype=dtype, linear_backend=kernels, max_num_seqs=8, prefix_caching=False)
-        self.llm = LLM(model, config)
-
-    def prefill(self, tokens: int) -> None:
-        self._generate(1, tokens, 1)
-
-    def decode(self, sequences: int, steps: int) -> Timing:
-        watch = Stopwatch()
-        self._generate(sequences, PROMPT, 1)
-        first = watch.read()
-        watch = Stopwatch()
-        self._generate(sequences, PROMPT, steps + 1)
-        both = watch.read()
-        return Timing(both[0] - first[0], both[1] - first[1])
-
-    def _generate(self, sequences: int, prompt: int, tokens: int) -> None:
-        from runtime.core.request import SamplingParams
-
-        prompts = [[(7 * index + 31 * s) % 1000 + 3 for index in range(prompt)] for s in range(sequences)]
-        made = self.llm.generate(prompts, [SamplingParams(tokens, temperature=0, ignore_eos=True)] * sequences)
-        if any(len(completion.token_ids) != tokens for completion in made):
-            raise RuntimeError("the engine did not give as many tokens as it was asked for")
-
-
-class LlamaCpp:
-    """llama.cpp through its low-level Python binding, the most likely token taken each time."""
-
-    def __init__(self, model: Path, threads: int) -> None:
-        import llama_cpp
-
-        self.api = llama_cpp
-        self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self._log, None)
-        self.model = llama_cpp.llama_model_load_from_file(str(model).encode(), llama_cpp.llama_model_default_params())
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 8 * 1024, 512, 512, 8
-        params.n_threads = params.n_threads_batch = threads
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
-        self.batch = llama_cpp.llama_batch_init(512, 0, 8)
-        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-
-    def prefill(self, tokens: int) -> None:
-        self._clear()
-        self._run([(index * 7 % 1000 + 3, index, 0, index == tokens - 1) for index in range(tokens)])
-
-    def decode(self, sequences: int, steps: int) -> Timing:
-        self._clear()
-        for s in range(sequences):
-            self._run([(index * 7 % 1000 + 3, index, s, index == PROMPT - 1) for index in range(PROMPT)])
-        tokens = [3] * sequences
-        watch = Stopwatch()
-        for step in range(steps):
-            self._run([(token, PROMPT + step, s, True) for s, token in enumerate(tokens)])
-            tokens = [self._best(s) for s in range(sequences)]
-        return Timing(*watch.read())
-
-    def _clear(self) -> None:
-        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
-
-    def _best(self, row: int) -> int:
-        import numpy as np
-
-        logits = self.api.llama_get_logits_ith(self.context, row)
-        return int(np.ctypeslib.as_array(logits, shape=(self.vocabulary,)).argmax())
-
-    def _run(self, tokens: list[tuple[int, int, int, bool]]) -> None:
-        batch = self.batch
-        batch.n_tokens = len(tokens)
-        for index, (token, position, sequence, wanted) in enumerate(tokens):
-            batch.token[index], batch.pos[index] = token, position
-            batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, sequence, wanted
-        if self.api.llama_decode(self.context, batch):
-            raise RuntimeError("llama.cpp could not decode")
-
-
-class Transformers:
-    """`transformers` in bfloat16 with its dynamic cache, step by step."""
-
-    def __init__(self, model: Path, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        torch.set_num_threads(threads)
-        self.torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-
-    def prefill(self, tokens: int) -> None:
-        self._step(1, tokens, None)
-
-    def decode(self, sequences: int, steps: int) -> Timing:
-        out = self._step(sequences, PROMPT, None)
-        watch = Stopwatch()
-        for _ in range(steps):
-            out = self._step(sequences, 1, out.past_key_values, out.logits[:, -1:].argmax(-1))
-        return Timing(*watch.read())
-
-    def _step(self, sequences, tokens, cache, ids=None):
-        with self.torch.inference_mode():
-            if ids is None:
-                ids = (self.torch.arange(tokens) * 7 % 1000 + 3).expand(sequences, -1)
-            return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-
-class Contender:
-    """A model in another process. `make` builds it there and must be picklable."""
-
-    def __init__(self, name: str, make: Callable[..., Model], *arguments: object) -> None:
-        self.name = name
+    def __init__(self, *contender: object) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, *contender), daemon=True)
         self._process.start()
         theirs.close()
-        self.load_seconds: float = self._receive()
+        self.load_seconds = self._connection.recv()
 
     def run(self, task: Task) -> Timing:
         self._connection.send(task)
-        return self._receive()
+        return self._connection.recv()
 
     def close(self) -> None:
-        self._connection.close()
-        self._process.join()
-
-    def _receive(self):
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise SystemExit(f"error: {self.name} ended with status {self._process.exitcode}") from None
+        self._process.kill()  # threads of the model need not be waited for
 
 
-def _serve(connection: Connection, make: Callable[..., Model], arguments: tuple[object, ...]) -> None:
-    started = time.perf_counter()
-    model = make(*arguments)
-    model.prefill(4)
-    connection.send(time.perf_counter() - started)
-    while True:
-        try:
-            task: Task = connection.recv()
-        except EOFError:
-            os._exit(0)  # threads of the model need not be waited for
-        connection.send(_timed(model, task))
+def _serve(connection: Connection, contender: Contender, model: Path, settings: Settings) -> None:
+    import torch
 
+    from compress.cpu.binding import library, set_threads
 
-def _timed(model: Model, task: Task) -> Timing:
-    if task.sequences:
-        return model.decode(task.sequences, task.tokens)
+    torch.set_num_threads(settings.threads)
+    if library() is not None:
+        set_threads(settings.threads)
     watch = Stopwatch()
-    model.prefill(task.tokens)
+    with contender(model, settings) as answer:
+        answer(equal_jobs(1, 4, 1))
+        connection.send(watch.read()[0])
+        while True:
+            connection.send(_timed(answer, connection.recv()))
+
+
+def _timed(answer: Answer, task: Task) -> Timing:
+    if task.sequences:
+        wall, processor = step_seconds(answer, task.sequences, PROMPT, task.tokens)
+        return Timing(wall * task.tokens, processor * task.tokens)
+    watch = Stopwatch()
+    answer(equal_jobs(1, task.tokens, 1))
     return Timing(*watch.read())
 
 
-def _set_native_threads(threads: int) -> None:
-    from compress.cpu.binding import library, set_threads
-
-    if library() is not None:
-        set_threads(threads)
-
-
-NAMES = ("llama.cpp Q4_0", "int4", "int4 w4a8", "transformers bf16")
+CONTENDERS: dict[str, tuple[Contender, str, Settings]] = {
+    "llama.cpp Q4_0": (llama_cpp, "gguf", Settings()),
+    "int4": (engine, "packed", Settings()),
+    "int4 w4a8": (engine, "packed", Settings(engine={"linear_backend": "w4a8"})),
+    "transformers bf16": (static_batches, "dense", Settings()),
+}
+NAMES = tuple(CONTENDERS)
 
 
 def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
@@ -254,12 +131,9 @@ def prepare(work: Path, shape: str, names: Sequence[str]) -> dict[str, Path]:
     return {"dense": dense, "packed": work / "packed", "gguf": work / "model.gguf"}
 
 
-def contender(name: str, models: dict[str, Path], threads: int) -> Contender:
-    if name == "llama.cpp Q4_0":
-        return Contender(name, LlamaCpp, models["gguf"], threads)
-    if name == "transformers bf16":
-        return Contender(name, Transformers, models["dense"], threads)
-    return Contender(name, Engine, models["packed"], threads, "w4a8" if "w4a8" in name else "auto", "bfloat16")
+def load(name: str, models: dict[str, Path], threads: int) -> Loaded:
+    contender, model, chosen = CONTENDERS[name]
+    return Loaded(contender, models[model], replace(chosen, batch=8, device="cpu", threads=threads))
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
@@ -318,19 +192,20 @@ def run(options: argparse.Namespace) -> int:
         models = in_own_process(prepare, Path(work), options.shape, options.contenders)
         facts["load at the start"] = f"{os.getloadavg()[0]:.1f}"
         console.print(describe(facts))
-        running = [contender(name, models, options.threads) for name in options.contenders]
-        console.print(", ".join(f"{each.name} ready after {each.load_seconds:.1f} s" for each in running))
+        running = {name: load(name, models, options.threads) for name in options.contenders}
+        ready = (f"{name} ready after {each.load_seconds:.1f} s" for name, each in running.items())
+        console.print(", ".join(ready))
         context = multiprocessing.get_context("spawn")
         busy = [context.Process(target=compute_forever, daemon=True) for _ in range(options.busy)]
         for process in busy:
             process.start()
         for _ in range(options.rounds):
             for task in tasks(options):
-                for each in running:
-                    timings.setdefault((each.name, task.name), []).append(each.run(task))
+                for name, each in running.items():
+                    timings.setdefault((name, task.name), []).append(each.run(task))
         for process in busy:
             process.kill()
-        for each in running:
+        for each in running.values():
             each.close()
     title = f"{options.shape}, {options.threads} threads, medians of {options.rounds} rounds"
     print_with_markdown(title, table(timings, tasks(options), options.contenders), console)

@@ -14,16 +14,26 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
-from benchmarking.contenders import Job, Settings, Timed, continuous, mixed_jobs
-from benchmarking.machine import environment, in_own_process
+from benchmarking.contenders import (
+    Answer,
+    Contender,
+    Job,
+    Settings,
+    continuous,
+    engine,
+    equal_jobs,
+    mixed_jobs,
+    static_batches,
+    step_seconds,
+)
+from benchmarking.machine import Stopwatch, environment, in_own_process, peak_device_bytes, peak_host_bytes
 from benchmarking.tables import Row, describe, markdown_table, print_with_markdown, write_json
 
 MAX_SEQUENCES = 64
@@ -33,122 +43,38 @@ STEP_TOKENS = 2048
 """Prompt tokens of one step: enough for a prefill to be bound by arithmetic."""
 
 
-class Model(Protocol):
-    """A loaded model."""
-
-    def answer(self, jobs: Sequence[Job]) -> None:
-        """As many tokens as each job asks for; returns when all are on the host."""
-        ...
-
-
-class Engine:
-    """This runtime, offline: with sampling, scheduling and tokens handed out."""
-
-    def __init__(self, model: Path, device: str, kv_cache: str, kv_memory_bytes: int | None) -> None:
-        from runtime.core.config import RuntimeConfig
-        from runtime.llm import LLM
-
-        self.llm = LLM(
-            model,
-            RuntimeConfig(
-                device=device,
-                kv_cache=kv_cache,
-                kv_memory_bytes=kv_memory_bytes,
-                max_num_seqs=MAX_SEQUENCES,
-                max_num_batched_tokens=STEP_TOKENS,
-                prefill_chunk=STEP_TOKENS,
-                prefix_caching=False,
-            ),
-        )
-
-    def answer(self, jobs: Sequence[Job]) -> None:
-        from runtime.core.request import SamplingParams
-
-        params = [SamplingParams(job.num_output_tokens, temperature=0, ignore_eos=True) for job in jobs]
-        made = self.llm.generate([list(job.prompt) for job in jobs], params)
-        if any(len(each.token_ids) != job.num_output_tokens for each, job in zip(made, jobs, strict=True)):
-            raise RuntimeError(f"the engine did not give as many tokens as it was asked for: {made[0].error}")
-
-
-class Transformers:
-    """`transformers` `generate` on one batch. A `static` cache is compiled by it on a GPU; None grows with the text."""
-
-    def __init__(self, model: Path, device: str, cache: str | None) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        from compress.common.device import resolve_device
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        self.device, self.cache = resolve_device(device), cache
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        self.model = loaded.to(self.device).eval()
-
-    def answer(self, jobs: Sequence[Job]) -> None:
-        import torch
-        from transformers import MaxLengthCriteria, StoppingCriteriaList
-
-        count = jobs[0].num_output_tokens
-        stop = MaxLengthCriteria(len(jobs[0].prompt) + count)
-        ids = torch.tensor([job.prompt for job in jobs], device=self.device)
-        with torch.inference_mode():
-            made = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=max(count, CACHE_ROOM),
-                min_new_tokens=count,
-                stopping_criteria=StoppingCriteriaList([stop]),
-                pad_token_id=0,
-                cache_implementation=self.cache,
-            )
-        if made.cpu().shape[1] != len(jobs[0].prompt) + count:
-            raise RuntimeError("transformers did not give as many tokens as it was asked for")
-
-
 @dataclass(frozen=True)
-class Contender:
-    """One row of the table.
+class Measurement:
+    """One contender: a row of the table.
 
     Attributes:
         folder: which of the model's forms it loads.
-        make: loads it: folder, device, bytes for keys and values. None where it cannot do single tasks.
-        kv_cache: form of keys and values.
-        mixed: how it answers jobs of mixed lengths; None: it does not, or does through `answer`.
+        kv_cache: form of the engine's keys and values.
+        static_cache: tokens of transformers' static cache behind the prompt; 0: its cache grows.
+        single, mixed: whether it does single tasks, and requests of mixed lengths.
     """
 
-    name: str
     folder: str
-    make: Callable[[Path, str, int | None], Model] | None
+    contender: Contender
     kv_cache: str = "16bit"
-    is_engine: bool = False
-    mixed: Callable[[Path, Sequence[Job], Settings], Timed] | None = None
+    static_cache: int = 0
+    single: bool = True
+    mixed: bool = True
+
+    def settings(self, device: str, kv_memory_bytes: int | None) -> Settings:
+        sizes = {"max_num_batched_tokens": STEP_TOKENS, "prefill_chunk": STEP_TOKENS}
+        cache = {"kv_cache": self.kv_cache, "kv_memory_bytes": kv_memory_bytes}
+        return Settings(batch=MAX_SEQUENCES, device=device, engine=sizes | cache, static_cache=self.static_cache)
 
 
-def _engine(name: str, folder: str, kv_cache: str = "16bit") -> Contender:
-    def make(model: Path, device: str, kv_memory_bytes: int | None) -> Model:
-        return Engine(model, device, kv_cache, kv_memory_bytes)
-
-    return Contender(name, folder, make, kv_cache, is_engine=True)
-
-
-def _transformers(name: str, cache: str | None) -> Contender:
-    return Contender(name, "dense", lambda model, device, _: Transformers(model, device, cache))
-
-
-CONTENDERS = {
-    each.name: each
-    for each in (
-        _engine("engine int4", "int4"),
-        _engine("engine bf16", "dense"),
-        _engine("engine int4, int4 KV", "int4", "int4"),
-        _engine("engine int8", "int8"),
-        _transformers("transformers, eager", None),
-        _transformers("transformers, compiled static cache", "static"),
-        Contender("transformers, continuous batching", "dense", None, mixed=continuous),
-    )
+MEASUREMENTS = {
+    "engine int4": Measurement("int4", engine),
+    "engine bf16": Measurement("dense", engine),
+    "engine int4, int4 KV": Measurement("int4", engine, kv_cache="int4"),
+    "engine int8": Measurement("int8", engine),
+    "transformers, eager": Measurement("dense", static_batches, mixed=False),
+    "transformers, compiled static cache": Measurement("dense", static_batches, static_cache=CACHE_ROOM, mixed=False),
+    "transformers, continuous batching": Measurement("dense", continuous, single=False),
 }
 
 
@@ -203,42 +129,29 @@ class Figures:
 
 def measure(name: str, folders: dict[str, Path], work: Work, device: str) -> Figures:
     """All figures of one contender; runs in a process of its own, so that memory and start are its own."""
-    from benchmarking.machine import peak_device_bytes, peak_host_bytes
-
-    contender, figures = CONTENDERS[name], Figures(name)
-    folder = folders[contender.folder]
-    if contender.make:
-        _single_tasks(contender, folder, work, device, figures)
-    elif contender.mixed:
-        timed = contender.mixed(folder, work.jobs, Settings(batch=MAX_SEQUENCES, device=device))
-        figures.mixed = timed.tokens_per_second
+    wanted, figures = MEASUREMENTS[name], Figures(name)
+    started = Stopwatch()
+    with wanted.contender(folders[wanted.folder], wanted.settings(device, work.kv_memory_bytes)) as answer:
+        if wanted.single:
+            answer(equal_jobs(1, FIRST_PROMPT, 1))
+            figures.first_token = started.read()[0]
+            for batch in work.batches:
+                figures.decode[batch] = median_step_seconds(answer, batch, work)
+                context = work.prompt + work.steps // 2
+                figures.step_bytes[batch] = step_bytes(folders[wanted.folder], wanted.kv_cache, batch, context)
+            prompt = equal_jobs(1, work.prefill, 1)
+            figures.prefill = work.prefill / _median_seconds(answer, prompt, work.rounds)
+        if wanted.mixed:
+            tokens = sum(job.num_output_tokens for job in work.jobs)
+            figures.mixed = tokens / _median_seconds(answer, work.jobs, 1)
     figures.peak_bytes = peak_device_bytes() or peak_host_bytes()
     return figures
 
 
-def _single_tasks(contender: Contender, folder: Path, work: Work, device: str, figures: Figures) -> None:
-    started = time.perf_counter()
-    model = contender.make(folder, device, work.kv_memory_bytes)
-    model.answer([_job(FIRST_PROMPT, 1)])
-    figures.first_token = time.perf_counter() - started
-    for batch in work.batches:
-        figures.decode[batch] = step_seconds(model, batch, work)
-        figures.step_bytes[batch] = step_bytes(folder, contender.kv_cache, batch, work.prompt + work.steps // 2)
-    prompt = [_job(work.prefill, 1)]
-    figures.prefill = work.prefill / _median_seconds(model, prompt, work.rounds)
-    if contender.is_engine:
-        tokens = sum(job.num_output_tokens for job in work.jobs)
-        figures.mixed = tokens / _median_seconds(model, work.jobs, 1)
-
-
-def step_seconds(model: Model, batch: int, work: Work) -> float:
-    """Seconds of one decode step: the difference between many tokens and one, over the steps between."""
-    short, long = ([_job(work.prompt, tokens, s) for s in range(batch)] for tokens in (1, work.steps + 1))
-    differences = []
-    for _ in range(work.rounds + 1):  # the first round records graphs and compiles
-        first = _seconds(model, short)
-        differences.append((_seconds(model, long) - first) / work.steps)
-    return statistics.median(differences[1:])
+def median_step_seconds(answer: Answer, batch: int, work: Work) -> float:
+    """Seconds of one decode step. The first round, which records graphs and compiles, does not count."""
+    times = [step_seconds(answer, batch, work.prompt, work.steps)[0] for _ in range(work.rounds + 1)]
+    return statistics.median(times[1:])
 
 
 def step_bytes(folder: Path, kv_cache: str, batch: int, context: int) -> int:
@@ -257,19 +170,14 @@ def step_bytes(folder: Path, kv_cache: str, batch: int, context: int) -> int:
     return weights + batch * context * kv_token_bytes(parse_config(read_config(folder)), KVCacheScheme(kv_cache))
 
 
-def _median_seconds(model: Model, jobs: Sequence[Job], rounds: int) -> float:
-    _seconds(model, jobs[:1])
-    return statistics.median(_seconds(model, jobs) for _ in range(rounds))
-
-
-def _seconds(model: Model, jobs: Sequence[Job]) -> float:
-    started = time.perf_counter()
-    model.answer(jobs)
-    return time.perf_counter() - started
-
-
-def _job(prompt: int, tokens: int, sequence: int = 0) -> Job:
-    return Job(tuple((7 * index + 31 * sequence) % 1000 + 3 for index in range(prompt)), tokens)
+def _median_seconds(answer: Answer, jobs: Sequence[Job], rounds: int) -> float:
+    answer(jobs[:1])
+    times = []
+    for _ in range(rounds):
+        watch = Stopwatch()
+        answer(jobs)
+        times.append(watch.read()[0])
+    return statistics.median(times)
 
 
 SHAPE_NAMES = ("demo", "tiny", "125m", "1.1b", "8b", "14b")
@@ -337,7 +245,7 @@ def measured(name: str, folders: dict[str, Path], work: Work, device: str) -> Fi
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="8b", choices=SHAPE_NAMES)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", default=list(MEASUREMENTS), choices=list(MEASUREMENTS))
     parser.add_argument("--batches", nargs="+", type=int, default=(1, 8, 64), help="sequences decoded together")
     parser.add_argument("--prompt", type=int, default=128, help="tokens before a decode")
     parser.add_argument("--steps", type=int, default=64, help="of a decode")

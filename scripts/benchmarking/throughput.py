@@ -18,7 +18,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarking.contenders import CONTENDERS, Job, Settings, Timed, mixed_jobs
+from benchmarking.contenders import (
+    Contender,
+    Job,
+    Settings,
+    Timed,
+    continuous,
+    engine,
+    mixed_jobs,
+    static_batches,
+    time_contender,
+)
 from benchmarking.machine import environment, in_own_process
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
 
@@ -63,17 +73,27 @@ def _agreement(run: Timed, reference: Timed) -> float:
     return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
 
 
+CONTENDERS: dict[str, tuple[str, Contender]] = {
+    "engine": ("engine, dense", engine),
+    "one-by-one": ("transformers, one by one", static_batches),
+    "static": ("transformers, static batches", static_batches),
+    "continuous": ("transformers, continuous batching", continuous),
+}
+
+
 def run_round(models: tuple[Path, Path], jobs: list[Job], options: argparse.Namespace) -> list[Timed]:
     """Every contender once. One-by-one answers fewer jobs: its speed does not depend on how many there are."""
     dense, packed = models
     settings = Settings(batch=options.batch, dtype=options.dtype)
     timed = []
-    for name in options.contenders:
-        some = jobs[: options.one_by_one] if name == "one-by-one" else jobs
-        timed.append(in_own_process(CONTENDERS[name], dense, some, settings))
-        if name == "engine":
-            packed_run = in_own_process(CONTENDERS[name], packed, jobs, settings)
-            timed[-1:] = [replace(timed[-1], name="engine, dense"), replace(packed_run, name="engine, int4")]
+    for key in options.contenders:
+        name, contender = CONTENDERS[key]
+        some, own = (
+            (jobs[: options.one_by_one], replace(settings, batch=1)) if key == "one-by-one" else (jobs, settings)
+        )
+        timed.append(in_own_process(time_contender, name, contender, dense, some, own))
+        if key == "engine":
+            timed.append(in_own_process(time_contender, "engine, int4", contender, packed, jobs, settings))
     return timed
 
 
