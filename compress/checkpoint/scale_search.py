@@ -121,7 +121,7 @@ def search_scales(
     weight: Tensor,
     scheme: Int,
     importance: Tensor | None = None,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    scale_dtype: torch.dtype | None = None,
     *,
     inputs: Tensor | None = None,
 ) -> GroupScales:
@@ -134,7 +134,7 @@ def search_scales(
         weight: `[O, I]`, any float dtype.
         scheme: bits, group size, symmetry.
         importance: `[I]`, not negative; the mean square of each input. None weighs all columns alike.
-        scale_dtype: dtype in which scales are stored.
+        scale_dtype: dtype in which scales are stored; None is bfloat16.
         inputs: `[T, I]` sample inputs in place of importance: the error is then that of each group's share of the
             outputs, correlations within the group included.
 
@@ -148,26 +148,28 @@ def search_scales(
         measure = _weighted_error(_column_weights(weight, importance).view(groups, -1))
     else:
         measure = _output_error(inputs.to(weight.device), groups)
-    found = [_search_rows(rows, measure, scheme, scale_dtype) for rows in _row_chunks(weight, groups)]
+    dtype = scale_dtype or torch.bfloat16
+    found = [_search_rows(rows, measure, scheme, dtype) for rows in _row_chunks(weight, groups)]
     return GroupScales(torch.cat([each.scales for each in found]), torch.cat([each.zero_points for each in found]))
 
 
-def range_scales(weight: Tensor, scheme: Int, scale_dtype: torch.dtype = torch.bfloat16) -> GroupScales:
+def range_scales(weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None) -> GroupScales:
     """Returns the scales that span each group's range, without a search."""
     require_finite(weight, "the weight")
     rows = weight.float().unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
     scale, zero = GroupRange.of(rows, scheme).full()
-    return _stored(storable(scale, scale_dtype), zero, scale_dtype)
+    dtype = scale_dtype or torch.bfloat16
+    return _stored(storable(scale, dtype), zero, dtype)
 
 
-def round_in_range(weight: Tensor, scheme: Int, scale_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def round_in_range(weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None) -> Tensor:
     """Rounds `weight [O, I]` under its `range_scales`, as float32; cheap, for searches that try many candidates."""
     rounded = torch.empty(weight.shape, device=weight.device)
     groups = scheme.num_groups(weight.shape[1])
     # The chunks of `rounded` are views: what is written to them lands there.
     for rows, out in zip(_row_chunks(weight, groups), _row_chunks(rounded, groups), strict=True):
         scale, zero = GroupRange.of(rows, scheme).full()
-        round_to_grid(rows, storable(scale, scale_dtype), zero, scheme, out)
+        round_to_grid(rows, storable(scale, scale_dtype or torch.bfloat16), zero, scheme, out)
     return rounded
 
 

@@ -70,7 +70,7 @@ class GPTAQ(QuantizationMethod):
         factor = layer.inputs.factor()
         layer.details |= factor.facts()
         drifted = layer.inputs.shared(("gptaq", alpha), lambda: DriftedFactor.of(factor, difference, alpha))
-        return quantize_gptaq(layer.weight, drifted, layer.integers, layer.dtype, layer.kept)
+        return drifted.quantize(layer.weight, layer.integers, layer.dtype, layer.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,12 @@ class DriftedFactor:
         transfer = _divided(_divided(feedback, rest), drifted)
         return cls(replace(factor, feedback=drifted.float()), transfer.float())
 
+    def quantize(
+        self, weight: Tensor, scheme: Int, scale_dtype: torch.dtype | None = None, kept: Tensor | None = None
+    ) -> IntegerWeight:
+        """Quantizes `weight [O, I]`; see `quantize_gptq`, also for the errors raised."""
+        return quantize_gptq(self.targets(weight), self.factor, scheme, scale_dtype, kept)
+
     def targets(self, weight: Tensor) -> Tensor:
         """Return `[O, I]` in the original order."""
         if self.transfer is None:
@@ -118,17 +124,6 @@ class DriftedFactor:
         targets = torch.empty_like(weight)
         targets[:, self.factor.order] = weight[:, self.factor.order] @ self.transfer
         return targets
-
-
-def quantize_gptaq(
-    weight: Tensor,
-    drifted: DriftedFactor,
-    scheme: Int,
-    scale_dtype: torch.dtype | None = None,
-    kept: Tensor | None = None,
-) -> IntegerWeight:
-    """Quantizes `weight [O, I]`; see `quantize_gptq`, also for the errors raised."""
-    return quantize_gptq(drifted.targets(weight), drifted.factor, scheme, scale_dtype, kept)
 
 
 def _projections(root: Tensor, difference: Tensor) -> Tensor:

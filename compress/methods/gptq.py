@@ -88,7 +88,6 @@ def quantize_gptq(
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in the weight.
     """
-    import torch
 
     from compress.checkpoint.scale_search import encode, search_scales
     from compress.checkpoint.weights.integer import IntegerWeight
@@ -97,7 +96,7 @@ def quantize_gptq(
     # At 2 bits most of the error is clipping, which adds up over correlated inputs; diag(H) cannot see that.
     inputs = factor.equivalent_inputs() if scheme.bits == 2 and scheme.group_size else None
     remaining = weight if kept is None else weight * kept
-    scales = search_scales(remaining, scheme, factor.importance, scale_dtype or torch.bfloat16, inputs=inputs)
+    scales = search_scales(remaining, scheme, factor.importance, scale_dtype, inputs=inputs)
     if factor.feedback is None:
         return encode(remaining, scales, scheme)
     solver = GPTQSolver(weight, factor.order, factor.feedback, Grid(scales, scheme), kept)

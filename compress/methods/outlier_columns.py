@@ -99,7 +99,7 @@ def quantize_gptq_beside(
     base = scheme.inner
     rest = weight.index_fill(1, columns, 0.0)
     inputs = factor.equivalent_inputs() if base.bits == 2 and base.group_size else None
-    scales = search_scales(rest, base, factor.importance, scale_dtype or torch.bfloat16, inputs=inputs)
+    scales = search_scales(rest, base, factor.importance, scale_dtype, inputs=inputs)
     if factor.feedback is None:
         return beside_outliers(weight, encode(rest, scales, base), columns, scheme)
     rounded = weight.shape[1] - len(columns)

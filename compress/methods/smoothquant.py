@@ -6,20 +6,17 @@ channel. The paper has one alpha for a model; here each edge has its own, chosen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from compress.checkpoint.weights import Activations, Int, Scheme
 from compress.common.errors import RecipeError
 from compress.methods.base import Layer, Needs, QuantizationMethod, ScaleSearch, register
-from compress.methods.rtn import round_to_nearest
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from compress.checkpoint.weights import Weight
-    from compress.methods.shared.smoothing import Candidate, Loss, SmoothingResult
+    from compress.methods.shared.smoothing import Candidate, SmoothingResult
 
 ALPHAS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 # Channels that calibration never excited would get a scale of zero.
@@ -58,42 +55,17 @@ class SmoothQuant(QuantizationMethod):
         return Int(8, None, activations=Activations.INT8)
 
     def smoothing_scale(self, search: ScaleSearch, options: Any) -> SmoothingResult:
-        return search_alpha(
-            search.weights,
-            search.statistics.abs_max,
-            search.quantize,
-            search.loss,
-            ALPHAS if options.alpha is None else (options.alpha,),
-            insist=options.alpha is not None,
-            heads_per_group=search.heads_per_group,
-            head_dim=search.head_dim,
-        )
+        return search_alpha(search, ALPHAS if options.alpha is None else (options.alpha,), options.alpha is not None)
 
     def compress(self, layer: Layer) -> Weight:
-        return round_to_nearest(layer)
+        return layer.scheme.round(layer.weight, layer.importance, layer.dtype)
 
 
-def search_alpha(
-    weights: list[Tensor],
-    abs_max: Tensor,
-    quantize: Callable[[Tensor], Tensor],
-    loss: Loss,
-    alphas: Sequence[float] = ALPHAS,
-    *,
-    insist: bool = False,
-    heads_per_group: int = 1,
-    head_dim: int = 1,
-) -> SmoothingResult:
+def search_alpha(search: ScaleSearch, alphas: Sequence[float] = ALPHAS, insist: bool = False) -> SmoothingResult:
     """Tries every alpha, and keeps the identity unless one is better.
 
     Args:
-        weights: the linears `[O_k, I]` that read the smoothed input.
-        abs_max: `[I]`, largest magnitude of that input.
-        quantize: fake quantization of one weight, same shape out.
-        loss: error of the parent module's output with these weights and with inputs quantized under the scale.
         insist: fold the best alpha even where the identity is better: for an alpha the user fixed.
-        heads_per_group: query heads that share a key-value head, for the input of o_proj; their scales are tied.
-        head_dim: channels per head, with `heads_per_group`.
 
     Raises:
         NumericsError: NaN or infinity in a weight, the magnitudes or the unsmoothed loss.
@@ -103,13 +75,14 @@ def search_alpha(
     from compress.common.device import require_finite
     from compress.methods.shared.smoothing import Candidate, best_scale, share_across_heads
 
+    abs_max = search.statistics.abs_max
     require_finite(abs_max, "the largest input magnitude")
-    weight_max = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
+    weight_max = torch.stack([weight.float().abs().amax(0) for weight in search.weights]).amax(0)
 
     def candidates() -> Iterator[Candidate]:
         for alpha in alphas:
             raw = abs_max.float().clamp(min=_SMALLEST) ** alpha / weight_max.clamp(min=_SMALLEST) ** (1 - alpha)
-            scale = share_across_heads(raw.clamp(min=_SMALLEST), heads_per_group, head_dim)
+            scale = share_across_heads(raw.clamp(min=_SMALLEST), search.heads_per_group, search.head_dim)
             yield Candidate(alpha, True, scale)
 
-    return best_scale(weights, candidates(), quantize, loss, insist=insist)
+    return best_scale(search, candidates(), insist=insist)

@@ -65,7 +65,6 @@ def prune_sparsegpt(
         SchemeError: the group size does not divide `I`.
         NumericsError: NaN or infinity in the weight.
     """
-    import torch
 
     from compress.checkpoint.scale_search import encode, search_scales
     from compress.checkpoint.weights.integer import IntegerWeight
@@ -76,7 +75,7 @@ def prune_sparsegpt(
     grid = None
     if scheme is not None:
         # Weights that will be gone must not widen the range of those that stay.
-        grid = Grid(search_scales(likely, scheme, factor.importance, scale_dtype or torch.bfloat16), scheme)
+        grid = Grid(search_scales(likely, scheme, factor.importance, scale_dtype), scheme)
     if factor.feedback is None or factor.spread is None:
         return likely if grid is None else encode(likely, grid.scales, grid.scheme)
     columns = GPTQSolver(weight, factor.order, factor.feedback, grid, choice=Choice(factor.spread, pattern, share))

@@ -175,18 +175,16 @@ class Int(Scheme):
     def round(
         self, weight: Tensor, importance: Tensor | None = None, scale_dtype: torch.dtype | None = None
     ) -> IntegerWeight:
-        import torch
 
         from compress.checkpoint.scale_search import encode, search_scales
 
-        return encode(weight, search_scales(weight, self, importance, scale_dtype or torch.bfloat16), self)
+        return encode(weight, search_scales(weight, self, importance, scale_dtype), self)
 
     def round_in_range(self, weight: Tensor, scale_dtype: torch.dtype | None = None) -> Tensor:
-        import torch
 
         from compress.checkpoint.scale_search import round_in_range
 
-        return round_in_range(weight, self, scale_dtype or torch.bfloat16)
+        return round_in_range(weight, self, scale_dtype)
 
 
 def integers(scheme: Scheme | None) -> Int:

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.common.errors import NumericsError
-
-Loss = Callable[[list[Tensor], Tensor], float]
-"""Error of the parent module's output with these weights, given the original inputs; and the scale `[I]` under which
-inputs would be quantized."""
+from compress.methods.base import ScaleSearch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +50,8 @@ class Candidate:
 
 
 def best_scale(
-    weights: list[Tensor],
+    search: ScaleSearch,
     candidates: Iterable[Candidate],
-    quantize: Callable[[Tensor], Tensor],
-    loss: Loss,
     *,
     insist: bool = False,
     refine: Callable[[SmoothingResult], Iterable[Candidate]] = lambda _best: (),
@@ -64,14 +59,13 @@ def best_scale(
     """Judges every candidate and the identity by the loss of quantized weights.
 
     Args:
-        weights: the linears `[O_k, I]` that read the smoothed input.
-        quantize: fake quantization of one weight, same shape out.
         insist: take the best candidate even where the identity is better.
         refine: further candidates, from the best so far.
 
     Raises:
         NumericsError: NaN or infinity in the unsmoothed loss.
     """
+    weights, quantize, loss = search.weights, search.quantize, search.loss
     identity = torch.ones(weights[0].shape[1], device=weights[0].device)
     loss_before = loss([quantize(weight) for weight in weights], identity)
     if not loss_before < float("inf"):

@@ -15,7 +15,6 @@ from compress.checkpoint.config import packed_config, read_config, write_config
 from compress.checkpoint.formats import compressed_tensors
 from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import demo_model_path
-from compress.methods.rtn import quantize_rtn
 
 MakeModel = Callable[..., Path]
 
@@ -64,7 +63,7 @@ def make_packed(make_model: MakeModel, tmp_path: Path) -> Callable[..., tuple[Pa
                 packed[name] = dequantized[name] = tensor
                 continue
             modules.append(module)
-            weight = quantize_rtn(tensor, scheme, scale_dtype=torch.float32)
+            weight = scheme.round(tensor, scale_dtype=torch.float32)
             packed |= compressed_tensors.encode(module, weight, torch.float32)
             dequantized[name] = weight.dequantize()
         quantization = compressed_tensors.quantization_config(dict.fromkeys(modules, scheme), ["lm_head"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from compress.checkpoint.scale_search import encode, range_scales
 from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError
-from compress.methods.awq import quantize_awq, search_clip, search_smoothing
-from compress.methods.rtn import quantize_rtn
+from compress.methods.awq import quantize_awq, search_smoothing
+from compress.methods.base import ScaleSearch
+from compress.methods.shared.smoothing import SmoothingResult
 
 
 def outlier_inputs(tokens: int, columns: int, seed: int = 0, spread: float = 1.5) -> Tensor:
@@ -37,6 +39,18 @@ def output_loss(weights: list[Tensor], inputs: Tensor) -> Callable[[list[Tensor]
         return float(sum(errors))
 
     return loss
+
+
+def smooth(
+    weights: list[Tensor],
+    abs_mean: Tensor,
+    quantize: Callable[[Tensor], Tensor],
+    loss: Callable[..., float],
+    num_ratios: int = 20,
+    **layout: int | None,
+) -> SmoothingResult:
+    search = ScaleSearch(weights, SimpleNamespace(abs_mean=abs_mean), quantize, loss, **layout)
+    return search_smoothing(search, num_ratios)
 
 
 def brute_force_smoothing(
@@ -71,7 +85,7 @@ def brute_force_smoothing(
 def test_smoothing_finds_the_best_grid_point(scheme: Scheme) -> None:
     inputs = outlier_inputs(256, 128)
     weights = [random_weight(32, 128, 1), random_weight(16, 128, 2)]
-    result = search_smoothing(
+    result = smooth(
         weights,
         inputs.abs().mean(0),
         fake_quantizer(scheme),
@@ -95,7 +109,7 @@ def test_few_scales_are_tried() -> None:
         tried.append(scale)
         return float((scale - 1).square().sum() + 1)
 
-    search_smoothing([weight], inputs.abs().mean(0), lambda weight: weight, loss, num_ratios=10, group_size=32)
+    smooth([weight], inputs.abs().mean(0), lambda weight: weight, loss, num_ratios=10, group_size=32)
     assert 10 < len(tried) <= 15
 
 
@@ -104,7 +118,7 @@ def test_identity_is_kept_when_nothing_is_better() -> None:
     weight = torch.randint(-8, 8, (16, 64), generator=torch.Generator().manual_seed(0)).float()
     weight[:, ::32] = -8
     inputs = outlier_inputs(64, 64)
-    result = search_smoothing(
+    result = smooth(
         [weight], inputs.abs().mean(0), fake_quantizer(Int(4, 32)), output_loss([weight], inputs), group_size=32
     )
     assert torch.equal(result.scale, torch.ones(64))
@@ -117,7 +131,7 @@ def test_identity_is_kept_when_nothing_is_better() -> None:
 def test_smoothing_is_never_worse_than_none(bits: int, seed: int) -> None:
     scheme, inputs, weight = Int(bits, 64), outlier_inputs(128, 128, seed, 0.3), random_weight(16, 128, seed)
     loss = output_loss([weight], inputs)
-    result = search_smoothing([weight], inputs.abs().mean(0), fake_quantizer(scheme), loss, 5, group_size=64)
+    result = smooth([weight], inputs.abs().mean(0), fake_quantizer(scheme), loss, 5, group_size=64)
     restored = fake_quantizer(scheme)(weight * result.scale) / result.scale
     assert loss([restored]) == pytest.approx(result.loss_after, rel=1e-5)
     assert result.loss_after <= result.loss_before
@@ -126,7 +140,7 @@ def test_smoothing_is_never_worse_than_none(bits: int, seed: int) -> None:
 
 def test_query_heads_of_one_value_head_share_their_scale() -> None:
     inputs, weight = outlier_inputs(128, 4 * 16), random_weight(32, 4 * 16)
-    result = search_smoothing(
+    result = smooth(
         [weight],
         inputs.abs().mean(0),
         fake_quantizer(Int(3, 32)),
@@ -144,7 +158,7 @@ def test_silent_inputs_and_wild_magnitudes_keep_scales_finite() -> None:
     weight, scheme = random_weight(8, 64), Int(4, 32)
     for magnitude in (torch.zeros(64), torch.logspace(-30, 30, 64), torch.eye(64)[0]):
         inputs = magnitude.clamp(max=1e4) * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-        result = search_smoothing([weight], magnitude, fake_quantizer(scheme), output_loss([weight], inputs))
+        result = smooth([weight], magnitude, fake_quantizer(scheme), output_loss([weight], inputs))
         assert torch.isfinite(result.scale).all()
         assert (result.scale > 0).all()
 
@@ -163,7 +177,7 @@ def test_ranges_beat_every_limit_of_the_released_recipe(scheme: Scheme, tokens: 
     inputs = outlier_inputs(tokens, 128) @ (torch.eye(128) + 0.3 * torch.randn(128, 128, generator=generator))
     weight = random_weight(24, 128)
     groups = scheme.num_groups(128)
-    found = quantize_awq(weight, scheme, clip=search_clip(weight, inputs, scheme))
+    found = quantize_awq(weight, scheme, inputs=inputs)
     errors = group_output_errors(weight, found, inputs)
     peaks = weight.unflatten(1, (groups, -1)).abs().amax(-1, keepdim=True)
     for step in range(10):
@@ -171,7 +185,7 @@ def test_ranges_beat_every_limit_of_the_released_recipe(scheme: Scheme, tokens: 
         clipped = weight.unflatten(1, (groups, -1)).clamp(-limit, limit).flatten(1)
         rival = encode(clipped, range_scales(clipped, scheme), scheme)
         assert errors.sum() < group_output_errors(weight, rival, inputs).sum()
-    assert errors.sum() < 0.9 * group_output_errors(weight, quantize_rtn(weight, scheme), inputs).sum()
+    assert errors.sum() < 0.9 * group_output_errors(weight, scheme.round(weight), inputs).sum()
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -181,29 +195,29 @@ def test_every_scheme_is_at_least_as_good_as_rounding(bits: int, group_size: int
     scheme = Int(bits, group_size, symmetric)
     inputs, weight = outlier_inputs(256, 128), random_weight(16, 128)
     loss = output_loss([weight], inputs)
-    smoothing = search_smoothing([weight], inputs.abs().mean(0), fake_quantizer(scheme), loss, 5, group_size=group_size)
+    smoothing = smooth([weight], inputs.abs().mean(0), fake_quantizer(scheme), loss, 5, group_size=group_size)
     smoothed, eased = weight * smoothing.scale, inputs / smoothing.scale
-    quantized = quantize_awq(smoothed, scheme, clip=search_clip(smoothed, eased, scheme))
-    again = quantize_awq(smoothed, scheme, clip=search_clip(smoothed, eased, scheme))
+    quantized = quantize_awq(smoothed, scheme, inputs=eased)
+    again = quantize_awq(smoothed, scheme, inputs=eased)
     assert torch.equal(quantized.qweight, again.qweight)
-    assert loss([quantized.dequantize() / smoothing.scale]) < loss([quantize_rtn(weight, scheme).dequantize()])
+    assert loss([quantized.dequantize() / smoothing.scale]) < loss([scheme.round(weight).dequantize()])
 
 
 def test_without_ranges_the_importance_decides() -> None:
     weight, importance = random_weight(16, 64), outlier_inputs(64, 64).square().mean(0)
     by_awq = quantize_awq(weight, Int(4, 32), importance)
-    assert torch.equal(by_awq.qweight, quantize_rtn(weight, Int(4, 32), importance).qweight)
+    assert torch.equal(by_awq.qweight, Int(4, 32).round(weight, importance).qweight)
 
 
 def test_refusals() -> None:
     weight, inputs = random_weight(4, 64), outlier_inputs(16, 64)
     inputs[0, 0] = torch.nan
     with pytest.raises(NumericsError, match="sample inputs"):
-        search_clip(weight, inputs, Int(4, 32))
+        quantize_awq(weight, Int(4, 32), inputs=inputs)
     with pytest.raises(NumericsError, match="input magnitude"):
-        search_smoothing([weight], inputs.abs().mean(0), lambda w: w, lambda w, s: 0.0)
+        smooth([weight], inputs.abs().mean(0), lambda w: w, lambda w, s: 0.0)
     with pytest.raises(NumericsError, match="before smoothing is nan"):
-        search_smoothing([weight], torch.ones(64), lambda w: w, lambda w, s: float("nan"))
+        smooth([weight], torch.ones(64), lambda w: w, lambda w, s: float("nan"))
     weight[0, 0] = torch.inf
     with pytest.raises(NumericsError, match="weight"):
         quantize_awq(weight, Int(4, 32))

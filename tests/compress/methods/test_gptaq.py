@@ -9,7 +9,7 @@ from torch import Tensor
 from calibration.statistics import InputDifference
 from compress.checkpoint.scale_search import GroupScales, search_scales
 from compress.checkpoint.weights import Int, Scheme
-from compress.methods.gptaq import DriftedFactor, quantize_gptaq
+from compress.methods.gptaq import DriftedFactor
 from compress.methods.gptq import quantize_gptq
 from compress.methods.shared.hessian import HessianOptions, factorize
 
@@ -66,7 +66,7 @@ def test_codes_are_those_of_the_papers_formula(layer, scheme: Scheme, alpha: flo
     hessian, difference = moments(inputs, dense)
     factor = factorize(hessian)
     drifted = DriftedFactor.of(factor, difference, alpha)
-    packed = quantize_gptaq(weight, drifted, scheme, torch.float32)
+    packed = drifted.quantize(weight, scheme, torch.float32)
     scales = search_scales(drifted.targets(weight), scheme, factor.importance, torch.float32)
     expected = paper(weight, hessian, difference, factor.order, scales, scheme, alpha)
     assert float((packed.qweight != expected).float().mean()) < 0.001
@@ -77,7 +77,7 @@ def test_without_a_difference_it_is_gptq(layer) -> None:
     factor, scheme = factorize(2 * inputs.T @ inputs / TOKENS), Int(3, 32)
     plain = quantize_gptq(weight, factor, scheme)
     for difference, alpha in ((torch.zeros(INPUTS, INPUTS), 1.0), (torch.randn(INPUTS, INPUTS), 0.0)):
-        packed = quantize_gptaq(weight, DriftedFactor.of(factor, difference, alpha), scheme)
+        packed = DriftedFactor.of(factor, difference, alpha).quantize(weight, scheme)
         assert packed.qweight.equal(plain.qweight)
         assert packed.scales.equal(plain.scales)
 
@@ -87,7 +87,7 @@ def test_the_dense_output_is_met_better_than_by_gptq(layer, bits: int) -> None:
     weight, inputs, dense = layer
     hessian, difference = moments(inputs, dense)
     factor, scheme = factorize(hessian), Int(bits, 32)
-    packed = quantize_gptaq(weight, DriftedFactor.of(factor, difference), scheme)
+    packed = DriftedFactor.of(factor, difference).quantize(weight, scheme)
     plain = quantize_gptq(weight, factor, scheme)
     wanted = dense @ weight.T
     losses = [float((inputs @ each.dequantize().T - wanted).square().sum()) for each in (packed, plain)]
@@ -99,7 +99,7 @@ def test_pruned_weights_stay_zero(layer) -> None:
     hessian, difference = moments(inputs, dense)
     kept = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5
     drifted = DriftedFactor.of(factorize(hessian), difference)
-    packed = quantize_gptaq(weight, drifted, Int(3, 32), kept=kept)
+    packed = drifted.quantize(weight, Int(3, 32), kept=kept)
     assert bool((packed.dequantize()[~kept] == 0).all())
 
 
@@ -107,7 +107,7 @@ def test_inputs_that_were_never_excited_round_to_nearest(layer) -> None:
     weight = layer[0]
     drifted = DriftedFactor.of(factorize(torch.zeros(INPUTS, INPUTS)), torch.zeros(INPUTS, INPUTS))
     assert drifted.targets(weight) is weight
-    assert quantize_gptaq(weight, drifted, Int(4, 32)).qweight.shape == weight.shape
+    assert drifted.quantize(weight, Int(4, 32)).qweight.shape == weight.shape
 
 
 def test_differences_add_up_over_batches(layer) -> None:

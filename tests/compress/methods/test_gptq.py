@@ -11,7 +11,6 @@ from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError, SchemeError
 from compress.methods.gptq import quantize_gptq
-from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import HessianOptions, factorize
 
 PLAIN = HessianOptions(activation_order=False)
@@ -94,7 +93,7 @@ def test_every_scheme_beats_rounding(bits: int, group_size: int | None, symmetri
     found = quantize_gptq(weight, factorize(hessian), scheme)
     assert found.qweight.shape == weight.shape
     assert found.qweight.max() <= scheme.max_code
-    rounded = quantize_rtn(weight, scheme, hessian.diagonal())
+    rounded = scheme.round(weight, hessian.diagonal())
     assert output_error(weight, found, inputs) < 0.7 * output_error(weight, rounded, inputs)
 
 
@@ -104,8 +103,8 @@ def test_each_default_earns_its_place(scheme: Scheme) -> None:
     inputs, weight = correlated_inputs(2048, 256), random_weight(128, 256)
     hessian = hessian_of(inputs)
     plain_range = output_error(weight, encode(weight, range_scales(weight, scheme), scheme), inputs)
-    rounded = output_error(weight, quantize_rtn(weight, scheme), inputs)
-    weighted = output_error(weight, quantize_rtn(weight, scheme, hessian.diagonal()), inputs)
+    rounded = output_error(weight, scheme.round(weight), inputs)
+    weighted = output_error(weight, scheme.round(weight, hessian.diagonal()), inputs)
     in_order = output_error(weight, quantize_gptq(weight, factorize(hessian, PLAIN), scheme), inputs)
     by_activation = output_error(weight, quantize_gptq(weight, factorize(hessian), scheme), inputs)
     assert by_activation < 0.85 * in_order < 0.85 * weighted < 0.85 * rounded < 0.85 * plain_range
@@ -150,7 +149,7 @@ def test_a_rank_deficient_hessian_needs_no_recovery() -> None:
     inputs, weight = correlated_inputs(20, 128), random_weight(16, 128)
     factor = factorize(hessian_of(inputs))
     assert (factor.damping, factor.recovery) == (0.01, "")
-    rounded = output_error(weight, quantize_rtn(weight, Int(4, 64)), inputs)
+    rounded = output_error(weight, Int(4, 64).round(weight), inputs)
     assert output_error(weight, quantize_gptq(weight, factor, Int(4, 64)), inputs) < 0.1 * rounded
 
 
@@ -194,7 +193,7 @@ def test_a_zero_hessian_falls_back_to_rounding_and_says_so() -> None:
     assert factor.damping is None
     assert factor.recovery == "rtn: every calibration input was zero"
     assert factor.dead_columns == 64
-    assert torch.equal(quantize_gptq(weight, factor, Int(4, 32)).qweight, quantize_rtn(weight, Int(4, 32)).qweight)
+    assert torch.equal(quantize_gptq(weight, factor, Int(4, 32)).qweight, Int(4, 32).round(weight).qweight)
 
 
 def indefinite(excess: float) -> Tensor:

@@ -10,7 +10,6 @@ from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError
 from compress.methods.hqq import Splitting, norm_error, quantize_hqq
-from compress.methods.rtn import quantize_rtn
 
 SCHEMES = [Int(bits, group, symmetric) for bits in (2, 3, 4) for group in (64, None) for symmetric in (True, False)]
 
@@ -32,7 +31,7 @@ def errors(weight: Tensor, packed: IntegerWeight, exponent: float = Splitting().
 def test_no_group_is_worse_than_round_to_nearest(scheme: Scheme, weight: Tensor) -> None:
     before = weight.clone()
     packed = quantize_hqq(weight, scheme)
-    fitted, nearest = errors(weight, packed), errors(weight, quantize_rtn(weight, scheme))
+    fitted, nearest = errors(weight, packed), errors(weight, scheme.round(weight))
     # Codes are chosen by a division here and by a product with the reciprocal in the search: half steps may differ.
     assert bool((fitted <= nearest * (1 + 1e-4)).all())
     assert float(fitted.sum()) < 0.999 * float(nearest.sum())
@@ -48,7 +47,7 @@ def test_one_outlier_does_not_widen_the_grid() -> None:
     weight[0, 63] = 8.0
     scheme = Int(3, 64, symmetric=False)
     typical = (quantize_hqq(weight, scheme).dequantize() - weight).abs()[0, :63].mean()
-    nearest = (quantize_rtn(weight, scheme).dequantize() - weight).abs()[0, :63].mean()
+    nearest = (scheme.round(weight).dequantize() - weight).abs()[0, :63].mean()
     assert float(typical) < 0.7 * float(nearest)
 
 

@@ -20,7 +20,6 @@ from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.evaluate.scorers import open_scorer
 from compress.methods.gptq import quantize_gptq
 from compress.methods.outlier_columns import beside_outliers, highest, quantize_gptq_beside, sensitivity
-from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
@@ -57,7 +56,7 @@ def compress(model: Path, out: Path, *stages: Stage) -> RunResult:
 def test_what_is_stored_is_read_back_and_as_large_as_computed(scheme) -> None:
     _, weight = inputs_and_weight()
     columns, scheme = torch.tensor([3, 40, 127]), OutlierColumns(scheme, 3)
-    stored = beside_outliers(weight, quantize_rtn(weight.index_fill(1, columns, 0), scheme.inner), columns, scheme)
+    stored = beside_outliers(weight, scheme.inner.round(weight.index_fill(1, columns, 0)), columns, scheme)
     tensors = compress_runtime.encode("m", stored, torch.bfloat16)
 
     def get(name: str) -> torch.Tensor:
@@ -89,7 +88,7 @@ def test_the_example_of_the_format_page() -> None:
 def test_parts_that_contradict_each_other_are_refused() -> None:
     _, weight = inputs_and_weight()
     scheme, columns = OutlierColumns(Int(4, 32), 2), torch.tensor([5, 9], dtype=torch.int32)
-    base = without_columns(quantize_rtn(weight, scheme.inner), columns)
+    base = without_columns(scheme.inner.round(weight), columns)
     values = weight[:, columns.long()].bfloat16()
     OutlierWeight(base, columns, values, scheme)
     with pytest.raises(SchemeError, match="do not fit"):
@@ -99,7 +98,7 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(SchemeError, match="do not rise"):
         OutlierWeight(base, torch.tensor([5, 128], dtype=torch.int32), values, scheme)
     with pytest.raises(SchemeError, match="zero point"):
-        OutlierWeight(quantize_rtn(weight, scheme.inner), columns, values, scheme)
+        OutlierWeight(scheme.inner.round(weight), columns, values, scheme)
     with pytest.raises(SchemeError, match="outlier columns"):
         Scheme.from_dict({"bits": 4, "group_size": 32, "sparsity": "2:4", "outliers": 2})
     with pytest.raises(SchemeError, match="128 inputs"):
@@ -142,7 +141,7 @@ def test_columns_in_16_bits_make_up_for_the_others() -> None:
 def test_products_equal_the_dequantized_weight(scheme, dtype) -> None:
     x, weight = inputs_and_weight()
     columns, scheme = torch.tensor([3, 40, 41, 127]), OutlierColumns(scheme, 4)
-    stored = beside_outliers(weight, quantize_rtn(weight.index_fill(1, columns, 0), scheme.inner), columns, scheme)
+    stored = beside_outliers(weight, scheme.inner.round(weight.index_fill(1, columns, 0)), columns, scheme)
     target = Target(torch.device("cpu"), dtype)
     x = x[:5].to(dtype)
     for kernels in ("auto", "reference"):

@@ -14,7 +14,6 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError
 from compress.methods.gptq import quantize_gptq
 from compress.methods.pruning import keep_pattern, keep_share, scores
-from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.methods.sparsegpt import prune_sparsegpt
 
@@ -143,7 +142,7 @@ def test_zeros_are_exact_in_every_scheme(bits, symmetric, pattern, seed) -> None
     score = scores("wanda", weight, hessian.diagonal())
     kept = keep_pattern(score, pattern) if pattern else keep_share(score, 0.5, per_output=True)
     after = quantize_gptq(weight, factorize(hessian), scheme, kept=kept).dequantize()
-    rounded = quantize_rtn(weight * kept, scheme).dequantize()
+    rounded = scheme.round(weight * kept).dequantize()
     for result in (after, rounded):
         assert (result[~kept] == 0).all()
     if pattern:
@@ -157,7 +156,7 @@ def test_joint_rounding_beats_rounding_afterwards() -> None:
     factor, scheme = factorize(hessian_of(inputs), HessianOptions(activation_order=False)), Int(4, 32)
     joint = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5, scheme))
     pruned = values_of(prune_sparsegpt(weight, factor, TWO_OF_FOUR, 0.5))
-    after = quantize_rtn(pruned, scheme, inputs.square().mean(0)).dequantize()
+    after = scheme.round(pruned, inputs.square().mean(0)).dequantize()
     assert output_error(weight, joint, inputs) < output_error(weight, after, inputs)
 
 

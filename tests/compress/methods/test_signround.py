@@ -11,7 +11,6 @@ from torch import Tensor
 from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods.gptq import quantize_gptq
-from compress.methods.rtn import quantize_rtn
 from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.methods.shared.learned_rounding import LARGEST_OFFSET, Learned, LearnedRounding, learn
 
@@ -35,7 +34,7 @@ def output_error(weight: Tensor, values: Tensor, inputs: Tensor) -> Tensor:
 
 
 def started(weight: Tensor, scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> LearnedRounding:
-    return LearnedRounding(weight, quantize_rtn(weight, scheme, scale_dtype=dtype))
+    return LearnedRounding(weight, scheme.round(weight, scale_dtype=dtype))
 
 
 def taught(weight: Tensor, start: IntegerWeight, inputs: Tensor, seed: int = 0) -> tuple[IntegerWeight, Learned]:
@@ -100,7 +99,7 @@ def by_autograd(rounding: LearnedRounding, weight: Tensor, start: IntegerWeight)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gradients_pass_straight_through_rounding_and_end_at_the_clamp(symmetric: bool) -> None:
     weight, scheme = random_weight(), Int(3, 32, symmetric)
-    start = quantize_rtn(weight, scheme, scale_dtype=torch.float32)
+    start = scheme.round(weight, scale_dtype=torch.float32)
     # Values between the codes' borders, so that both ways of writing it begin with the same numbers.
     weight = start.dequantize() + 0.1 * start.scales.float().repeat_interleave(32, 1)
     rounding, upstream = LearnedRounding(weight, start), torch.randn(weight.shape)
@@ -113,7 +112,7 @@ def test_gradients_pass_straight_through_rounding_and_end_at_the_clamp(symmetric
 @pytest.mark.parametrize("scheme", [Int(2, 32), Int(3, 32), Int(3, None, False), Int(4, 64)], ids=str)
 def test_learning_beats_where_it_begins(scheme: Scheme) -> None:
     weight, inputs = random_weight(), correlated_inputs()
-    start = quantize_rtn(weight, scheme, inputs.square().mean(0))
+    start = scheme.round(weight, inputs.square().mean(0))
     _, learned = taught(weight, start, inputs)
     assert learned.step > 0
     assert learned.loss_after < 0.75 * learned.loss_before
@@ -121,7 +120,7 @@ def test_learning_beats_where_it_begins(scheme: Scheme) -> None:
 
 def test_equal_seeds_give_equal_codes() -> None:
     weight, inputs = random_weight(), correlated_inputs()
-    start = quantize_rtn(weight, Int(3, 32))
+    start = Int(3, 32).round(weight)
     first, second = taught(weight, start, inputs), taught(weight, start, inputs)
     assert equal(first[0], second[0])
     assert first[1] == second[1]
@@ -133,7 +132,7 @@ def never_better() -> Callable[[], float]:
 
 
 def test_keeps_the_start_when_nothing_is_better() -> None:
-    weight, start = random_weight(), quantize_rtn(random_weight(), Int(3, 32))
+    weight, start = random_weight(), Int(3, 32).round(random_weight())
     rounding = LearnedRounding(weight, start)
     learned = learn([rounding], lambda _: rounding.values().sum().backward(), never_better(), 20, 0.05)
     assert learned == Learned(0, 1.0, 1.0)

@@ -16,7 +16,6 @@ from compress.checkpoint.writer import export_checkpoint
 from compress.cli.tables import embedding_tip
 from compress.common.errors import RecipeError
 from compress.evaluate.scorers import open_scorer
-from compress.methods.rtn import quantize_rtn
 from compress.pipeline import embed_and_head
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
@@ -70,7 +69,7 @@ def test_a_tied_matrix_is_stored_once_and_serves_both(tiny_model, tmp_path, sche
     assert verify_structure(tmp_path / "packed", TensorFiles.open(source)).ok
     assert compare_with_report(tmp_path / "packed") == []
     assert EMBEDDING in {each["linears"][0]["module"] for each in result.report["ends"]}
-    wanted = quantize_rtn(TensorFiles.open(source).tensor(f"{EMBEDDING}.weight").float(), scheme)
+    wanted = scheme.round(TensorFiles.open(source).tensor(f"{EMBEDDING}.weight").float())
     assert torch.equal(packed.packed_weight(EMBEDDING).qweight, wanted.qweight)
     served = open_scorer(tmp_path / "packed", dtype="float64").logits(tokens())
     crossed = open_scorer(tmp_path / "packed", "transformers", dtype="float64").logits(tokens())
