@@ -21,7 +21,6 @@ from typing import Annotated
 import torch
 from demo_training import card, evaluation, models, texts
 from demo_training.loop import Budget, Trainer
-from demo_training.optimizer import MuonAdam
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -105,7 +104,7 @@ def make_trainer(options: Options, streams: texts.Streams, vocabulary: int) -> T
     settings = {name: getattr(options, name) for name in kept} | {"train_tokens": len(streams.train)}
     return Trainer(
         model=model,
-        optimizer=MuonAdam(model.named_parameters(), options.muon_lr, options.adam_lr),
+        learning_rates=(options.muon_lr, options.adam_lr),
         sampler=texts.Sampler(streams.train, options.batch, options.length, options.seed, options.long_every),
         budget=Budget(options.steps, options.minutes),
         folder=options.folder / "snapshots",

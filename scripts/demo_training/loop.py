@@ -1,4 +1,4 @@
-"""The training loop: a schedule, a budget in steps or minutes, snapshots, and a line of progress."""
+"""The training loop: optimizers, a schedule, a budget in steps or minutes, snapshots, and a line of progress."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from torch.nn import functional
+from torch.optim import Adam, Muon, Optimizer
 
 from demo_training import snapshot
-from demo_training.optimizer import MuonAdam
 from demo_training.texts import Sampler
 
 
@@ -37,10 +37,21 @@ def learning_rate_scale(used: float, warm_up: float = 0.02, decay: float = 0.5) 
     return max(0.0, min(1.0, (used + 1e-3) / warm_up, (1 - used) / decay))
 
 
+def make_optimizers(model: torch.nn.Module, muon_lr: float, adam_lr: float) -> list[Optimizer]:
+    """Muon (Jordan et al., 2024) on the matrices, Adam on embeddings and norms."""
+    named = dict(model.named_parameters())
+    matrices = {n: p for n, p in named.items() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
+    others = [parameter for name, parameter in named.items() if name not in matrices]
+    return [
+        Muon(matrices.values(), lr=muon_lr, weight_decay=0.0, momentum=0.95),
+        Adam(others, lr=adam_lr, betas=(0.9, 0.95), eps=1e-8),
+    ]
+
+
 @dataclass
 class Trainer:
     model: torch.nn.Module
-    optimizer: MuonAdam
+    learning_rates: tuple[float, float]  # peaks of Muon and Adam
     sampler: Sampler
     budget: Budget
     folder: Path  # for snapshots
@@ -48,6 +59,9 @@ class Trainer:
     snapshot_minutes: float = 5.0
     compiled: bool = False
     progress: snapshot.Progress = field(default_factory=snapshot.Progress)
+
+    def __post_init__(self) -> None:
+        self.optimizers = make_optimizers(self.model, *self.learning_rates)
 
     def run(self, console: Console) -> snapshot.Progress:
         loss_of = torch.compile(self.loss, dynamic=False) if self.compiled else self.loss
@@ -63,7 +77,10 @@ class Trainer:
         return self.progress
 
     def load(self) -> None:
-        self.progress = snapshot.restore(self.folder, self.settings, self.optimizer)
+        self.progress = snapshot.restore(self.folder, self.settings, [self.model, *self.optimizers])
+
+    def save(self) -> None:
+        snapshot.save(self.folder, self.progress, self.settings, [self.model, *self.optimizers])
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -76,7 +93,11 @@ class Trainer:
         value = float(loss.detach())
         if value != value:
             raise FloatingPointError(f"the loss is not a number at step {self.progress.step}: lower the learning rates")
-        self.optimizer.step(self.progress.step, learning_rate_scale(self.budget.used(self.progress)))
+        scale = learning_rate_scale(self.budget.used(self.progress))
+        for optimizer, peak in zip(self.optimizers, self.learning_rates, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * scale
+            optimizer.step()
+            optimizer.zero_grad()
         self.progress.step += 1
         self.progress.tokens += ids.shape[0] * (ids.shape[1] - 1)
         self.progress.seconds += time.monotonic() - began
@@ -89,9 +110,6 @@ class Trainer:
             chosen = logits.gather(1, ids[:, 1:].reshape(-1, 1)).squeeze(1)
             return (logits.logsumexp(-1) - chosen).mean()
 
-    def save(self) -> None:
-        snapshot.save(self.folder, self.progress, self.settings, self.optimizer)
-
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -101,34 +119,26 @@ class Reporter:
     """A live bar on a terminal, a line every half minute elsewhere."""
 
     def __init__(self, console: Console, budget: Budget) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
-        self.bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self.task = self.bar.add_task("training", total=1.0)
         self.console, self.budget, self.every = console, budget, 2.0 if console.is_terminal else 30.0
         self.losses: list[float] = []
-        self.last, self.last_tokens, self.last_used = time.monotonic(), -1, 0.0
+        self.last = time.monotonic()
 
     def add(self, progress: snapshot.Progress, loss: float) -> None:
         self.losses.append(loss)
         used = self.budget.used(progress)
-        if self.last_tokens < 0:  # the first step compiles: it says nothing about speed
-            self.last_tokens, self.last_used, self.last = progress.tokens, used, time.monotonic()
-        passed = time.monotonic() - self.last
-        if passed < self.every and used < 1:
+        if time.monotonic() - self.last < self.every and used < 1:
             return
         mean = sum(self.losses) / len(self.losses)
         progress.losses.append((progress.step, round(mean, 4)))
-        rate = (progress.tokens - self.last_tokens) / max(passed, 1e-9)
-        left = max(0.0, 1 - used) * passed / max(used - self.last_used, 1e-9)
-        self._show(progress, mean, rate, left, used)
-        self.losses, self.last = [], time.monotonic()
-        self.last_tokens, self.last_used = progress.tokens, used
-
-    def _show(self, progress: snapshot.Progress, loss: float, rate: float, left: float, used: float) -> None:
+        left = progress.seconds * max(0.0, 1 / used - 1)
         line = (
-            f"step {progress.step}  {progress.tokens / 1e6:.2f}M tokens  loss {loss:.3f}  "
-            f"{rate:,.0f} tokens/s  {left / 60:.1f} min left"
+            f"step {progress.step}  {progress.tokens / 1e6:.2f}M tokens  loss {mean:.3f}  "
+            f"{progress.tokens / progress.seconds:,.0f} tokens/s  {left / 60:.1f} min left"
         )
         self.bar.update(self.task, completed=min(used, 1.0), description=line)
         if not self.console.is_terminal:
             self.console.print(line, highlight=False)
+        self.losses, self.last = [], time.monotonic()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def arguments(texts: Path, out: Path, *more: str) -> list[str]:
 
 
 def snapshots(out: Path) -> list[Path]:
-    return sorted((out.with_name(out.name + "-training") / "snapshots").glob("step-????????"))
+    return sorted((out.with_name(out.name + "-training") / "snapshots").glob("step-????????.pt"))
 
 
 @pytest.mark.full
@@ -57,30 +58,31 @@ def test_a_killed_run_resumes_and_ends_with_identical_weights(main, texts, tmp_p
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     main(arguments(texts, whole))
     kill_after(10, arguments(texts, killed, "--snapshot-minutes", "0"), killed)
-    reached = state(killed)["step"]
+    reached = snapshot(killed)["progress"]["step"]
     assert 10 <= reached < STEPS
     assert not killed.exists(), "no checkpoint before the end"
 
     main(arguments(texts, killed))
 
-    assert state(killed)["step"] == state(whole)["step"] == STEPS
-    assert state(killed)["tokens"] == state(whole)["tokens"] == STEPS * 4 * 32
-    same(*(load_file(snapshots(out)[-1] / "tensors.safetensors") for out in (whole, killed)))
+    ends = [snapshot(out) for out in (whole, killed)]
+    assert [end["progress"]["step"] for end in ends] == [STEPS, STEPS]
+    assert [end["progress"]["tokens"] for end in ends] == [STEPS * 4 * 32] * 2
+    same(*(end["states"][0] for end in ends))
     same(load_file(whole / "model.safetensors"), load_file(killed / "model.safetensors"))
 
 
 def kill_after(step: int, args: list[str], out: Path) -> None:
     process = subprocess.Popen([sys.executable, str(SCRIPTS / "train_demo_model.py"), *args])
     try:
-        while process.poll() is None and not any(int(p.name[5:]) >= step for p in snapshots(out)):
+        while process.poll() is None and not any(int(p.stem[5:]) >= step for p in snapshots(out)):
             time.sleep(0.005)
     finally:
         process.kill()
         process.wait()
 
 
-def state(out: Path) -> dict[str, int]:
-    return json.loads((snapshots(out)[-1] / "state.json").read_text())["progress"]
+def snapshot(out: Path) -> dict[str, Any]:
+    return torch.load(snapshots(out)[-1], weights_only=True)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
