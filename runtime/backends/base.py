@@ -14,7 +14,6 @@ from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
-from runtime.core.rope import Rotary
 
 Stored = TypeVar("Stored", contravariant=True)
 """Stored forms of weights that a kernel multiplies by."""
@@ -70,6 +69,18 @@ class Ops(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up [T, I]` of both side by side, `[T, 2 * I]`."""
+        ...
+
+    def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """As `silu_and_mul`, with any activation."""
+        ...
+
+
+class Rotary(Protocol):
+    """Rotary embedding of a model."""
+
+    def by(self, distances: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes cosine and signed sine `[T, 1, D]` that move rotated heads by int64 `distances [T]`."""
         ...
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
-from runtime.core.request import SamplingParams
-from runtime.core.step import SamplingMetadata, ScheduledSequence, ancestor_bits, paths
+from runtime.core.draft_tree import ancestor_bits, paths
+from runtime.core.request import Constraint, SamplingParams
+from runtime.core.request import Sequence as LiveSequence
+from runtime.core.step import ScheduledSequence
 
 MIN_SHARED_BLOCKS = 16
 """Short spans of equally many tokens share one attention call when their block tables round up to the same power of
@@ -264,6 +266,64 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device; itself on a CPU. It goes through pinned memory, which torch does not reuse
     before the copy is done: from other memory a copy waits for all that the device has to do."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """Parameters of one row. They depend on its sequence only, so its token does not depend on the rest of the batch.
+
+    Attributes:
+        position: position of the new token in its sequence.
+        prompt_token_ids, output_token_ids: tokens before it, as far as penalties need them.
+        mask: one bit per token id, lowest bit of the first byte first; only tokens whose bit is set may be sampled.
+            None allows all.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    position: int
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    mask: bytes | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether bias, mask or penalties apply."""
+        return bool(self.sampling.logit_bias) or self.mask is not None or self.sampling.has_penalties
+
+
+def build_sampling_metadata(entry: ScheduledSequence) -> list[SamplingMetadata]:
+    """Builds the metadata of rows `num_tokens - 1` to `num_tokens - 1 + num_draft_tokens` of an entry that samples.
+
+    Row `i` treats draft token `i - 1` and those before it (its ancestors in a tree) as accepted: they are in its
+    history and in the state of its constraint. The constraint is restored; a sequence with a constraint has no tree.
+    """
+    sequence = entry.sequence
+    draft = sequence.draft_token_ids[: entry.num_draft_tokens]
+    masks = _masks(sequence.constraint, draft)
+    drafted = [[], *([draft[number] for number in path] for path in paths(entry.draft_parents))] if draft else [[]]
+    return [_metadata(sequence, before, mask) for before, mask in zip(drafted, masks, strict=True)]
+
+
+def _metadata(sequence: LiveSequence, drafted: list[int], mask: bytes | None) -> SamplingMetadata:
+    request, sampling = sequence.request, sequence.request.sampling
+    prompt = request.prompt_token_ids if sampling.repetition_penalty != 1 else ()
+    output = sequence.output_token_ids + drafted if sampling.has_penalties else ()
+    return SamplingMetadata(sampling, request.seed, sequence.num_tokens + len(drafted), prompt, output, mask)
+
+
+def _masks(constraint: Constraint | None, draft: list[int]) -> list[bytes | None]:
+    """Returns a mask per row. Rows after a forbidden draft token have none: that token is never accepted."""
+    masks: list[bytes | None] = [None] * (len(draft) + 1)
+    if constraint is None:
+        return masks
+    masks[0] = constraint.mask()
+    num_accepted = 0
+    while num_accepted < len(draft) and constraint.accept([draft[num_accepted]]):
+        num_accepted += 1
+        masks[num_accepted] = constraint.mask()
+    constraint.rollback(num_accepted)
+    return masks
 
 
 MIN_TEMPERATURE = 1e-20

@@ -1,19 +1,197 @@
-"""The decoder: interprets the blocks of a family over a flattened token axis, without batches or padding."""
+"""The decoder and its embeddings: interprets the blocks of a family over a flattened token axis, without batches or
+padding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from compress.checkpoint.packing import pack_bits, unpack_bits
+from compress.checkpoint.weights.integer import IntegerWeight
 from compress.models.spec import Attention as AttentionSpec
-from compress.models.spec import GatedMLP
-from runtime.backends.base import Attention, Linear, Ops, RunLayers
-from runtime.backends.torch.ops import TorchOps, activate_multiply
+from compress.models.spec import Rope
+from runtime.backends.base import Attention, Linear, Ops, RowSource, RunLayers, Target
 from runtime.core.model_config import DecoderConfig
-from runtime.core.rope import Rotary
-from runtime.model.embedding import Embedding
+
+
+class Rotary:
+    """Rotates query and key heads by their positions.
+
+    Angles are computed in float32 for every dtype, as the models were trained and as transformers does; cosine and
+    sine are then rounded to the activation dtype.
+    """
+
+    def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies, self.scale = VARIANTS[rope.type](rope, head_dim)
+        # rotated = x * cos(angle) + swap_halves(x) * (-sin, +sin): a negative frequency gives the sign at no cost.
+        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
+        self.dtype = dtype
+
+    def exact(self) -> Rotary:
+        """Returns the same rotary embedding with angles in float64.
+
+        In float32 an angle is off by `position * 6e-8`, too much for positions far beyond the context, whose
+        differences count.
+        """
+        exact = copy(self)
+        exact.frequencies = self.frequencies.double()
+        return exact
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes cosine and signed sine `[T, 1, D]` of int64 positions `[T]`, shared by all layers of a step."""
+        cos, sin = self._cos_sin(positions)
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def by(self, distances: Tensor) -> tuple[Tensor, Tensor]:
+        """As `at`, for moving heads that are already rotated (and scaled) by int64 `distances [T]`."""
+        cos, sin = self._cos_sin(distances)
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (positions.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies).unsqueeze(-2)
+        return angles.cos(), angles.sin()
+
+
+def _default(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    return 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+
+
+def _linear(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Position interpolation (arXiv:2306.15595): positions are divided by `factor`."""
+    frequencies, scale = _default(rope, head_dim)
+    return frequencies / rope.options["factor"], scale
+
+
+def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those in between blended."""
+    frequencies, scale = _default(rope, head_dim)
+    low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
+    cycles = rope.options["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((cycles - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / rope.options["factor"] + kept * frequencies, scale
+
+
+def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv:2309.00071), sections 3.2 to 3.4: the same blend over dimensions, and a temperature on attention."""
+    frequencies, _ = _default(rope, head_dim)
+    factor = rope.options["factor"]
+    fast, slow = rope.options.get("beta_fast") or 32, rope.options.get("beta_slow") or 1
+    context = rope.options["original_max_position_embeddings"]
+    low, high = (
+        head_dim * math.log(context / (cycles * 2 * math.pi)) / (2 * math.log(rope.theta)) for cycles in (fast, slow)
+    )
+    if rope.options.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    kept = 1 - ramp.clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / factor + kept * frequencies, _yarn_scale(rope)
+
+
+def _yarn_scale(rope: Rope) -> float:
+    explicit = rope.options.get("attention_factor")
+    if explicit is not None:
+        return float(explicit)
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.options["factor"]) + 1.0 if rope.options["factor"] > 1 else 1.0
+
+    above, below = rope.options.get("mscale"), rope.options.get("mscale_all_dim")
+    return temperature(above) / temperature(below) if above and below else temperature(1.0)
+
+
+VARIANTS: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+class Embedding(Protocol):
+    """A matrix `[V, H]` whose rows are looked up."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds; 0 where the output head holds them."""
+        ...
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Copies rows `[T, H]` of int64 `token_ids [T]` in the activation dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseEmbedding:
+    """A dense matrix; a memory-mapped weight stays mapped."""
+
+    weight: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.weight.index_select(0, token_ids)
+
+
+class PackedEmbedding:
+    """A matrix of codes, packed as stored; looked-up rows are dequantized."""
+
+    def __init__(self, weight: IntegerWeight, target: Target) -> None:
+        self.scheme, self.dtype = weight.scheme, target.dtype
+        self.hidden_size = weight.shape[1]
+        # One byte per code needs no packing and is faster to read.
+        codes = weight.qweight if self.scheme.bits == 8 else pack_bits(weight.qweight, self.scheme.bits, 1)
+        self.codes, self.scale = codes.to(target.device), weight.scales.to(target.device)
+        self.zero = None if self.scheme.symmetric else weight.zero_points.to(target.device)
+        self.nbytes = self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        codes, scale = self.codes.index_select(0, token_ids), self.scale.index_select(0, token_ids)
+        if self.scheme.bits != 8:
+            codes = unpack_bits(codes, self.scheme.bits, self.hidden_size, 1)
+        if self.zero is None:
+            zero = torch.full(scale.shape, self.scheme.midpoint, dtype=torch.uint8, device=scale.device)
+        else:
+            zero = self.zero.index_select(0, token_ids)
+        return IntegerWeight(codes, scale, zero, self.scheme).dequantize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedEmbedding:
+    """A view of the output head, which holds the matrix for both."""
+
+    head: RowSource
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.head.rows(token_ids, self.dtype)
+
+
+def make_embedding(weight: IntegerWeight | Tensor, target: Target, head: Linear | None = None) -> Embedding:
+    """Makes the embedding of a weight `[V, H]`.
+
+    Args:
+        head: the output head, when it multiplies by this same weight.
+    """
+    if isinstance(head, RowSource) and head.reads_rows:
+        return SharedEmbedding(head, target.dtype)
+    if isinstance(weight, Tensor):
+        return DenseEmbedding(weight.to(target.device, target.dtype))
+    return PackedEmbedding(weight, target)
 
 
 @dataclass(slots=True)
@@ -52,7 +230,7 @@ class Decoder:
     norm: Tensor
     head: Linear
     rotary: Rotary
-    ops: Ops = field(default_factory=TorchOps)
+    ops: Ops
     description: tuple[str, ...] = ()
 
     @property
@@ -79,7 +257,7 @@ class Decoder:
             normed = self.ops.add_rms_norm(hidden, update, layer.attention_norm, block.input_norm.eps)
             update = self._attend(index, block.mixer, normed, attention, cos, sin)
             normed = self.ops.add_rms_norm(hidden, update, layer.mlp_norm, block.mlp_norm.eps)
-            update = layer.down(self._gate(block.mlp, layer.gate_up(normed)))
+            update = layer.down(self.ops.activate_and_mul(layer.gate_up(normed), block.mlp.activation))
         return hidden if update is None else hidden.add_(update)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -106,8 +284,3 @@ class Decoder:
             index, query_key[:, : mixer.num_heads], query_key[:, mixer.num_heads :], heads[:, rotated:]
         )
         return layer.output(attended.reshape(-1, mixer.num_heads * mixer.head_dim))
-
-    def _gate(self, mlp: GatedMLP, gate_up: Tensor) -> Tensor:
-        if mlp.activation in ("silu", "swish"):
-            return self.ops.silu_and_mul(gate_up)
-        return activate_multiply(gate_up, mlp.activation)

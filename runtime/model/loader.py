@@ -32,9 +32,7 @@ from runtime.backends.registry import (
     modes,
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
-from runtime.core.rope import Rotary
-from runtime.model.decoder import Decoder, Layer
-from runtime.model.embedding import Embedding, make_embedding
+from runtime.model.decoder import Decoder, Embedding, Layer, Rotary, make_embedding
 
 
 @dataclass(frozen=True, slots=True)

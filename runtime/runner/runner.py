@@ -17,11 +17,12 @@ from compress.common.errors import ToolkitError
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.backends.registry import choose_step_kernels
 from runtime.core.attention_window import AttentionWindow
-from runtime.core.batch import Batch, build_batch, fresh_blocks, slots_of
+from runtime.core.batch import Batch, build_batch, build_sampling_metadata, fresh_blocks, slots_of
 from runtime.core.config import RuntimeConfig
+from runtime.core.draft_tree import follow
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import Request, SamplingParams, Sequence, TokenLogprobs
-from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan, build_sampling_metadata, follow
+from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.memory.plan import plan_memory
 from runtime.model.decoder import Decoder
 from runtime.runner.cuda_graphs import Capture, CudaCapture, StepBuffers, StepGraphs

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from runtime.backends.base import UNDECIDED
 from runtime.backends.torch.ops import gumbel_argmax
-from runtime.core.batch import SamplingTensors, to_device, upload, upload_columns
-from runtime.core.step import SamplingMetadata
+from runtime.core.batch import SamplingMetadata, SamplingTensors, to_device, upload, upload_columns
 
 MIN_REPETITION_PENALTY = 1e-10
 """Lower ones are as good as this, and what is divided by it stays finite."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from runtime.backends.base import FORBIDDEN, INFINITE, UNDECIDED, FusedSampling, SamplingKernel
 from runtime.backends.registry import choose_sampling
 from runtime.backends.torch.ops import gumbel_argmax
-from runtime.core.batch import SamplingTensors, upload, upload_sampling_tensors
+from runtime.core.batch import SamplingMetadata, SamplingTensors, upload, upload_sampling_tensors
 from runtime.core.request import TokenLogprobs
-from runtime.core.step import SampledToken, SamplingMetadata
+from runtime.core.step import SampledToken
 from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely, likely_candidates
 
 ERRORS = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
+from runtime.core.draft_tree import grow_tree
 from runtime.core.request import Sequence
-from runtime.core.step import grow_tree
 from runtime.speculative.proposer import DraftRequest
 
 LENGTHS = (3, 2)

@@ -19,8 +19,9 @@ from math import ceil
 from statistics import fmean, median
 from typing import NamedTuple, Protocol
 
+from runtime.core.draft_tree import depth
 from runtime.core.request import Sequence
-from runtime.core.step import StepPlan, depth
+from runtime.core.step import StepPlan
 
 WEIGHT = 0.25
 """Weight of the newest observation in the moving average of accepted draft tokens."""

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from runtime.backends.torch.ops import gumbel_noise
-from runtime.core.step import SampledToken, SamplingMetadata, ScheduledSequence, build_sampling_metadata, find_child
+from runtime.core.batch import SamplingMetadata, build_sampling_metadata
+from runtime.core.draft_tree import find_child
+from runtime.core.step import SampledToken, ScheduledSequence
 from runtime.sampling.sampler import probabilities, sample_tokens, token_logprobs
 
 

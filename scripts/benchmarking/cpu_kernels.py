@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from runtime.core.batch import Batch
     from runtime.core.model_config import DecoderConfig
 
+
 CACHES = 128 * 2**20
 """Bytes of copies of one weight."""
 TARGET = Target(torch.device("cpu"), torch.bfloat16)
@@ -189,8 +190,8 @@ def compiled_step(case: Case, format: str) -> Callable[[], object]:
     import torch
 
     from compress.checkpoint.kv_cache import KVCacheScheme
-    from runtime.backends.cpu.attention import CpuAttention
     from runtime.backends.cpu.kv_pages import CpuPages
+    from runtime.backends.cpu.layers import CpuAttention
 
     layers, device = _layers(case), torch.device("cpu")
     blocks = case.batch * case.context // case.block_size

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from runtime.core.step import SamplingMetadata
+from runtime.core.batch import SamplingMetadata
 
 
 def exact_distribution(row: Tensor, draw: SamplingMetadata) -> Tensor:

@@ -11,8 +11,9 @@ from collections.abc import Sequence as TokenIds
 from hashlib import blake2b
 
 from runtime.core.attention_window import FULL_ATTENTION, RELEASED, AttentionWindow
+from runtime.core.draft_tree import find_child, grow_tree, paths
 from runtime.core.request import Sequence, TokenLogprobs
-from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan, find_child, grow_tree, paths
+from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 
 VOCAB_SIZE = 50
 Slot = tuple[int, int]

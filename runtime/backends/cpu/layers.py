@@ -1,10 +1,11 @@
-"""All layers of a decoder in one call of compiled code (`layers.h`): no Python stands between their products."""
+"""Compiled attention (`attention.h`), ops between linears, whole layers (`layers.h`) and sampling (`sampling.h`)."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,111 @@ from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, library
 from compress.cpu.linear import CpuLinear
 from compress.models.spec import Block
-from runtime.backends.base import LayerWeights, Linear, Model, Target
-from runtime.backends.cpu.attention import CpuAttention, PagedAttentionCall
-from runtime.backends.cpu.kv_pages import LONGEST_HEAD, CpuPages, token_stride
+from runtime.backends.base import UNDECIDED, AttentionStep, LayerWeights, Linear, Model, Target
+from runtime.backends.cpu.kv_pages import LONGEST_HEAD, CpuPages, pages_unsupported_reason, token_stride
+from runtime.backends.kv_pages import KVCache
+from runtime.backends.torch.ops import TorchOps
+from runtime.core.batch import AttentionGroup, Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
+
+
+def _function(name: str, *argtypes: Any) -> Callable[..., int]:
+    """Returns a function of the compiled library. Raises ValueError if there is none."""
+    native = library()
+    if native is None:
+        raise ValueError("there is no compiled library")
+    function = getattr(native, name)
+    function.argtypes, function.restype = argtypes, c_int
+    return function
+
+
+class PagedAttentionCall(ctypes.Structure):
+    """`PagedAttention` of attention.h."""
+
+    _fields_ = (
+        ("pages", c_void_p),
+        ("heads", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("query", c_void_p),
+        ("query_row", c_int64),
+        ("out", c_void_p),
+        ("num_spans", c_int64),
+        ("spans", c_void_p),
+        ("blocks", c_void_p),
+        ("ancestors", c_void_p),
+    )
+
+
+class CpuAttention:
+    """As `PagedAttention`: stores the step's keys and values, then all spans of all sequences attend in one call.
+
+    Args:
+        windows: sliding window of every layer; None is none.
+        hadamard: keys are stored Hadamard-rotated (`KVCacheScheme.rotate`); then queries are rotated in place, too.
+        instruction_set: of the compiled code.
+
+    Attributes:
+        call: what one call needs that all layers share.
+
+    Raises:
+        ValueError: an instruction set that this machine lacks, when it is called.
+    """
+
+    def __init__(
+        self,
+        pages: CpuPages,
+        batch: Batch,
+        windows: tuple[int | None, ...],
+        hadamard: bool = False,
+        instruction_set: int = BEST,
+    ) -> None:
+        self._attend = _function("paged_attention", c_void_p, c_int)
+        self.hadamard, self.pages, self.batch, self.windows = hadamard, pages, batch, windows
+        self.instruction_set = instruction_set
+        self._spans = torch.tensor(_spans(batch.groups), dtype=torch.int64)
+        self._blocks = torch.cat([group.blocks for group in batch.groups])
+        self._ancestors = _ancestors(batch.groups)
+        self.call = PagedAttentionCall(
+            num_spans=len(self._spans),
+            spans=self._spans.data_ptr(),
+            blocks=self._blocks.data_ptr(),
+            ancestors=None if self._ancestors is None else self._ancestors.data_ptr(),
+            scale=pages.head_dim**-0.5,
+        )
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        queries = query if self.hadamard else None
+        self.pages.store(layer, self.batch.slots, key, value, queries, self.instruction_set)
+        out = query.new_empty(query.shape)
+        call = self.call
+        call.pages = ctypes.addressof(self.pages.addresses[layer])
+        call.heads, call.window = query.shape[1], self.windows[layer] or 0
+        call.query, call.query_row, call.out = query.data_ptr(), token_stride(query), out.data_ptr()
+        if self._attend(ctypes.addressof(call), self.instruction_set):
+            raise ValueError(f"this machine lacks instruction set {self.instruction_set}")
+        return out
+
+
+def _spans(groups: tuple[AttentionGroup, ...]) -> list[tuple[int, int, int, int]]:
+    """First row, number of tokens, first block in the table of all groups, and first position of every sequence."""
+    spans, block = [], 0
+    for group in groups:
+        num_tokens = (group.rows.stop - group.rows.start) // group.num_sequences
+        num_blocks = len(group.blocks) // group.num_sequences
+        for index, position in enumerate(group.positions[::num_tokens].tolist()):
+            spans.append((group.rows.start + index * num_tokens, num_tokens, block + index * num_blocks, position))
+        block += len(group.blocks)
+    return spans
+
+
+def _ancestors(groups: tuple[AttentionGroup, ...]) -> Tensor | None:
+    """Ancestor bits of every row, 0 for plain causal attention; None when all rows are causal."""
+    if all(group.ancestors is None for group in groups):
+        return None
+    bits = [torch.zeros_like(group.positions) if group.ancestors is None else group.ancestors for group in groups]
+    return torch.cat(bits)
 
 
 class _AddNorm(ctypes.Structure):
@@ -64,7 +165,7 @@ def ops_unsupported_reason(config: DecoderConfig, target: Target) -> str:
     return ""
 
 
-class CpuOps:
+class CpuOps(TorchOps):
     """See `Ops`. All tensors are bfloat16 on the CPU.
 
     Raises:
@@ -72,12 +173,9 @@ class CpuOps:
     """
 
     def __init__(self, instruction_set: int = BEST) -> None:
-        native = library()
-        if native is None:
-            raise ValueError("there is no compiled library")
-        self._functions = (native.add_rms_norm, native.rotate, native.silu_and_mul)
-        for function in self._functions:
-            function.argtypes, function.restype = (c_void_p, c_int), c_int
+        self._add_norm, self._rotate, self._silu_and_mul = (
+            _function(name, c_void_p, c_int) for name in ("add_rms_norm", "rotate", "silu_and_mul")
+        )
         self._instruction_set = instruction_set
 
     def add_rms_norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -85,20 +183,20 @@ class CpuOps:
         update_at = None if update is None else update.contiguous().data_ptr()
         rows, size = hidden.shape
         job = _AddNorm(rows, size, hidden.data_ptr(), update_at, weight.data_ptr(), eps, out.data_ptr())
-        self._run(self._functions[0], job)
+        self._run(self._add_norm, job)
         return out
 
     def rotate(self, heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         weight_at = None if weight is None else weight.data_ptr()
         where = heads.data_ptr(), token_stride(heads), weight_at, eps, cos.data_ptr(), sin.data_ptr()
-        self._run(self._functions[1], _Rotate(*heads.shape, *where))
+        self._run(self._rotate, _Rotate(*heads.shape, *where))
         return heads
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         gate_up = gate_up.contiguous()
-        self._run(self._functions[2], _SiluMultiply(rows, width // 2, gate_up.data_ptr(), out.data_ptr()))
+        self._run(self._silu_and_mul, _SiluMultiply(rows, width // 2, gate_up.data_ptr(), out.data_ptr()))
         return out
 
     def _run(self, function: Callable[[int, int], int], job: ctypes.Structure) -> None:
@@ -139,11 +237,7 @@ class CpuLayers:
     def __init__(
         self, decoder: Model, pages: CpuPages, windows: tuple[int | None, ...], instruction_set: int = BEST
     ) -> None:
-        native = library()
-        if native is None:
-            raise ValueError("there is no compiled library")
-        self._run = native.decoder_layers
-        self._run.argtypes, self._run.restype = (c_void_p, c_int64, c_void_p, c_int), c_int
+        self._run = _function("decoder_layers", c_void_p, c_int64, c_void_p, c_int)
         self._instruction_set = instruction_set
         self._kept = decoder.layers, pages  # their memory is what the structures point at
         self._eps = decoder.config.norm_eps
@@ -205,3 +299,95 @@ def _product(linear: Linear) -> _Product:
     if not isinstance(linear, CpuLinear):
         raise ValueError(f"{type(linear).__name__} is no linear in C")
     return _Product(linear.address, linear.activations)
+
+
+def attention_unsupported_reason(model: Model, memory: MemoryPlan) -> str:
+    """Why compiled attention cannot serve a model; "" when it can."""
+    if memory.attention_window.window is not None and memory.attention_window.sinks:
+        return "keeps no sinks of streams"
+    reason = pages_unsupported_reason(model.config, memory.kv_cache, memory.block_size, model.dtype, model.device)
+    return reason or ("" if isinstance(model.ops, CpuOps) else "goes with compiled ops between linears")
+
+
+def prepare_attention(
+    model: Model, cache: KVCache, windows: tuple[int | None, ...], memory: MemoryPlan
+) -> AttentionStep:
+    """Compiled attention over pages in place."""
+    pages, rotate = cache.pages, cache.scheme.rotate
+    if not isinstance(pages, CpuPages):
+        raise TypeError(f"{type(pages).__name__} are not the pages of compiled attention")
+
+    def step(batch: Batch) -> CpuAttention:
+        return CpuAttention(pages, batch, windows, rotate)
+
+    return step
+
+
+def prepare_layers(model: Model, cache: KVCache, windows: tuple[int | None, ...]) -> CpuLayers:
+    """All layers in one call."""
+    if not isinstance(cache.pages, CpuPages):
+        raise TypeError(f"{type(cache.pages).__name__} are not the pages of compiled layers")
+    return CpuLayers(model, cache.pages, windows)
+
+
+class _PeakRows(ctypes.Structure):
+    """`PeakRows` of sampling.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "vocab")),
+        *((name, c_void_p) for name in ("scores", "highest", "finite")),
+    )
+
+
+class _NoisyRows(ctypes.Structure):
+    """`NoisyRows` of sampling.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "vocab")),
+        *((name, c_void_p) for name in ("scores", "seeds", "positions", "winners")),
+    )
+
+
+def argmax(scores: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Tensor]:
+    """The first of the highest scores of every row, int64 `[R]`, and whether all of the row are finite, bool `[R]`."""
+    scores = scores.contiguous()
+    highest, finite = scores.new_empty(len(scores), dtype=torch.int64), scores.new_empty(len(scores), dtype=torch.bool)
+    job = _PeakRows(*scores.shape, scores.data_ptr(), highest.data_ptr(), finite.data_ptr())
+    _run("argmax_rows", job, instruction_set)
+    return highest, finite
+
+
+def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor, instruction_set: int = BEST) -> Tensor:
+    """The token with the highest sum of score and `gumbel_noise` of every row, int64 `[R]`; -1 where two sums are so
+    close that the rounding of logarithms decides.
+
+    Args:
+        scores: float32 `[R, V]`, finite, or minus infinity where a token cannot be drawn.
+        seeds, positions: int64 `[R]`.
+    """
+    scores, seeds, positions = scores.contiguous(), seeds.contiguous(), positions.contiguous()
+    winners = torch.empty_like(seeds)
+    where = scores.data_ptr(), seeds.data_ptr(), positions.data_ptr(), winners.data_ptr()
+    _run("gumbel_argmax_rows", _NoisyRows(*scores.shape, *where), instruction_set)
+    return winners
+
+
+class CpuSampling:
+    """Argmax of contiguous float32 scores on CPUs."""
+
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str:
+        if device.type != "cpu" or dtype != torch.float32:
+            return "reads float32 scores on CPUs"
+        return "" if library() is not None else absence()
+
+    def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return argmax(scores)
+
+    def gumbel_argmax(self, scores: Tensor, tensors: SamplingTensors) -> Tensor:
+        winners = gumbel_argmax(scores, tensors.seeds, tensors.positions)
+        return winners.masked_fill_(winners < 0, UNDECIDED)
+
+
+def _run(name: str, job: ctypes.Structure, instruction_set: int) -> None:
+    if _function(name, c_void_p, c_int)(ctypes.addressof(job), instruction_set):
+        raise ValueError(f"this machine lacks instruction set {instruction_set}")

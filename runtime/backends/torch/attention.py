@@ -7,11 +7,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from runtime.backends.base import Rotary
 from runtime.backends.exact_tokens import ResidualWindow
 from runtime.backends.kv_pages import ExactPlaces, KVCache
 from runtime.backends.span_attention import attend_span, attend_tokens, visibility_mask
+from runtime.backends.torch.ops import rotate
 from runtime.core.batch import AttentionGroup, Batch
-from runtime.core.rope import Rotary
 
 
 class StepKeys:
@@ -139,12 +140,12 @@ class SinkQueries:
     """
 
     def __init__(self, count: int, window: int, rotary: Rotary, positions: Tensor) -> None:
-        self.count, self._rotary = count, rotary
+        self.count = count
         self._cos, self._sin = rotary.by((count + window - 1 - positions).clamp(max=0))
 
     def move(self, query: Tensor) -> Tensor:
         """Rotated heads `[T, heads, D]`, moved from their own places to the last one of the cache."""
-        return self._rotary.rotate(query, self._cos, self._sin)
+        return rotate(query, self._cos, self._sin)
 
 
 class StreamingAttention:
@@ -162,11 +163,11 @@ class StreamingAttention:
         self.masks = [keys.mask(group, window, dtype, sinks) for group in batch.groups]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rotate = self.keys.cache.rotate
+        hadamard = self.keys.cache.rotate
         # Keys are Hadamard-rotated after their rotary embedding, and so is the query that was moved to another place.
-        moved = rotate(self.sinks.move(query))
-        query = rotate(query)
-        self.keys.write(layer, rotate(key), value)
+        moved = hadamard(self.sinks.move(query))
+        query = hadamard(query)
+        self.keys.write(layer, hadamard(key), value)
         groups = enumerate(zip(self.keys.batch.groups, self.masks, strict=True))
         parts = [self._attend(layer, i, query[g.rows], moved[g.rows], mask) for i, (g, mask) in groups]
         return torch.cat(parts)

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.core.batch import SamplingTensors
-from runtime.core.rope import rotate
 
 
 class TorchOps:
@@ -33,7 +32,19 @@ class TorchOps:
         return rotate(heads if weight is None else rms_norm(heads, weight, eps), cos, sin)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return activate_multiply(gate_up, "silu")
+        gate, up = gate_up.chunk(2, -1)
+        return functional.silu(gate).mul_(up)
+
+    def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation in ("silu", "swish"):
+            return self.silu_and_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return ACTIVATIONS[activation](gate).mul_(up)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates heads `[T, heads, D]` by cosine and signed sine `[T, 1, D]` into a new tensor."""
+    return heads.roll(heads.shape[-1] // 2, -1).mul_(sin).add_(heads * cos)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,18 +54,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "swish": functional.silu,
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
-
-
-def activate_multiply(gate_up: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up [T, I]` of both side by side, `[T, 2 * I]`, in plain torch."""
-    gate, up = gate_up.chunk(2, -1)
-    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def _signed(word: int) -> int:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from runtime.backends.base import Model
+from runtime.backends.base import Model, Rotary
 from runtime.backends.torch.attention import SinkQueries, StepKeys
 from runtime.backends.triton.linear import num_processors, unsupported_reason
 from runtime.core.memory_plan import MemoryPlan
-from runtime.core.rope import Rotary
 
 
 @dataclass(frozen=True, slots=True)

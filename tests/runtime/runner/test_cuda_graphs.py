@@ -10,9 +10,10 @@ from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
 
 from compress.common.cli import demo_model_path
+from runtime.core.batch import SamplingMetadata
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.step import SamplingMetadata, ScheduledSequence, StepPlan
+from runtime.core.step import ScheduledSequence, StepPlan
 from runtime.engine.engine import Engine
 from runtime.model.loader import load_model
 from runtime.runner.cuda_graphs import CudaCapture

@@ -13,12 +13,13 @@ from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
 
 from compress.common.errors import ToolkitError
+from runtime.backends.torch.ops import rotate
 from runtime.core.attention_window import AttentionWindow, held_blocks
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
-from runtime.core.rope import Rotary
 from runtime.engine.engine import Engine
 from runtime.memory.plan import STREAM_LENGTH, explain
+from runtime.model.decoder import Rotary
 from runtime.model.loader import load_model
 from runtime.runner.runner import build_runner
 from runtime.speculative.draft_model import ModelDrafter
@@ -222,7 +223,7 @@ def test_angles_stay_exact_far_out(tiny):
 
     def score(position: int) -> torch.Tensor:
         cos, sin = rotary.at(torch.tensor([position, position - 9]))
-        return (rotary.rotate(query, cos[:1], sin[:1]) * rotary.rotate(key, cos[1:], sin[1:])).sum(-1)
+        return (rotate(query, cos[:1], sin[:1]) * rotate(key, cos[1:], sin[1:])).sum(-1)
 
     torch.testing.assert_close(score(STREAM_LENGTH), score(9), rtol=0, atol=1e-5)
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tiers import examples
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from runtime.core.batch import SamplingMetadata
 from runtime.core.request import SamplingParams
-from runtime.core.step import SamplingMetadata
 from runtime.sampling.logits_processors import adjust_logits, candidates
 from runtime.sampling.sampler import sample_tokens
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from runtime.core.batch import SamplingMetadata
 from runtime.core.request import SamplingParams
-from runtime.core.step import SamplingMetadata
 from runtime.sampling.sampler import sample_tokens
 
 READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "unique"}

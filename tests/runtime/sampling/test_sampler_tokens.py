@@ -4,8 +4,8 @@ import pytest
 import torch
 from exact_sampling import chi_square, exact_distribution
 
+from runtime.core.batch import SamplingMetadata
 from runtime.core.request import SamplingParams
-from runtime.core.step import SamplingMetadata
 from runtime.sampling.sampler import draw_tokens, probabilities, sample_tokens
 
 VOCAB = 20

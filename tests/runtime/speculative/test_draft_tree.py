@@ -5,19 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.core.batch import build_sampling_metadata
+from runtime.core.draft_tree import ancestor_bits, chain, depth, find_child, follow, grow_tree, paths
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.step import (
-    SampledToken,
-    ScheduledSequence,
-    ancestor_bits,
-    build_sampling_metadata,
-    chain,
-    depth,
-    find_child,
-    follow,
-    grow_tree,
-    paths,
-)
+from runtime.core.step import SampledToken, ScheduledSequence
 from runtime.speculative.verify import verify_by_match
 
 BRANCHES = st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=5)

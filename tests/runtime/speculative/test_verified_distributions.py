@@ -8,8 +8,9 @@ import pytest
 import torch
 from covering import covering
 
+from runtime.core.batch import SamplingMetadata
 from runtime.core.request import Request, SamplingParams, Sequence
-from runtime.core.step import SampledToken, SamplingMetadata, ScheduledSequence
+from runtime.core.step import SampledToken, ScheduledSequence
 from runtime.runner.runner import sample_and_match
 from runtime.sampling.sampler import probabilities
 from runtime.speculative.draft_model import OTHER_NOISE

@@ -15,11 +15,11 @@ from torch import Tensor
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import dequantize_heads, quantize_heads, read_back, rotate_heads
 from compress.cpu.binding import best_instruction_set, library, set_threads
-from runtime.backends.cpu.attention import CpuAttention
 from runtime.backends.cpu.kv_pages import CpuPages, pages_unsupported_reason
+from runtime.backends.cpu.layers import CpuAttention
 from runtime.core.batch import AttentionGroup, Batch
+from runtime.core.draft_tree import ancestor_bits, paths
 from runtime.core.model_config import DecoderConfig
-from runtime.core.step import ancestor_bits, paths
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 SETS = range(best_instruction_set() + 1)

@@ -16,15 +16,12 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
 from compress.cpu.linear import Activations, CpuLinear
-from runtime.backends.cpu.attention import CpuAttention
 from runtime.backends.cpu.kv_pages import CpuPages
-from runtime.backends.cpu.layers import CpuLayers, CpuOps, layers_unsupported_reason
+from runtime.backends.cpu.layers import CpuAttention, CpuLayers, CpuOps, layers_unsupported_reason
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.memory_plan import MemoryPlan
-from runtime.core.rope import Rotary
-from runtime.model.decoder import Decoder, Layer
-from runtime.model.embedding import DenseEmbedding
+from runtime.model.decoder import Decoder, DenseEmbedding, Layer, Rotary
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from compress.cpu.binding import best_instruction_set, library, set_threads
-from runtime.backends.cpu.sampling import CpuSampling, argmax, gumbel_argmax
+from runtime.backends.cpu.layers import CpuSampling, argmax, gumbel_argmax
 from runtime.backends.torch.ops import TorchSampling, gumbel_noise
+from runtime.core.batch import SamplingMetadata
 from runtime.core.request import SamplingParams
-from runtime.core.step import SamplingMetadata
 from runtime.sampling.sampler import Sampler, sample_tokens
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not compiled")

@@ -17,8 +17,8 @@ from runtime.backends.kv_pages import ExactPages, ExactPlaces, QuantizedPages, p
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.triton.attention import SinkTokens, TritonAttention, attention_unsupported_reason, num_splits
 from runtime.core.batch import AttentionGroup
-from runtime.core.rope import Rotary
-from runtime.core.step import ancestor_bits, paths
+from runtime.core.draft_tree import ancestor_bits, paths
+from runtime.model.decoder import Rotary
 
 BLOCK_SIZE, NUM_BLOCKS, HEAD_DIM = 16, 24, 32
 

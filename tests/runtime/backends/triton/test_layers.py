@@ -33,10 +33,8 @@ from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.config import RuntimeConfig
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.request import SamplingParams
-from runtime.core.rope import Rotary
 from runtime.engine.engine import Engine
-from runtime.model.decoder import Decoder, Layer
-from runtime.model.embedding import DenseEmbedding
+from runtime.model.decoder import Decoder, DenseEmbedding, Layer, Rotary
 from runtime.model.loader import SideBySide
 from runtime.runner.runner import build_runner
 

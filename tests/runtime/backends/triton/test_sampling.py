@@ -16,9 +16,8 @@ from runtime.backends.base import FORBIDDEN, INFINITE, UNDECIDED
 from runtime.backends.torch.ops import TorchSampling, gumbel_noise
 from runtime.backends.triton.kernels.sampling import ABSOLUTE, gumbel, sample_rows
 from runtime.backends.triton.layers import TritonSampling
-from runtime.core.batch import SamplingTensors
+from runtime.core.batch import SamplingMetadata, SamplingTensors
 from runtime.core.request import SamplingParams
-from runtime.core.step import SamplingMetadata
 from runtime.sampling.sampler import Sampler
 
 triton = pytest.importorskip("triton")
