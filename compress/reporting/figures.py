@@ -20,7 +20,7 @@ _BAR = 46
 _LEGEND = 26
 _NAME = 26
 _LOG_FROM = 20.0
-_HIDDEN = {"markerfacecolor": (1, 1, 1, 0.01), "markeredgewidth": 0}
+_HIDDEN: dict[str, Any] = {"markerfacecolor": (1, 1, 1, 0.01), "markeredgewidth": 0}
 _DENSE = 24
 """Most blocks whose marks are visible; beyond it they only carry tooltips."""
 
@@ -185,9 +185,7 @@ class Lines(OverDepth):
     def paint(self, canvas: Canvas) -> None:
         axes = canvas.figure.subplots()
         for index, each in enumerate(self.series):
-            hidden: dict[str, Any] = (
-                {"markerfacecolor": (1, 1, 1, 0.01), "markeredgewidth": 0} if self.num_blocks > _DENSE else {}
-            )
+            hidden = _HIDDEN if self.num_blocks > _DENSE else {}
             (line,) = axes.plot(
                 [mark.x for mark in each.marks],
                 [mark.y for mark in each.marks],

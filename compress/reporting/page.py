@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.common.errors import ToolkitError
+from compress.common.files import atomic_file
 from compress.common.plots import COLORS, INSTALL_PLOTS, has_matplotlib
 
 if TYPE_CHECKING:
@@ -178,9 +179,8 @@ class Page:
             raise ToolkitError(f"{out} exists and is no page of this command", "Name another file with --out")
         if not out.parent.is_dir():
             raise ToolkitError(f"the folder {out.parent} does not exist", "Make it, or name another file with --out")
-        partial = out.with_name(f"{out.name}.partial")
-        partial.write_text(self.html(), encoding="utf-8")
-        partial.replace(out)
+        with atomic_file(out) as stream:
+            stream.write(self.html().encode())
 
 
 @cache

@@ -207,12 +207,23 @@ class Structure(_Record):
     problems: tuple[str, ...] = ()
 
 
+def _with_schemes(record: Any) -> Any:
+    """Reads the forms in a record by `KVCacheScheme.from_dict`, which knows the names of their stored fields."""
+    if not isinstance(record, dict) or not isinstance(record.get("candidates"), list):
+        return record
+    candidates = [
+        each | {"scheme": KVCacheScheme.from_dict(each.get("scheme"))} if isinstance(each, dict) else each
+        for each in record["candidates"]
+    ]
+    return record | {"candidates": candidates}
+
+
 class KVCacheFacts(_Record):
     """Choice of the stage kv_cache; `measured` is None where nothing was measured, `warning` is mostly empty."""
 
-    default: KVCacheScheme
+    default: Annotated[KVCacheScheme, BeforeValidator(KVCacheScheme.from_dict)]
     warning: Text = ""
-    measured: KVCacheRecord | None = None
+    measured: Annotated[KVCacheRecord | None, BeforeValidator(_with_schemes)] = None
 
     @property
     def token_bytes(self) -> int | None:
@@ -252,9 +263,15 @@ class RunReport(_Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _lift_reason(cls, values: Any) -> Any:
-        """Moves the reason that stands in place of quality to a field of its own."""
-        quality = values.get("quality") if isinstance(values, dict) else None
+    def _prepare(cls, values: Any) -> Any:
+        """Refuses other versions. Moves the reason that stands in place of quality to a field of its own."""
+        if not isinstance(values, dict):
+            raise ValueError("it is not an object")
+        version = values.get("format_version")
+        if version != FORMAT_VERSION:
+            problem = f"{values['path']} has format_version {version!r}; this version reads {FORMAT_VERSION}"
+            raise CheckpointError(problem, "Use the release of this toolkit that wrote it")
+        quality = values.get("quality")
         if isinstance(quality, dict) and quality.get("not_measured") is not None:
             return values | {"quality": None, "not_measured": quality["not_measured"]}
         return values
@@ -280,35 +297,20 @@ def read_report(path: Path) -> RunReport:
         CheckpointError: there is none, it is damaged (the field is named), or another version wrote it.
     """
     file = path / REPORT_FILE if path.is_dir() else path
-    values = _load(file)
-    if values.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{file} has format_version {values.get('format_version')!r}; this version reads {FORMAT_VERSION}",
-            "Use the release of this toolkit that wrote it",
-        )
-    try:
-        return RunReport.model_validate(values | {"path": file})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise _damaged(file, f"{_place(first['loc'])}: {first['msg']}") from error
-    except SchemeError as error:
-        raise _damaged(file, f"kv_cache: {error.problem}") from error
-
-
-def _load(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+        return RunReport.model_validate(values | {"path": file} if isinstance(values, dict) else values)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{file} does not exist", "Name a checkpoint folder that this toolkit wrote, with its report"
         ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _damaged(file, f"{_place(first['loc'])}: {first['msg']}".removeprefix(": ")) from error
+    except SchemeError as error:
+        raise _damaged(file, f"kv_cache: {error.problem}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}", "Copy this file again") from error
-    return values if isinstance(values, dict) else _refuse(file)
-
-
-def _refuse(file: Path) -> Any:
-    raise _damaged(file, "it is not an object")
 
 
 def _damaged(file: Path, problem: str) -> CheckpointError:

@@ -99,11 +99,12 @@ def _sizes(report: RunReport, headers: Headers) -> Section:
 
 def _size_bars(report: RunReport) -> Bars:
     before, after = report.plan.bytes_before, report.structure.total_bytes
-    rows = [
-        Bar("dense source", size(before), ((before, MUTED),)),
-        Bar("this checkpoint", size(after), ((after, 0),)),
-    ]
-    return Bars("Weights on disk", "bytes of the weight files", rows)
+    return _two_bars("Weights on disk", "bytes of the weight files", before, after, size)
+
+
+def _two_bars(title: str, subtitle: str, before: float, after: float, shown: Callable[[float], str]) -> Bars:
+    rows = [Bar("dense source", shown(before), ((before, MUTED),)), Bar("this checkpoint", shown(after), ((after, 0),))]
+    return Bars(title, subtitle, rows)
 
 
 def _memory_bars(report: RunReport, memory: KeyValues) -> Bars:
@@ -137,14 +138,10 @@ def _quality(report: RunReport) -> Section:
 
 
 def _perplexity_bars(quality: Quality) -> Bars | None:
-    before, after = quality.baseline_perplexity, quality.perplexity
-    if before is None:
+    if quality.baseline_perplexity is None:
         return None
-    rows = [
-        Bar("dense source", f"{before:.3f}", ((before, MUTED),)),
-        Bar("this checkpoint", f"{after:.3f}", ((after, 0),)),
-    ]
-    return Bars("Perplexity", "lower is better; bars begin at 0", rows)
+    perplexities = quality.baseline_perplexity, quality.perplexity
+    return _two_bars("Perplexity", "lower is better; bars begin at 0", *perplexities, "{:.3f}".format)
 
 
 def _divergence_bars(quality: Quality) -> Bars | None:

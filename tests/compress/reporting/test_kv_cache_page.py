@@ -44,6 +44,17 @@ def test_every_measured_form_is_in_the_table(folder) -> None:
     assert "15.41 MB" in page
 
 
+def test_stored_names_of_a_form_are_read(folder, tmp_path) -> None:
+    values = json.loads((folder / REPORT).read_text())
+    found = values["kv_cache"]
+    for form in (found["default"], *(each["scheme"] for each in found["measured"]["candidates"])):
+        form["recent"] = 64 * (form["format"] == "int4")
+    (tmp_path / REPORT).write_text(json.dumps(values))
+    report = read_report(tmp_path)
+    assert report.kv_cache.default.residual_length == 64
+    assert report.kv_cache.token_bytes == 864
+
+
 def test_a_comparison_names_the_cache(folder, tmp_path) -> None:
     other = tmp_path / "other"
     other.mkdir()
