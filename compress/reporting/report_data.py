@@ -212,7 +212,9 @@ def _with_schemes(record: Any) -> Any:
     if not isinstance(record, dict) or not isinstance(record.get("candidates"), list):
         return record
     candidates = [
-        each | {"scheme": KVCacheScheme.from_dict(each.get("scheme"))} if isinstance(each, dict) else each
+        each | {"scheme": KVCacheScheme.from_dict(each["scheme"])}
+        if isinstance(each, dict) and "scheme" in each
+        else each
         for each in record["candidates"]
     ]
     return record | {"candidates": candidates}
