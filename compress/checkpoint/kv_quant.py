@@ -63,14 +63,18 @@ def rotate_heads(heads: Tensor) -> Tensor:
     products of two rotated heads are those of the heads. Computed in float32, or float64 for float64 input.
     """
     size = heads.shape[-1] & -heads.shape[-1]
-    rotated = _working(heads).reshape(-1, size)
-    half = 1
-    while half < size:
-        pairs = rotated.view(-1, size // (2 * half), 2, half)
-        first, second = pairs[:, :, 0], pairs[:, :, 1]
-        rotated = torch.stack((first + second, first - second), 2).view(-1, size)
-        half *= 2
+    rotated = hadamard_transform(_working(heads).reshape(-1, size))
     return divide(rotated, math.sqrt(size)).view(heads.shape).to(heads.dtype)
+
+
+def hadamard_transform(rows: Tensor) -> Tensor:
+    """`rows [..., 2^k]` times the Hadamard matrix of 1 and -1 by Sylvester's construction: the fast transform."""
+    width = 1
+    while width < rows.shape[-1]:
+        first, second = rows.unflatten(-1, (-1, 2, width)).unbind(-2)
+        rows = torch.stack((first + second, first - second), -2).flatten(-3)
+        width *= 2
+    return rows
 
 
 def _quantize_integer(heads: Tensor, bits: int) -> QuantizedHeads:

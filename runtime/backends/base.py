@@ -144,8 +144,7 @@ class LinearKernel(Generic[Stored]):
 
     Attributes:
         summary: numerics in one line.
-        takes: whether it multiplies by weights of this form at all (integers, 8-bit floats); kernels of other forms are
-            not mentioned among the reasons.
+        numbers: codes that it multiplies by, as `Scheme.numbers` says; "" for every form that can be dequantized.
         unsupported_reason: why it cannot serve this scheme and number of input features on a target; "" when it can.
         prepare: converts a weight `[O, I]` to the kernel's own layout, once, at load; the bias `[O]` comes in the dtype
             of activations.
@@ -158,13 +157,17 @@ class LinearKernel(Generic[Stored]):
 
     name: str
     summary: str
-    takes: Callable[[Scheme], bool]
+    numbers: str
     unsupported_reason: Callable[[Scheme, int, Target], str]
     prepare: Callable[[Stored, Tensor | None, Target], Linear]
     nbytes: Callable[[Scheme, int, int, Target], int]
     reads_rows: Callable[[int, Target], bool] = lambda columns, target: False
     mode: str = ""
     is_dense: bool = False
+
+    def takes(self, scheme: Scheme) -> bool:
+        """Whether it multiplies by such codes at all; kernels that do not are left out of the reasons."""
+        return self.numbers in ("", scheme.numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,16 +338,6 @@ def register(backend: Backend) -> None:
 def unregister(name: str) -> None:
     """Removes a backend, if it is there."""
     BACKENDS[:] = [backend for backend in BACKENDS if backend.name != name]
-
-
-def is_integer(scheme: Scheme) -> bool:
-    """Whether weights of a scheme are integers with scales."""
-    return scheme.numbers == "int"
-
-
-def is_fp8(scheme: Scheme) -> bool:
-    """Whether weights of a scheme are 8-bit floats."""
-    return scheme.numbers == "float"
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def _dequantized_nbytes(scheme: Scheme, rows: int, columns: int, target: Target)
 DEQUANTIZED = LinearKernel(
     "dequantized",
     "dequantized once at load: dense speed, dense memory",
-    lambda scheme: True,
+    "",
     lambda scheme, in_features, target: (
         "keeps activations in 16 bits" if scheme.activations is Activations.INT8 else ""
     ),

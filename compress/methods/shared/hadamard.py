@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.checkpoint.kv_quant import hadamard_transform
+
 # Elements rotated at once: their float64 copies stay small beside the tensor.
 _CHUNK_ELEMENTS = 1 << 22
 # Larger dense factors would cost more than they spread.
@@ -78,18 +80,7 @@ class Rotation:
         parts = rows.unflatten(-1, (small, -1))
         if small > 1:
             parts = torch.einsum("rip,ij->rjp", parts, self.factor)
-        return _hadamard(parts).flatten(1)
-
-
-def _hadamard(rows: Tensor) -> Tensor:
-    """`rows [..., 2^k]` times the normalized Hadamard matrix of Sylvester's construction, by the fast transform."""
-    order, width = rows.shape[-1], 1
-    while width < order:
-        pairs = rows.unflatten(-1, (-1, 2, width))
-        first, second = pairs.unbind(-2)
-        rows = torch.stack((first + second, first - second), -2).flatten(-3)
-        width *= 2
-    return rows / order**0.5
+        return (hadamard_transform(parts) / parts.shape[-1] ** 0.5).flatten(1)
 
 
 def paley_matrix(order: int) -> Tensor:

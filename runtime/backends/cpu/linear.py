@@ -23,7 +23,7 @@ from compress.cpu.linear import (
     stored_bits,
 )
 from compress.cpu.linear import sparse_unsupported_reason as words_unsupported_reason
-from runtime.backends.base import DenseKernel, Linear, LinearKernel, Target, is_integer
+from runtime.backends.base import DenseKernel, Linear, LinearKernel, Target
 
 SCALE_BYTES, ZERO_BYTES = 2, 1
 
@@ -86,7 +86,7 @@ def _reads_rows(columns: int, target: Target) -> bool:
 PACKED = LinearKernel(
     "cpu",
     "packed codes in C, float32 sums: exact weights",
-    is_integer,
+    "int",
     unsupported_reason,
     prepare,
     _nbytes,
@@ -95,7 +95,7 @@ PACKED = LinearKernel(
 SPARSE = LinearKernel(
     "cpu_sparse",
     "kept codes alone in C, float32 sums: exact weights",
-    is_integer,
+    "int",
     sparse_unsupported_reason,
     prepare_sparse,
     _sparse_nbytes,
@@ -104,7 +104,7 @@ SPARSE = LinearKernel(
 INT8 = LinearKernel(
     "cpu_int8",
     "packed codes in C, 8-bit activations, exact int32 sums",
-    is_integer,
+    "int",
     int8_unsupported_reason,
     prepare_int8,
     _nbytes,
@@ -113,7 +113,7 @@ INT8 = LinearKernel(
 W4A8 = LinearKernel(
     "cpu_w4a8",
     "packed codes in C, activations rounded to 8 bits by groups",
-    is_integer,
+    "int",
     unsupported_reason,
     prepare_w4a8,
     _nbytes,

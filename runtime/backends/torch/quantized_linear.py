@@ -20,7 +20,7 @@ from torch.nn import functional
 from compress.checkpoint.scale_search import quantize_tokens, round_tokens
 from compress.checkpoint.weights import Activations, Scheme, Weight
 from compress.checkpoint.weights.integer import IntegerWeight
-from runtime.backends.base import Linear, LinearKernel, Target, is_integer
+from runtime.backends.base import Linear, LinearKernel, Target
 from runtime.backends.torch.linear import has_byte_products, has_vector_nibbles
 
 GROUP_SIZES = (256, 128, 64, 32)
@@ -143,7 +143,7 @@ def _int4pack_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) ->
 INT4PACK = LinearKernel(
     "int4pack",
     "packed nibbles, float32 sums: exact for symmetric codes",
-    is_integer,
+    "int",
     int4pack_unsupported_reason,
     Int4PackLinear,
     _int4pack_nbytes,
@@ -191,7 +191,7 @@ def int8_dynamic_unsupported_reason(scheme: Scheme, in_features: int, target: Ta
 INT8_DYNAMIC = LinearKernel(
     "int8_dynamic",
     "8-bit codes times 8-bit activations, exact int32 sums",
-    is_integer,
+    "int",
     int8_dynamic_unsupported_reason,
     Int8DynamicLinear,
     lambda scheme, rows, columns, target: rows * (columns + SCALE_BYTES),
@@ -254,7 +254,7 @@ def _reference_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -
 REFERENCE = LinearKernel(
     "reference",
     "dequantizes on every call: the oracle, slow, least memory",
-    lambda scheme: True,
+    "",
     lambda scheme, in_features, target: "",
     ReferenceLinear,
     _reference_nbytes,

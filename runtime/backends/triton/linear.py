@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
-from runtime.backends.base import LinearKernel, Target, is_fp8, is_integer
+from runtime.backends.base import LinearKernel, Target
 from runtime.backends.triton.fused_linear import Q8_INT, ActivationLayout, PartialSums, QuantizedInput
 from runtime.backends.triton.kernels.configs import Plan, config_for, default_plan, measured_plan
 from runtime.backends.triton.kernels.weight_layout import interleaved_bytes
@@ -168,7 +168,7 @@ def _planes_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> i
 W4A16_KERNEL = LinearKernel(
     "triton_w4a16",
     "packed 2- to 4-bit codes, float32 sums",
-    is_integer,
+    "int",
     w4a16_unsupported_reason,
     InterleavedLinear,
     _planes_nbytes,
@@ -176,7 +176,7 @@ W4A16_KERNEL = LinearKernel(
 W8A16_KERNEL = LinearKernel(
     "triton_w8a16",
     "8-bit codes, 16-bit activations, float32 sums",
-    is_integer,
+    "int",
     w8a16_unsupported_reason,
     Int8Linear,
     _bytes_nbytes,
@@ -184,7 +184,7 @@ W8A16_KERNEL = LinearKernel(
 W8A8_KERNEL = LinearKernel(
     "triton_w8a8",
     "8-bit codes times 8-bit activations, exact int32 sums",
-    is_integer,
+    "int",
     w8a8_unsupported_reason,
     Int8Linear,
     _bytes_nbytes,
@@ -233,7 +233,7 @@ def fp8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> 
 FP8_KERNEL = LinearKernel(
     "triton_fp8",
     "8-bit floats times 8-bit floats, float32 sums",
-    is_fp8,
+    "float",
     fp8_unsupported_reason,
     Fp8Linear,
     _bytes_nbytes,
@@ -241,7 +241,7 @@ FP8_KERNEL = LinearKernel(
 FP8_W8A16_KERNEL = LinearKernel(
     "triton_fp8_w8a16",
     "8-bit floats multiplied in 16 bits, float32 sums",
-    is_fp8,
+    "float",
     linear_unsupported_reason,
     Fp8Linear,
     _bytes_nbytes,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.weights import Int, Scheme, Weight
 from compress.common.cli import demo_model_path
-from runtime.backends.base import BACKENDS, Backend, LinearKernel, Target, is_integer, register, unregister
+from runtime.backends.base import BACKENDS, Backend, LinearKernel, Target, register, unregister
 from runtime.backends.registry import check_name
 from runtime.cli.serve import describe_engine
 from runtime.core.config import RuntimeConfig
@@ -48,7 +48,7 @@ def nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     return 8 * rows * columns
 
 
-TOY = Backend("toy", linears=(LinearKernel(NAME, SUMMARY, is_integer, unsupported_reason, Float64Linear, nbytes),))
+TOY = Backend("toy", linears=(LinearKernel(NAME, SUMMARY, "int", unsupported_reason, Float64Linear, nbytes),))
 
 
 @pytest.fixture
