@@ -185,6 +185,11 @@ class Plan:
         """The data that all methods together read besides the weights."""
         return functools.reduce(operator.or_, (each.needs for each in self.assignments.values()), Needs())
 
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether the whole model has to be observed before the plan is final."""
+        return any(each.needs_first_pass for each in self.assignments.values())
+
     def in_block(self, block: str) -> dict[str, LayerPlan]:
         """Assignments by name inside a block."""
         prefix = f"{block}."

@@ -21,9 +21,10 @@ from compress.checkpoint.config import (
     quantization_block,
     read_config,
 )
-from compress.checkpoint.formats import Format, dense, find_format
+from compress.checkpoint.formats import TRANSLATIONS, Format, Translation, dense, find_format
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme, Weight
+from compress.checkpoint.weights.base import StoredTensors
 from compress.common.errors import CheckpointError, ToolkitError
 
 
@@ -36,12 +37,16 @@ class PackedCheckpoint:
         config: config.json.
         files: the tensors as stored.
         schemes: scheme of every quantized module, in name order; empty for a dense checkpoint.
+        codec: the functions of its format.
+        translation: those that read its tensors; None where they are those of the schemes themselves.
     """
 
     path: Path
     config: ModelConfig
     files: TensorFiles
     schemes: dict[str, Scheme]
+    codec: Format
+    translation: Translation | None
 
     @classmethod
     def open(cls, path: str | Path) -> PackedCheckpoint:
@@ -60,18 +65,12 @@ class PackedCheckpoint:
             raise
         except (ToolkitError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"quantization_config in {files.path} cannot be used: {error}") from error
-        return cls(files.path, config, files, schemes)
+        return cls(files.path, config, files, schemes, kind, TRANSLATIONS.get(kind.NAME))
 
     @property
     def format(self) -> str:
         """`compressed-tensors`, `gptq`, `awq`, `compress-runtime` or `dense`."""
-        block = quantization_block(self.config)
-        return format_name(block) if block else dense.NAME
-
-    @property
-    def codec(self) -> Format:
-        """The functions of this format."""
-        return find_format(self.format)
+        return self.codec.NAME
 
     @property
     def modules(self) -> list[str]:
@@ -107,14 +106,20 @@ class PackedCheckpoint:
 
     def packed_weight(self, module: str) -> Weight:
         """Reads the weight of a packed module. Raises CheckpointError for tensors that contradict the config."""
+        scheme, translation = self.schemes[module], self.translation
         with self._explained(module):
-            return self.codec.decode(module, self.tensor, self.schemes[module], quantization_block(self.config))
+            if translation is None:
+                return scheme.read(StoredTensors(module, self.tensor))
+            return translation.decode(module, self.tensor, scheme, quantization_block(self.config))
 
     def shape(self, module: str) -> tuple[int, int]:
         """`(O, I)` of a linear module. Raises CheckpointError when it is missing or not a matrix."""
-        codec = self.codec if module in self.schemes else dense
+        scheme = self.schemes.get(module)
         with self._explained(module):
-            return codec.shape(module, self.tensor, self.schemes.get(module, Int()))
+            if scheme and self.translation is None:
+                return scheme.shape(StoredTensors(module, self.tensor))
+            translation = self.translation if scheme and self.translation else dense
+            return translation.shape(module, self.tensor, scheme or Int())
 
     @contextmanager
     def _explained(self, module: str) -> Iterator[None]:
@@ -180,7 +185,8 @@ class RoundedCheckpoint(PackedCheckpoint):
 
     @classmethod
     def of(cls, source: PackedCheckpoint, schemes: Mapping[str, Scheme]) -> RoundedCheckpoint:
-        return cls(source.path, source.config, source.files, dict(schemes), source)
+        kind = source.codec, source.translation
+        return cls(source.path, source.config, source.files, dict(schemes), *kind, source)
 
     def packed_weight(self, module: str) -> Weight:
         """Rounds the module's stored weight. Raises CheckpointError as the source does, NumericsError for NaN."""

@@ -29,7 +29,7 @@ from compress.checkpoint.config import (
     packed_config,
     write_config,
 )
-from compress.checkpoint.formats import compress_runtime, dense, find_format
+from compress.checkpoint.formats import compress_runtime, dense, find_format, stored_tensors
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import (
     INDEX_FILE,
@@ -260,7 +260,7 @@ def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Sche
     for number, module in enumerate(packed.modules):
         codec = find_format(format) if module in schemes else dense
         weight = packed.packed_weight(module).stored_as(schemes.get(module, packed.schemes[module]))
-        store.write(f"module-{number:05d}", codec.encode(module, weight, packed.dtype))
+        store.write(f"module-{number:05d}", stored_tensors(codec, module, weight, packed.dtype))
         packed.files.release()
     store.write("dense", {name: packed.tensor(name) for name in packed.dense_names()})
     return [f"module-{number:05d}" for number in range(len(packed.modules))] + ["dense"]

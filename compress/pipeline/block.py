@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
+from compress.checkpoint.weights.base import about, digest
 from compress.common.errors import CheckpointError, NumericsError
 from compress.methods.base import TuningRecord
 from compress.models.spec import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from compress.pipeline.prepare import RunContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,25 @@ class BlockOutcome:
             self.weights[record.module] = stored
         self.linears.append(record)
 
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the stored tensors by full name. Raises SchemeError for a weight that cannot be stored.
+
+        Args:
+            dtype: the model's, in which scales and values that are not quantized are stored.
+        """
+        stored = self.dense | self.pruned
+        for module, weight in self.weights.items():
+            with about(module):
+                weight.scheme.check(weight.shape)
+                stored |= {module + suffix: tensor for suffix, tensor in weight.tensors(dtype).items()}
+        return stored
+
     def facts(self) -> dict[str, Any]:
-        """Return plain values for the metadata of the piece and the report."""
+        """Return plain values for the metadata of the piece and the report: what happened, with the scheme and the
+        digest of every weight."""
         return {
+            "schemes": {module: weight.scheme.to_dict() for module, weight in self.weights.items()},
+            "digests": {name: digest(weight) for name, weight in (self.weights | self.pruned).items()},
             "relative_error": self.relative_error,
             "linears": [asdict(record) for record in self.linears],
             "smoothing": [asdict(record) for record in self.edges],
@@ -116,6 +136,12 @@ class BlockJob:
     scale_dtype: torch.dtype
     head_dim: int = 1
     seed: int = 0
+
+    @classmethod
+    def of(cls, prepared: RunContext, index: int) -> BlockJob:
+        skeleton, plan = prepared.skeleton, prepared.plan
+        assignments, seed = plan.in_block(skeleton.block_name(index)), prepared.request.recipe.seed
+        return cls(index, assignments, plan.edges[index], prepared.scale_dtype, skeleton.head_dim, seed)
 
     @property
     def tuned(self) -> LayerPlan | None:

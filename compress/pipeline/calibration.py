@@ -70,7 +70,7 @@ class CalibratedRunner(Generic[Outcome]):
         return outcome
 
     def _attempt(self, index: int, micro_batch: int) -> Outcome:
-        prepared, job = self._prepared, block_job(self._prepared, index)
+        prepared, job = self._prepared, BlockJob.of(self._prepared, index)
         module = prepared.skeleton.blocks[index]
         try:
             if self._calibration is None:
@@ -120,16 +120,3 @@ def _search_rows(tokens: Tensor) -> Tensor:
     count, length = tokens.shape
     wanted = max(count * length * _SEARCH_SHARE, _MIN_SEARCH_TOKENS)
     return torch.linspace(0, count - 1, min(count, max(1, round(wanted / length)))).round().long()
-
-
-def block_job(prepared: RunContext, index: int) -> BlockJob:
-    """Return one block's share of the plan."""
-    skeleton, plan = prepared.skeleton, prepared.plan
-    return BlockJob(
-        index,
-        plan.in_block(skeleton.block_name(index)),
-        plan.edges[index],
-        getattr(torch, plan.scale_dtype),
-        skeleton.head_dim,
-        prepared.request.recipe.seed,
-    )

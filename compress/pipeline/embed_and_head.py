@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from calibration.statistics import InputStatistics
-from compress.checkpoint.formats import format_for
+from compress.checkpoint.weights.base import StoredTensors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.methods import base
 from compress.methods.base import Layer
 from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.block import BlockOutcome, LinearRecord, fill, release
-from compress.pipeline.finish import stored_form
+from compress.pipeline.finish import environment
 from compress.pipeline.memory import ELEMENTS_AT_ONCE
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import EMBEDDING, HEAD, Progress
@@ -69,7 +69,7 @@ def stored_embedding(prepared: RunContext, progress: Progress) -> Tensor | None:
     if scheme is None:
         return None
     stored = progress.pieces.open(EMBEDDING)
-    return format_for({module: scheme}).decode(module, stored.tensor, scheme).dequantize(prepared.dtype)
+    return scheme.read(StoredTensors(module, stored.tensor)).dequantize(prepared.dtype)
 
 
 def _save(
@@ -82,8 +82,8 @@ def _save(
 ) -> None:
     outcome = BlockOutcome()
     outcome.keep(*_quantize(prepared, module, assignment, statistics))
-    tensors, facts = stored_form(prepared, outcome)
-    progress.pieces.write(key, tensors, facts | {"block": module})
+    facts = outcome.facts() | {"block": module, "environment": environment(prepared)}
+    progress.pieces.write(key, outcome.tensors(prepared.scale_dtype), facts)
     prepared.files.release()
 
 
@@ -97,8 +97,8 @@ def _quantize(
         method = base.quantization(base.fallback("quantize").name)
         details["recovery"] = f"{method.name}: {_NO_NORM}"
     inputs = HessianCache(statistics)
-    dtype = getattr(torch, prepared.plan.scale_dtype)
-    layer = Layer(module, torch.empty(0), assignment.scheme, assignment.options, dtype, inputs, None, details)
+    dtype, empty = prepared.scale_dtype, torch.empty(0)
+    layer = Layer(module, empty, assignment.scheme, assignment.options, dtype, inputs, None, details)
 
     def quantize(rows: Tensor) -> IntegerWeight:
         return cast(IntegerWeight, method.compress(replace(layer, weight=rows)))

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from compress.checkpoint.config import COMPRESSION_KEY, packed_config, read_config, write_config
 from compress.checkpoint.formats import dense, format_for
 from compress.checkpoint.kv_cache import KV_CACHE_KEY, KV_MEASURED_KEY, KVCacheRecord, KVCacheScheme, MeasuredKVCache
 from compress.checkpoint.verify import StructureReport, verify_against, verify_structure
 from compress.checkpoint.weights import Scheme
-from compress.checkpoint.weights.base import digest
-from compress.checkpoint.writer import assemble
 from compress.common.cli import DISTRIBUTION, tool_version
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import REPORT_FILE, sync
 from compress.methods.kv_cache import KVCacheStage, KVChoice, choose_kv_cache
 from compress.methods.shared.column_solver import column_kernel
-from compress.pipeline.block import BlockOutcome, check_finite
+from compress.pipeline.block import check_finite
 from compress.pipeline.prepare import RunContext, describe_calibration
-from compress.pipeline.resume import REST, Progress, RunDisplay, block_key
+from compress.pipeline.resume import REST, Progress, RunDisplay
 
 if TYPE_CHECKING:
     from compress.evaluate.perplexity import Evaluation
@@ -90,7 +86,6 @@ def full_report(
 
 def environment(prepared: RunContext) -> dict[str, Any]:
     """Return the versions and devices that may change the last bits of a result."""
-    import torch
 
     return {
         "python": platform.python_version(),
@@ -113,17 +108,13 @@ def save_rest(prepared: RunContext, progress: Progress) -> None:
     prepared.files.release()
 
 
-def assemble_checkpoint(prepared: RunContext, progress: Progress, provenance: dict[str, Any]) -> Path:
-    """Builds the checkpoint inside the partial folder. Raises CheckpointError when the disk is full."""
+def checkpoint_config(prepared: RunContext, progress: Progress) -> dict[str, Any]:
+    """Return config.json of the checkpoint."""
     schemes = chosen_schemes(prepared, progress)
     # Pruned weights whose zeros are stored need no format at all.
     codec = format_for(schemes) if schemes else dense
     quantization = codec.quantization_config(schemes, _dense_linears(prepared, schemes))
-    config = packed_config(prepared.config, quantization, schemes, provenance)
-    keys = [block_key(index) for index in range(prepared.skeleton.num_blocks)]
-    shutil.rmtree(progress.finished, ignore_errors=True)
-    keys += [*progress.ends(), REST]
-    return assemble(progress.pieces, keys, progress.finished, config=config, source=prepared.files)
+    return packed_config(prepared.config, quantization, schemes, provenance(prepared, progress))
 
 
 def check_checkpoint(prepared: RunContext, folder: Path, digests: dict[str, str]) -> StructureReport:
@@ -209,25 +200,6 @@ def compare_with_report(folder: Path) -> list[str] | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a report of this toolkit: {error!r}", "Remove it to skip this") from error
     return verify_against(folder, digests)
-
-
-def stored_form(prepared: RunContext, outcome: BlockOutcome) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors by full name, and what happened, with the scheme and the digest of every weight.
-
-    Raises:
-        SchemeError: a weight that the format of this plan cannot hold.
-    """
-    model_dtype = getattr(torch, prepared.plan.scale_dtype)
-    codec = format_for(prepared.plan.schemes)
-    tensors = outcome.dense | outcome.pruned
-    for module, weight in outcome.weights.items():
-        tensors |= codec.encode(module, weight, model_dtype)
-    facts = outcome.facts() | {
-        "schemes": {module: weight.scheme.to_dict() for module, weight in outcome.weights.items()},
-        "digests": {name: digest(weight) for name, weight in (outcome.weights | outcome.pruned).items()},
-        "environment": environment(prepared),
-    }
-    return tensors, facts
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from compress.methods.base import Needs
 from compress.methods.low_rank import RankedLinear, rank_step, share_out_over_blocks
 from compress.methods.owl import BlockShare, block_patterns, block_shares
 from compress.pipeline.block import BlockJob, LoadedBlock, read_block
-from compress.pipeline.calibration import CalibratedRunner, block_job
+from compress.pipeline.calibration import CalibratedRunner
 from compress.pipeline.capture import Calibration, observe, run_all
 from compress.pipeline.compress_layer import energies
 from compress.pipeline.memory import return_freed_memory
@@ -99,7 +99,7 @@ def survey_block(
 @torch.no_grad()
 def _survey_plainly(prepared: RunContext, index: int) -> BlockSurvey:
     """Observe a block without calibration."""
-    job = block_job(prepared, index)
+    job = BlockJob.of(prepared, index)
     chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
     block = read_block(prepared.skeleton, prepared.files, index, set(chosen), prepared.device)
     return BlockSurvey(energies=_energies(block, chosen, {}))
@@ -134,27 +134,15 @@ def _line(found: BlockSurvey) -> str:
     return ", ".join(parts) or "nothing to look at"
 
 
-@dataclass(frozen=True, slots=True)
-class FinalPlan:
-    """A run with nothing left open.
+def finalize_plan(prepared: RunContext, progress: Progress, quiet: bool) -> tuple[Plan, list[BlockShare]]:
+    """Runs the first pass and decides.
 
-    Attributes:
-        prepared: with the final plan.
-        shares: how much of each block is pruned, where that differs from block to block.
-    """
-
-    prepared: RunContext
-    shares: tuple[BlockShare, ...] = ()
-
-
-def finalize_plan(prepared: RunContext, progress: Progress, quiet: bool) -> FinalPlan:
-    """Runs the first pass, if the recipe needs one, and decides.
+    Returns:
+        The final plan, and how much of each block is pruned, where that differs from block to block.
 
     Raises:
         ToolkitError: from the first pass.
     """
-    if not any(each.needs_first_pass for each in prepared.plan.assignments.values()):
-        return FinalPlan(prepared)
     survey(prepared, progress.survey, quiet)
     facts = [progress.survey.facts(index) for index in range(prepared.skeleton.num_blocks)]
     changed: dict[str, LayerPlan] = {}
@@ -166,7 +154,7 @@ def finalize_plan(prepared: RunContext, progress: Progress, quiet: bool) -> Fina
     energies = _saved_energies(progress.survey, prepared.skeleton.num_blocks)
     for factoring, members in _ranked(prepared.plan).items():
         changed |= _with_ranks(prepared.plan, energies, factoring, members)
-    return FinalPlan(replace(prepared, plan=_replaced(prepared.plan, changed)), tuple(shares))
+    return _replaced(prepared.plan, changed), shares
 
 
 def _layerwise(plan: Plan) -> dict[Pruning, dict[str, LayerPlan]]:

@@ -219,6 +219,11 @@ class RunContext:
         return self.sequences.tokens
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        """The model's dtype, in which scales and values that are not quantized are stored."""
+        return getattr(torch, self.plan.scale_dtype)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the plan and on the calibration text."""
         return self.plan.notes + (self.sequences.warnings if self.sequences else ())

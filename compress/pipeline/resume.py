@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.checkpoint.safetensors import MappedFile
-from compress.checkpoint.writer import PieceStore
+from compress.checkpoint.safetensors import MappedFile, TensorFiles
+from compress.checkpoint.writer import PieceStore, assemble
 from compress.common.errors import CheckpointError
 from compress.common.files import atomic_file, partial_folder
 
@@ -131,6 +131,20 @@ class Progress:
         self.pieces.write(self._key(index), tensors, facts)
         (self._inputs.folder / f"{self._hidden_key(index)}.safetensors").unlink(missing_ok=True)
 
+    def assemble(self, num_blocks: int, config: Mapping[str, Any], source: TensorFiles) -> Path:
+        """Build the checkpoint of all pieces, in the folder `finished`.
+
+        Args:
+            config: its config.json.
+            source: the model whose tokenizer, templates and other side files are copied.
+
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        keys = [*map(self._key, range(num_blocks)), *self.ends(), REST]
+        shutil.rmtree(self.finished, ignore_errors=True)
+        return assemble(self.pieces, keys, self.finished, config=config, source=source)
+
     def load_hidden(self, index: int) -> Tensor:
         """Hidden states `[N, L, H]` that enter block `index`, as `save_block` of the block before stored them."""
         return self._inputs.open(self._hidden_key(index)).tensor(_HIDDEN).clone()
@@ -185,10 +199,6 @@ def only_one_run(out: Path) -> Iterator[None]:
             Path(lock.name).unlink(missing_ok=True)
             if not any(folder.iterdir()):
                 folder.rmdir()
-
-
-def block_key(index: int) -> str:
-    return f"{BLOCK}-{index:05d}"
 
 
 def _refuse_other(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

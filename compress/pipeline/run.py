@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,23 @@ from compress.checkpoint.verify import StructureReport
 from compress.common.cli import tool_version
 from compress.common.errors import NumericsError, ToolkitError
 from compress.common.files import check_space
-from compress.pipeline.block import BlockOutcome, check_finite, read_block
-from compress.pipeline.calibration import CalibratedRunner, block_job
+from compress.methods.owl import BlockShare
+from compress.pipeline.block import BlockJob, BlockOutcome, check_finite, read_block
+from compress.pipeline.calibration import CalibratedRunner
 from compress.pipeline.compress_block import quantize_block, quantize_block_plainly
 from compress.pipeline.embed_and_head import head_needs_inputs, quantize_embedding, quantize_head, stored_embedding
 from compress.pipeline.finish import (
     KVResult,
-    assemble_checkpoint,
     check_checkpoint,
     check_quality,
+    checkpoint_config,
     choose_default,
     environment,
     full_report,
-    provenance,
     put_in_place,
     save_rest,
-    stored_form,
 )
-from compress.pipeline.first_pass import FinalPlan, finalize_plan
+from compress.pipeline.first_pass import finalize_plan
 from compress.pipeline.memory import device_peak, forget_device_peak, return_freed_memory
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.resume import Progress, RunDisplay, only_one_run
@@ -61,16 +60,23 @@ def run(prepared: RunContext, quiet: bool = False) -> RunResult:
         progress = Progress.open(prepared.request.out, _identity(prepared), prepared.request.restart)
         with _cleared_on_failure(progress, prepared):
             _begin(prepared, progress, quiet)
-            settled = finalize_plan(prepared, progress, quiet)
-            folder = _compress(settled.prepared, progress, quiet)
+            final, shares = prepared, list[BlockShare]()
+            if prepared.plan.needs_first_pass:
+                plan, shares = finalize_plan(prepared, progress, quiet)
+                final = replace(prepared, plan=plan)
+            folder = _compress(final, progress, quiet)
             peak = device_peak(prepared.device)  # of this work: what measures afterwards holds whole models
             structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
-            kv_cache = choose_default(settled.prepared, folder, quiet)
+            kv_cache = choose_default(final, folder, quiet)
             quality = check_quality(folder, prepared)
         seconds = time.monotonic() - started
-        report = _report(prepared, settled, progress, structure, quality, seconds)
-        report["kv_cache"] = kv_cache.to_dict() if kv_cache else None
-        report["peak_device_bytes"] = peak
+        # With the plan as it was made: kinds of layers, not every layer on its own.
+        report = full_report(final, progress, structure, quality, seconds) | {
+            "plan": prepared.to_dict(),
+            "layerwise": [each.to_dict() for each in shares],
+            "kv_cache": kv_cache.to_dict() if kv_cache else None,
+            "peak_device_bytes": peak,
+        }
         put_in_place(folder, prepared.request.out, report)
         progress.discard()
     return RunResult(prepared.request.out, structure, quality, report, kv_cache)
@@ -82,20 +88,8 @@ def _compress(prepared: RunContext, progress: Progress, quiet: bool) -> Path:
     _run_blocks(prepared, progress, quiet)
     quantize_head(prepared, progress)
     save_rest(prepared, progress)
-    return assemble_checkpoint(prepared, progress, provenance(prepared, progress))
-
-
-def _report(
-    prepared: RunContext,
-    settled: FinalPlan,
-    progress: Progress,
-    structure: StructureReport,
-    quality: dict[str, Any],
-    seconds: float,
-) -> dict[str, Any]:
-    """Return the report, with the plan as it was made: kinds of layers, not every layer on its own."""
-    report = full_report(settled.prepared, progress, structure, quality, seconds)
-    return report | {"plan": prepared.to_dict(), "layerwise": [each.to_dict() for each in settled.shares]}
+    config = checkpoint_config(prepared, progress)
+    return progress.assemble(prepared.skeleton.num_blocks, config, prepared.files)
 
 
 def _identity(prepared: RunContext) -> dict[str, Any]:
@@ -171,16 +165,17 @@ def _runner(prepared: RunContext, progress: Progress, done: int, display: RunDis
 
 
 def _run_plainly(prepared: RunContext, index: int) -> BlockOutcome:
-    job = block_job(prepared, index)
+    job = BlockJob.of(prepared, index)
     block = read_block(prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device)
     return quantize_block_plainly(block, job)
 
 
 def _save(prepared: RunContext, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
-    tensors, facts = stored_form(prepared, outcome)
-    facts |= {"block": prepared.skeleton.block_name(index), "micro_batch": micro_batch}
+    facts = outcome.facts() | {"block": prepared.skeleton.block_name(index), "micro_batch": micro_batch}
+    facts["environment"] = environment(prepared)
     wanted = index + 1 < prepared.skeleton.num_blocks or head_needs_inputs(prepared)
-    progress.save_block(index, tensors, facts, outcome.hidden if wanted else None, outcome.reference)
+    hidden = outcome.hidden if wanted else None
+    progress.save_block(index, outcome.tensors(prepared.scale_dtype), facts, hidden, outcome.reference)
     prepared.files.release()
 
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from compress.checkpoint.config import packed_config, read_config, write_config
-from compress.checkpoint.formats import find_format
+from compress.checkpoint.formats import find_format, stored_tensors
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
@@ -118,7 +118,7 @@ def pack_model(
         chosen = scheme(module)
         if chosen is not None:
             weights[module] = random_weight(tuple(tensors.pop(name).shape), chosen, len(weights), scale_dtype)
-            tensors |= codec.encode(module, weights[module], scale_dtype)
+            tensors |= stored_tensors(codec, module, weights[module], scale_dtype)
     ignored = sorted({"lm_head", *(n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight"))})
     block = codec.quantization_config({module: weight.scheme for module, weight in weights.items()}, ignored)
     out.mkdir()

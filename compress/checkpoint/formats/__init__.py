@@ -1,6 +1,7 @@
 """Containers of packed checkpoints, by name: modules of stateless functions with the signatures of `Format`.
 
-Weights know their own tensors; a container says which forms it holds and describes them in config.json.
+Weights know their own tensors; a container says which forms it holds and describes them in config.json. Containers of
+other tools that hold other tensors translate them, with the signatures of `Translation`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.formats import awq, compress_runtime, compressed_tensors, dense, gptq
 from compress.checkpoint.weights import Scheme, Weight
-from compress.checkpoint.weights.base import Get
+from compress.checkpoint.weights.base import Get, about
 from compress.common.errors import CheckpointError
 
 
@@ -25,19 +26,23 @@ class Format(Protocol):
 
     def suffixes(self, scheme: Scheme | None = None) -> tuple[str, ...]: ...
     def check(self, scheme: Scheme, shape: tuple[int, int]) -> None: ...
-    def encode(self, module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]: ...
-    def decode(self, module: str, get: Get, scheme: Any, config: Mapping[str, Any] | None = None) -> Weight: ...
-    def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]: ...
     def modules(self, names: Iterable[str]) -> list[str]: ...
     def quantization_config(self, schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]: ...
     def schemes(self, config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]: ...
 
 
+class Translation(Format, Protocol):
+    """Interface of a format that does not store the tensors of the forms themselves."""
+
+    def encode(self, module: str, weight: Any, dtype: torch.dtype) -> dict[str, Tensor]: ...
+    def decode(self, module: str, get: Get, scheme: Any, config: Mapping[str, Any] | None = None) -> Weight: ...
+    def shape(self, module: str, get: Get, scheme: Scheme) -> tuple[int, int]: ...
+
+
+TRANSLATIONS: dict[str, Translation] = {gptq.NAME: gptq, awq.NAME: awq, dense.NAME: dense}
 FORMATS: dict[str, Format] = {
     compressed_tensors.NAME: compressed_tensors,
-    gptq.NAME: gptq,
-    awq.NAME: awq,
-    dense.NAME: dense,
+    **TRANSLATIONS,
     compress_runtime.NAME: compress_runtime,
 }
 
@@ -47,6 +52,22 @@ def find_format(name: str) -> Format:
     if name not in FORMATS:
         raise CheckpointError(f"quantization format {name!r} is not supported", f"Supported: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def stored_tensors(format: Format, module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the stored tensors of one linear layer, by full name.
+
+    Args:
+        dtype: the model's, in which scales and unquantized values are stored.
+
+    Raises:
+        SchemeError: the format cannot hold the weight, or not exactly.
+    """
+    if translation := TRANSLATIONS.get(format.NAME):
+        return translation.encode(module, weight, dtype)
+    with about(module):
+        format.check(weight.scheme, weight.shape)
+        return {module + suffix: tensor for suffix, tensor in weight.tensors(dtype).items()}
 
 
 def format_for(schemes: Mapping[str, Scheme]) -> Format:

@@ -8,12 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from compress.checkpoint.scheme import FORMS, stored_modules
-from compress.checkpoint.weights import Scheme, Weight
-from compress.checkpoint.weights.base import Get, StoredTensors, named
+from compress.checkpoint.weights import Scheme
 from compress.common.errors import CheckpointError
 
 NAME = "compress-runtime"
@@ -29,21 +25,6 @@ def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
 def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when a weight `[O, I]` cannot be stored in this form."""
     scheme.check(shape)
-
-
-def encode(module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Stored tensors of one linear layer, by full name. Raises SchemeError for what the form cannot store."""
-    return named(module, weight, dtype)
-
-
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
-    """The weight `[O, I]`. Raises CheckpointError or SchemeError when tensors contradict each other."""
-    return scheme.read(StoredTensors(module, get))
-
-
-def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
-    """`(O, I)` of a stored layer, without decoding it."""
-    return scheme.shape(StoredTensors(module, get))
 
 
 def modules(names: Iterable[str]) -> list[str]:

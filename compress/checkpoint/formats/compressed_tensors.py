@@ -10,11 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from compress.checkpoint.weights import Activations, Fp8, Int, Scheme, Weight
-from compress.checkpoint.weights.base import Get, StoredTensors, named
+from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from compress.common.errors import CheckpointError
 
 NAME = "compressed-tensors"
@@ -38,22 +34,6 @@ def check(scheme: Scheme, shape: tuple[int, int]) -> None:
     """Raises SchemeError when this format cannot hold a weight `[O, I]` of this scheme."""
     scheme.check_plain(NAME, "int", "float")
     scheme.check(shape)
-
-
-def encode(module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Stored tensors of one linear layer, by full name. `dtype` is the model's, in which scales are stored."""
-    check(weight.scheme, weight.shape)
-    return named(module, weight, dtype)
-
-
-def decode(module: str, get: Get, scheme: Scheme, config: Mapping[str, Any] | None = None) -> Weight:
-    """The codes of one stored layer. Raises CheckpointError when tensors contradict each other."""
-    return scheme.read(StoredTensors(module, get))
-
-
-def shape(module: str, get: Get, scheme: Scheme) -> tuple[int, int]:
-    """`(O, I)` of a stored layer, without decoding it."""
-    return scheme.shape(StoredTensors(module, get))
 
 
 def modules(names: Iterable[str]) -> list[str]:

@@ -222,13 +222,6 @@ def about(module: str) -> Iterator[None]:
         raise SchemeError(f"{module}: {error.problem}", error.remedy) from error
 
 
-def named(module: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Stored tensors by full name. Raises SchemeError, with the module's name, for what cannot be stored."""
-    with about(module):
-        weight.scheme.check(weight.shape)
-        return {module + suffix: tensor for suffix, tensor in weight.tensors(dtype).items()}
-
-
 def owners(names: Iterable[str], suffix: str) -> list[str]:
     """Modules that own a tensor with this suffix, sorted."""
     return sorted(name.removesuffix(suffix) for name in names if name.endswith(suffix))

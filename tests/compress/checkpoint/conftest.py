@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.config import packed_config, read_config
-from compress.checkpoint.formats import find_format
+from compress.checkpoint.formats import find_format, stored_tensors
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Scheme, Weight
@@ -105,7 +105,7 @@ def pack() -> Callable[..., dict[str, Weight]]:
             if chosen is not None:
                 weights[module] = random_weight(shape, chosen, seed=number)
                 tensors.pop(f"{module}.weight", None)
-                tensors.update(codec.encode(module, weights[module], torch.bfloat16))
+                tensors.update(stored_tensors(codec, module, weights[module], torch.bfloat16))
         ignored = sorted({"lm_head", *linears(dense)} - set(weights))
         block = codec.quantization_config({module: weight.scheme for module, weight in weights.items()}, ignored)
         store = PieceStore(out.parent / f"{out.name}.partial" / "pieces")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.config import read_config, write_config
-from compress.checkpoint.formats import awq, compressed_tensors, gptq
+from compress.checkpoint.formats import awq, compressed_tensors, gptq, stored_tensors
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8, quantize_tokens, round_tokens
 from compress.checkpoint.verify import verify_against, verify_structure
@@ -145,7 +145,7 @@ def test_parts_that_contradict_the_scheme():
     with pytest.raises(SchemeError, match="cannot be"):
         Fp8Weight(codes.to(FP8), scale, Int(8, None))
     with pytest.raises(SchemeError, match="bfloat16"):
-        compressed_tensors.encode("m", Fp8Weight(codes.to(FP8), scale + 1e-4, W8A8), torch.bfloat16)
+        stored_tensors(compressed_tensors, "m", Fp8Weight(codes.to(FP8), scale + 1e-4, W8A8), torch.bfloat16)
 
 
 def test_tokens_are_rounded_to_the_nearest_float():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.checkpoint.formats import compress_runtime, compressed_tensors, gptq
+from compress.checkpoint.formats import compress_runtime, compressed_tensors, gptq, stored_tensors
 from compress.checkpoint.scale_search import encode, search_scales
 from compress.checkpoint.weights import Int, LowRank, Scheme
-from compress.checkpoint.weights.base import digest
+from compress.checkpoint.weights.base import StoredTensors, digest
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.common.errors import CheckpointError, SchemeError
@@ -49,11 +49,11 @@ def make(scheme: Scheme, rows: int = 48, columns: int = 96) -> LowRankWeight:
 )
 def test_factors_come_back_in_the_bits_promised(scheme) -> None:
     weight = make(scheme)
-    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
+    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
     assert {name.split(".")[-2] for name in tensors} == {"left", "right"}
-    again = compress_runtime.decode(M, stored(tensors), scheme)
+    again = scheme.read(StoredTensors(M, stored(tensors)))
     assert digest(again) == digest(weight)
-    assert compress_runtime.shape(M, stored(tensors), scheme) == weight.shape == (48, 96)
+    assert scheme.shape(StoredTensors(M, stored(tensors))) == weight.shape == (48, 96)
     assert compress_runtime.modules([*tensors, "model.norm.weight"]) == [M]
     nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("weight_shape"))
     assert 8 * nbytes == scheme.stored_bits(48, 96)
@@ -73,7 +73,7 @@ def test_worked_example() -> None:
         scheme.inner,
     )
     weight = LowRankWeight(left, right, scheme)
-    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
+    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
     assert tensors[f"{M}.left.weight_packed"].tolist() == [[0x89], [0xA7]]
     assert tensors[f"{M}.right.weight_packed"].tolist() == [[0xBA9], [0xC84]]
     assert tensors[f"{M}.left.weight_shape"].tolist() == [2, 2]
@@ -102,9 +102,11 @@ def test_factors_that_contradict_each_other_are_refused() -> None:
         LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Int())
     with pytest.raises(SchemeError, match="not stored as"):
         LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), LowRank(Int(8, None), 4))
-    tensors = compress_runtime.encode(M, LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), scheme), torch.bfloat16)
+    tensors = stored_tensors(
+        compress_runtime, M, LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), scheme), torch.bfloat16
+    )
     with pytest.raises(SchemeError, match="rank 5"):
-        compress_runtime.decode(M, stored(tensors), LowRank(None, 5))
+        LowRank(None, 5).read(StoredTensors(M, stored(tensors)))
     with pytest.raises(SchemeError, match="40"):
         compress_runtime.check(LowRank(None, 40), (32, 64))
     with pytest.raises(SchemeError, match="does not divide"):

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tiers import examples
 from torch import Tensor
 
-from compress.checkpoint.formats import compress_runtime, compressed_tensors
+from compress.checkpoint.formats import compress_runtime, compressed_tensors, stored_tensors
 from compress.checkpoint.weights import NM, Int, NMSparsity, Scheme
+from compress.checkpoint.weights.base import StoredTensors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.sparse_nm import SparseWeight
 from compress.common.errors import CheckpointError, SchemeError
@@ -60,12 +61,12 @@ def make_integers(sparse: NM, rows: int, columns: int, seed: int) -> SparseWeigh
 def test_integers_come_back(bits, symmetric, group_size, sparsity, rows, blocks, seed) -> None:
     scheme = NM(Int(bits, group_size, symmetric), sparsity)
     weight = make_integers(scheme, rows, 32 * blocks, seed)
-    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
-    again = compress_runtime.decode(M, stored(tensors), scheme)
+    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
+    again = scheme.read(StoredTensors(M, stored(tensors)))
     assert torch.equal(again.values.qweight, weight.values.qweight)
     assert torch.equal(again.values.scales, weight.values.scales)
     assert torch.equal(again.values.zero_points, weight.values.zero_points)
-    assert compress_runtime.shape(M, stored(tensors), scheme) == weight.shape
+    assert scheme.shape(StoredTensors(M, stored(tensors))) == weight.shape
 
 
 @pytest.mark.parametrize("sparsity", [TWO_OF_FOUR, FOUR_OF_EIGHT])
@@ -74,10 +75,10 @@ def test_pruned_values_come_back(sparsity) -> None:
     scheme = NM(None, sparsity)
     values = torch.randn(12, 64, generator=generator).bfloat16()
     values = values.masked_fill(~random_mask(12, 64, sparsity, generator), 0)
-    tensors = compress_runtime.encode(M, SparseWeight(values, scheme), torch.bfloat16)
+    tensors = stored_tensors(compress_runtime, M, SparseWeight(values, scheme), torch.bfloat16)
     assert tensors[f"{M}.weight_values"].shape == (12, 32)
-    assert torch.equal(compress_runtime.decode(M, stored(tensors), scheme).values, values)
-    assert compress_runtime.shape(M, stored(tensors), scheme) == (12, 64)
+    assert torch.equal(scheme.read(StoredTensors(M, stored(tensors))).values, values)
+    assert scheme.shape(StoredTensors(M, stored(tensors))) == (12, 64)
 
 
 def test_worked_example() -> None:
@@ -86,7 +87,7 @@ def test_worked_example() -> None:
     codes = torch.tensor([[8, 1, 8, 15, 2, 3, 8, 8]], dtype=torch.uint8)
     scale, zero = torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8)
     weight = scheme.wrap(IntegerWeight(codes, scale, zero, scheme.inner))
-    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
+    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
     # Kept: places 1 and 3 of the first group, 0 and 1 of the second.
     assert tensors[f"{M}.weight_packed"].tolist() == [[0x32F1]]
     assert tensors[f"{M}.weight_indices"].tolist() == [[0b01_00_11_01]]
@@ -112,33 +113,34 @@ def test_bits_per_weight_are_those_promised(scheme, expected) -> None:
         weight = SparseWeight(values.masked_fill(~kept, 0), scheme)
     else:
         weight = make_integers(scheme, rows, columns, 0)
-    tensors = compress_runtime.encode(M, weight, torch.bfloat16)
+    tensors = stored_tensors(compress_runtime, M, weight, torch.bfloat16)
     nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("weight_shape"))
     assert 8 * nbytes == scheme.stored_bits(rows, columns) == expected * rows * columns
 
 
 def test_a_group_that_is_too_full_is_refused() -> None:
     scheme = NM(None, TWO_OF_FOUR)
+    values = torch.tensor([[1.0, 2, 3, 0, 1, 1, 1, 1]])
     with pytest.raises(SchemeError, match=r"2 groups.*2:4"):
-        compress_runtime.encode(M, SparseWeight(torch.tensor([[1.0, 2, 3, 0, 1, 1, 1, 1]]), scheme), torch.bfloat16)
+        stored_tensors(compress_runtime, M, SparseWeight(values, scheme), torch.bfloat16)
 
 
 def test_kept_values_that_are_zero_keep_their_number() -> None:
     scheme = NM(None, TWO_OF_FOUR)
     values = torch.tensor([[0, 0, 0, 5.0, 0, 0, 0, 0]])
-    tensors = compress_runtime.encode(M, SparseWeight(values, scheme), torch.float32)
+    tensors = stored_tensors(compress_runtime, M, SparseWeight(values, scheme), torch.float32)
     assert tensors[f"{M}.weight_values"].shape == (1, 4)
-    assert torch.equal(compress_runtime.decode(M, stored(tensors), scheme).values, values)
+    assert torch.equal(scheme.read(StoredTensors(M, stored(tensors))).values, values)
 
 
 def test_places_that_contradict_each_other_are_refused() -> None:
     scheme = NM(None, TWO_OF_FOUR)
     tensors = {f"{M}.weight_values": torch.ones(1, 4), f"{M}.weight_indices": torch.tensor([[0]], dtype=torch.int32)}
     with pytest.raises(CheckpointError, match="do not rise"):
-        compress_runtime.decode(M, stored(tensors), scheme)
+        scheme.read(StoredTensors(M, stored(tensors)))
     tensors[f"{M}.weight_indices"] = torch.zeros(1, 3, dtype=torch.int32)
     with pytest.raises(CheckpointError, match="2:4"):
-        compress_runtime.decode(M, stored(tensors), scheme)
+        scheme.read(StoredTensors(M, stored(tensors)))
 
 
 def test_config_says_every_scheme() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.checkpoint.config import packed_config, read_config, write_config
-from compress.checkpoint.formats import compressed_tensors
+from compress.checkpoint.formats import compressed_tensors, stored_tensors
 from compress.checkpoint.weights import Int, Scheme
 from compress.common.cli import demo_model_path
 
@@ -64,7 +64,7 @@ def make_packed(make_model: MakeModel, tmp_path: Path) -> Callable[..., tuple[Pa
                 continue
             modules.append(module)
             weight = scheme.round(tensor, scale_dtype=torch.float32)
-            packed |= compressed_tensors.encode(module, weight, torch.float32)
+            packed |= stored_tensors(compressed_tensors, module, weight, torch.float32)
             dequantized[name] = weight.dequantize()
         quantization = compressed_tensors.quantization_config(dict.fromkeys(modules, scheme), ["lm_head"])
         config = read_config(dense)

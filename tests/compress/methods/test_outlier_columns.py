@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.checkpoint.formats import compress_runtime
+from compress.checkpoint.formats import compress_runtime, stored_tensors
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import quantize_tokens, round_in_range
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Activations, Int, OutlierColumns, Scheme
-from compress.checkpoint.weights.base import digest
+from compress.checkpoint.weights.base import StoredTensors, digest
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.weights.outlier_columns import OutlierWeight, without_columns
 from compress.checkpoint.writer import export_checkpoint
@@ -57,14 +57,14 @@ def test_what_is_stored_is_read_back_and_as_large_as_computed(scheme) -> None:
     _, weight = inputs_and_weight()
     columns, scheme = torch.tensor([3, 40, 127]), OutlierColumns(scheme, 3)
     stored = beside_outliers(weight, scheme.inner.round(weight.index_fill(1, columns, 0)), columns, scheme)
-    tensors = compress_runtime.encode("m", stored, torch.bfloat16)
+    tensors = stored_tensors(compress_runtime, "m", stored, torch.bfloat16)
 
     def get(name: str) -> torch.Tensor:
         if name not in tensors:
             raise CheckpointError(name)
         return tensors[name]
 
-    again = compress_runtime.decode("m", get, scheme)
+    again = scheme.read(StoredTensors("m", get))
     assert digest(again) == digest(stored)
     assert compress_runtime.modules(tensors) == ["m"]
     size = sum(8 * tensor.nbytes for name, tensor in tensors.items() if not name.endswith("_shape"))
@@ -80,7 +80,7 @@ def test_the_example_of_the_format_page() -> None:
     scale, zero = torch.tensor([[0.5]]).bfloat16(), torch.tensor([[8]], dtype=torch.uint8)
     base = IntegerWeight(codes, scale, zero, scheme.inner)
     weight = OutlierWeight(base, torch.tensor([2]), torch.tensor([[3.25]]).bfloat16(), scheme)
-    tensors = compress_runtime.encode("m", weight, torch.bfloat16)
+    tensors = stored_tensors(compress_runtime, "m", weight, torch.bfloat16)
     assert f"0x{int(tensors['m.weight_packed'][0, 0]):08x}" in PAGE.read_text()
     assert weight.dequantize().tolist() == [[0.5, -0.5, 3.25, 1.0]]
 
