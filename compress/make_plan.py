@@ -138,19 +138,19 @@ def _apply(stage: TensorStage, before: LayerPlan, ignored: bool, in_features: in
     pruning, factoring = before.pruning, before.factoring
     method, scheme, options = before.method, before.quantized, before.options
     if isinstance(stage, FactorizeStage):
-        factoring = None if ignored else Factoring(stage.method, stage.keep, stage.allocation)
+        factoring = None if ignored else Factoring(base.factorization(stage.method), stage.keep, stage.allocation)
     elif isinstance(stage, PruneStage):
         pruning = None if ignored else _pruning(stage)
     elif ignored:
         method, scheme, options = None, None, None
     else:
-        method, scheme, options = stage.method, stage.scheme_for(in_features), stage.options
+        method, scheme, options = base.quantization(stage.method), stage.scheme_for(in_features), stage.options
     return LayerPlan(method, _stored(scheme, pruning), options, pruning, factoring)
 
 
 def _pruning(stage: PruneStage) -> Pruning:
     layerwise = OutlierShares(stage.outlier_factor, stage.spread) if stage.layerwise == "owl" else None
-    return Pruning(stage.method, stage.pattern, stage.share, layerwise)
+    return Pruning(base.pruning(stage.method), stage.pattern, stage.share, layerwise)
 
 
 def _check_outliers(assignments: Mapping[str, LayerPlan]) -> None:
@@ -163,12 +163,12 @@ def _check_outliers(assignments: Mapping[str, LayerPlan]) -> None:
 def _check_tuning(assignments: Mapping[str, LayerPlan]) -> None:
     """Raise RecipeError when pruned weights would lose their zeros, or rounding is learned in several ways."""
     for name, each in assignments.items():
-        if each.pruning and each.method and not base.quantization(each.method).keeps_zeros:
+        if each.pruning and each.method and not each.method.keeps_zeros:
             able = " or ".join(n for n in base.names("quantize") if base.quantization(n).joins_pruning)
-            raise RecipeError(f"{each.method} does not keep zeros, and {name} is pruned", f"Quantize it by {able}")
+            raise RecipeError(f"{each.method.name} does not keep zeros, and {name} is pruned", f"Quantize it by {able}")
     tuned = {(each.method, each.options) for each in assignments.values() if each.is_tuned}
     if len(tuned) > 1:
-        listed = ", ".join(sorted({method for method, _ in tuned if method}))
+        listed = ", ".join(sorted({method.name for method, _ in tuned if method}))
         problem = f"stages of {listed} differ in their options, and the layers of a block are learned together"
         raise RecipeError(problem, "Give them the same options")
 
@@ -197,8 +197,8 @@ def _with_rank(name: str, assignment: LayerPlan, shape: tuple[int, int]) -> Laye
         return assignment
     if assignment.pruning:
         raise RecipeError(f"{name} is pruned and factorized", "Give the stages other targets: factors are not sparse")
-    if assignment.method is not None and not base.quantization(assignment.method).rounds_factors:
-        problem = f"{assignment.method} is not for factors, and {name} is factorized"
+    if assignment.method is not None and not assignment.method.rounds_factors:
+        problem = f"{assignment.method.name} is not for factors, and {name} is factorized"
         able = " or ".join(n for n in base.names("quantize") if base.quantization(n).rounds_factors)
         raise RecipeError(problem, f"Quantize factors by {able}")
     rank, free = (uniform_rank(*shape, factoring.keep_ratio, step) for step in (rank_step(scheme), rank_step(None)))

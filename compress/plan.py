@@ -11,8 +11,7 @@ from typing import Any
 
 from compress.checkpoint.weights import NMSparsity, Scheme
 from compress.common.errors import RecipeError
-from compress.methods import base
-from compress.methods.base import Needs
+from compress.methods.base import FactorizationMethod, Needs, PruningMethod, QuantizationMethod
 from compress.methods.owl import OutlierShares
 from compress.models.spec import SmoothingMapping
 from compress.recipe import FactorizeStage, Recipe
@@ -26,14 +25,14 @@ class Pruning:
     With `layerwise` both are means, from which a first pass over the model sets those of each block.
     """
 
-    method: str
+    method: PruningMethod
     pattern: NMSparsity | None
     sparsity: float
     layerwise: OutlierShares | None = None
 
     def __str__(self) -> str:
         amount = str(self.pattern) if self.pattern else f"{round(100 * self.sparsity, 1):g}%"
-        return f"{self.method} {amount}{f' ({self.layerwise})' if self.layerwise else ''}"
+        return f"{self.method.name} {amount}{f' ({self.layerwise})' if self.layerwise else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Factoring:
             (`compress.methods.low_rank.share_out`), so the planned rank may change; uniform keeps it.
     """
 
-    method: str
+    method: FactorizationMethod
     keep_ratio: float
     allocation: str = "uniform"
 
@@ -54,7 +53,7 @@ class Factoring:
         return self.allocation != "uniform"
 
     def __str__(self) -> str:
-        return f"{self.method} {self.keep_ratio:.0%}"
+        return f"{self.method.name} {self.keep_ratio:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class LayerPlan:
         factoring: how the factors are made whose rank `scheme` has.
     """
 
-    method: str | None
+    method: QuantizationMethod | None
     scheme: Scheme | None
     options: Any = None
     pruning: Pruning | None = None
@@ -78,15 +77,15 @@ class LayerPlan:
     @property
     def needs(self) -> Needs:
         """The data that its methods read besides the weight."""
-        found = base.quantization(self.method).needs(self.options) if self.method else Needs()
+        found = self.method.needs(self.options) if self.method else Needs()
         if self.pruning:
-            found |= base.pruning(self.pruning.method).needs(None)
-        return found | base.factorization(self.factoring.method).needs(None) if self.factoring else found
+            found |= self.pruning.method.needs(None)
+        return found | self.factoring.method.needs(None) if self.factoring else found
 
     @property
     def is_tuned(self) -> bool:
         """Whether its rounding is learned."""
-        return self.method is not None and base.quantization(self.method).tunes
+        return self.method is not None and self.method.tunes
 
     @property
     def needs_first_pass(self) -> bool:
@@ -108,7 +107,7 @@ class LayerPlan:
         if self.factoring and self.scheme:
             work.append(f"{self.factoring} {'about ' if self.factoring.is_shared else ''}rank {self.scheme.rank}")
         stored = self.scheme.codes if self.factoring and self.scheme else self.scheme
-        return " + ".join([*work, f"{self.method} {stored}"] if self.method else work)
+        return " + ".join([*work, f"{self.method.name} {stored}"] if self.method else work)
 
 
 SHAPE_TENSOR_BYTES = 16
@@ -248,7 +247,7 @@ def _summary(kind: tuple[str, tuple[int, ...], LayerPlan | None, str], rows: lis
         "tensor": name,
         "shape": list(shape),
         "count": len(rows),
-        "method": assignment.method if assignment else None,
+        "method": assignment.method.name if assignment and assignment.method else None,
         "pruning": str(assignment.pruning) if assignment and assignment.pruning else None,
         "factoring": str(assignment.factoring) if assignment and assignment.factoring else None,
         "scheme": str(assignment.scheme) if assignment and assignment.scheme else "dense",

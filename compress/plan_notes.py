@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 
 from compress.checkpoint.config import is_embedding
 from compress.checkpoint.weights import Scheme
-from compress.methods import base
 from compress.models.spec import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import LayerPlan, PlanRow
@@ -19,7 +18,7 @@ def usable_mappings(
     """Edges in use per block, and a note on every kind of edge that is not."""
     used: list[tuple[SmoothingMapping, ...]] = []
     unused: dict[SmoothingMapping, int] = {}
-    smoothing = sorted({each.method for each in assignments.values() if each.method and _smooths(each)})
+    smoothing = sorted({each.method.name for each in assignments.values() if each.method and each.method.smooths})
     for index in range(skeleton.num_blocks):
         fitting = tuple(
             edge
@@ -53,7 +52,7 @@ def _mapping_fits(skeleton: Skeleton, block: str, edge: SmoothingMapping, assign
 
 
 def _smooths(plan: LayerPlan) -> bool:
-    return plan.method is not None and base.quantization(plan.method).smooths
+    return plan.method is not None and plan.method.smooths
 
 
 def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, LayerPlan]) -> list[str]:

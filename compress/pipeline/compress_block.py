@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibration.statistics import InputDifference
 from compress.checkpoint.weights.integer import IntegerWeight
-from compress.methods import base
 from compress.methods.base import Needs, QuantizationMethod, TunedBlock
 from compress.methods.shared.hessian import HessianCache
 from compress.methods.shared.smoothing import SmoothingResult
@@ -143,7 +142,7 @@ def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
     for name, assignment in job.assignments.items():
         weight, decomposed = block.weights.pop(name), ranked.pop(name, None)
         module, inputs = f"{block.name}.{name}", HessianCache(None)
-        outcome.keep(*LayerCompressor(module, weight, assignment, job.scale_dtype, inputs, decomposed).apply())
+        outcome.keep(*LayerCompressor.of(module, weight, assignment, job.scale_dtype, inputs, decomposed).apply())
     return outcome
 
 
@@ -262,7 +261,7 @@ def _round(
         inputs = HessianCache(statistics, scale, differences.get(group[0]))
         outliers = choose_columns({name: block.weights[name] for name in group}, job.assignments, statistics, scale)
         for name in group:
-            work = LayerCompressor(
+            work = LayerCompressor.of(
                 f"{block.name}.{name}",
                 block.weights.pop(name),
                 job.assignments[name],
@@ -288,7 +287,7 @@ def _tune(
     tick: Callable[[float], None],
 ) -> None:
     """Learn the rounding of the layers that begin with these weights, and put the result into the block."""
-    method = base.quantization(tuned.method or "")
+    method = cast(QuantizationMethod, tuned.method)
     starts = {name: (work.weight, start) for name, (work, start) in begun.items()}
     learned = error.tune(method, starts, tuned.options, tick)
     outcome.tuning = learned.record

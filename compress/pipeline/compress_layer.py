@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from compress.checkpoint.weights import Int, LowRank, Scheme, Weight
 from compress.checkpoint.weights.integer import integers
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.methods import base
-from compress.methods.base import Layer, Pruned, QuantizationMethod
+from compress.methods.base import FactorizationMethod, Layer, Pruned, QuantizationMethod
 from compress.methods.low_rank import RankedLinear, largest_rank, rank_step, share_out
 from compress.methods.outlier_columns import highest, sensitivity
 from compress.methods.shared.decomposition import Decomposition, Whitening, decompose, spectrum
@@ -75,10 +74,12 @@ class _Whitenings:
     """Linears that share their input share its whitening."""
 
     statistics: Mapping[str, InputStatistics]
-    known: dict[tuple[str, int], Whitening] = field(default_factory=dict)
+    known: dict[tuple[FactorizationMethod, int], Whitening] = field(default_factory=dict)
 
     def of(self, name: str, assignment: LayerPlan) -> Whitening:
-        key = (_method(assignment), id(self.statistics.get(name)))
+        if assignment.factoring is None:
+            raise ValueError(f"{name} is not factorized")
+        key = (assignment.factoring.method, id(self.statistics.get(name)))
         if key not in self.known:
             self.known[key] = _whitening(key[0], self.statistics.get(name))
         return self.known[key]
@@ -104,21 +105,16 @@ def _ranks(
 def _comparable(plan: LayerPlan, energies: Tensor) -> Tensor:
     """Return energies that compare between linears: errors of the output, or where the method's energies are in
     units of their own, shares of each layer's total."""
-    if plan.factoring and base.factorization(plan.factoring.method).energies_are_errors:
+    if plan.factoring and plan.factoring.method.energies_are_errors:
         return energies
     return energies / energies.sum().clamp(min=torch.finfo(torch.float64).tiny)
-
-
-def _method(plan: LayerPlan) -> str:
-    return plan.factoring.method if plan.factoring else ""
 
 
 def _shape(weight: Tensor) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def _whitening(name: str, statistics: InputStatistics | None) -> Whitening:
-    method = base.factorization(name)
+def _whitening(method: FactorizationMethod, statistics: InputStatistics | None) -> Whitening:
     if statistics is not None:
         return method.whitening(statistics)
     return Whitening(recovery=f"{base.fallback('factorize').name}: {UNREACHED}" if method.needs(None).inputs else "")
@@ -128,27 +124,34 @@ Stored = Weight | Tensor
 """The stored form of a weight `[O, I]`: packed, or a dense tensor in the model's dtype, zeros and all."""
 
 
-@dataclass
-class LayerCompressor:
-    """A linear's master weight, its plan, and the statistics of its (smoothed) inputs.
+@dataclass(kw_only=True)
+class LayerCompressor(Layer):
+    """A layer that carries out its plan, as the methods of the plan see it.
 
     Attributes:
-        module: full name.
-        weight: float32 `[O, I]`.
-        model_dtype: dtype in which scales and unquantized values are stored.
-        inputs: statistics, shared by all linears that read the same input.
         ranked: its decomposition, when it is to be factorized.
         outliers: columns `[k]` that stay in 16 bits; None when none do.
     """
 
-    module: str
-    weight: Tensor
     plan: LayerPlan
-    model_dtype: torch.dtype
-    inputs: HessianCache
     ranked: Ranked | None = None
     outliers: Tensor | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        weight: Tensor,
+        plan: LayerPlan,
+        dtype: torch.dtype,
+        inputs: HessianCache,
+        ranked: Ranked | None = None,
+        outliers: Tensor | None = None,
+    ) -> LayerCompressor:
+        # Methods that choose no codes read no scheme.
+        scheme = (plan.scheme.codes if plan.scheme else None) or Int()
+        data = name, weight, scheme, plan.options, dtype, inputs
+        return cls(*data, plan=plan, ranked=ranked, outliers=outliers)
 
     def apply(self) -> tuple[Stored, LinearRecord]:
         """Prune or factorize, quantize, and record it.
@@ -160,8 +163,11 @@ class LayerCompressor:
             return self.finish(self._factorize(self.ranked, self.ranked.rank))
         if self.ranked is not None:
             self.details["kept_whole"] = WHOLE
-        pruned = self._prune(self.plan.pruning) if self.plan.pruning else Pruned(self.weight, None)
-        return self.finish(self._quantize(pruned) if isinstance(pruned, Pruned) else self._wrapped(pruned))
+        pruned = self._prune(self.plan.pruning) if self.plan.pruning else self
+        values = pruned._quantize() if isinstance(pruned, LayerCompressor) else pruned
+        # Rounded or unquantized values, in the form that stores them.
+        scheme = self.plan.scheme
+        return self.finish(values if scheme is None or scheme is self.scheme else scheme.wrap(values))
 
     @property
     def is_learned(self) -> bool:
@@ -176,8 +182,8 @@ class LayerCompressor:
         """Return the stored form, where it was computed, and the record of it."""
         values = values_of(stored)
         record = LinearRecord(
-            self.module,
-            self.plan.method or "none",
+            self.name,
+            self.plan.method.name if self.plan.method else "none",
             _relative_error(self.weight, values, self.inputs.mean_square),
             factoring=str(self.plan.factoring or ""),
             pruning=str(self.plan.pruning or ""),
@@ -187,23 +193,11 @@ class LayerCompressor:
         )
         return stored, record
 
-    @property
-    def _scheme(self) -> Scheme | None:
-        """The scheme of the weight, or of both its factors; None when they are not quantized."""
-        scheme = self.plan.scheme
-        return scheme.codes if scheme and self.plan.factoring else scheme
-
-    def _layer(self, weight: Tensor, scheme: Scheme, options: Any, kept: Tensor | None = None) -> Layer:
-        return Layer(self.module, weight, scheme, options, self.model_dtype, self.inputs, kept, self.details)
-
-    def _quantize(self, pruned: Pruned) -> Stored:
-        scheme, weight = self._scheme, pruned.values
-        if scheme is None or scheme.codes is None or self.plan.method is None:
-            return self._wrapped(weight.to(self.model_dtype))
-        method = self._known(base.quantization(self.plan.method))
-        if self.outliers is not None:
-            return method.compress_beside(self._layer(weight, scheme.codes, self.plan.options), self.outliers)
-        return self._wrapped(method.compress(self._layer(weight, scheme.codes, self.plan.options, pruned.kept)))
+    def _quantize(self) -> Stored:
+        if self.plan.method is None:
+            return self.weight.to(self.dtype)
+        method = self._known(self.plan.method)
+        return method.compress(self) if self.outliers is None else method.compress_beside(self, self.outliers)
 
     def _known(self, method: QuantizationMethod) -> QuantizationMethod:
         """Return the method, or the one that takes over where nothing reached the layer."""
@@ -213,33 +207,25 @@ class LayerCompressor:
         self.details["recovery"] = f"{instead.name}: {UNREACHED}"
         return base.quantization(instead.name)
 
-    def _wrapped(self, values: Stored) -> Stored:
-        """Return rounded or unquantized values in the form that stores them."""
-        return values if self._scheme is None else self._scheme.wrap(values)
-
-    def _prune(self, pruning: Pruning) -> Pruned | Weight:
-        method = base.pruning(pruning.method)
+    def _prune(self, pruning: Pruning) -> LayerCompressor | Weight:
+        method = pruning.method
         if method.needs(None).inputs and self.inputs.statistics is None:
             method = base.pruning(base.fallback("prune").name)
             self.details["recovery"] = f"pruned by {method.name}: {UNREACHED}"
         # Quantized in the same loop where both methods can, so that the errors of both are compensated at once.
-        joined = self.plan.method is not None and base.quantization(self.plan.method).joins_pruning
-        joint = integers(self.plan.quantized.codes) if joined and self.plan.quantized else None
-        layer = self._layer(self.weight, self._scheme or Int(), None)
-        return method.prune(layer, pruning.pattern, pruning.sparsity, joint)
+        joined = self.plan.method is not None and self.plan.method.joins_pruning
+        found = method.prune(self, pruning.pattern, pruning.sparsity, self.integers if joined else None)
+        return replace(self, weight=found.values, kept=found.kept) if isinstance(found, Pruned) else found
 
     def _factorize(self, ranked: Ranked, rank: int) -> LowRankWeight:
-        whitening = ranked.whitening
+        whitening, method = ranked.whitening, self.plan.method
         self.details |= {"recovery": whitening.recovery, "damping": whitening.damping, "rank": rank}
         left, right = ranked.decomposition.truncated(rank)
-        scheme = self._scheme
-        if self.plan.method is None or scheme is None:
-            stored = left.to(self.model_dtype), right.to(self.model_dtype)
-            return LowRankWeight(*stored, LowRank(None, rank))
-        method = base.quantization(self.plan.method)
+        if method is None:
+            return LowRankWeight(left.to(self.dtype), right.to(self.dtype), LowRank(None, rank))
         if method.needs(self.plan.options).inputs and self.inputs.statistics is None:
             method = base.quantization(base.fallback("quantize").name)
-        return method.round_factors(left, right, self._layer(self.weight, scheme, self.plan.options))
+        return method.round_factors(left, right, self)
 
 
 def values_of(stored: Stored) -> Tensor:

@@ -92,7 +92,7 @@ def _quantize(
 ) -> tuple[IntegerWeight, LinearRecord]:
     if assignment.scheme is None or assignment.method is None:
         raise ValueError(f"{module} is not quantized")
-    method, details = base.quantization(assignment.method), dict[str, Any]()
+    method, details = assignment.method, dict[str, Any]()
     if method.needs(assignment.options).inputs and statistics is None:
         method = base.quantization(base.fallback("quantize").name)
         details["recovery"] = f"{method.name}: {_NO_NORM}"
@@ -106,7 +106,7 @@ def _quantize(
     weight = prepared.files.tensor(f"{module}.weight")
     found, error = _by_rows(weight, quantize, prepared.device, inputs.mean_square)
     recovery, damping = details.get("recovery", ""), details.get("damping")
-    return found, LinearRecord(module, assignment.method, error, recovery, damping)
+    return found, LinearRecord(module, assignment.method.name, error, recovery, damping)
 
 
 @torch.no_grad()

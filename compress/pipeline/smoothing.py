@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Scheme
-from compress.methods import base
 from compress.methods.base import ScaleSearch
 from compress.methods.shared.smoothing import (
     SmoothingResult,
@@ -98,7 +97,7 @@ def search_scale(
         layout.head_dim,
     )
     with _weights_restored(block, edge.balance_layers):
-        return base.quantization(assignment.method).smoothing_scale(search, assignment.options)
+        return assignment.method.smoothing_scale(search, assignment.options)
 
 
 @contextmanager

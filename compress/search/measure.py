@@ -203,13 +203,13 @@ class CandidateLayer:
             SchemeError, NumericsError: from the methods.
         """
         weight, ranked = self.weights[module], self._rank(module, assignment)
-        work = LayerCompressor(module, weight, assignment, self.model_dtype, self._inputs, ranked)
+        work = LayerCompressor.of(module, weight, assignment, self.model_dtype, self._inputs, ranked)
         return values_of(work.apply()[0])
 
     def _rank(self, module: str, assignment: LayerPlan) -> Ranked | None:
         if assignment.factoring is None or assignment.scheme is None:
             return None
-        key = module, assignment.factoring.method
+        key = module, assignment.factoring.method.name
         if key not in self._ranked:
             seen = {} if self.statistics is None else {module: self.statistics}
             self._ranked[key] = decompose_block(self.weights, {module: assignment}, seen)[module]

@@ -6,6 +6,7 @@ import pytest
 
 from compress.checkpoint.scheme import FLOAT_BITS
 from compress.checkpoint.weights import Int, LowRank, Scheme
+from compress.methods import base
 from compress.plan import LayerPlan, PlanRow
 from compress.plan_notes import LAUNCH_SECONDS, READ_RATE, factor_notes, slower_seconds
 
@@ -13,7 +14,7 @@ from compress.plan_notes import LAUNCH_SECONDS, READ_RATE, factor_notes, slower_
 def row(outputs: int, inputs: int, scheme: Scheme | None) -> PlanRow:
     before = 2 * outputs * inputs
     after = before if scheme is None else scheme.stored_bits(outputs, inputs) // 8
-    assignment = LayerPlan("rtn", scheme) if scheme else None
+    assignment = LayerPlan(base.quantization("rtn"), scheme) if scheme else None
     return PlanRow(f"layer.{outputs}x{inputs}.weight", (outputs, inputs), assignment, "", before, after)
 
 

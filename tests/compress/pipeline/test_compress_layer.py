@@ -7,6 +7,7 @@ import torch
 
 from calibration.statistics import InputStatistics
 from compress.checkpoint.weights import NM, Int, NMSparsity
+from compress.methods import base
 from compress.methods.shared.hessian import HessianCache
 from compress.pipeline.compress_layer import LayerCompressor, values_of
 from compress.plan import LayerPlan, Pruning
@@ -23,12 +24,14 @@ def test_sparsegpt_sees_smoothed_inputs(method: str | None) -> None:
     scale = torch.logspace(-0.5, 0.5, 64)[torch.randperm(64, generator=generator)]
     pattern = NMSparsity(2, 4)
     scheme = NM(None, pattern) if method is None else NM(Int(8, 32), pattern)
-    assignment = LayerPlan(method, scheme, pruning=Pruning("sparsegpt", pattern, 0.5))
+    assignment = LayerPlan(
+        method and base.quantization(method), scheme, pruning=Pruning(base.pruning("sparsegpt"), pattern, 0.5)
+    )
 
     def error(scale: torch.Tensor | None) -> float:
         folded = weight if scale is None else weight * scale
         cache = HessianCache(statistics, scale)
-        stored, _ = LayerCompressor("q", folded, assignment, torch.float32, cache).apply()
+        stored, _ = LayerCompressor.of("q", folded, assignment, torch.float32, cache).apply()
         found = values_of(stored) if scale is None else values_of(stored) / scale
         return float((inputs @ (found - weight).T).square().mean())
 

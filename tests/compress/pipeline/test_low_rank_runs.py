@@ -19,6 +19,7 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import RecipeError, SchemeError, ToolkitError
 from compress.evaluate.perplexity import cut_windows, evaluate
 from compress.evaluate.scorers import RuntimeScorer
+from compress.methods import base
 from compress.pipeline.compress_layer import decompose_block
 from compress.pipeline.finish import compare_with_report
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
@@ -116,7 +117,7 @@ def test_factorized_layers_stand_beside_smoothed_ones(tiny_model, tmp_path) -> N
 def test_unreached_layers_say_that_they_were_decomposed_plainly() -> None:
     ranked = decompose_block(
         {"up": torch.randn(32, 64)},
-        {"up": LayerPlan(None, LowRank(None, 8), factoring=Factoring("svd-llm", 0.8))},
+        {"up": LayerPlan(None, LowRank(None, 8), factoring=Factoring(base.factorization("svd-llm"), 0.8))},
         {},
     )
     assert ranked["up"].rank == 8

@@ -8,6 +8,7 @@ import torch
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int
+from compress.methods import base
 from compress.methods.base import Needs
 from compress.pipeline.block import BlockJob, load_block
 from compress.pipeline.capture import capture_inputs, observe, run_all
@@ -30,7 +31,7 @@ class OpenBlock:
         self.block = load_block(self.skeleton, self.files, 1, names, CPU, torch.float32)
         self.job = BlockJob(
             1,
-            {name: LayerPlan("awq", Int(3, 32)) for name in names},
+            {name: LayerPlan(base.quantization("awq"), Int(3, 32)) for name in names},
             self.skeleton.architecture.mappings,
             torch.bfloat16,
             self.skeleton.head_dim,
