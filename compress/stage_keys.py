@@ -89,7 +89,7 @@ class QuantizeKeys:
         if self.activation_bits is not None:
             values["activation_bits"] = activation_bits_from(self.activation_bits)
         default = default_scheme(self.method or default_method(self.fp8), self.fp8)
-        return Scheme.from_dict({**default.fields(), **values})
+        return default.parse({**default.fields(), **values})
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 from compress.checkpoint.weights import Int
 from compress.cli.options import (
     DEFAULT_OUT,
+    DEFAULT_TEXT,
     EndOptions,
     Ignore,
     JobOptions,
@@ -23,6 +25,7 @@ from compress.cli.options import (
     check_rounded,
 )
 from compress.common.cli import DEMO_NAME, DEMO_SOURCE, demo_model_path
+from compress.common.errors import RecipeError
 from compress.methods.kv_cache import KVCacheStage
 from compress.methods.rotation import RotateStage
 from compress.recipe import QuantizeStage, Recipe, Stage, end_stages, group_size_from
@@ -113,6 +116,15 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _recipe(stages: Sequence[Stage], text: TextOptions, name: str) -> Recipe:
+    """Return stages that calibrate on a text. Raises RecipeError, also where none does and a text is named."""
+    recipe = Recipe(tuple(stages), text.options, text.seed, name)
+    if text.calibration != DEFAULT_TEXT and not recipe.needs_calibration:
+        problem = f"nothing in this run looks at the calibration text {text.calibration}"
+        raise RecipeError(problem, "Leave --calibration out, or choose another --method")
+    return recipe
+
+
 def quantize(
     *,
     model: Model = None,
@@ -137,7 +149,7 @@ def quantize(
         stages, name = [RotateStage(), *stages], f"{name}-rotated"
     if kv_cache is not None:
         stages, name = [*stages, KVCacheStage(kv_cache)], f"{name}-kv-{kv_cache}"
-    carry_out(model, text.recipe(tuple(stages), name), out, job)
+    carry_out(model, _recipe(stages, text, name), out, job)
 
 
 def prune(
@@ -169,7 +181,7 @@ def prune(
         scheme = Int(bits) if group_size is None else Int(bits, group_size_from(group_size))
         stages.append(QuantizeStage("gptq", scheme, ignore=left_out))
         name += f"-int{bits}"
-    carry_out(model, text.recipe(tuple(stages), name), out, job)
+    carry_out(model, _recipe(stages, text, name), out, job)
 
 
 def factorize(
@@ -203,4 +215,4 @@ def factorize(
         scheme = Int(bits, None if group_size is None else group_size_from(group_size))
         stages.append(QuantizeStage(rounding, scheme, ignore=left_out))
         name += f"-int{bits}"
-    carry_out(model, text.recipe(tuple(stages), name), out, job)
+    carry_out(model, _recipe(stages, text, name), out, job)

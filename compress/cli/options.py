@@ -10,7 +10,7 @@ import typer
 
 from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, wished_kv_cache
 from compress.common.errors import RecipeError
-from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage
+from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions
 from compress.search.space import Goal, parse_size
 
 if TYPE_CHECKING:
@@ -73,14 +73,6 @@ class TextOptions:
     samples: Samples = DEFAULT_SAMPLES
     length: Length = DEFAULT_LENGTH
     seed: Seed = 0
-
-    def recipe(self, stages: tuple[Stage, ...], name: str) -> Recipe:
-        """Return stages that calibrate on this text. Raises RecipeError, also where none does and a text is named."""
-        recipe = Recipe(stages, self.options, self.seed, name=name)
-        if self.calibration != DEFAULT_TEXT and not recipe.needs_calibration:
-            problem = f"nothing in this run looks at the calibration text {self.calibration}"
-            raise RecipeError(problem, "Leave --calibration out, or choose another --method")
-        return recipe
 
     @property
     def options(self) -> CalibrationOptions:

@@ -131,22 +131,6 @@ _PARTS_WHEN_TUNED = {
 
 
 @torch.no_grad()
-def quantize_block_plainly(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
-    """Compress a block's linears by methods that need no calibration: no forward pass.
-
-    Raises:
-        SchemeError, NumericsError: from the method, naming the linear.
-    """
-    outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
-    ranked = decompose_block(block.weights, job.assignments, {})
-    for name, assignment in job.assignments.items():
-        weight, decomposed = block.weights.pop(name), ranked.pop(name, None)
-        module, inputs = f"{block.name}.{name}", HessianCache(None)
-        outcome.keep(*LayerCompressor.of(module, weight, assignment, job.scale_dtype, inputs, decomposed).apply())
-    return outcome
-
-
-@torch.no_grad()
 def quantize_block(
     block: LoadedBlock,
     job: BlockJob,

@@ -18,7 +18,7 @@ from compress.methods.low_rank import RankedLinear, largest_rank, rank_step, sha
 from compress.methods.outlier_columns import highest, sensitivity
 from compress.methods.shared.decomposition import Decomposition, Whitening, decompose, spectrum
 from compress.methods.shared.hessian import HessianCache
-from compress.pipeline.block import LinearRecord
+from compress.pipeline.block import BlockJob, BlockOutcome, LinearRecord, LoadedBlock
 from compress.plan import LayerPlan, Pruning
 
 UNREACHED = "no calibration token reached this layer"
@@ -226,6 +226,22 @@ class LayerCompressor(Layer):
         if method.needs(self.plan.options).inputs and self.inputs.statistics is None:
             method = base.quantization(base.fallback("quantize").name)
         return method.round_factors(left, right, self)
+
+
+@torch.no_grad()
+def compress_layers(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
+    """Compress a block's layers one by one by methods that need no calibration: no forward pass.
+
+    Raises:
+        SchemeError, NumericsError: from the method, naming the linear.
+    """
+    outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
+    ranked = decompose_block(block.weights, job.assignments, {})
+    for name, assignment in job.assignments.items():
+        weight, decomposed = block.weights.pop(name), ranked.pop(name, None)
+        module, inputs = f"{block.name}.{name}", HessianCache(None)
+        outcome.keep(*LayerCompressor.of(module, weight, assignment, job.scale_dtype, inputs, decomposed).apply())
+    return outcome
 
 
 def values_of(stored: Stored) -> Tensor:

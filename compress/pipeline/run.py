@@ -18,7 +18,8 @@ from compress.common.files import check_space
 from compress.methods.owl import BlockShare
 from compress.pipeline.block import BlockJob, BlockOutcome, check_finite, read_block
 from compress.pipeline.calibration import CalibratedRunner
-from compress.pipeline.compress_block import quantize_block, quantize_block_plainly
+from compress.pipeline.compress_block import quantize_block
+from compress.pipeline.compress_layer import compress_layers
 from compress.pipeline.embed_and_head import head_needs_inputs, quantize_embedding, quantize_head, stored_embedding
 from compress.pipeline.finish import (
     KVResult,
@@ -167,7 +168,7 @@ def _runner(prepared: RunContext, progress: Progress, done: int, display: RunDis
 def _run_plainly(prepared: RunContext, index: int) -> BlockOutcome:
     job = BlockJob.of(prepared, index)
     block = read_block(prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device)
-    return quantize_block_plainly(block, job)
+    return compress_layers(block, job)
 
 
 def _save(prepared: RunContext, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
