@@ -31,8 +31,8 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from compress.cpu.linear import Activations, CpuLinear
 from runtime.backends.base import Linear, Target
+from runtime.backends.cpu.linear import Activations, CpuLinear
 from runtime.backends.torch.linear import PrepackedLinear
 from runtime.backends.torch.quantized_linear import INT4PACK
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, library
-from compress.cpu.linear import CpuLinear
 from compress.models.spec import Block
 from runtime.backends.base import UNDECIDED, AttentionStep, LayerWeights, Linear, Model, Target
 from runtime.backends.cpu.kv_pages import LONGEST_HEAD, CpuPages, pages_unsupported_reason, token_stride
+from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch, SamplingTensors

@@ -16,7 +16,7 @@ from compress.common.errors import ToolkitError
 from compress.cpu import binding, build
 from compress.cpu.binding import absence
 from compress.cpu.binding import library as loaded_library
-from compress.cpu.linear import CpuLinear, _functions
+from runtime.backends.cpu.linear import CpuLinear, _functions
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from compress.cpu.linear import Activations, CpuLinear
+from runtime.backends.cpu.linear import Activations, CpuLinear
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)

@@ -12,9 +12,9 @@ from tiny_models import random_weight
 from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import SchemeError
-from compress.cpu import linear as cpu_linear
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
-from compress.cpu.linear import CpuLinear, sparse_unsupported_reason
+from runtime.backends.cpu import linear as cpu_linear
+from runtime.backends.cpu.linear import CpuLinear, kept_unsupported_reason
 
 pytestmark = pytest.mark.skipif(library() is None, reason=absence())
 SETS = range(best_instruction_set() + 1)
@@ -117,7 +117,7 @@ def test_what_keeps_more_than_it_says_is_refused() -> None:
 def test_where_it_is_chosen(changed: dict, said: str, best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_linear, "best_instruction_set", lambda: best)
     fields = {"bits": 4, "group_size": 32, "sparsity": "2:4"}
-    refusal = sparse_unsupported_reason(Scheme.from_dict(fields | changed))
+    refusal = kept_unsupported_reason(Scheme.from_dict(fields | changed))
     faster = INSTRUCTION_SETS[best] in ("avx2", "avx512")
     assert (said or ("" if faster else "was not seen to be faster")) in refusal
     assert bool(refusal) == bool(said or not faster)

@@ -18,7 +18,7 @@ from tiny_models import random_weight
 from compress.checkpoint.weights import Int
 from compress.cpu import binding
 from compress.cpu.binding import absence, library, set_threads
-from compress.cpu.linear import CpuLinear
+from runtime.backends.cpu.linear import CpuLinear
 
 needs_library = pytest.mark.skipif(library() is None, reason=absence())
 

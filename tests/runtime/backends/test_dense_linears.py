@@ -7,11 +7,10 @@ import torch
 from tiny_models import save_tiny_model
 
 from compress.cpu.binding import absence
-from compress.cpu.linear import CpuLinear
 from runtime.backends.base import RowSource, Target
 from runtime.backends.cpu import linear as cpu_linear
 from runtime.backends.cpu.layers import layers_unsupported_reason
-from runtime.backends.cpu.linear import DENSE
+from runtime.backends.cpu.linear import DENSE, CpuLinear
 from runtime.backends.registry import choose_dense
 from runtime.backends.torch import linear as torch_linear
 from runtime.backends.torch.linear import ONEDNN, PLAIN

@@ -15,9 +15,9 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
-from compress.cpu.linear import Activations, CpuLinear
 from runtime.backends.cpu.kv_pages import CpuPages
 from runtime.backends.cpu.layers import CpuAttention, CpuLayers, CpuOps, layers_unsupported_reason
+from runtime.backends.cpu.linear import Activations, CpuLinear
 from runtime.backends.torch.ops import TorchOps
 from runtime.core.batch import AttentionGroup, Batch
 from runtime.core.memory_plan import MemoryPlan
