@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
-from compress.checkpoint.packing import num_words
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import MAX_BITS
 from compress.checkpoint.weights import Scheme
+from compress.checkpoint.weights.integer import num_words
 from compress.models.spec import siblings
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_dense, choose_linear

@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.checkpoint.packing import pack_bits, unpack_bits
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack_bits
 from compress.models.spec import Attention as AttentionSpec
 from compress.models.spec import Rope
 from runtime.backends.base import Attention, Linear, Ops, RowSource, RunLayers, Target

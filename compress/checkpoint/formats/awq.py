@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.packing import deinterleave_awq, interleave_awq, pack_bits, unpack_bits
 from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.base import Get, about, cast_exactly, owners
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack_bits
 from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "awq"
 BITS = 4
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Nibble `k` of an AWQ word holds output `8 j + AWQ_ORDER[k]`."""
 
 
 def suffixes(scheme: Scheme | None = None) -> tuple[str, ...]:
@@ -97,3 +98,14 @@ def schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Sche
     group_size = int(config.get("group_size", config.get("q_group_size", 128)))
     scheme = Int(BITS, None if group_size < 0 else group_size, symmetric=False)
     return dict[str, Scheme].fromkeys(modules, scheme)
+
+
+def interleave_awq(codes: Tensor) -> Tensor:
+    """Reorders outputs `[.., O]` (`O` a multiple of 8) so that plain packing gives AWQ's nibble order."""
+    return codes.view(*codes.shape[:-1], -1, 8)[..., list(AWQ_ORDER)].reshape(codes.shape)
+
+
+def deinterleave_awq(codes: Tensor) -> Tensor:
+    """The inverse of `interleave_awq`."""
+    inverse = [AWQ_ORDER.index(position) for position in range(8)]
+    return codes.view(*codes.shape[:-1], -1, 8)[..., inverse].reshape(codes.shape)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.checkpoint.packing import pack_bits, unpack_bits
 from compress.checkpoint.weights import Int, Scheme
 from compress.checkpoint.weights.base import Get, StoredTensors, about, cast_exactly, check_activation_order, owners
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack_bits
 from compress.common.errors import CheckpointError, SchemeError
 
 NAME = "gptq"

@@ -16,7 +16,7 @@ from compress.checkpoint.weights.base import (
     part_problems,
     row_scales,
 )
-from compress.checkpoint.weights.integer import Int, IntegerWeight
+from compress.checkpoint.weights.integer import Int, IntegerWeight, num_words, pack_bits, unpack_bits
 from compress.common.errors import CheckpointError, SchemeError
 
 if TYPE_CHECKING:
@@ -148,8 +148,6 @@ class NM(WrappingScheme):
     def read(self, stored: StoredTensors) -> SparseWeight:
         import torch
 
-        from compress.checkpoint.packing import unpack_bits
-
         rows, columns = self.shape(stored)
         indices = _read_indices(stored, self.pattern, rows, columns)
         if self.inner is None:
@@ -194,8 +192,6 @@ class SparseWeight(Weight):
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         import torch
-
-        from compress.checkpoint.packing import pack_bits
 
         pattern = self.scheme.pattern
         indices = kept_indices(self.is_kept(), pattern)
@@ -261,8 +257,6 @@ def kept_indices(nonzero: Tensor, pattern: NMSparsity) -> Tensor:
 
 def _read_indices(stored: StoredTensors, pattern: NMSparsity, rows: int, columns: int) -> Tensor:
     import torch
-
-    from compress.checkpoint.packing import num_words, unpack_bits
 
     words, count = stored[".weight_indices"], pattern.num_stored(columns)
     if tuple(words.shape) != (rows, num_words(count, pattern.index_bits)):

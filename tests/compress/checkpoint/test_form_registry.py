@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.checkpoint.formats import format_for
-from compress.checkpoint.packing import num_words, pack_bits, unpack_bits
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scheme import FORMS, register
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.base import StoredTensors, Weight, cast_exactly, digest, scale_problems
+from compress.checkpoint.weights.integer import num_words, pack_bits, unpack_bits
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 from compress.evaluate.scorers import open_scorer

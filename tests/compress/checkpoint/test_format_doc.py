@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from compress.checkpoint.formats import compressed_tensors, stored_tensors
-from compress.checkpoint.packing import pack_bits
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Fp8, Int
 from compress.checkpoint.weights.fp8 import Fp8Weight
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights.integer import IntegerWeight, pack_bits
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from compress.checkpoint.packing import deinterleave_awq, interleave_awq, num_words, pack_bits, unpack_bits
+from compress.checkpoint.formats.awq import deinterleave_awq, interleave_awq
+from compress.checkpoint.weights.integer import num_words, pack_bits, unpack_bits
 from compress.common.errors import SchemeError
 
 
