@@ -311,7 +311,7 @@ def _reads_rows(columns: int, target: Target) -> bool:
     return True
 
 
-PACKED = LinearKernel[IntegerWeight](
+PACKED: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu",
     "packed codes in C, float32 sums: exact weights",
     "int",
@@ -320,7 +320,7 @@ PACKED = LinearKernel[IntegerWeight](
     _nbytes,
     _reads_rows,
 )
-SPARSE = LinearKernel[IntegerWeight](
+SPARSE: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu_sparse",
     "kept codes alone in C, float32 sums: exact weights",
     "int",
@@ -329,7 +329,7 @@ SPARSE = LinearKernel[IntegerWeight](
     _sparse_nbytes,
     _reads_rows,
 )
-INT8 = LinearKernel[IntegerWeight](
+INT8: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu_int8",
     "packed codes in C, 8-bit activations, exact int32 sums",
     "int",
@@ -338,7 +338,7 @@ INT8 = LinearKernel[IntegerWeight](
     _nbytes,
     _reads_rows,
 )
-W4A8 = LinearKernel[IntegerWeight](
+W4A8: LinearKernel[IntegerWeight] = LinearKernel(
     "cpu_w4a8",
     "packed codes in C, activations rounded to 8 bits by groups",
     "int",
