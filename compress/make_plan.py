@@ -11,6 +11,7 @@ from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import GROUP_SIZES
 from compress.checkpoint.weights import NM, LowRank, Scheme
+from compress.checkpoint.weights.base import about
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.methods import base
 from compress.methods.kv_cache import kv_notes
@@ -237,15 +238,6 @@ def check_groups(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None:
     raise SchemeError(f"group size {size} does not divide the inputs of {listed}", f"Use {remedy}")
 
 
-def check_patterns(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None:
-    """Raises SchemeError when a sparsity pattern does not divide a layer's inputs, naming the first such layer."""
-    for name, assignment in assignments.items():
-        pattern, columns = assignment.scheme.sparsity if assignment.scheme else None, linears[name][1]
-        if pattern and columns % pattern.m:
-            leaf = name.rpartition(".")[2]
-            raise SchemeError(f"{pattern} does not divide the {columns} inputs of {name}", f"Use --ignore {leaf}")
-
-
 def _group_size(assignment: LayerPlan) -> int | None:
     return assignment.scheme.group_size if assignment.scheme else None
 
@@ -271,7 +263,6 @@ def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: s
     assignments, reasons = assign(recipe.tensor_stages, linears, ends)
     matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
     check_groups(assignments, matrices)
-    check_patterns(assignments, matrices)
     _check_stored(assignments, matrices)
     rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
     edges, notes = usable_mappings(skeleton, assignments)
@@ -347,7 +338,8 @@ def _check_stored(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None
     """Raises SchemeError for a scheme that could not be written in the end."""
     for name, assignment in assignments.items():
         if assignment.scheme is not None:
-            compress_runtime.check(assignment.scheme, linears[name])
+            with about(name):
+                compress_runtime.check(assignment.scheme, linears[name])
 
 
 def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
