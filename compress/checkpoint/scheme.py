@@ -68,6 +68,8 @@ class Scheme(ABC):
         mark: the one of them that every module of this form has.
         parts: names below the module of matrices that are stored as modules of their own.
         wraps: whether its values are stored in another form, which the same description says.
+        fuses: whether layers over the same input can be one weight, row by row.
+        is_exact_size: whether `stored_bits` is what the tensors take, without padding to whole words.
     """
 
     __slots__ = ()
@@ -76,6 +78,8 @@ class Scheme(ABC):
     mark: ClassVar[str]
     parts: ClassVar[tuple[str, ...]] = ()
     wraps: ClassVar[bool] = False
+    fuses: ClassVar[bool] = True
+    is_exact_size: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -146,16 +150,6 @@ class Scheme(ABC):
     def as_symmetric(self) -> Scheme:
         """The form without zero points, for codes of which every zero point is the midpoint."""
         return self
-
-    @property
-    def fuses(self) -> bool:
-        """Whether layers over the same input can be one weight, row by row."""
-        return True
-
-    @property
-    def is_exact_size(self) -> bool:
-        """Whether `stored_bits` is what the tensors take, without padding to whole words."""
-        return False
 
     @property
     def num_shapes(self) -> int:

@@ -32,9 +32,7 @@ class AWQ(QuantizationMethod):
     name: ClassVar[str] = "awq"
     help: ClassVar[str] = "activation-aware scales and clipping"
     smooths: ClassVar[bool] = True
-
-    def needs(self, options: Any) -> Needs:
-        return Needs(inputs=True, sample_rows=CLIP_ROWS)
+    data: ClassVar[Needs] = Needs(inputs=True, sample_rows=CLIP_ROWS)
 
     def smoothing_scale(self, search: ScaleSearch, options: Any) -> SmoothingResult:
         return search_smoothing(search, NUM_RATIOS)

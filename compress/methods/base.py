@@ -185,6 +185,7 @@ class Method:
         help: half a sentence for `--help`.
         Options: dataclass of its options. Fields are annotated with their help and become options of the command line
             and keys of recipes.
+        data: what it reads besides the weight, whatever its options.
         is_fallback: takes the place of methods of its kind where no calibration token reached a layer.
     """
 
@@ -192,11 +193,12 @@ class Method:
     name: ClassVar[str]
     help: ClassVar[str]
     Options: ClassVar[type] = NoOptions
+    data: ClassVar[Needs] = Needs()
     is_fallback: ClassVar[bool] = False
 
     def needs(self, options: Any) -> Needs:
-        """Return the data that the method reads besides the weight."""
-        return Needs()
+        """Return the data that the method reads besides the weight, with these options."""
+        return self.data
 
     def unsupported(self, scheme: Scheme) -> str:
         """Return the reason why weights of this scheme cannot be made; empty when they can."""

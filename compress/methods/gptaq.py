@@ -17,7 +17,7 @@ column moves its error too) and solved for w it has that form again, with anothe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from compress.checkpoint.weights import Int, Scheme
 from compress.common.errors import RecipeError
@@ -54,9 +54,7 @@ class GPTAQ(QuantizationMethod):
     name: ClassVar[str] = "gptaq"
     help: ClassVar[str] = "gptq that also corrects the drift of the layers before"
     Options: ClassVar[type] = GPTAQOptions
-
-    def needs(self, options: Any) -> Needs:
-        return Needs(inputs=True, hessian=True, dense_inputs=True)
+    data: ClassVar[Needs] = Needs(inputs=True, hessian=True, dense_inputs=True)
 
     def unsupported(self, scheme: Scheme) -> str:
         return "it keeps no outlier columns" if scheme.num_outliers else QuantizationMethod.unsupported(self, scheme)

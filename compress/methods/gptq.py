@@ -8,7 +8,7 @@ block of H.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from compress.checkpoint.weights import Int, LowRank, OutlierColumns
 from compress.methods.base import HEAD, Layer, Needs, QuantizationMethod, register
@@ -32,9 +32,7 @@ class GPTQ(QuantizationMethod):
     rounds_factors: ClassVar[bool] = True
     joins_pruning: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset((HEAD,))
-
-    def needs(self, options: Any) -> Needs:
-        return Needs(inputs=True, hessian=True)
+    data: ClassVar[Needs] = Needs(inputs=True, hessian=True)
 
     def compress(self, layer: Layer) -> IntegerWeight:
         return compress_gptq(layer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from compress.checkpoint.weights import Scheme
 from compress.methods.base import FactorizationMethod, Needs, register
@@ -39,9 +39,7 @@ class ASVD(FactorizationMethod):
 
     name: ClassVar[str] = "asvd"
     help: ClassVar[str] = "inputs scaled by their magnitudes"
-
-    def needs(self, options: Any) -> Needs:
-        return Needs(inputs=True)
+    data: ClassVar[Needs] = Needs(inputs=True)
 
     def whitening(self, statistics: InputStatistics) -> Whitening:
         from compress.methods.shared.decomposition import scale_inputs
@@ -56,9 +54,7 @@ class SVDLLM(FactorizationMethod):
     name: ClassVar[str] = "svd-llm"
     help: ClassVar[str] = "whitened by the inputs: the least error of the output"
     energies_are_errors: ClassVar[bool] = True
-
-    def needs(self, options: Any) -> Needs:
-        return Needs(inputs=True, hessian=True)
+    data: ClassVar[Needs] = Needs(inputs=True, hessian=True)
 
     def whitening(self, statistics: InputStatistics) -> Whitening:
         from compress.methods.shared.decomposition import whiten

@@ -10,7 +10,7 @@ SparseGPT chooses while it compensates: see `sparsegpt`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from compress.checkpoint.weights import NMSparsity, Scheme
 from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
@@ -50,9 +50,7 @@ class Wanda(MaskingMethod):
     name: ClassVar[str] = "wanda"
     help: ClassVar[str] = "smallest weights times input norms, within each output"
     per_output: ClassVar[bool] = True
-
-    def needs(self, options: Any) -> Needs:
-        return Needs(inputs=True)
+    data: ClassVar[Needs] = Needs(inputs=True)
 
 
 @register
@@ -61,9 +59,7 @@ class RIA(MaskingMethod):
 
     name: ClassVar[str] = "ria"
     help: ClassVar[str] = "weights relative to their row and column, times input norms"
-
-    def needs(self, options: Any) -> Needs:
-        return Needs(inputs=True)
+    data: ClassVar[Needs] = Needs(inputs=True)
 
 
 def scores(method: str, weight: Tensor, mean_square: Tensor | None) -> Tensor:

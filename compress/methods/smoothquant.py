@@ -44,9 +44,7 @@ class SmoothQuant(QuantizationMethod):
     help: ClassVar[str] = "moves activation outliers into the weights, for 8-bit activations (W8A8)"
     Options: ClassVar[type] = SmoothQuantOptions
     smooths: ClassVar[bool] = True
-
-    def needs(self, options: Any) -> Needs:
-        return Needs(inputs=True)
+    data: ClassVar[Needs] = Needs(inputs=True)
 
     def unsupported(self, scheme: Scheme) -> str:
         return "" if scheme.activation_bits else "it makes room for 8-bit activations, so set activation_bits: 8"

@@ -7,7 +7,7 @@ serves both. Columns keep their order, in which patterns lie.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from compress.checkpoint.weights import Int, NMSparsity
 from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
@@ -27,9 +27,7 @@ class SparseGPT(PruningMethod):
 
     name: ClassVar[str] = "sparsegpt"
     help: ClassVar[str] = "column by column, errors compensated by second-order statistics"
-
-    def needs(self, options: Any) -> Needs:
-        return Needs(inputs=True, hessian=True)
+    data: ClassVar[Needs] = Needs(inputs=True, hessian=True)
 
     def prune(
         self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Int | None
