@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -193,7 +194,7 @@ def compare(
     if out is not None:
         compare_page(comparison).write(out.expanduser())
     if as_json:
-        typer.echo(json.dumps(comparison.to_dict(), indent=2))
+        typer.echo(json.dumps(asdict(comparison), indent=2))
     else:
         _print_comparison(comparison, out)
 

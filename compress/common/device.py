@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from compress.common.errors import NumericsError, ToolkitError
+from compress.common.errors import CheckpointError, NumericsError, ToolkitError
 
 
 def resolve_device(name: str) -> torch.device:
@@ -60,8 +60,6 @@ def require_finite(tensor: Tensor, what: str) -> None:
 
 def available_bytes(device: torch.device) -> int:
     """Memory that can be allocated now: of the GPU, or of the machine (what its page cache would give up included)."""
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -70,6 +68,14 @@ def available_bytes(device: torch.device) -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_memory(what: str, needed: int, device: torch.device, remedy: str) -> None:
+    """Raises CheckpointError where `what` takes more bytes than can be allocated: the system would kill the process."""
+    available = available_bytes(device)
+    if needed > available:
+        free = f"{format_bytes(available)} are free on {device}"
+        raise CheckpointError(f"{what}, about {format_bytes(needed)}, and {free}", remedy)
 
 
 def format_bytes(count: int) -> str:

@@ -14,8 +14,15 @@ from torch import Tensor
 from calibration.sequences import load_tokenizer
 from calibration.sources import load_texts
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
-from compress.common.errors import CheckpointError, NumericsError
-from compress.evaluate.perplexity import BATCH_LOGITS, Evaluation, Positions, Windows, compare_positions, cut_windows
+from compress.evaluate.perplexity import (
+    BATCH_LOGITS,
+    Evaluation,
+    Positions,
+    Windows,
+    compare_positions,
+    cut_windows,
+    log_probabilities,
+)
 
 if TYPE_CHECKING:
     from runtime.model.decoder import Decoder
@@ -46,17 +53,12 @@ def check_measurable(config: dict[str, Any], nbytes: int, device: str) -> None:
     Raises:
         CheckpointError: it does neither.
     """
-    from compress.common.device import available_bytes, format_bytes, resolve_device
+    from compress.common.device import require_memory, resolve_device
     from runtime.core.model_config import parse_config
 
     parse_config(config)
-    available = available_bytes(resolve_device(device))
-    if nbytes > available:
-        raise CheckpointError(
-            f"KV caches are measured with the finished model in memory: {format_bytes(nbytes)}, of which "
-            f"{format_bytes(available)} are free",
-            "Leave the kv_cache stage out, or run on a machine with more memory",
-        )
+    remedy = "Leave the kv_cache stage out, or run on a machine with more memory"
+    require_memory("KV caches are measured with the finished model in memory", nbytes, resolve_device(device), remedy)
 
 
 def measure_kv_caches(
@@ -108,13 +110,9 @@ def _score(decoder: Decoder, tokens: Tensor, schemes: Sequence[KVCacheScheme]) -
         parts.append([])
         for begin in range(0, tokens.shape[1] - 1, size):
             end = min(begin + size, tokens.shape[1] - 1)
-            logp, reference = (_log_probabilities(decoder, states[:, begin:end]) for states in (hidden, exact))
+            logp, reference = (
+                log_probabilities(decoder.logits(states[0, begin:end]).unsqueeze(0), "the model")
+                for states in (hidden, exact)
+            )
             parts[-1].append(compare_positions(logp, reference, tokens[:, begin : end + 1]))
     return [Positions(*(torch.cat(each, -1) for each in zip(*slices, strict=True))) for slices in parts]
-
-
-def _log_probabilities(decoder: Decoder, hidden: Tensor) -> Tensor:
-    logits = decoder.logits(hidden[0])
-    if not torch.isfinite(logits).all():
-        raise NumericsError("the model gave NaN or infinite logits", "Run compress verify on the checkpoint")
-    return torch.log_softmax(logits, -1).unsqueeze(0)

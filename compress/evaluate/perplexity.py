@@ -181,8 +181,9 @@ def _score_batches(
     done, size = 0, 1
     while done < len(tokens):
         batch = tokens[done : done + size]
-        logp = _log_probabilities(model, batch, "the model")
-        reference = logp if baseline is None else _log_probabilities(baseline, batch, "the baseline").to(logp.device)
+        reference = logp = log_probabilities(model.logits(batch)[:, :-1], "the model")
+        if baseline is not None:
+            reference = log_probabilities(baseline.logits(batch)[:, :-1], "the baseline").to(logp.device)
         yield compare_positions(logp, reference, batch)
         done += len(batch)
         if on_progress:
@@ -191,9 +192,8 @@ def _score_batches(
         size = max(1, BATCH_LOGITS // logp[0].numel())
 
 
-def _log_probabilities(model: Scorer, tokens: Tensor, who: str) -> Tensor:
-    """Log-probabilities `[B, T-1, V]` of the predicted positions, in the dtype of the logits."""
-    logits = model.logits(tokens)[:, :-1]
+def log_probabilities(logits: Tensor, who: str) -> Tensor:
+    """Returns log-probabilities of logits `[B, T, V]`, in their dtype. Raises NumericsError for NaN and infinity."""
     if not torch.isfinite(logits).all():
         raise NumericsError(f"{who} gave NaN or infinite logits", "Run compress verify on the checkpoint")
     return torch.log_softmax(logits, dim=-1)

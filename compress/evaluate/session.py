@@ -15,7 +15,7 @@ from compress.checkpoint.config import compression_block, dtype_name, read_confi
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.cli import DEMO_SOURCE, demo_model_path
-from compress.common.errors import CheckpointError, DataError
+from compress.common.errors import DataError
 from compress.evaluate.checks import Domain, SeenText, compare_domains, overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
 from compress.evaluate.scorers import BACKENDS, open_scorer
@@ -167,17 +167,12 @@ def quick_check(
 
 def _require_memory(source: Path) -> None:
     """Raises CheckpointError where two whole models do not fit in memory; compression streams them."""
-    from compress.common.device import available_bytes, format_bytes, resolve_device
+    from compress.common.device import require_memory, resolve_device
     from runtime.model.loader import resolve_dtype
 
     files = TensorFiles.open(source)
     device = resolve_device("auto")
     item_bytes = resolve_dtype("auto", dtype_name(read_config(source)), device).itemsize
     needed = 2 * item_bytes * sum(math.prod(files.shape(name)) for name in files.names())
-    available = available_bytes(device)
-    if needed > available:
-        raise CheckpointError(
-            f"the dense and the packed model take about {format_bytes(needed)}, of which {format_bytes(available)} "
-            f"are free",
-            "Run compress eval on a machine with more memory",
-        )
+    remedy = "Run compress eval on a machine with more memory"
+    require_memory("the check holds the dense and the packed model", needed, device, remedy)

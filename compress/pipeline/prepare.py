@@ -125,17 +125,12 @@ def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 def _require_memory(source: SourceModel) -> None:
     """Check memory for sampling, which holds the whole dense model. Refuse rather than be killed by the system."""
-    from compress.common.device import available_bytes, format_bytes
+    from compress.common.device import require_memory
 
     files = TensorFiles.open(source.path)
     needed = source.dtype.itemsize * sum(math.prod(files.shape(name)) for name in files.names())
-    available = available_bytes(source.device)
-    if needed > available:
-        raise CheckpointError(
-            f"text from the model itself needs the whole model, {format_bytes(needed)}, and {format_bytes(available)} "
-            f"are free on {source.device}",
-            "Calibrate on a text instead of self, or on a machine with more memory",
-        )
+    remedy = "Calibrate on a text instead of self, or on a machine with more memory"
+    require_memory("text from the model itself needs the whole model", needed, source.device, remedy)
 
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")

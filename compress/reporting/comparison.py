@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from operator import attrgetter
 
 from compress.checkpoint.kv_cache import EXACT
 from compress.common.errors import ToolkitError
@@ -54,9 +54,6 @@ class Comparison:
     loss_name: str
     candidates: tuple[Candidate, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def figures(self, candidate: Candidate) -> tuple[float, float]:
         """Cost and loss of a candidate: less is better in both."""
         return COSTS[self.cost_name](candidate), LOSSES[self.loss_name](candidate)
@@ -85,7 +82,9 @@ def compare(reports: Sequence[RunReport], cost: str = "size", loss: str = "kl") 
     """
     _check_choices(reports, cost, loss)
     measured = [_measured(report, loss) for report in reports]
-    _require_equal(reports, measured)
+    for report, quality in zip(reports[1:], measured[1:], strict=True):
+        _require_equal(reports[0], report)
+        _require_same_baseline(reports[0], report, measured[0], quality)
     candidates = [_candidate(*each) for each in zip(_labels(reports), reports, measured, strict=True)]
     unmarked = Comparison(
         source=reports[0].source,
@@ -129,27 +128,23 @@ def _measured(report: RunReport, loss: str) -> Quality:
     return quality
 
 
-def _require_equal(reports: Sequence[RunReport], measured: Sequence[Quality]) -> None:
-    first, reference = reports[0], measured[0]
-    for report, quality in zip(reports[1:], measured[1:], strict=True):
-        pairs = [
-            ("sources", first.source, report.source),
-            ("sizes of the source", first.plan.bytes_before, report.plan.bytes_before),
-        ]
-        pairs += [
-            (name, getattr(reference, field), getattr(quality, field))
-            for name, field in (
-                ("evaluation texts (sha256)", "data_sha256"),
-                ("evaluation protocols", "protocol"),
-                ("numbers of evaluated tokens", "tokens"),
-                ("evaluation backends", "backend"),
-                ("evaluation dtypes", "dtype"),
-            )
-        ]
-        for name, one, other in pairs:
-            if one != other:
-                raise _differing(first, report, name, one, other)
-        _require_same_baseline(first, report, reference, quality)
+EQUAL = {
+    "sources": "source",
+    "sizes of the source": "plan.bytes_before",
+    "evaluation texts (sha256)": "quality.data_sha256",
+    "evaluation protocols": "quality.protocol",
+    "numbers of evaluated tokens": "quality.tokens",
+    "evaluation backends": "quality.backend",
+    "evaluation dtypes": "quality.dtype",
+}
+"""Fields of reports that must be equal, by their names in errors."""
+
+
+def _require_equal(first: RunReport, report: RunReport) -> None:
+    for name, field in EQUAL.items():
+        one, other = map(attrgetter(field), (first, report))
+        if one != other:
+            raise _differing(first, report, name, one, other)
 
 
 def _require_same_baseline(first: RunReport, report: RunReport, reference: Quality, quality: Quality) -> None:

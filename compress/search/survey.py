@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.formats import compress_runtime
-from compress.common.errors import CheckpointError, DataError, RecipeError, SchemeError
+from compress.common.errors import DataError, RecipeError, SchemeError
 from compress.make_plan import assign, find_embed_and_head, packed_bytes
 from compress.methods.low_rank import ALIGNMENT, largest_rank
 from compress.pipeline.prepare import RunContext, RunRequest, prepare
@@ -201,15 +201,10 @@ class Survey:
 
     def require_memory(self) -> None:
         """Raises CheckpointError where the model does not fit into memory."""
-        from compress.common.device import available_bytes, format_bytes
+        from compress.common.device import require_memory
 
-        available = available_bytes(self.prepared.device)
-        if self.peak_memory > available:
-            raise CheckpointError(
-                f"measuring holds the whole model, about {format_bytes(self.peak_memory)}, and "
-                f"{format_bytes(available)} are free on {self.prepared.device}",
-                "Use --dtype bfloat16 or fewer --measured sequences, or a machine with more memory",
-            )
+        remedy = "Use --dtype bfloat16 or fewer --measured sequences, or a machine with more memory"
+        require_memory("measuring holds the whole model", self.peak_memory, self.prepared.device, remedy)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON of `--dry-run --json`."""

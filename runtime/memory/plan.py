@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheRecord, KVCacheScheme, kv_cache_warning, wished_kv_cache
 from compress.common.device import format_bytes
@@ -43,17 +42,19 @@ def plan_memory(
     exact = exact_tokens(model, choice.scheme, itemsize, config.max_num_seqs)
     budget = find_budget(config, gpu_step_bytes(model, config, itemsize), free_gpu_bytes)
     _check_exact(config, exact, budget)
-    pool = _fill(config, attention_window, longest_wanted(model, config), token_bytes, budget.nbytes - exact.nbytes)
+    num_blocks, blocks_per_sequence, max_model_len, reason = _fill(
+        config, attention_window, longest_wanted(model, config), token_bytes, budget.nbytes - exact.nbytes
+    )
     return MemoryPlan(
         weight_bytes,
         token_bytes,
         config.block_size,
-        pool.num_blocks,
-        pool.max_model_len,
-        pool.reason,
+        num_blocks,
+        max_model_len,
+        reason,
         _host_blocks(config, choice, token_bytes * config.block_size),
         attention_window,
-        pool.blocks_per_sequence,
+        blocks_per_sequence,
         choice,
         exact,
         config.max_num_seqs,
@@ -61,22 +62,16 @@ def plan_memory(
     )
 
 
-class _Pool(NamedTuple):
-    """Fields of a `MemoryPlan`."""
-
-    num_blocks: int
-    blocks_per_sequence: int
-    max_model_len: int
-    reason: str
-
-
 def _fill(
     config: RuntimeConfig, attention_window: AttentionWindow, longest: tuple[int, str], token_bytes: int, kv_bytes: int
-) -> _Pool:
+) -> tuple[int, int, int, str]:
     """Number of blocks that `kv_bytes` hold, or that can be used.
 
     Args:
         longest: tokens of the longest sequence if there is memory for it, and the reason.
+
+    Returns:
+        Number of blocks, those of the longest sequence, its tokens, and the reason.
 
     Raises:
         ToolkitError: they cannot hold one sequence of the length that was asked for.
@@ -92,9 +87,9 @@ def _fill(
         )
     num_blocks = config.num_blocks or min(affordable, config.max_num_seqs * needed)
     if num_blocks >= needed:
-        return _Pool(num_blocks, needed, length, reason)
+        return num_blocks, needed, length, reason
     length = num_blocks * config.block_size
-    return _Pool(num_blocks, num_blocks, length, f"what the KV pool holds; {reason} is {longest[0]}")
+    return num_blocks, num_blocks, length, f"what the KV pool holds; {reason} is {longest[0]}"
 
 
 def _check_exact(config: RuntimeConfig, exact: ExactTokens, budget: KVBudget) -> None:
