@@ -16,12 +16,20 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarking.machine import in_own_process, leave_with, peak_device_bytes, peak_host_bytes
+from benchmarking.machine import (
+    Stopwatch,
+    environment,
+    in_own_process,
+    leave_with,
+    peak_device_bytes,
+    peak_host_bytes,
+)
+from benchmarking.models import SHAPES, Cost, compress, write_calibration, write_model
 from benchmarking.tables import Row, describe, print_table, write_json
 from rich.console import Console
 
@@ -43,36 +51,18 @@ class Setup:
     dtype: str
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One row. `bits_per_weight` and `total_bytes` are None for the dense pass."""
-
-    name: str
-    seconds: float
-    cpu_seconds: float
-    peak_host_bytes: int
-    peak_device_bytes: int | None
-    dtype: str
-    bits_per_weight: float | None = None
-    total_bytes: int | None = None
-
-
-def measure_method(setup: Setup, method: str) -> Measured:
+def measure_method(setup: Setup, method: str) -> Cost:
     """The whole pipeline, once."""
-    from benchmarking.models import compress
-
     out = setup.model.parent / f"packed-{method}"
     stage = QuantizeStage(method, setup.scheme)
-    made = compress(setup.model, out, [stage], setup.calibration, device=setup.device, dtype=setup.dtype)
+    cost = compress(setup.model, out, [stage], setup.calibration, device=setup.device, dtype=setup.dtype)
     shutil.rmtree(out)
-    peaks = made.peak_bytes, peak_device_bytes()
-    return Measured(method, made.seconds, made.cpu_seconds, *peaks, made.dtype, made.bits_per_weight, made.total_bytes)
+    return cost
 
 
-def measure_dense_pass(setup: Setup) -> Measured:
+def measure_dense_pass(setup: Setup) -> Cost:
     """The blocks over all calibration tokens, in the micro-batches that the pipeline begins with."""
     import torch
-    from benchmarking.machine import Stopwatch
     from transformers import AutoModelForCausalLM
 
     from calibration.sequences import load_tokenizer, pack_sequences
@@ -99,25 +89,26 @@ def measure_dense_pass(setup: Setup) -> Measured:
         if device.type == "cuda":
             torch.cuda.synchronize()
         times = started.read()
-    return Measured(DENSE_PASS, *times, peak_host_bytes(), peak_device_bytes(), str(dtype).removeprefix("torch."))
+    return Cost(*times, peak_host_bytes(), peak_device_bytes(), str(dtype).removeprefix("torch."))
 
 
-def table_rows(rows: Sequence[Measured], parameters: int) -> list[Row]:
-    """As printed. The first row is the dense pass that the others are compared with."""
+def table_rows(costs: Mapping[str, Cost], parameters: int) -> list[Row]:
+    """As printed: each beside the dense pass."""
+    dense = costs[DENSE_PASS]
     return [
         {
-            "work": row.name,
-            "seconds": f"{row.seconds:.1f}",
-            "x dense forward": f"{row.seconds / rows[0].seconds:.2f}",
-            "x in CPU time": f"{row.cpu_seconds / rows[0].cpu_seconds:.2f}",
-            "s per 1e9 weights": f"{row.seconds / parameters * 1e9:.0f}",
-            "peak RSS MB": f"{row.peak_host_bytes / 1e6:,.0f}",
-            "peak GPU MB": "-" if row.peak_device_bytes is None else f"{row.peak_device_bytes / 1e6:,.0f}",
-            "bits/weight": "-" if row.bits_per_weight is None else f"{row.bits_per_weight:.3f}",
-            "MB": "-" if row.total_bytes is None else f"{row.total_bytes / 1e6:,.1f}",
-            "dtype": row.dtype,
+            "work": name,
+            "seconds": f"{cost.seconds:.1f}",
+            "x dense forward": f"{cost.seconds / dense.seconds:.2f}",
+            "x in CPU time": f"{cost.cpu_seconds / dense.cpu_seconds:.2f}",
+            "s per 1e9 weights": f"{cost.seconds / parameters * 1e9:.0f}",
+            "peak RSS MB": f"{cost.peak_host_bytes / 1e6:,.0f}",
+            "peak GPU MB": "-" if cost.peak_device_bytes is None else f"{cost.peak_device_bytes / 1e6:,.0f}",
+            "bits/weight": "-" if cost.bits_per_weight is None else f"{cost.bits_per_weight:.3f}",
+            "MB": "-" if cost.total_bytes is None else f"{cost.total_bytes / 1e6:,.1f}",
+            "dtype": cost.dtype,
         }
-        for row in rows
+        for name, cost in costs.items()
     ]
 
 
@@ -145,9 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_inputs(work: Path, shape: str, layers: int | None, samples: int, length: int) -> tuple[int, dict[str, Any]]:
     """Writes model and calibration text into `work`; returns the number of weights, and versions and hardware."""
-    from benchmarking.machine import environment
-    from benchmarking.models import SHAPES, write_calibration, write_model
-
     write_calibration(work / "calibration.jsonl", samples * length)
     chosen = SHAPES[shape] if layers is None else replace(SHAPES[shape], layers=layers)
     return write_model(work / "model", chosen), environment()
@@ -158,25 +146,26 @@ def _run(options: argparse.Namespace, work: Path, console: Console) -> int:
         write_inputs, work, options.shape, options.layers, options.num_calibration_samples, options.max_seq_length
     )
     layers = f" cut to {options.layers} layers" if options.layers else ""
+    scheme = Int(options.bits, group_size_from(options.group_size))
     facts |= {
         "shape": f"{options.shape}{layers} ({parameters / 1e9:.3f}e9 random weights, bfloat16)",
         "calibration": f"{options.num_calibration_samples} x {options.max_seq_length} tokens",
-        "scheme": str(Int(options.bits, group_size_from(options.group_size))),
+        "scheme": str(scheme),
     }
     console.print(describe(facts))
-    calibration = CalibrationOptions(
-        str(work / "calibration.jsonl"), options.num_calibration_samples, options.max_seq_length
-    )
-    scheme = Int(options.bits, group_size_from(options.group_size))
+    text = str(work / "calibration.jsonl")
+    calibration = CalibrationOptions(text, options.num_calibration_samples, options.max_seq_length)
     setup = Setup(work / "model", calibration, scheme, options.device, options.dtype)
-    rows = [in_own_process(measure_dense_pass, setup)]
-    console.print(f"  {rows[0].name}: {rows[0].seconds:.1f} s")
+    costs = {DENSE_PASS: in_own_process(measure_dense_pass, setup)}
+    console.print(f"  {DENSE_PASS}: {costs[DENSE_PASS].seconds:.1f} s")
     for method in options.methods:
-        rows.append(in_own_process(measure_method, setup, method))
-        console.print(f"  {method}: {rows[-1].seconds:.1f} s, {rows[-1].seconds / rows[0].seconds:.2f} x dense forward")
-    print_table("One process for each row", table_rows(rows, parameters), console)
+        costs[method] = in_own_process(measure_method, setup, method)
+        ratio = costs[method].seconds / costs[DENSE_PASS].seconds
+        console.print(f"  {method}: {costs[method].seconds:.1f} s, {ratio:.2f} x dense forward")
+    print_table("One process for each row", table_rows(costs, parameters), console)
     if options.json:
-        write_json(options.json, {"facts": facts, "parameters": parameters, "rows": [asdict(row) for row in rows]})
+        rows = [{"name": name, **asdict(cost)} for name, cost in costs.items()]
+        write_json(options.json, {"facts": facts, "parameters": parameters, "rows": rows})
     return 0
 
 

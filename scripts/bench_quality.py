@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarking.machine import environment, in_own_process, leave_with, weights_sha256
-from benchmarking.models import Compressed, compress
+from benchmarking.models import Cost, compress
 from benchmarking.quality import NO_CALIBRATION, SETTINGS, Trial, Verdict, judge, methods_of, stages_of, table_rows
 from benchmarking.tables import Row, describe, markdown_table, print_table, write_json
 from rich.console import Console
@@ -86,7 +86,7 @@ def _try(
     dense: Scorer,
     out: Path,
 ) -> Iterator[Trial]:
-    made = in_own_process(_compress, options, setting, method, seed, out)
+    cost = in_own_process(_compress, options, setting, method, seed, out)
     packed = open_scorer(out, options.backend, device=options.device, dtype="float32")
     for windows in texts:
         positions = score_positions(packed, windows, dense)
@@ -97,15 +97,12 @@ def _try(
             Path(windows.source).name,
             Evaluation.of(positions, compared=True),
             positions.losses.mean(-1).cpu(),
-            made.seconds,
-            made.bits_per_weight,
-            made.total_bytes,
-            made.peak_bytes,
+            cost,
         )
     shutil.rmtree(out)
 
 
-def _compress(options: argparse.Namespace, setting: str, method: str, seed: int, out: Path) -> Compressed:
+def _compress(options: argparse.Namespace, setting: str, method: str, seed: int, out: Path) -> Cost:
     calibration = CalibrationOptions(options.calibration, options.num_calibration_samples, options.max_seq_length)
     stages = stages_of(setting, method)
     return compress(options.model, out, stages, calibration, seed, device=options.device, dtype="float32")
@@ -144,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             trials.append(trial)
             console.print(
                 f"  {trial.setting} {trial.method} seed {trial.seed} {trial.text}: KL {trial.figures.kl_mean:.5f}, "
-                f"perplexity {trial.figures.perplexity:.3f}, {trial.seconds:.1f} s"
+                f"perplexity {trial.figures.perplexity:.3f}, {trial.cost.seconds:.1f} s"
             )
     rows, verdicts = table_rows(trials), judge(trials)
     print_table("Means over calibration seeds", rows, console)

@@ -195,12 +195,10 @@ def prepare(work: Path, shape: str, device: str) -> dict[str, Path]:
     if shape != "demo":
         dense = work / "dense"
         write_model(dense, SHAPES[shape], device=device)
-    folders = {"dense": dense}
+    folders = {"dense": dense, "int8": work / "int8", "int4": work / "int4"}
     head = [QuantizeStage("rtn", Int(8, 64), targets=(HEAD_TARGET,))] if shape != "demo" else []
     for name, scheme in (("int8", Int(8, None)), ("int4", Int(4, 64 if shape == "demo" else 128))):
-        folders[name] = compress(
-            dense, work / name, [QuantizeStage("rtn", scheme), *head], CalibrationOptions(), device=device
-        ).out
+        compress(dense, folders[name], [QuantizeStage("rtn", scheme), *head], CalibrationOptions(), device=device)
     return folders
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from benchmarking.machine import Stopwatch, peak_host_bytes
+from benchmarking.machine import Stopwatch, peak_device_bytes, peak_host_bytes
 from calibration.sources import load_texts
 from compress.common.cli import demo_model_path
 from compress.recipe import CalibrationOptions, Recipe, Stage
@@ -165,32 +165,29 @@ def _q6(rows: int, columns: int, random: np.random.Generator) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Compressed:
-    """A finished compression.
+class Cost:
+    """Cost of a compression, from opening the model to the verified checkpoint, or of a pass over the dense model.
 
     Attributes:
-        seconds: of the pipeline, from opening the model to the verified checkpoint.
-        cpu_seconds: processor time of the same, all threads together.
-        micro_batch: sequences that ran at once.
+        cpu_seconds: processor time, all threads together.
+        peak_host_bytes, peak_device_bytes: the most memory this process ever held; None: there is no GPU.
         dtype: in which the calibration ran.
-        bits_per_weight: stored bits per quantized weight: codes, scales, zero points.
-        total_bytes: size of the weight files.
-        peak_bytes: the most memory this process ever held.
+        bits_per_weight: stored bits per quantized weight: codes, scales, zero points; None for a dense pass.
+        total_bytes: size of the weight files; None for a dense pass.
     """
 
-    out: Path
     seconds: float
     cpu_seconds: float
-    micro_batch: int
+    peak_host_bytes: int
+    peak_device_bytes: int | None
     dtype: str
-    bits_per_weight: float
-    total_bytes: int
-    peak_bytes: int
+    bits_per_weight: float | None = None
+    total_bytes: int | None = None
 
 
 def compress(
     model: Path, out: Path, stages: Sequence[Stage], calibration: CalibrationOptions, seed: int = 0, **where: str
-) -> Compressed:
+) -> Cost:
     """Runs the pipeline that `compress quantize` runs, without its closing measurement of quality.
 
     Args:
@@ -204,7 +201,6 @@ def compress(
     started = Stopwatch()
     prepared = prepare(request)
     structure = run(prepared, quiet=True).structure
-    seconds, cpu_seconds = started.read()
-    dtype = str(prepared.dtype).removeprefix("torch.")
-    sizes = structure.bits_per_weight, structure.total_bytes, peak_host_bytes()
-    return Compressed(out, seconds, cpu_seconds, prepared.micro_batch, dtype, *sizes)
+    times, dtype = started.read(), str(prepared.dtype).removeprefix("torch.")
+    peaks = peak_host_bytes(), peak_device_bytes()
+    return Cost(*times, *peaks, dtype, structure.bits_per_weight, structure.total_bytes)

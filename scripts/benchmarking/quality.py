@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarking.models import Cost
 from benchmarking.tables import Row
 from compress.checkpoint.weights import Activations, Int, NMSparsity
 from compress.common.errors import RecipeError
@@ -104,7 +105,7 @@ class Trial:
 
     Attributes:
         losses: `[windows]`, mean loss of each window, in nats per token.
-        peak_bytes: the most memory the compressing process held.
+        cost: of the compression.
     """
 
     setting: str
@@ -113,14 +114,12 @@ class Trial:
     text: str
     figures: Evaluation
     losses: Tensor
-    seconds: float
-    bits_per_weight: float
-    total_bytes: int
-    peak_bytes: int
+    cost: Cost
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("setting", "method", "seed", "text", "seconds", "bits_per_weight", "total_bytes", "peak_bytes")
-        return {name: getattr(self, name) for name in names} | self.figures.to_dict()
+        trial = {name: getattr(self, name) for name in ("setting", "method", "seed", "text")}
+        cost = {name: getattr(self.cost, name) for name in ("seconds", "bits_per_weight", "total_bytes")}
+        return trial | cost | {"peak_bytes": self.cost.peak_host_bytes} | self.figures.to_dict()
 
 
 @dataclass(frozen=True)
@@ -219,10 +218,10 @@ def _row(trials: Sequence[Trial]) -> Row:
         "perplexity": f"{perplexity:.3f}",
         "dense": f"{figures[0].baseline_perplexity:.3f}",
         "change": f"{100 * (perplexity / figures[0].baseline_perplexity - 1):+.2f} %",
-        "bits/weight": f"{first.bits_per_weight:.3f}",
-        "MB": f"{first.total_bytes / 1e6:.2f}",
-        "seconds": f"{statistics.mean(trial.seconds for trial in trials):.1f}",
-        "peak MB": f"{max(trial.peak_bytes for trial in trials) / 1e6:,.0f}",
+        "bits/weight": f"{first.cost.bits_per_weight:.3f}",
+        "MB": f"{first.cost.total_bytes / 1e6:.2f}",
+        "seconds": f"{statistics.mean(trial.cost.seconds for trial in trials):.1f}",
+        "peak MB": f"{max(trial.cost.peak_host_bytes for trial in trials) / 1e6:,.0f}",
     }
 
 

@@ -44,8 +44,8 @@ def prepare(work: Path, shape: str) -> tuple[Path, Path]:
     if shape != "demo":
         dense = work / "dense"
         write_model(dense, SHAPES[shape])
-    stage = QuantizeStage("rtn", Int(4, 128))
-    return dense, compress(dense, work / "packed", [stage], CalibrationOptions()).out
+    compress(dense, work / "packed", [QuantizeStage("rtn", Int(4, 128))], CalibrationOptions())
+    return dense, work / "packed"
 
 
 def rows(timed: Sequence[Timed], reference: Timed) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,22 +12,9 @@ import torch
 from compress.evaluate.perplexity import Evaluation
 
 
-@pytest.fixture
-def quality() -> ModuleType:
-    import bench_quality
-
-    return bench_quality
-
-
-@pytest.fixture
-def verdicts() -> ModuleType:
-    from benchmarking import quality
-
-    return quality
-
-
 @pytest.mark.full
-def test_quality_writes_trials_table_and_verdicts(quality, tmp_path: Path, capsys):
+def test_quality_writes_trials_table_and_verdicts(tmp_path: Path, capsys):
+    import bench_quality
     from benchmarking.models import SHAPES, write_model
 
     model, table, figures = tmp_path / "model", tmp_path / "table.md", tmp_path / "figures.json"
@@ -35,7 +22,7 @@ def test_quality_writes_trials_table_and_verdicts(quality, tmp_path: Path, capsy
     small = ["--num-calibration-samples", "2", "--max-seq-length", "128", "--tokens", "512", "--seeds", "2"]
     tried = ["--settings", "w2g64", "--methods", "rtn", "awq", "gptq"]
     written = ["--json", str(figures), "--markdown", str(table)]
-    status = quality.main(["--model", str(model), *tried, *small, *written])
+    status = bench_quality.main(["--model", str(model), *tried, *small, *written])
     content = json.loads(figures.read_text())
     assert [(trial["method"], trial["seed"]) for trial in content["trials"]] == [
         ("rtn", 0),
@@ -63,9 +50,20 @@ def test_every_setting_has_methods_stages_and_orders_among_them(setting: str):
     assert all({order.better, order.worse} <= set(methods) for order in quality.orders_of(setting))
 
 
-def make_trial(verdicts: ModuleType, method: str, kl: float, losses: list[float], seed: int = 0):
-    figures = Evaluation(20.0, 100, 19.0, kl, 1.0, 0.01, 0.9)
-    return verdicts.Trial("w4g64", method, seed, "text", figures, torch.tensor(losses), 1.0, 4.25, 100, 100)
+def make_trial(method: str, kl: float, losses: list[float], seed: int = 0) -> Any:
+    from benchmarking.models import Cost
+    from benchmarking.quality import Trial
+
+    figures, cost = Evaluation(20.0, 100, 19.0, kl, 1.0, 0.01, 0.9), Cost(1.0, 1.0, 100, None, "float32", 4.25, 100)
+    return Trial("w4g64", method, seed, "text", figures, torch.tensor(losses), cost)
+
+
+def judge(*trials: Any) -> Any:
+    """The one verdict on these."""
+    from benchmarking import quality
+
+    (verdict,) = quality.judge(trials)
+    return verdict
 
 
 @pytest.mark.parametrize(
@@ -80,27 +78,27 @@ def make_trial(verdicts: ModuleType, method: str, kl: float, losses: list[float]
         ("awq", 0.1, [2.3, 3.3], False),
     ],
 )
-def test_the_order_must_hold_in_divergence_and_in_loss(verdicts, method: str, kl: float, losses, holds: bool):
-    rtn = make_trial(verdicts, "rtn", 0.2, [2.2, 3.2])
-    (verdict,) = verdicts.judge([rtn, make_trial(verdicts, method, kl, losses)])
+def test_the_order_must_hold_in_divergence_and_in_loss(method: str, kl: float, losses, holds: bool):
+    rtn = make_trial("rtn", 0.2, [2.2, 3.2])
+    verdict = judge(rtn, make_trial(method, kl, losses))
     assert verdict.holds is holds
     assert str(verdict).startswith("holds" if holds else "BROKEN")
 
 
-def test_perplexity_that_is_worse_by_less_than_its_noise_is_a_tie_and_does_not_hold(verdicts):
-    rtn = make_trial(verdicts, "rtn", 0.2, [2.0, 3.0, 4.0])
+def test_perplexity_that_is_worse_by_less_than_its_noise_is_a_tie_and_does_not_hold():
+    rtn = make_trial("rtn", 0.2, [2.0, 3.0, 4.0])
     losses = [2.3, 2.9, 3.9]  # 0.03 worse, with a standard error of 0.13
-    (awq,) = verdicts.judge([rtn, make_trial(verdicts, "awq", 0.1, losses)])
+    awq = judge(rtn, make_trial("awq", 0.1, losses))
     assert (awq.word, awq.holds) == ("tie", False)
 
 
-def test_a_verdict_is_about_the_mean_over_seeds(verdicts):
-    rtn = make_trial(verdicts, "rtn", 0.2, [2.0, 3.0, 4.0])
+def test_a_verdict_is_about_the_mean_over_seeds():
+    rtn = make_trial("rtn", 0.2, [2.0, 3.0, 4.0])
     trials = [
-        make_trial(verdicts, "gptq", 0.1, [1.8, 2.8, 3.8]),
-        make_trial(verdicts, "gptq", 0.22, [2.0, 3.0, 4.0], seed=1),
+        make_trial("gptq", 0.1, [1.8, 2.8, 3.8]),
+        make_trial("gptq", 0.22, [2.0, 3.0, 4.0], seed=1),
     ]
-    (verdict,) = verdicts.judge([rtn, *trials])
+    verdict = judge(rtn, *trials)
     assert verdict.kl_ratio == pytest.approx(0.8)
     assert (verdict.seeds_better, verdict.seeds) == (1, 2)
     assert verdict.loss_change == pytest.approx(-0.1)
