@@ -1,7 +1,5 @@
 """Tiers of tests, and where kernels run: Triton's on a GPU or else in its interpreter, those in C on two threads."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

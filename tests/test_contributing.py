@@ -1,7 +1,5 @@
 """CONTRIBUTING.md shows code that exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

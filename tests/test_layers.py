@@ -1,7 +1,5 @@
 """Imports only go down. The arrows are contracts in pyproject.toml; policy and command lines start without torch."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

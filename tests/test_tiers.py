@@ -1,7 +1,5 @@
 """The quick tier shows every value of every parameter, and a run in a box of time says what it did not reach."""
 
-from __future__ import annotations
-
 import runpy
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mixtures of texts: exact shares, the same for a seed, hashed and described; warnings about text and amount."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

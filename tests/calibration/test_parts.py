@@ -1,7 +1,5 @@
 """Mixtures as users write them, and the number of sequences of each part."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

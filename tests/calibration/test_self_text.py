@@ -1,7 +1,5 @@
 """Text that a model writes: exactly as long as asked for, packed, the same for a seed, and drawn from the model."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

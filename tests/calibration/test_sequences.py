@@ -1,7 +1,5 @@
 """Packing: no padding, the same for a seed, refusals with numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from jinja2 import TemplateError

@@ -1,7 +1,5 @@
 """Every kind of text source, and the errors when there is nothing to read."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Streaming input statistics against their definitions in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

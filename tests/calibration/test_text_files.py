@@ -1,7 +1,5 @@
 """Parquet tables, saved datasets and refusals that name the fields that are there."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path

@@ -1,8 +1,7 @@
 """Tiny random models of several families, with the demo model's tokenizer, that the tests of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,13 +72,10 @@ def tiny_model(shared_store: SharedStore) -> TinyModel:
 def packed_run(shared_store: SharedStore, tiny_model: TinyModel) -> Callable[..., Path]:
     """Runs a recipe on a tiny model (once per session and combination) and returns the checkpoint's folder."""
 
-    def make(recipe: Recipe, name: str = "packed", family: str = "llama", measure: bool = False) -> Path:
-        def pack(out: Path) -> None:
-            run(
-                prepare(RunRequest(tiny_model(family), str(tiny_model(family)), recipe, out, measure=measure)),
-                quiet=True,
-            )
-
-        return shared_store.folder(name, (recipe, family, measure), pack)
+    def make(recipe: Recipe, name: str = "packed", measure: bool = False, **model) -> Path:
+        source = tiny_model(**model)
+        request = partial(RunRequest, source, str(source), recipe, measure=measure)
+        key = (recipe, measure, *sorted(model.items()))
+        return shared_store.folder(name, key, lambda out: run(prepare(request(out)), quiet=True))
 
     return make

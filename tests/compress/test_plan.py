@@ -1,33 +1,31 @@
 """The plan: what every tensor becomes, and what is refused before anything runs."""
 
-from __future__ import annotations
-
 import json
-import shutil
 from pathlib import Path
 
 import pytest
+import runs
 import torch
-from safetensors.torch import load_file, save_file
+from folders import change_config, change_tensors, private_copy
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.weights import Int, NMSparsity
 from compress.common.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
 from compress.methods.rotation import RotateStage
-from compress.pipeline.prepare import RunRequest, prepare
+from compress.pipeline.prepare import RunContext
 from compress.pipeline.skeleton import check_supported
 from compress.plan import Plan
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
+from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Stage
 
 SMALL = CalibrationOptions(samples=2, length=32)
 
 
-def request(path: Path, *stages: Stage, **options) -> RunRequest:
-    return RunRequest(path, str(path), Recipe(stages, SMALL), Path("unwritten"), **options)
+def prepared(path: Path, *stages: Stage, **options) -> RunContext:
+    return runs.prepared(path, Path("unwritten"), *stages, **{"calibration": SMALL} | options)
 
 
 def plan_for(path: Path, *stages: Stage) -> Plan:
-    return prepare(request(path, *stages)).plan
+    return prepared(path, *stages).plan
 
 
 def test_every_tensor_has_a_row_and_a_fate(tiny_model) -> None:
@@ -88,11 +86,8 @@ def test_group_size_that_does_not_divide_names_every_layer_and_what_fits(tiny_mo
     [(lambda weight: weight.to(torch.int8), "holds int8, not weights"), (lambda weight: weight[:, :32], "has shape")],
 )
 def test_tensors_that_are_not_the_model_s_are_refused_before_anything_runs(tiny_model, tmp_path, change, words) -> None:
-    path = shutil.copytree(tiny_model(), tmp_path / "changed")
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    name = "model.layers.1.mlp.down_proj.weight"
-    save_file({**tensors, name: change(tensors[name]).contiguous()}, file)
+    path, name = private_copy(tiny_model(), tmp_path / "changed"), "model.layers.1.mlp.down_proj.weight"
+    change_tensors(path, lambda tensors: tensors.update({name: change(tensors[name])}))
     with pytest.raises(CheckpointError, match=rf"{name} .*{words}"):
         plan_for(path, QuantizeStage("rtn", Int(8, None)))
 
@@ -120,14 +115,9 @@ def test_unknown_family_is_quantized_without_smoothing_and_says_so(tiny_model) -
 
 
 def test_the_copy_of_a_tied_head_is_not_stored_again(tiny_model, tmp_path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    for file in tiny_model(tie_word_embeddings=True).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    row = next(row for row in plan_for(tmp_path, QuantizeStage("rtn")).rows if row.tensor == "lm_head.weight")
+    path = private_copy(tiny_model(tie_word_embeddings=True), tmp_path / "model")
+    change_tensors(path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    row = next(row for row in plan_for(path, QuantizeStage("rtn")).rows if row.tensor == "lm_head.weight")
     assert row.bytes_after == 0
     assert "tied" in row.reason
 
@@ -138,9 +128,8 @@ def test_scales_take_the_models_dtype(tiny_model) -> None:
 
 
 def test_calibration_is_cut_to_the_models_context(tiny_model) -> None:
-    long = Recipe((QuantizeStage("awq"),), CalibrationOptions(samples=2, length=10_000))
-    path = tiny_model()
-    assert prepare(RunRequest(path, str(path), long, Path("unwritten"))).sequences.tokens.shape == (2, 256)
+    long = CalibrationOptions(samples=2, length=10_000)
+    assert prepared(tiny_model(), QuantizeStage("awq"), calibration=long).sequences.tokens.shape == (2, 256)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +147,6 @@ def test_models_of_another_kind_are_refused(tiny_model, change: dict, problem: s
         check_supported(path, read_config(path) | change)
 
 
-def with_config(source: Path, target: Path, **change) -> Path:
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    config = json.loads((target / "config.json").read_text()) | change
-    (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    return target
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -177,7 +158,7 @@ def with_config(source: Path, target: Path, **change) -> Path:
     ],
 )
 def test_models_that_cannot_be_built_are_refused(tiny_model, tmp_path, change: dict, problem: str) -> None:
-    path = with_config(tiny_model(), tmp_path, **change)
+    path = change_config(private_copy(tiny_model(), tmp_path / "model"), **change)
     with pytest.raises(CheckpointError, match=problem):
         plan_for(path, QuantizeStage("rtn"))
 
@@ -185,7 +166,7 @@ def test_models_that_cannot_be_built_are_refused(tiny_model, tmp_path, change: d
 @pytest.mark.parametrize(("option", "value"), [("device", "tpu"), ("device", "meta"), ("dtype", "int8")])
 def test_impossible_devices_and_dtypes_are_refused(tiny_model, option: str, value: str) -> None:
     with pytest.raises(ToolkitError, match=value):
-        prepare(request(tiny_model(), QuantizeStage("rtn"), **{option: value}))
+        prepared(tiny_model(), QuantizeStage("rtn"), **{option: value})
 
 
 def test_nothing_is_written_by_planning(tiny_model, tmp_path, monkeypatch) -> None:

@@ -1,7 +1,5 @@
 """Which factorized layers a plan says to be slow on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from compress.checkpoint.scheme import FLOAT_BITS

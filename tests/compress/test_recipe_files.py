@@ -1,7 +1,5 @@
 """Recipes: what YAML means, and what every mistake in it is answered with."""
 
-from __future__ import annotations
-
 import json
 import re
 

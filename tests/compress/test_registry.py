@@ -1,7 +1,5 @@
 """The registry of methods: one that is added from outside works everywhere, and the pipeline names none."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Patterns of --ignore and of recipes: what they mean, and that none may mean nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from compress.common.errors import RecipeError

@@ -6,28 +6,23 @@ answer must be the one of a plain engine that serves one request at a time. At e
 settings, which are a quarter of them; the others are slow tests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
-import json
 from typing import Any
 
 import httpx
 import pytest
 from covering import covering
-from poisoned_memory import poison
+from engines import small_engine
+from servers import events
 
 from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
 from runtime.engine.engine_thread import EngineThread
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
-from runtime.runner.runner import build_runner
 from runtime.server.app import create_app
 from runtime.server.serving import Limits
-from runtime.speculative.build import build_speculator
 from runtime.text.tokenizer import Tokenizer
 
 SYSTEM = "The history of the city begins with a small settlement on the river. "
@@ -63,14 +58,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def build_engine(decoder: Decoder, tokenizer: Tokenizer, **options: Any) -> Engine:
-    config = RuntimeConfig(dtype="float64", block_size=4, max_model_len=72, **options)
-    runner = build_runner(decoder, config)
-    # What was never written must never be read.
-    poison(runner.pages.memory)
-    speculator = build_speculator(demo_model_path(), decoder, runner, config)
-    if speculator is not None:
-        speculator.gate = None  # it would switch speculation off where it does not pay
-    return Engine(runner, tokenizer, config, speculator=speculator)
+    return small_engine(decoder, demo_model_path(), tokenizer, dtype="float64", max_model_len=72, **options)
 
 
 async def serve(engine: Engine, tokenizer: Tokenizer, requests: list[dict[str, Any]], together: bool) -> list[Answer]:
@@ -100,12 +88,6 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
     return answer
 
 
-def events(text: str) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
-
-
 @pytest.fixture(scope="module")
 def expected(decoder: Decoder, tokenizer: Tokenizer) -> list[Answer]:
     """One request at a time, nothing shared, nothing guessed, every prompt in one piece."""
@@ -127,14 +109,8 @@ def test_every_cell_gives_the_same_tokens(
     chunk: int,
     cache: bool,
 ) -> None:
-    engine = build_engine(
-        decoder,
-        tokenizer,
-        speculative_model=speculate,
-        num_blocks=num_blocks,
-        prefill_chunk=chunk,
-        prefix_caching=cache,
-    )
+    options = {"speculative_model": speculate, "num_blocks": num_blocks, "prefill_chunk": chunk}
+    engine = build_engine(decoder, tokenizer, prefix_caching=cache, **options)
     found = asyncio.run(serve(engine, tokenizer, bodies(), together=True))
     assert found == expected
     stats, pool = engine.scheduler.stats, engine.scheduler.pool

@@ -1,13 +1,12 @@
 """Through the whole engine in float64: greedy tokens equal transformers', alone and in a crowd, on few blocks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from covering import sample
+from engines import answer_all
 from tiny_models import load_reference, pack_model, put_weights, save_tiny_model
 
 from compress.checkpoint.weights import Int
@@ -113,12 +112,10 @@ def test_packed_weights_and_windows_in_a_crowd_equal_transformers(family: str, t
     engine = Engine(runner, None, settings)
     prompts = [[(7 * i + k) % 112 for i in range(4 + 9 * k)] for k in range(4)]
     params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
-    found = {engine.add_request(prompt, params): [] for prompt in prompts}
-    while engine.has_work:
-        for delta in engine.step():
-            found[delta.request_id] += delta.token_ids
+    found = answer_all(engine, [(str(k), prompt, params) for k, prompt in enumerate(prompts)])
     assert engine.scheduler.stats.num_preemptions > 0
-    for prompt, tokens in zip(prompts, found.values(), strict=True):
+    for k, prompt in enumerate(prompts):
+        tokens = found[str(k), 0]
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)  # without it transformers takes token 0 for padding
         output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=50, eos_token_id=None)

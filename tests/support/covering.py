@@ -1,7 +1,5 @@
 """Parameters whose combinations are too many for the quick tier."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """Decoders of any shape, without a checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from runtime.core.model_config import DecoderConfig, parse_config

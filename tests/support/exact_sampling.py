@@ -1,7 +1,5 @@
 """Exact distributions of sampled tokens by their definitions, and the distance of samples from them."""
 
-from __future__ import annotations
-
 import math
 
 import torch

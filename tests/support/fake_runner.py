@@ -3,8 +3,6 @@
 A wrong block table, a stale block, a missing copy or a token computed at the wrong place changes the output.
 """
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Sequence as TokenIds

@@ -1,7 +1,5 @@
 """Random preemption, eviction and aborts before a step, more often than any load would cause them."""
 
-from __future__ import annotations
-
 from random import Random
 
 from runtime.core.request import Delta

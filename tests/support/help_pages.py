@@ -1,7 +1,5 @@
 """Help pages of a command line, printed by a process of its own."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

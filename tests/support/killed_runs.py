@@ -1,7 +1,5 @@
 """Runs that die on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

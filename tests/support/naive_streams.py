@@ -4,8 +4,6 @@ Each layer keeps a list of keys that are not rotated. In every step the tokens t
 and query are rotated by these numbers, and a plain softmax follows. Nothing is shared with the runtime.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """OpenAI's published schema of answers (`tests/data/openai_schema.json`) as validators."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

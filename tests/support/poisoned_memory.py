@@ -1,7 +1,5 @@
 """Poisoned memory: unwritten memory must never be read, not even to be multiplied by zero."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The `runtime` command: in a process of its own, as a user runs it, and in this one, where torch is loaded already."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

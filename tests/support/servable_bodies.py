@@ -1,7 +1,5 @@
 """Request bodies that fit the description made to fit what a description cannot say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Values that are languages of their own: most that fit the description mean nothing.

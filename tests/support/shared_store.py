@@ -1,7 +1,5 @@
 """Folders that a test session makes once and all of its workers read."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """The quick and the full tier: examples of property tests, and the time box of a run."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny random models of every family, dense and packed, and transformers in true float64 to compare them with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps in Triton for a runner on any device: under the interpreter the registry does not choose it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from runtime.backends.triton import prepare_attention, prepare_layers

@@ -1,7 +1,5 @@
 """Steps that pass for recorded ones and are computed each time, on any device: what a recording is compared with."""
 
-from __future__ import annotations
-
 from runtime.runner.cuda_graphs import Computation
 
 

@@ -1,22 +1,18 @@
 """Tiny models and integer weights that the tests of this folder share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import random_weight
 from torch import Tensor
 
 from compress.checkpoint.config import packed_config, read_config
 from compress.checkpoint.formats import find_format, stored_tensors
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Scheme, Weight
-from compress.checkpoint.weights.fp8 import Fp8Weight
-from compress.checkpoint.weights.integer import IntegerWeight
 from compress.checkpoint.writer import PieceStore, assemble
 
 HIDDEN, INNER, VOCAB = 128, 256, 96
@@ -25,23 +21,6 @@ SIDE_FILES = {
     "chat_template.jinja": "{{ messages }}\n",
     "notes/README.md": "kept\n",
 }
-
-
-def random_weight(shape: tuple[int, int], scheme: Scheme, seed: int = 0, dtype=torch.bfloat16) -> Weight:
-    """Any codes, signed scales of a trained model's size, and zero points that fit the scheme."""
-    generator = torch.Generator().manual_seed(seed)
-    if scheme.numbers == "float":
-        codes = (torch.randn(shape, generator=generator) * 100).to(FP8)
-        scale = (torch.rand(shape[0], 1, generator=generator) + 0.5) * 1e-3
-        return Fp8Weight(codes, scale.to(dtype), scheme)
-    groups = (shape[0], scheme.num_groups(shape[1]))
-    codes = torch.randint(0, scheme.max_code + 1, shape, generator=generator).to(torch.uint8)
-    zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8)
-    if not scheme.symmetric:
-        zero = torch.randint(0, scheme.max_code + 1, groups, generator=generator).to(torch.uint8)
-    scale = (torch.randn(groups, generator=generator) * 0.1 / scheme.max_code).clamp(-1, 1)
-    scale = torch.where(scale.abs() < 1e-4, torch.tensor(1e-3), scale)
-    return IntegerWeight(codes, scale.to(dtype), zero, scheme)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """GPTQ v1/v2 and AWQ GEMM checkpoints built by hand, one element at a time, from their published layouts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

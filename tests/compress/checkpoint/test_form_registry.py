@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from folders import change_tensors
+from runs import compress, foreseen_bytes
 from torch import Tensor
 
 from compress.checkpoint.formats import format_for
@@ -23,12 +24,7 @@ from compress.checkpoint.writer import export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 from compress.evaluate.scorers import open_scorer
 from compress.pipeline.finish import compare_with_report
-from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.run import run
-from compress.recipe import QuantizeStage, Recipe
-from runtime.backends.base import Target
-from runtime.core.model_config import parse_config
-from runtime.memory.estimate import Weights
+from compress.recipe import QuantizeStage
 from runtime.model.loader import load_model
 
 KEY = "ternary"
@@ -107,10 +103,7 @@ def registered() -> Iterator[None]:
 @pytest.fixture
 def packed(tiny_model, tmp_path) -> Path:
     """A model that the pipeline rounded to ternary weights."""
-    source, out = tiny_model("llama"), tmp_path / "packed"
-    request = RunRequest(source, str(source), Recipe((QuantizeStage("rtn", Ternary()),)), out, measure=False)
-    run(prepare(request), quiet=True)
-    return out
+    return compress(tiny_model("llama"), tmp_path / "packed", QuantizeStage("rtn", Ternary())).out
 
 
 def test_it_is_written_verified_and_read(packed) -> None:
@@ -135,9 +128,7 @@ def test_it_is_written_verified_and_read(packed) -> None:
 )
 def test_its_problems_are_found(packed, suffix, value, problem) -> None:
     module = PackedCheckpoint.open(packed).modules[0]
-    tensors = load_file(packed / "model.safetensors")
-    tensors[f"{module}{suffix}"][0, 0] = value
-    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(packed, lambda tensors: tensors[f"{module}{suffix}"].__setitem__((0, 0), value))
     report = verify_structure(packed)
     assert [each for each in report.problems if module in each and problem in each]
     assert compare_with_report(packed)
@@ -145,9 +136,7 @@ def test_its_problems_are_found(packed, suffix, value, problem) -> None:
 
 def test_a_missing_tensor_is_found(packed) -> None:
     module = PackedCheckpoint.open(packed).modules[0]
-    tensors = load_file(packed / "model.safetensors")
-    del tensors[f"{module}.ternary_scale"]
-    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(packed, lambda tensors: tensors.pop(f"{module}.ternary_scale"))
     with pytest.raises(CheckpointError, match="ternary_scale"):
         PackedCheckpoint.open(packed).packed_weight(module)
     assert not verify_structure(packed).ok
@@ -160,9 +149,7 @@ def test_it_is_served_dequantized(packed, tmp_path, kernels) -> None:
     lines = [line for line in decoder.description if ": ternary, kernel " in line]
     assert lines
     assert all(f"kernel {name} " in line for line in lines)
-    checkpoint, target = PackedCheckpoint.open(packed), Target(torch.device("cpu"), torch.float32)
-    foreseen = Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).prepared()
-    assert decoder.nbytes == foreseen
+    assert decoder.nbytes == foreseen_bytes(packed, torch.float32, kernels)
     tokens = torch.randint(10, 4000, (1, 24), generator=torch.Generator().manual_seed(0))
     dense = open_scorer(export_checkpoint(packed, "dense", tmp_path / "dense"), dtype="float32").logits(tokens)
     torch.testing.assert_close(open_scorer(packed, dtype="float32").logits(tokens), dense, rtol=1e-4, atol=1e-4)

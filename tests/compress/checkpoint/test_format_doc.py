@@ -1,7 +1,5 @@
 """docs/checkpoint-format.md is true: its loader reads what this toolkit writes, its examples are what packing gives."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

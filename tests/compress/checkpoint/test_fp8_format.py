@@ -1,10 +1,8 @@
 """8-bit floats in a checkpoint: stored as compressed-tensors has them, read back to the bit, refused when damaged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from folders import change_tensors
 
 from compress.checkpoint.config import read_config, write_config
 from compress.checkpoint.formats import awq, compressed_tensors, gptq, stored_tensors
@@ -49,7 +47,7 @@ def test_a_changed_code_is_noticed(dense_folder, pack, tmp_path):
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_codes_that_are_no_numbers_are_refused(dense_folder, pack, tmp_path, code):
     module = next(iter(pack(dense_folder, tmp_path / "packed", lambda module: W8A8)))
-    change_tensor(tmp_path / "packed", f"{module}.weight", lambda codes: codes.view(torch.uint8)[1].fill_(code))
+    change_tensors(tmp_path / "packed", lambda t: t[f"{module}.weight"].view(torch.uint8)[1].fill_(code))
     with pytest.raises(CheckpointError, match=rf"{module}.weight holds 256 NaN codes"):
         PackedCheckpoint.open(tmp_path / "packed").weight(module)
     assert any("NaN codes" in problem for problem in verify_structure(tmp_path / "packed").problems)
@@ -57,17 +55,15 @@ def test_codes_that_are_no_numbers_are_refused(dense_folder, pack, tmp_path, cod
 
 def test_scales_that_are_not_finite_are_reported(dense_folder, pack, tmp_path):
     module = next(iter(pack(dense_folder, tmp_path / "packed", lambda module: W8A8)))
-    change_tensor(tmp_path / "packed", f"{module}.weight_scale", lambda scale: scale[3].fill_(float("inf")))
+    change_tensors(tmp_path / "packed", lambda t: t[f"{module}.weight_scale"][3].fill_(float("inf")))
     assert f"{module} has 1 scales that are not finite" in verify_structure(tmp_path / "packed").problems
 
 
 def test_one_scale_for_a_matrix_is_read(dense_folder, pack, tmp_path):
     """As checkpoints of other tools have it, in float32."""
     weights = pack(dense_folder, tmp_path / "packed", lambda module: W8A8)
-    file = tmp_path / "packed" / "model.safetensors"
-    tensors = load_file(file)
-    tensors |= {f"{module}.weight_scale": torch.tensor([0.25 + 1e-6]) for module in weights}
-    save_file(tensors, file, metadata={"format": "pt"})
+    scales = {f"{module}.weight_scale": torch.tensor([0.25 + 1e-6]) for module in weights}
+    change_tensors(tmp_path / "packed", lambda tensors: tensors.update(scales))
     config = read_config(tmp_path / "packed")
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
     write_config(tmp_path / "packed", config)
@@ -161,10 +157,3 @@ def test_tokens_are_rounded_to_the_nearest_float():
     assert torch.equal(round_tokens(x, Activations.FP8), levels * scale)
     x[3, 1] = float("nan")
     assert not torch.isfinite(quantize_tokens(x, Activations.FP8)[1][3])
-
-
-def change_tensor(folder, name, change):
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors[name])
-    save_file(tensors, file, metadata={"format": "pt"})

@@ -1,11 +1,10 @@
 """Written checkpoints load in plain transformers + compressed-tensors: weights bit-equal, logits equal."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
+from tiny_models import save_tiny_model
 
 from compress.checkpoint.config import read_config, write_config
 from compress.checkpoint.reader import PackedCheckpoint
@@ -112,24 +111,12 @@ def test_quantized_head_unties(dense_folder, pack, tmp_path):
 
 def test_fused_projections(pack, tmp_path):
     """Phi-3 stores q/k/v and gate/up as one matrix each: plain linears like any other."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    config = Phi3Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        max_position_embeddings=64,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    Phi3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
-    weights = pack(tmp_path / "dense", tmp_path / "packed", lambda module: Int(4, 64))
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 64, "pad_token_id": 0}
+    dense = save_tiny_model(tmp_path / "dense", "phi3", torch.bfloat16, **sizes)
+    weights = pack(dense, tmp_path / "packed", lambda module: Int(4, 64))
     assert {module.rpartition(".")[2] for module in weights} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert verify_structure(tmp_path / "packed").problems == ()
-    assert_same_model(load(tmp_path / "packed"), reference_model(tmp_path / "dense", weights), weights)
+    assert_same_model(load(tmp_path / "packed"), reference_model(dense, weights), weights)
 
 
 def test_dense_export_is_the_dequantized_model(dense_folder, pack, tmp_path):

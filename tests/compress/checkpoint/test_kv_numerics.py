@@ -1,7 +1,5 @@
 """Quantized keys and values against a slow float64 reference of what the docstrings say."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

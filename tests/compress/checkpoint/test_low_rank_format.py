@@ -1,7 +1,5 @@
 """Factors on disk: they come back bit for bit, in the bits that were promised, or are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

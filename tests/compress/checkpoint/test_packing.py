@@ -1,7 +1,5 @@
 """Bit packing against the published golden vectors, a slow per-element packer and compressed-tensors itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """One way in for dense and packed checkpoints."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

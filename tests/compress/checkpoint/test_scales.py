@@ -1,7 +1,5 @@
 """The scale search against brute force, at every width, grouping and symmetry."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

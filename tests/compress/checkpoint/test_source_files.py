@@ -1,7 +1,5 @@
 """Opening model folders: what is fine, and every way in which a folder can be wrong."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """N:M sparse weights on disk: what is kept comes back bit for bit, in the bits that were promised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,12 +1,10 @@
 """Verification finds what was broken on purpose; exports carry the same integers or refuse."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from folders import change_tensors as change
 
 from compress.checkpoint.config import read_config, write_config
 from compress.checkpoint.reader import PackedCheckpoint
@@ -25,12 +23,6 @@ DOWN = "model.layers.0.mlp.down_proj"
 def packed(dense_folder, pack, tmp_path):
     weights = pack(dense_folder, tmp_path / "packed", lambda module: Int(4, 64))
     return tmp_path / "packed", {module: digest(weight) for module, weight in weights.items()}
-
-
-def change(folder, edit) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def test_sound_checkpoint(packed, dense_folder):

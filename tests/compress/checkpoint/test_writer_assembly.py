@@ -1,7 +1,5 @@
 """Pieces and assembly: the same bytes every time, everything kept, and nothing half-written when it fails."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,5 @@
 """The `compress` command as it is typed: help at once, plans, results, refusals in one line, Ctrl-C that resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`compress eval` as it is typed: what it prints, which model it takes, how it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`compress search` as it is typed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

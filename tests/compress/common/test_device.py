@@ -1,7 +1,5 @@
 """Which device a name means, and that kernels run there from every thread."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Division rounds once on every device: a GPU may not be given the number in host memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Groups of options: one dataclass parameter of a command, many options of its command line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Output of a command that refuses, is interrupted, or succeeds."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """The compiled loop of GPTQ and SparseGPT against float64, against torch, and against itself on other machines."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Building, loading, and doing without the compiled library."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

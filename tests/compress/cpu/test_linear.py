@@ -1,7 +1,5 @@
 """C linears against the exact product in float64, with every instruction set this machine has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The C kernels and their thread pool under the address and undefined-behaviour sanitizers, and as ARM runs them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

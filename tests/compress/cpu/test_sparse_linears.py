@@ -1,7 +1,5 @@
 """2:4 sparse codes in three bits per weight: the products and bytes of the same weight with its zeros in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

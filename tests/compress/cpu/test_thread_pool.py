@@ -1,7 +1,5 @@
 """The pool of the C kernels: callers at once, forks, a busy neighbour; and how many threads a machine lends."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Perplexity and KL against figures computed another way."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

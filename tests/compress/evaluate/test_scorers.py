@@ -1,13 +1,11 @@
 """Where logits come from: dequantized transformers models, and the agreement of both backends."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from folders import change_tensors, private_copy
 from transformers import AutoModelForCausalLM
 
 from calibration.sequences import load_tokenizer
@@ -35,14 +33,14 @@ def test_demo_perplexity_equals_the_loss_of_transformers():
 
 
 @pytest.mark.parametrize("options", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {}])
-def test_dense_weights_give_the_logits_of_transformers(make_model, options: dict):
-    path = make_model(**options)
+def test_dense_weights_give_the_logits_of_transformers(tiny_model, options: dict):
+    path = tiny_model(dtype=torch.float32, **options)
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(TOKENS).logits
     assert torch.equal(TransformersScorer(path).logits(TOKENS), expected)
 
 
-def test_dtype_follows_the_config_unless_named(make_model):
-    path = make_model()
+def test_dtype_follows_the_config_unless_named(tiny_model):
+    path = tiny_model(dtype=torch.float32)
     assert load_dequantized(path).dtype == torch.float32
     assert load_dequantized(path, dtype="float64").dtype == torch.float64
     assert TransformersScorer(path, dtype="float64").logits(TOKENS).dtype == torch.float64
@@ -50,15 +48,13 @@ def test_dtype_follows_the_config_unless_named(make_model):
     assert TransformersScorer(demo_model_path()).logits(TOKENS).dtype == torch.float32
 
 
-def test_missing_and_misshapen_weights_are_named(make_model):
-    path = make_model()
-    tensors = load_file(path / "model.safetensors")
-    norm = tensors.pop("model.norm.weight")
-    save_file(tensors, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"1 weights.*model\.norm\.weight"):
-        load_dequantized(path)
-    save_file(tensors | {"model.norm.weight": norm[:-1].clone()}, path / "model.safetensors")
+def test_missing_and_misshapen_weights_are_named(tiny_model, tmp_path: Path):
+    path, name = private_copy(tiny_model(dtype=torch.float32), tmp_path / "model"), "model.norm.weight"
+    change_tensors(path, lambda tensors: tensors.update({name: tensors[name][:-1]}))
     with pytest.raises(CheckpointError, match=r"config\.json.*model\.norm\.weight"):
+        load_dequantized(path)
+    change_tensors(path, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=r"1 weights.*model\.norm\.weight"):
         load_dequantized(path)
 
 
@@ -75,8 +71,8 @@ def test_both_backends_agree_on_packed_checkpoints(make_packed, scheme: Scheme):
     assert_backends_agree(packed, load_tokenizer(packed))
 
 
-def test_both_backends_agree_on_a_dense_checkpoint(make_model):
-    path = make_model(tie_word_embeddings=True)
+def test_both_backends_agree_on_a_dense_checkpoint(tiny_model):
+    path = tiny_model(dtype=torch.float32, tie_word_embeddings=True)
     assert_backends_agree(path, load_tokenizer(path))
 
 

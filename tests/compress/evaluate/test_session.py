@@ -1,21 +1,20 @@
 """From names and paths to figures: which baseline, which warnings, which refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from folders import change_config, private_copy
+from runs import compress
 
 from calibration.sources import load_texts
 from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, DataError
 from compress.evaluate.session import EvaluationRequest, quick_check, recorded_source, run_evaluation
-from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, QuantizeStage
 
 BOTH = ("runtime", "transformers")
 
@@ -25,27 +24,26 @@ def request_for(model: Path, **options) -> EvaluationRequest:
 
 
 @pytest.mark.parametrize("backend", BOTH)
-def test_a_packed_checkpoint_is_compared_with_its_recorded_source(make_packed, tmp_path: Path, backend: str):
-    packed, _ = make_packed(provenance={"source": str(tmp_path / "source")})
-    report = run_evaluation(request_for(packed, backend=backend))
-    assert report.baseline == tmp_path / "source"
+def test_a_packed_checkpoint_is_compared_with_its_recorded_source(make_packed, tiny_model, backend: str):
+    source = tiny_model(dtype=torch.float32)
+    report = run_evaluation(request_for(make_packed()[0], backend=backend))
+    assert report.baseline == source
     assert report.result.kl_mean > 0
     assert report.warnings == ()
-    alone = run_evaluation(request_for(tmp_path / "source", backend=backend))
+    alone = run_evaluation(request_for(source, backend=backend))
     assert alone.baseline is None
     assert alone.result.perplexity == pytest.approx(report.result.baseline_perplexity)
 
 
-def test_a_named_baseline_wins_over_the_recorded_one(make_packed, tmp_path: Path):
-    packed, dequantized = make_packed(provenance={"source": str(tmp_path / "source")})
+def test_a_named_baseline_wins_over_the_recorded_one(make_packed):
+    packed, dequantized = make_packed()
     report = run_evaluation(request_for(packed, baseline=dequantized))
     assert report.baseline == dequantized
     assert report.result.kl_mean == pytest.approx(0, abs=1e-7)
 
 
-def test_a_source_that_has_gone_is_a_warning(make_packed, tmp_path: Path):
-    packed, _ = make_packed(provenance={"source": str(tmp_path / "gone")})
-    report = run_evaluation(request_for(packed))
+def test_a_source_that_has_gone_is_a_warning(make_recorded, tmp_path: Path):
+    report = run_evaluation(request_for(make_recorded(source=str(tmp_path / "gone"))))
     assert report.result.kl_mean is None
     assert "gone is not there any more" in report.warnings[0]
 
@@ -56,21 +54,20 @@ def test_demo_means_the_bundled_model():
     assert recorded_source({}) is None
 
 
-def test_the_report_is_plain_json_with_what_a_repetition_needs(make_packed, tmp_path: Path):
-    packed, _ = make_packed(provenance={"source": str(tmp_path / "source")})
-    values = json.loads(json.dumps(run_evaluation(request_for(packed)).to_dict(), allow_nan=False))
+def test_the_report_is_plain_json_with_what_a_repetition_needs(make_packed):
+    values = json.loads(json.dumps(run_evaluation(request_for(make_packed()[0])).to_dict(), allow_nan=False))
     assert {"perplexity", "baseline_perplexity", "kl_mean", "kl_p999", "tokens"} <= values.keys()
     assert values["tokens"] == 4 * 63
     assert values["data"] == "pydoc"
     assert values["data_sha256"] == load_texts("pydoc").sha256
 
 
-def test_windows_never_exceed_the_context(make_model):
-    report = run_evaluation(request_for(make_model(), length=100_000, max_tokens=600))
+def test_windows_never_exceed_the_context(tiny_model):
+    report = run_evaluation(request_for(tiny_model(), length=100_000, max_tokens=600))
     assert report.windows.tokens.shape == (2, 256)
 
 
-def test_quick_check_measures_a_fixed_slice(make_packed, tmp_path: Path):
+def test_quick_check_measures_a_fixed_slice(make_packed):
     packed, dequantized = make_packed()
     values = quick_check(packed, dequantized, tokens=512)
     assert values["tokens"] == 2 * 255
@@ -81,7 +78,7 @@ def test_quick_check_measures_a_fixed_slice(make_packed, tmp_path: Path):
 def test_quick_check_is_not_begun_without_the_memory_for_both_models(make_packed, monkeypatch: pytest.MonkeyPatch):
     packed, dequantized = make_packed()
     monkeypatch.setattr("compress.common.device.available_bytes", lambda device: 1 << 20)
-    with pytest.raises(CheckpointError, match=r"8\.\d MiB.*1\.0 MiB"):
+    with pytest.raises(CheckpointError, match=r"\d MiB.*1\.0 MiB"):
         quick_check(packed, dequantized)
 
 
@@ -97,34 +94,26 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_calibration_on_the_same_text_is_a_warning(make_packed):
-    packed, _ = make_packed(provenance=calibrated_on("pydoc"))
+def test_calibration_on_the_same_text_is_a_warning(make_recorded):
+    packed = make_recorded(**calibrated_on("pydoc"))
     assert "also the calibration text" in run_evaluation(request_for(packed)).warnings[0]
 
 
-def test_calibration_on_a_part_of_the_text_is_a_warning(make_packed, text: Path):
-    packed, _ = make_packed(provenance=calibrated_on(str(text)))
-    (warning,) = run_evaluation(request_for(packed, max_tokens=2048)).warnings
-    assert f"% of pydoc was also in the calibration text {text}" in warning
-
-
-def test_what_the_pipeline_records_is_what_the_check_reads(make_model, text: Path, tmp_path: Path):
-    source = make_model()
-    recipe = Recipe((QuantizeStage("gptq", Int(4, 32)),), CalibrationOptions(str(text), 8, 64), seed=5)
-    run(prepare(RunRequest(source, str(source), recipe, tmp_path / "out", measure=False)), quiet=True)
+def test_what_the_pipeline_records_is_what_the_check_reads(tiny_model, text: Path, tmp_path: Path):
+    source, calibration = tiny_model(), CalibrationOptions(str(text), 8, 64)
+    compress(source, tmp_path / "out", QuantizeStage("gptq", Int(4, 32)), calibration=calibration, seed=5)
     report = run_evaluation(request_for(tmp_path / "out", max_tokens=2048))
     assert report.baseline == source
-    assert "% of pydoc was also in the calibration text" in report.warnings[0]
+    (warning,) = report.warnings
+    assert f"% of pydoc was also in the calibration text {text}" in warning
     (warning,) = run_evaluation(request_for(tmp_path / "out", data=str(text))).warnings
     assert "is also the calibration text" in warning
 
 
-def test_other_text_and_vanished_text_are_no_warning(make_packed, text: Path):
-    packed, _ = make_packed(provenance=calibrated_on("bundled"))
+def test_other_text_and_vanished_text_are_no_warning(make_recorded, text: Path):
+    packed = make_recorded(**calibrated_on("bundled"))
     assert run_evaluation(request_for(packed)).warnings == ()
-    config = json.loads((packed / "config.json").read_text())
-    config["compression_config"] |= calibrated_on(str(text))
-    (packed / "config.json").write_text(json.dumps(config))
+    change_config(packed, compression_config={"format_version": 1, **calibrated_on(str(text))})
     text.unlink()
     assert run_evaluation(request_for(packed)).warnings == ()
 
@@ -139,17 +128,17 @@ def test_other_text_and_vanished_text_are_no_warning(make_packed, text: Path):
         ({"backend": "transformers", "kernels": "w4a8"}, "w4a8", "--backend runtime"),
     ],
 )
-def test_unusable_options_are_refused(make_model, options: dict, problem: str, remedy: str):
+def test_unusable_options_are_refused(tiny_model, options: dict, problem: str, remedy: str):
     with pytest.raises(DataError, match=problem) as caught:
-        run_evaluation(request_for(make_model(), **options))
+        run_evaluation(request_for(tiny_model(), **options))
     assert re.search(remedy, caught.value.remedy)
 
 
-def test_a_folder_without_model_or_tokenizer_is_refused(make_model, tmp_path: Path):
+def test_a_folder_without_model_or_tokenizer_is_refused(tiny_model, tmp_path: Path):
     with pytest.raises(CheckpointError, match="nowhere"):
         run_evaluation(request_for(tmp_path / "nowhere"))
-    path = make_model()
+    path = private_copy(tiny_model(), tmp_path / "model")
     for file in path.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(DataError, match="holds no tokenizer"):
+    with pytest.raises(DataError, match=str(path)):
         run_evaluation(request_for(path))

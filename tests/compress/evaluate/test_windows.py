@@ -1,7 +1,5 @@
 """Cutting evaluation text: every window is full, the order is the text's, BOS where the tokenizer wants it."""
 
-from __future__ import annotations
-
 import pytest
 
 from calibration.sources import TextSource

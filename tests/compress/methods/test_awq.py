@@ -1,7 +1,5 @@
 """AWQ's two searches against brute force in float64, and its guarantees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The Triton loop of GPTQ and SparseGPT against torch, bit for bit where sums are exact, and with poisoned outputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from poisoned_memory import poisoned_allocations

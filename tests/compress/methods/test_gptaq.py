@@ -1,7 +1,5 @@
 """GPTAQ: the column loop of the paper, written out slowly in float64, chooses the same codes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """GPTQ against a slow float64 reference of the paper's update, its orderings and its failure ladder."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """HQQ: never worse than round to nearest in its own norm, for every scheme, and forgiving of outliers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

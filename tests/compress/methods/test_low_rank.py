@@ -1,7 +1,5 @@
 """Decompositions: what is dropped is what is lost, in the metric of each method, and no other factors lose less."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

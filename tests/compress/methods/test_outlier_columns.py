@@ -1,7 +1,5 @@
 """Input columns in 16 bits beside the codes: chosen, rounded around, stored, checked, exported and multiplied."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Shares of blocks: the mean stays, no block strays, and outliers are spared."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Pruning: masks by their definitions, SparseGPT against a slow reference, and the order of their quality."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Shares of ranks: never more weights than asked for, and what the budget buys is worth the most."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

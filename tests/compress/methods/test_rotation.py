@@ -1,7 +1,5 @@
 """Rotations are orthogonal, fast and exact products, and as flat as their construction promises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

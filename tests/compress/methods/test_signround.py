@@ -1,7 +1,5 @@
 """Learned rounding: its start, its gradients, what learning gives, and what it leaves alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

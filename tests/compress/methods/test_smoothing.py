@@ -1,7 +1,5 @@
 """Folds leave the function unchanged: norm to linears, up to down through SwiGLU, v to o through grouped attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

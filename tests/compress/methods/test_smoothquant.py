@@ -1,7 +1,5 @@
 """SmoothQuant's scale: the paper's formula, chosen by error, never worse than none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A family describes the model that transformers builds from the same config."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import SIZES

@@ -1,7 +1,5 @@
 """Windows of a Mistral whose config.json does not name one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A family added from outside the package: compressed, verified and served. Llama with GELU and a logit scale."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

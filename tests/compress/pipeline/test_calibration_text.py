@@ -1,7 +1,5 @@
 """Calibration text in whole runs: mixtures, text from the model itself, plans, and what the checkpoint says of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

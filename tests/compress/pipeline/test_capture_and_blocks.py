@@ -1,7 +1,5 @@
 """Blocks that are loaded one by one and replayed with captured arguments compute what the whole model computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Statistics of a linear's inputs are those after smoothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

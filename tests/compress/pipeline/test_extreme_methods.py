@@ -1,7 +1,5 @@
 """HQQ and GPTAQ through the whole pipeline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

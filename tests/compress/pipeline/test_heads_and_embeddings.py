@@ -1,7 +1,5 @@
 """The matrices at both ends of a model, packed: planned, rounded, stored, exported and served, tied and not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

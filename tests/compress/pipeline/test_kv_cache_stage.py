@@ -1,12 +1,10 @@
 """The recipe stage kv_cache: what it measures, what it chooses, and what the checkpoint then says of itself."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from runs import compress, prepared
 
 from compress.checkpoint.config import COMPRESSION_KEY, read_config, write_config
 from compress.checkpoint.kv_cache import (
@@ -26,16 +24,10 @@ from compress.evaluate.kv_cache import measure_kv_caches
 from compress.evaluate.perplexity import evaluate
 from compress.evaluate.scorers import RuntimeScorer
 from compress.methods.kv_cache import KVCacheStage, choose_kv_cache
-from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.run import RunResult, run
-from compress.recipe import QuantizeStage, Recipe, Stage
+from compress.recipe import QuantizeStage
 from compress.recipe_file import parse_recipe
 
 INT4, K8V4 = KVCacheScheme.named("int4"), KVCacheScheme.named("k8v4")
-
-
-def compress(model: Path, out: Path, *stages: Stage) -> RunResult:
-    return run(prepare(RunRequest(model, str(model), Recipe(stages), out, measure=False)), quiet=True)
 
 
 def record_of(*costs: tuple[KVCacheScheme, int, float], max_kl: float = 0.01) -> KVCacheRecord:
@@ -160,6 +152,4 @@ def test_verify_tells_a_record_that_makes_no_sense(tmp_path) -> None:
 
 def test_models_that_the_runtime_does_not_serve_are_refused_before_anything_runs(tiny_model, tmp_path) -> None:
     with pytest.raises(CheckpointError, match="partial_rotary_factor"):
-        prepare(
-            RunRequest(tiny_model("phi3", partial_rotary_factor=0.5), "", Recipe((KVCacheStage(),)), tmp_path / "out")
-        )
+        prepared(tiny_model("phi3", partial_rotary_factor=0.5), tmp_path / "out", KVCacheStage())

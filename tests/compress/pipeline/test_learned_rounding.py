@@ -1,32 +1,18 @@
 """Learned rounding in a run: it lowers the block's error or keeps its start, and refuses what it cannot do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
+from runs import compress
 
-from calibration.sequences import load_tokenizer
-from calibration.sources import load_texts
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.checkpoint.weights import Activations, Int, NMSparsity
+from compress.checkpoint.weights import Int
 from compress.common.cli import demo_model_path
-from compress.common.errors import RecipeError
-from compress.evaluate.perplexity import cut_windows, evaluate
-from compress.evaluate.scorers import RuntimeScorer
 from compress.methods.signround import SignRoundOptions
-from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
+from compress.recipe import CalibrationOptions, QuantizeStage
 
-SMALL = CalibrationOptions(samples=6, length=48)
 SHORT = SignRoundOptions(steps=20, lr=0.002, batch=3)
-
-
-def compress(model: Path, out: Path, *stages: Stage, calibration: CalibrationOptions = SMALL, **options) -> RunResult:
-    request = RunRequest(model, str(model), Recipe(stages, calibration), out, measure=False, **options)
-    return run(prepare(request), quiet=True)
 
 
 def same_weights(left: Path, right: Path) -> bool:
@@ -88,45 +74,3 @@ def test_goes_with_other_methods_in_the_same_block(tiny_model, tmp_path) -> None
     assert methods["down_proj"] == "signround"
     assert methods["q_proj"] == "awq"
     assert result.report["blocks"][0]["tuning"]["steps"] == SHORT.steps
-
-
-@pytest.mark.parametrize(
-    ("stages", "problem"),
-    [
-        ((PruneStage("wanda", NMSparsity()), QuantizeStage("signround")), "is pruned"),
-        (
-            (
-                QuantizeStage("signround"),
-                QuantizeStage("signround", targets=("down_proj",), options=SignRoundOptions(7)),
-            ),
-            "signround differ",
-        ),
-    ],
-    ids=["pruned", "in two ways"],
-)
-def test_refuses_before_anything_runs(tiny_model, tmp_path, stages, problem) -> None:
-    with pytest.raises(RecipeError, match=problem):
-        prepare(RunRequest(tiny_model(), "tiny", Recipe(stages, SMALL), tmp_path / "packed"))
-
-
-def test_refuses_options_that_mean_nothing() -> None:
-    with pytest.raises(RecipeError, match="16-bit activations"):
-        QuantizeStage("signround", Int(8, None, activations=Activations.INT8))
-    with pytest.raises(RecipeError, match="no options of gptq"):
-        QuantizeStage("gptq", options=SignRoundOptions(100))
-    for options in ({"steps": 0}, {"lr": 0.0}, {"lr": 0.7}, {"batch": 0}):
-        with pytest.raises(RecipeError):
-            SignRoundOptions(**options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", [Int(3, 64), Int(2, 64)], ids=str)
-def test_beats_gptq_on_a_trained_model(tmp_path, scheme) -> None:
-    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=512, max_tokens=16384)
-    dense, kl = RuntimeScorer(demo_model_path(), dtype="float32"), {}
-    for method in ("gptq", "signround"):
-        stage = QuantizeStage(method, scheme)
-        calibration = CalibrationOptions(samples=64, length=512)
-        compress(demo_model_path(), tmp_path / method, stage, calibration=calibration, dtype="float32")
-        kl[method] = evaluate(RuntimeScorer(tmp_path / method, dtype="float32"), windows, dense).kl_mean
-    assert kl["signround"] < 0.9 * kl["gptq"]

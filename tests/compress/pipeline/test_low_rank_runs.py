@@ -1,46 +1,24 @@
 """Low rank from a checkpoint to a served one: two factors on disk, two products, sizes as computed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from killed_runs import killed_after_block
+from folders import change_tensors
+from runs import assert_served_as_exported, compress, foreseen_bytes, prepared
 
-from calibration.sequences import load_tokenizer
-from calibration.sources import load_texts
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
-from compress.checkpoint.weights import Int, LowRank, NMSparsity
+from compress.checkpoint.weights import Int, LowRank
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.checkpoint.writer import export_checkpoint
 from compress.common.cli import demo_model_path
-from compress.common.errors import RecipeError, SchemeError, ToolkitError
-from compress.evaluate.perplexity import cut_windows, evaluate
-from compress.evaluate.scorers import RuntimeScorer
+from compress.common.errors import SchemeError, ToolkitError
 from compress.methods import base
 from compress.pipeline.compress_layer import decompose_block
 from compress.pipeline.finish import compare_with_report
-from compress.pipeline.prepare import RunContext, RunRequest, prepare
-from compress.pipeline.run import RunResult, run
 from compress.plan import Factoring, LayerPlan
-from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, Stage
-from runtime.backends.base import Target
-from runtime.core.model_config import parse_config
-from runtime.memory.estimate import Weights
+from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage
 from runtime.model.loader import load_model
 from runtime.speculative.draft_model import round_layers
-
-SMALL = CalibrationOptions(samples=6, length=48)
-
-
-def prepared(model: Path, out: Path, *stages: Stage, calibration: CalibrationOptions = SMALL) -> RunContext:
-    return prepare(RunRequest(model, str(model), Recipe(stages, calibration), out, measure=False))
-
-
-def compress(model: Path, out: Path, *stages: Stage, calibration: CalibrationOptions = SMALL) -> RunResult:
-    return run(prepared(model, out, *stages, calibration=calibration), quiet=True)
 
 
 @pytest.mark.parametrize("method", ["svd-llm", "asvd", "svd"])
@@ -67,22 +45,14 @@ def test_factors_are_packed_verified_and_served(tiny_model, tmp_path, method, qu
         assert weight.scheme.rank * (rows + columns) <= 0.8 * rows * columns
     assert verify_structure(out).ok
     assert compare_with_report(out) == []
-    tokens = torch.randint(10, 4000, (1, 32), generator=torch.Generator().manual_seed(0))
-    served = RuntimeScorer(out, dtype="float32").logits(tokens)
-    dense = export_checkpoint(out, "dense", tmp_path / "dense")
-    assert not PackedCheckpoint.open(dense).schemes
-    # The dense export rounds the product of the factors to the model's dtype.
-    torch.testing.assert_close(RuntimeScorer(dense, dtype="float32").logits(tokens), served, rtol=0, atol=0.06)
+    assert_served_as_exported(out, tmp_path / "dense")
 
 
 @pytest.mark.parametrize("family", ["llama_biased", "qwen2", "qwen3", "mistral"])
 def test_biases_and_other_families(tiny_model, tmp_path, family) -> None:
     out = tmp_path / "packed"
     compress(tiny_model(family), out, FactorizeStage("asvd", 0.6), QuantizeStage("gptq", Int(8, None)))
-    tokens = torch.randint(10, 4000, (1, 32), generator=torch.Generator().manual_seed(0))
-    served = RuntimeScorer(out, dtype="float32").logits(tokens)
-    dense = export_checkpoint(out, "dense", tmp_path / "dense")
-    torch.testing.assert_close(RuntimeScorer(dense, dtype="float32").logits(tokens), served, rtol=0, atol=0.06)
+    assert_served_as_exported(out, tmp_path / "dense")
 
 
 def test_rounding_by_gptq_loses_less_than_to_nearest(tiny_model, tmp_path) -> None:
@@ -99,13 +69,11 @@ def test_factorized_layers_stand_beside_smoothed_ones(tiny_model, tmp_path) -> N
     errors = {}
     for method in ("awq", "rtn"):
         out = tmp_path / method
-        quantize = QuantizeStage(method, Int(4, 64), ignore=("v_proj",))
-        result = compress(
-            tiny_model("llama", num_key_value_heads=4),
-            out,
+        stages = (
             FactorizeStage("svd-llm", 0.8, targets=("v_proj",)),
-            quantize,
+            QuantizeStage(method, Int(4, 64), ignore=("v_proj",)),
         )
+        result = compress(tiny_model("llama", num_key_value_heads=4), out, *stages)
         assert result.structure.ok
         assert PackedCheckpoint.open(out).schemes["model.layers.0.self_attn.v_proj"].rank
         block = result.report["blocks"][0]
@@ -131,12 +99,9 @@ def test_served_as_two_products_that_are_not_fused(tiny_model, tmp_path) -> None
     assert any("q_proj, right factor" in line for line in model.description)
     assert any("down_proj, left factor" in line for line in model.description)
     assert any("gate_proj+up_proj" in line for line in model.description)
-    checkpoint = PackedCheckpoint.open(out)
-    target = Target(torch.device("cpu"), torch.float32)
-    weights = Weights(checkpoint, parse_config(checkpoint.config, {}), target, "auto", 2**30)
     layers = [part for each in model.layers for part in (each.qkv, each.output, each.gate_up, each.down)]
     outside = model.embedding.nbytes + model.head.nbytes
-    assert weights.prepared() == outside + sum(part.nbytes for part in layers)
+    assert foreseen_bytes(out, torch.float32) == outside + sum(part.nbytes for part in layers)
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -192,58 +157,6 @@ def test_layers_kept_whole_are_quantized_like_others(tmp_path) -> None:
     assert compare_with_report(out) == []
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny_model, tmp_path) -> None:
-    source, stage = tiny_model("llama"), FactorizeStage("svd-llm", 0.6)
-    compress(source, tmp_path / "whole", stage)
-    with killed_after_block(0):
-        compress(source, tmp_path / "parts", stage)
-    compress(source, tmp_path / "parts", stage)
-    whole, parts = (tmp_path / each / "model.safetensors" for each in ("whole", "parts"))
-    assert whole.read_bytes() == parts.read_bytes()
-
-
-@pytest.mark.full
-def test_whitened_beats_scaled_beats_plain_on_the_trained_model(tmp_path) -> None:
-    """At equal size: uniform ranks, 80 % of the weights, 2,048 tokens of other text than the calibration's."""
-    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=2048)
-    dense = RuntimeScorer(demo_model_path(), dtype="float32")
-    kl = {}
-    for method, allocation in (("svd-llm", "block"), ("svd-llm", "uniform"), ("asvd", "uniform"), ("svd", "uniform")):
-        out = tmp_path / f"{method}-{allocation}"
-        calibration = CalibrationOptions(samples=8, length=256)
-        compress(demo_model_path(), out, FactorizeStage(method, 0.8, allocation), calibration=calibration)
-        kl[method, allocation] = evaluate(RuntimeScorer(out, dtype="float32"), windows, dense).kl_mean
-    assert kl["svd-llm", "uniform"] < 0.7 * kl["asvd", "uniform"]
-    assert kl["asvd", "uniform"] < kl["svd", "uniform"]
-    assert kl["svd-llm", "block"] < 0.8 * kl["svd-llm", "uniform"]
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"method": "svdllm"}, "'svd-llm'"),
-        ({"keep": 1.0}, r"between 0.*1"),
-        ({"allocation": "layer"}, "'layer'"),
-    ],
-)
-def test_stages_that_mean_nothing_are_refused(options, problem) -> None:
-    with pytest.raises(RecipeError, match=problem):
-        FactorizeStage(**options)
-
-
-@pytest.mark.parametrize(
-    ("stages", "error", "problem"),
-    [
-        ((PruneStage("magnitude", NMSparsity(2, 4)), FactorizeStage("svd")), RecipeError, "is pruned and factorized"),
-        ((FactorizeStage("svd"), QuantizeStage("awq", Int(4, 8))), RecipeError, "awq is not for factors"),
-        ((FactorizeStage("svd"), QuantizeStage("rtn", Int(4, 64))), SchemeError, "are multiples of 64"),
-    ],
-)
-def test_stages_that_do_not_go_together_are_refused(tiny_model, tmp_path, stages, error, problem) -> None:
-    with pytest.raises(error, match=problem):
-        prepared(tiny_model("llama"), tmp_path / "packed", *stages)
-
-
 def test_factors_export_only_dense(tiny_model, tmp_path) -> None:
     compress(tiny_model("llama"), tmp_path / "packed", FactorizeStage("svd", 0.5, "uniform"))
     with pytest.raises(SchemeError, match="two factors"):
@@ -252,15 +165,11 @@ def test_factors_export_only_dense(tiny_model, tmp_path) -> None:
 
 
 def test_broken_factors_are_found(tiny_model, tmp_path) -> None:
-    from safetensors.torch import load_file, save_file
 
     out = tmp_path / "packed"
     compress(tiny_model("llama"), out, FactorizeStage("svd", 0.5, "uniform"))
-    tensors = load_file(out / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.right.weight"
-    tensors[name][0, 0] = float("nan")
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    change_tensors(out, lambda tensors: tensors[name][0, :1].fill_(float("nan")))
     assert "model.layers.0.mlp.up_proj.right holds NaN or infinity" in verify_structure(out).problems
-    tensors[name] = tensors[name][:-1].contiguous()
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    change_tensors(out, lambda tensors: tensors.update({name: tensors[name][:-1]}))
     assert any("contradict each other" in problem for problem in verify_structure(out).problems)

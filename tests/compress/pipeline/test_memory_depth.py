@@ -1,7 +1,5 @@
 """Peak memory follows the width of a model, not its depth."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,71 +1,117 @@
-"""On a trained model, calibrated and evaluated on different texts: GPTQ < RTN and AWQ <= RTN.
+"""On the trained model, calibrated and measured on different texts: which method stays nearer to the dense model.
 
 `scripts/bench_quality.py` measures the same with more tokens and seeds, and keeps the margins.
 """
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+from runs import compared_with, compress, with_outliers
 
-from calibration.sequences import load_tokenizer
-from calibration.sources import load_texts
-from compress.checkpoint.weights import Int, Scheme
+from compress.checkpoint.weights import Int, NMSparsity, Scheme
 from compress.common.cli import demo_model_path
-from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
-from compress.evaluate.scorers import RuntimeScorer
-from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.methods.rotation import RotateStage
+from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Stage
 
 
-class Remembered:
-    """The dense model's logits, computed once."""
+@dataclass(frozen=True)
+class Ordering:
+    """Methods, the nearest one to the dense model first, and between two of them how much nearer one must be.
 
-    def __init__(self, path: Path) -> None:
-        self._scorer = RuntimeScorer(path, dtype="float32")
-        self._logits: dict[bytes, Tensor] = {}
+    Attributes:
+        text: samples and their length for calibration; tokens and length of windows for measuring.
+    """
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        key = tokens.numpy().tobytes()
-        if key not in self._logits:
-            self._logits[key] = self._scorer.logits(tokens)
-        return self._logits[key]
-
-
-@pytest.fixture(scope="module")
-def dense() -> Remembered:
-    return Remembered(demo_model_path())
+    text: tuple[int, int, int, int]
+    chain: tuple[Stage | tuple[Stage, ...] | float, ...]
+    outliers: bool = False
 
 
-def measure(method: str, scheme: Scheme, samples: int, windows: Windows, dense: Remembered, out: Path) -> Evaluation:
-    calibration = CalibrationOptions("bundled", samples=samples, length=512)
-    recipe = Recipe((QuantizeStage(method, scheme),), calibration, seed=0)
-    request = RunRequest(demo_model_path(), "demo", recipe, out / method, dtype="float32", measure=False)
-    run(prepare(request), quiet=True)
-    return evaluate(RuntimeScorer(out / method, dtype="float32"), windows, dense)
+def quantized(better: str, worse: str, scheme: Scheme, factor: float, text: tuple[int, int, int, int]) -> Ordering:
+    return Ordering(text, (QuantizeStage(better, scheme), factor, QuantizeStage(worse, scheme)))
+
+
+LONG = (32, 512, 16384, 512)
+PATTERN = NMSparsity(2, 4)
+FULL = {
+    "2:4": Ordering(
+        (24, 256, 4096, 256),
+        (PruneStage("sparsegpt", PATTERN), 0.7, PruneStage("wanda", PATTERN), 1, PruneStage("magnitude", PATTERN)),
+    ),
+    "ranks": Ordering(
+        (8, 256, 2048, 256),
+        (
+            *(FactorizeStage("svd-llm", 0.8, "block"), 0.8, FactorizeStage("svd-llm", 0.8, "uniform"), 0.7),
+            *(FactorizeStage("asvd", 0.8, "uniform"), 1, FactorizeStage("svd", 0.8, "uniform")),
+        ),
+    ),
+    "shares of blocks": Ordering(
+        (16, 256, 2048, 256),
+        (PruneStage("wanda", sparsity=0.7, layerwise="owl"), 0.9, PruneStage("wanda", sparsity=0.7)),
+    ),
+    "rotation of outliers": Ordering(
+        (32, 512, 1024, 512),
+        ((RotateStage(), QuantizeStage("rtn", Int(4, None))), 0.6, QuantizeStage("rtn", Int(4, None))),
+        outliers=True,
+    ),
+}
+SLOW = {
+    **{
+        f"signround {s}": quantized("signround", "gptq", s, 0.9, (64, 512, 16384, 512))
+        for s in (Int(3, 64), Int(2, 64))
+    },
+    **{f"gptaq {s}": quantized("gptaq", "gptq", s, 1, LONG) for s in (Int(3, 64), Int(2, 64))},
+    **{
+        f"rotation {method} {scheme}": Ordering(
+            (32, 512, 8192, 512),
+            ((RotateStage(), QuantizeStage(method, scheme)), 1, QuantizeStage(method, scheme)),
+        )
+        for method in ("rtn", "gptq")
+        for scheme in (Int(4, None), Int(3, None), Int(2, 64))
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("scheme", "samples", "num_tokens"),
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.full) for name in FULL),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
+)
+def test_each_method_is_nearer_to_the_dense_model_than_the_next(name: str, tmp_path: Path) -> None:
+    ordering = (FULL | SLOW)[name]
+    samples, length, tokens, window = ordering.text
+    model = demo_model_path()
+    if ordering.outliers:
+        model = with_outliers(model, tmp_path / "model", [3, 19, 40, 41, 90, 127], 32.0)
+    divergences = []
+    for number, stages in enumerate(ordering.chain[::2]):
+        out, calibration = tmp_path / str(number), CalibrationOptions("bundled", samples=samples, length=length)
+        stages = stages if isinstance(stages, tuple) else (stages,)
+        compress(model, out, *stages, calibration=calibration, dtype="float32")
+        divergences.append(compared_with(demo_model_path(), out, tokens, window).kl_mean)
+    for factor, better, worse in zip(ordering.chain[1::2], divergences, divergences[1:], strict=True):
+        assert better < factor * worse, divergences
+
+
+@pytest.mark.parametrize(
+    ("scheme", "samples", "tokens"),
     [
         pytest.param(Int(3, 64), 8, 4096, marks=pytest.mark.full),
-        pytest.param(Int(3, 64), 32, 16384, marks=pytest.mark.slow),
-        pytest.param(Int(4, 64), 32, 16384, marks=pytest.mark.slow),
-        pytest.param(Int(4, 128), 32, 16384, marks=pytest.mark.slow),
-        pytest.param(Int(2, 64), 32, 16384, marks=pytest.mark.slow),
+        *(pytest.param(Int(*s), 32, 16384, marks=pytest.mark.slow) for s in ((3, 64), (4, 64), (4, 128), (2, 64))),
     ],
     ids=str,
 )
-def test_calibrated_methods_beat_rounding_to_nearest(
-    scheme: Scheme, samples: int, num_tokens: int, dense, tmp_path: Path
-) -> None:
-    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=512, max_tokens=num_tokens)
-    rtn, awq, gptq = (measure(method, scheme, samples, windows, dense, tmp_path) for method in ("rtn", "awq", "gptq"))
-    assert gptq.kl_mean < rtn.kl_mean
-    assert gptq.perplexity < rtn.perplexity
-    assert awq.kl_mean <= rtn.kl_mean
-    assert awq.perplexity <= rtn.perplexity
+def test_calibrated_methods_beat_rounding_to_nearest(scheme: Scheme, samples: int, tokens: int, tmp_path: Path) -> None:
+    calibration, found = CalibrationOptions("bundled", samples=samples, length=512), {}
+    for method in ("rtn", "awq", "gptq"):
+        out = tmp_path / method
+        compress(demo_model_path(), out, QuantizeStage(method, scheme), calibration=calibration, dtype="float32")
+        found[method] = compared_with(demo_model_path(), out, tokens, length=512)
+    rtn, awq, gptq = found.values()
+    for name in ("kl_mean", "perplexity"):
+        assert getattr(gptq, name) < getattr(rtn, name)
+        assert getattr(awq, name) <= getattr(rtn, name)
     assert rtn.perplexity > rtn.baseline_perplexity

@@ -1,42 +1,33 @@
 """Faults in a run: one clear error, nothing half-written, and memory shortage is no error at all."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 
 import pytest
+import runs
 import torch
-from safetensors.torch import load_file, save_file
+from folders import change_tensors, private_copy
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.common.errors import CheckpointError, NumericsError, ToolkitError
 from compress.pipeline.memory import is_out_of_memory, with_smaller_batches
-from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.pipeline.run import RunResult
+from compress.recipe import CalibrationOptions, QuantizeStage
 
 
-def make_request(model: Path, out: Path, method: str = "gptq", **options) -> RunRequest:
-    recipe = Recipe((QuantizeStage(method, Int(4, 64)),), CalibrationOptions(samples=4, length=48))
-    return RunRequest(model, str(model), recipe, out, measure=False, **options)
+def compress(model: Path, out: Path, method: str = "gptq", **options) -> RunResult:
+    calibration = CalibrationOptions(samples=4, length=48)
+    return runs.compress(model, out, QuantizeStage(method, Int(4, 64)), calibration=calibration, **options)
 
 
 @pytest.fixture
 def source(tiny_model, tmp_path) -> Path:
-    """A private copy of a tiny model, to be damaged."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for file in tiny_model().iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return private_copy(tiny_model(), tmp_path / "source")
 
 
 def damage(source: Path, name: str, change) -> None:
-    tensors = load_file(source / "model.safetensors")
-    change(tensors[name])
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    change_tensors(source, lambda tensors: change(tensors[name]))
 
 
 def assert_nothing_written(tmp_path: Path) -> None:
@@ -50,14 +41,14 @@ def assert_nothing_written(tmp_path: Path) -> None:
 def test_nan_weights_are_named_before_anything_is_written(source, tmp_path, method, name) -> None:
     damage(source, name, lambda tensor: tensor.view(-1)[7].fill_(float("nan")))
     with pytest.raises(NumericsError, match=f"{name} holds 1 NaN or infinite values among"):
-        run(prepare(make_request(source, tmp_path / "packed", method)), quiet=True)
+        compress(source, tmp_path / "packed", method)
     assert_nothing_written(tmp_path)
 
 
 def test_activations_that_overflow_are_named_and_leave_nothing(source, tmp_path) -> None:
     damage(source, "model.layers.1.mlp.down_proj.weight", lambda tensor: tensor.fill_(6e4))
     with pytest.raises(NumericsError, match=r"model.layers.1"):
-        run(prepare(make_request(source, tmp_path / "packed", dtype="float16")), quiet=True)
+        compress(source, tmp_path / "packed", dtype="float16")
     assert_nothing_written(tmp_path)
 
 
@@ -65,14 +56,14 @@ def test_existing_output_is_never_touched(source, tmp_path) -> None:
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "mine.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="exists already"):
-        prepare(make_request(source, tmp_path / "packed"))
+        compress(source, tmp_path / "packed")
     assert (tmp_path / "packed" / "mine.txt").read_text() == "mine"
 
 
 def test_a_disk_too_small_is_refused_at_once(source, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(CheckpointError, match=r"free, but .* are needed"):
-        run(prepare(make_request(source, tmp_path / "packed")), quiet=True)
+        compress(source, tmp_path / "packed")
     assert_nothing_written(tmp_path)
 
 
@@ -90,10 +81,10 @@ def test_a_disk_that_fills_up_keeps_finished_blocks(source, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(writer, "tensor_bytes", full_later)
         with pytest.raises(CheckpointError, match="no space left while writing"):
-            run(prepare(make_request(source, tmp_path / "packed", "rtn")), quiet=True)
+            compress(source, tmp_path / "packed", "rtn")
     assert not (tmp_path / "packed").exists()
     assert (tmp_path / "packed.partial" / "pieces" / "block-00000.safetensors").exists()
-    assert run(prepare(make_request(source, tmp_path / "packed", "rtn")), quiet=True).structure.ok
+    assert compress(source, tmp_path / "packed", "rtn").structure.ok
 
 
 class LittleMemory:
@@ -125,9 +116,9 @@ def starve(monkeypatch, most: int, kind: type[BaseException] = RuntimeError) -> 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, torch.cuda.OutOfMemoryError])
 def test_out_of_memory_halves_the_micro_batch(source, tmp_path, monkeypatch, kind) -> None:
-    whole = run(prepare(make_request(source, tmp_path / "plenty", dtype="float32")), quiet=True)
+    whole = compress(source, tmp_path / "plenty", dtype="float32")
     memory = starve(monkeypatch, 1, kind)
-    result = run(prepare(make_request(source, tmp_path / "scarce", dtype="float32")), quiet=True)
+    result = compress(source, tmp_path / "scarce", dtype="float32")
     assert memory.refused[0] == 4
     assert [block["micro_batch"] for block in result.report["blocks"]] == [1, 1, 1]
     assert [block["micro_batch"] for block in whole.report["blocks"]] == [4, 4, 4]
@@ -142,7 +133,7 @@ def test_out_of_memory_halves_the_micro_batch(source, tmp_path, monkeypatch, kin
 def test_not_even_one_sequence_fits(source, tmp_path, monkeypatch) -> None:
     starve(monkeypatch, 0)
     with pytest.raises(ToolkitError, match="not enough memory even for one sequence") as caught:
-        run(prepare(make_request(source, tmp_path / "packed")), quiet=True)
+        compress(source, tmp_path / "packed")
     assert "--max-seq-length" in caught.value.remedy
     assert_nothing_written(tmp_path)
 
@@ -155,7 +146,7 @@ def test_other_errors_are_not_taken_for_memory() -> None:
 
 def test_a_dead_layer_falls_back_and_the_report_says_so(source, tmp_path) -> None:
     damage(source, "model.layers.1.input_layernorm.weight", lambda tensor: tensor.zero_())
-    report = run(prepare(make_request(source, tmp_path / "packed")), quiet=True).report
+    report = compress(source, tmp_path / "packed").report
     fallen = {record["module"]: record["recovery"] for record in report["recovered"]}
     assert set(fallen) == {f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"}
     assert all("every calibration input was zero" in reason for reason in fallen.values())
@@ -165,5 +156,5 @@ def test_missing_tokenizer_is_one_line(source, tmp_path) -> None:
     for file in source.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(ToolkitError, match="no tokenizer"):
-        prepare(make_request(source, tmp_path / "packed"))
+        compress(source, tmp_path / "packed")
     assert_nothing_written(tmp_path)

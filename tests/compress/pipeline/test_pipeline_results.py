@@ -1,30 +1,17 @@
 """Results of a run: they load elsewhere, their integers are those that were chosen, and calibration pays."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from covering import covering
+from runs import compress, same_bytes
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Int, Scheme
-from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
-
-SMALL = CalibrationOptions(samples=6, length=48)
-
-
-def compress(path: Path, out: Path, *stages: QuantizeStage, **options):
-    options = {"measure": False, **options}
-    request = RunRequest(path, str(path), Recipe(stages, SMALL), out, **options)
-    return run(prepare(request), quiet=True)
-
+from compress.recipe import QuantizeStage
 
 FAMILIES = ["llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3"]
 
@@ -167,4 +154,4 @@ def test_sharded_source(tiny_model, tmp_path) -> None:
     for stem in ("one", "many"):
         source = tiny_model() if stem == "one" else sharded
         compress(source, tmp_path / stem, QuantizeStage("rtn"))
-    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "many/model.safetensors").read_bytes()
+    assert same_bytes(tmp_path / "one", tmp_path / "many")

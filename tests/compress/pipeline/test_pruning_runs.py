@@ -1,34 +1,18 @@
 """Pruning from a checkpoint to a served one: zeros stay zeros, files shrink as computed, outputs propagate."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
+from runs import assert_served_as_exported, compress
 
-from calibration.sequences import load_tokenizer
-from calibration.sources import load_texts
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import NM, Int, NMSparsity
 from compress.checkpoint.writer import export_checkpoint
-from compress.common.cli import demo_model_path
-from compress.common.errors import RecipeError, SchemeError
-from compress.evaluate.perplexity import cut_windows, evaluate
-from compress.evaluate.scorers import RuntimeScorer
+from compress.common.errors import SchemeError
 from compress.pipeline.finish import compare_with_report
-from compress.pipeline.prepare import RunRequest, prepare
-from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
+from compress.recipe import PruneStage, QuantizeStage
 
 TWO_OF_FOUR = NMSparsity(2, 4)
-SMALL = CalibrationOptions(samples=6, length=48)
-
-
-def compress(model: Path, out: Path, *stages: Stage, calibration: CalibrationOptions = SMALL) -> RunResult:
-    request = RunRequest(model, str(model), Recipe(stages, calibration), out, measure=False)
-    return run(prepare(request), quiet=True)
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "ria", "sparsegpt"])
@@ -49,11 +33,7 @@ def test_two_of_four_is_packed_verified_and_served(tiny_model, tmp_path, method,
         assert ((weight.view(len(weight), -1, 4) != 0).sum(-1) <= 2).all()
     assert verify_structure(out).ok
     assert compare_with_report(out) == []
-    tokens = torch.randint(10, 4000, (1, 32), generator=torch.Generator().manual_seed(0))
-    served = RuntimeScorer(out, dtype="float32").logits(tokens)
-    dense = export_checkpoint(out, "dense", tmp_path / "dense")
-    # The dense export rounds each product of code and scale to 16 bits.
-    torch.testing.assert_close(RuntimeScorer(dense, dtype="float32").logits(tokens), served, rtol=0, atol=0.06)
+    assert_served_as_exported(out, tmp_path / "dense")
 
 
 def test_transformers_reads_the_dense_export(tiny_model, tmp_path) -> None:
@@ -124,29 +104,3 @@ def test_stages_apply_where_they_are_told(tiny_model, tmp_path) -> None:
     assert schemes["model.layers.0.mlp.gate_proj"] == NM(None, TWO_OF_FOUR)
     assert schemes["model.layers.0.mlp.up_proj"] == NM(Int(4, 64), TWO_OF_FOUR)
     assert schemes["model.layers.0.self_attn.q_proj"] == Int(4, 64)
-
-
-@pytest.mark.full
-def test_sparsegpt_beats_wanda_beats_magnitude_on_the_trained_model(tmp_path) -> None:
-    windows = cut_windows(load_texts("pydoc"), load_tokenizer(demo_model_path()), length=256, max_tokens=4096)
-    dense = RuntimeScorer(demo_model_path(), dtype="float32")
-    kl = {}
-    for method in ("sparsegpt", "wanda", "magnitude"):
-        calibration = CalibrationOptions(samples=24, length=256)
-        compress(demo_model_path(), tmp_path / method, PruneStage(method, TWO_OF_FOUR), calibration=calibration)
-        kl[method] = evaluate(RuntimeScorer(tmp_path / method, dtype="float32"), windows, dense).kl_mean
-    assert kl["sparsegpt"] < 0.7 * kl["wanda"]
-    assert kl["wanda"] < kl["magnitude"]
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"method": "wandaa"}, "'wanda'"),
-        ({"sparsity": 1.0}, r"between 0.*1"),
-        ({"pattern": TWO_OF_FOUR, "sparsity": 0.7}, "contradicts 2:4"),
-    ],
-)
-def test_stages_that_mean_nothing_are_refused(options, problem) -> None:
-    with pytest.raises(RecipeError, match=problem):
-        PruneStage(**options)

@@ -1,30 +1,15 @@
 """Ranks shared out over the whole model: one budget, a size, and K/V projections alone."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
+from runs import compress, prepared
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.low_rank import LowRankWeight
 from compress.common.errors import RecipeError
 from compress.methods.low_rank import RankedLinear, share_out, share_out_over_blocks
-from compress.pipeline.prepare import RunContext, RunRequest, prepare
-from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe, Stage
+from compress.recipe import FactorizeStage, QuantizeStage
 from compress.recipe_file import parse_recipe
-
-SMALL = CalibrationOptions(samples=6, length=48)
-
-
-def prepared(model: Path, out: Path, *stages: Stage) -> RunContext:
-    return prepare(RunRequest(model, str(model), Recipe(stages, SMALL), out, measure=False))
-
-
-def compress(model: Path, out: Path, *stages: Stage) -> RunResult:
-    return run(prepared(model, out, *stages), quiet=True)
 
 
 def falling(first: float, ratio: float, count: int = 64) -> list[float]:

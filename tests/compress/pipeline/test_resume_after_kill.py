@@ -1,21 +1,22 @@
 """kill -9 at any moment: the same request continues and ends with the same bytes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from killed_runs import killed_after_block
+from runs import compress, same_bytes
 
 from compress.checkpoint.weights import Int
 from compress.checkpoint.writer import PieceStore
 from compress.common.errors import CheckpointError
+from compress.methods.rotation import RotateStage
 from compress.methods.signround import SignRoundOptions
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe
 
 # A fresh process that has torch loaded already, and no threads yet when it forks.
 SPAWN = multiprocessing.get_context("forkserver")
@@ -103,6 +104,24 @@ def test_killed_again_and_again(tiny_model, tmp_path, uninterrupted, method) -> 
     assert not killed(request, 0, "never")
     assert files_of(tmp_path / "packed") == expected
     assert not (tmp_path / "packed.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "last"),
+    [
+        ({}, [FactorizeStage("svd-llm", 0.6)], 0),
+        ({"tie_word_embeddings": True}, [RotateStage(), QuantizeStage("gptq", Int(3, None))], 1),
+        ({}, [QuantizeStage("gptaq", Int(2, 64)), QuantizeStage("gptaq", Int(3, 64), targets=("down_proj",))], 1),
+    ],
+    ids=["svd-llm", "rotate", "gptaq"],
+)
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny_model, tmp_path, options, stages, last) -> None:
+    model = tiny_model(**options)
+    compress(model, tmp_path / "whole", *stages)
+    with killed_after_block(last):
+        compress(model, tmp_path / "parts", *stages)
+    compress(model, tmp_path / "parts", *stages)
+    assert same_bytes(tmp_path / "whole", tmp_path / "parts")
 
 
 def stop_at_third_write(request: RunRequest) -> None:

@@ -1,46 +1,41 @@
 """Rotated models compute what they computed, load in transformers, and stream and resume like any other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
+import runs
 import torch
-from killed_runs import killed_after_block
-from safetensors.torch import load_file, save_file
+from folders import change_tensors
+from runs import prepared
+from safetensors.torch import load_file
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
-from compress.checkpoint.weights import Int
 from compress.common.errors import RecipeError
 from compress.methods.rotation import RotateStage
-from compress.pipeline.prepare import RunContext, RunRequest, prepare
-from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, QuantizeStage, Recipe, Stage
+from compress.pipeline.run import RunResult
+from compress.recipe import QuantizeStage, Recipe
 from compress.recipe_file import parse_recipe
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 112
-CALIBRATION = CalibrationOptions(samples=4, length=64)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def prepared(model: Path, out: Path, *stages: Stage, seed: int = 0) -> RunContext:
-    return prepare(RunRequest(model, str(model), Recipe(stages, CALIBRATION, seed), out, measure=False))
+def rotate(model: Path, out: Path) -> RunResult:
+    return runs.compress(model, out, RotateStage())
 
 
-def rotate(model: Path, out: Path, *stages: Stage, seed: int = 0) -> RunResult:
-    return run(prepared(model, out, *(stages or (RotateStage(),)), seed=seed), quiet=True)
+def assert_same_logits(folder: Path) -> None:
+    before, after = (reference_logits(load_reference(folder / name), TOKENS) for name in ("dense", "rotated"))
+    assert float((after - before).abs().max()) < 1e-9
 
 
 def test_a_copy_of_the_embedding_that_is_stored_as_head_counts_once(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "dense", dtype=torch.float64, tie_word_embeddings=True)
-    tensors = load_file(model / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    change_tensors(model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     rotate(model, tmp_path / "rotated")
-    before, after = (reference_logits(load_reference(tmp_path / name), TOKENS) for name in ("dense", "rotated"))
-    assert float((after - before).abs().max()) < 1e-9
+    assert_same_logits(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +54,7 @@ def test_a_copy_of_the_embedding_that_is_stored_as_head_counts_once(tmp_path: Pa
 def test_logits_are_those_of_the_source_in_float64(tmp_path: Path, family: str, options: dict) -> None:
     model = save_tiny_model(tmp_path / "dense", family, torch.float64, **options)
     rotate(model, tmp_path / "rotated")
-    before, after = (load_reference(tmp_path / name) for name in ("dense", "rotated"))
-    expected, logits = (reference_logits(each, TOKENS) for each in (before, after))
-    assert float((logits - expected).abs().max()) < 1e-9
+    assert_same_logits(tmp_path)
     stored = load_file(tmp_path / "rotated" / "model.safetensors")
     norms = [name for name in stored if name.endswith("layernorm.weight")]
     assert len(norms) == 2 * 2
@@ -87,13 +80,10 @@ def test_a_tied_head_becomes_a_matrix_of_its_own_and_the_plan_says_so(tmp_path: 
 
 def test_a_head_stays_tied_where_the_final_norm_scales_all_channels_alike(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "dense", dtype=torch.float64, tie_word_embeddings=True)
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.norm.weight"].fill_(1.75)
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    change_tensors(model, lambda tensors: tensors["model.norm.weight"].fill_(1.75))
     rotate(model, tmp_path / "rotated")
     assert "lm_head.weight" not in TensorFiles.open(tmp_path / "rotated")
-    before, after = (reference_logits(load_reference(tmp_path / name), TOKENS) for name in ("dense", "rotated"))
-    assert float((after - before).abs().max()) < 1e-9
+    assert_same_logits(tmp_path)
 
 
 def test_the_seed_decides_and_heads_may_be_left_out(tmp_path: Path) -> None:
@@ -110,21 +100,6 @@ def test_the_seed_decides_and_heads_may_be_left_out(tmp_path: Path) -> None:
     )
     assert not plain.allclose(turned)
     torch.testing.assert_close(plain.norm(), turned.norm())
-
-
-def test_a_rotated_and_quantized_run_that_was_killed_ends_in_the_same_bytes(tiny_model, tmp_path) -> None:
-    model, stages = tiny_model(tie_word_embeddings=True), (RotateStage(), QuantizeStage("gptq", Int(3, None)))
-    rotate(model, tmp_path / "whole", *stages)
-    with killed_after_block(1):
-        rotate(model, tmp_path / "killed", *stages)
-    rotate(model, tmp_path / "killed", *stages)
-    whole, killed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed"))
-    assert whole == killed
-
-
-def test_families_whose_residual_stream_is_not_known_are_refused(tiny_model, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="'phi3'"):
-        prepared(tiny_model("phi3"), tmp_path / "out", RotateStage())
 
 
 def test_rotation_stands_first() -> None:

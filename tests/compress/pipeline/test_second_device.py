@@ -1,7 +1,5 @@
 """Compression on a device that is not the host: everything a block needs moves there, and nothing else does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,22 +1,20 @@
 """The skeleton: parameters without memory, buffers as float32 computes them."""
 
-from __future__ import annotations
-
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from folders import change_tensors, private_copy
+from runs import prepared
 from tiny_models import SIZES
 from transformers import AutoConfig
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.pipeline.prepare import RunRequest, prepare
+from compress.checkpoint.safetensors import TensorFiles
 from compress.pipeline.run import run
 from compress.pipeline.skeleton import open_skeleton
-from compress.recipe import QuantizeStage, Recipe
+from compress.recipe import QuantizeStage
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -34,12 +32,10 @@ def test_buffers_are_not_rounded_to_the_checkpoints_dtype(tmp_path: Path, dtype:
 
 def test_a_head_that_differs_from_the_tied_embedding_stays_a_matrix_of_its_own(tiny_model, tmp_path: Path) -> None:
     """As transformers reads such a checkpoint, and not without a word."""
-    source = tmp_path / "source"
-    shutil.copytree(tiny_model(tie_word_embeddings=True), source)
-    tensors = load_file(source / "model.safetensors")
-    head = tensors["model.embed_tokens.weight"].flip(0)
-    save_file(tensors | {"lm_head.weight": head.clone()}, source / "model.safetensors", {"format": "pt"})
-    context = prepare(RunRequest(source, str(source), Recipe((QuantizeStage("rtn"),)), tmp_path / "out", measure=False))
+    source = private_copy(tiny_model(tie_word_embeddings=True), tmp_path / "source")
+    head = TensorFiles.open(source).tensor("model.embed_tokens.weight").flip(0)
+    change_tensors(source, lambda tensors: tensors.update({"lm_head.weight": head}))
+    context = prepared(source, tmp_path / "out", QuantizeStage("rtn"))
     assert any("differs from the embedding" in note for note in context.plan.notes)
     assert run(context, quiet=True).structure.ok
     packed = PackedCheckpoint.open(tmp_path / "out")

@@ -1,7 +1,5 @@
 """Folding a scale along an edge leaves the block's function as it was, for every family in the table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`compress compare`: who is dominated, what may be compared at all, and what is printed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Keys and values on the page of a run and in a comparison."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page of a run that pruned its blocks by their outliers shows the shares."""
 
-from __future__ import annotations
-
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, PruneStage, Recipe

@@ -1,7 +1,5 @@
 """The pages as a browser shows them: they fit a phone, follow the theme, and load nothing from elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

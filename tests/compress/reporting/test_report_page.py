@@ -1,7 +1,5 @@
 """`compress report`: real runs become pages whose figures are those of the report, and nothing in them can act."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The search section of a report: read with every field checked, and drawn with what it says."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

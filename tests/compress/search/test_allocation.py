@@ -1,7 +1,5 @@
 """The allocation against every possible choice, and what must hold where there are too many of them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

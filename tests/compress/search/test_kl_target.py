@@ -1,7 +1,5 @@
 """Coming close to a divergence that only finished checkpoints show, in few tries."""
 
-from __future__ import annotations
-
 import pytest
 
 from compress.search.allocate import CLOSE, Try, best, next_kl_target

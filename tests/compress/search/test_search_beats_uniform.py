@@ -3,8 +3,6 @@
 `docs/search.md` has the same at more sizes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Searches from end to end on tiny random models: what is measured, chosen, written, resumed and refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

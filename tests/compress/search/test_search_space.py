@@ -1,7 +1,5 @@
 """User input of a search: candidates, targets, search sections of recipes; and the recipes that a search writes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

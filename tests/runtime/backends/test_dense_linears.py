@@ -1,7 +1,5 @@
 """Which product serves a weight that is not quantized, and that each of them is right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import save_tiny_model

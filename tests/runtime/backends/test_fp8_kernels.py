@@ -1,7 +1,5 @@
 """8-bit floats on a CPU: exact numbers, tokens rounded as the contract says, the size known beforehand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import random_weight

@@ -1,7 +1,5 @@
 """Every kernel against the exact product in float64: all widths, ragged rows, odd shapes, any zero points."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The size known beforehand is the size of the prepared weight."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import random_weight

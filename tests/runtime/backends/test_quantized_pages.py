@@ -1,11 +1,10 @@
 """Quantized pages: what is read is what was written, rounded; what is not finite spoils its own sequence only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
+from engines import drain, tokens_of
 from poisoned_memory import poison
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, save_tiny_model
@@ -76,14 +75,8 @@ def test_a_sequence_that_is_not_finite_fails_alone(scheme: KVCacheScheme, tmp_pa
     def answers(*prompts: list[int]) -> list[list[int] | str]:
         """One engine, used again and again: blocks and rings have had other owners."""
         names = [engine.add_request(prompt, sampling) for prompt in prompts]
-        found = {name: [] for name in names}
-        errors = {}
-        while engine.has_work:
-            for delta in engine.step():
-                found[delta.request_id] += delta.token_ids
-                if delta.error:
-                    errors[delta.request_id] = delta.error
-        return [errors.get(name, found[name]) for name in names]
+        found = drain(engine)
+        return [found[name][-1].error or tokens_of(found[name]) for name in names]
 
     engine = Engine(build_runner(decoder, config), None, config)
     (expected,) = answers(good)

@@ -1,12 +1,11 @@
 """A backend that a file outside of the package registers: it serves the packed linears of the demo model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from engines import answer_all
 from tiny_models import pack_model
 from torch import Tensor
 
@@ -72,12 +71,8 @@ def serve(path: Path, linear_backend: str = "auto") -> tuple[list[int], list[str
     """Greedy tokens, and the lines about kernels that `runtime serve` prints."""
     config = RuntimeConfig(num_blocks=16, dtype="float64")
     engine = Engine(build_runner(load_model(path, dtype="float64", kernels=linear_backend), config), None, config)
-    engine.add_request(PROMPT, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), "a")
-    tokens: list[int] = []
-    while engine.has_work:
-        for delta in engine.step():
-            tokens += delta.token_ids
-    return tokens, list(describe_engine(engine))
+    request = ("a", PROMPT, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    return answer_all(engine, [request])["a", 0], list(describe_engine(engine))
 
 
 def test_it_is_chosen_and_gives_the_same_tokens(packed: Path, toy: None) -> None:

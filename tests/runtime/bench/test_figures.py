@@ -1,7 +1,5 @@
 """Figures against values worked out by hand."""
 
-from __future__ import annotations
-
 import random
 import re
 import xml.etree.ElementTree as ElementTree

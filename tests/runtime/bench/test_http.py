@@ -1,7 +1,5 @@
 """The load generator's HTTP client against servers that answer byte by byte, break off, or talk something else."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Workloads: exact lengths, the same for a seed, and arrivals that are a Poisson process."""
 
-from __future__ import annotations
-
 import statistics
 from itertools import pairwise
 from pathlib import Path

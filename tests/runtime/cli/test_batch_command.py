@@ -1,7 +1,5 @@
 """`runtime batch` with the demo model: answers as the server gives them, and no request lost or done twice."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Lines of batch files: what is right comes through, what is wrong is named by number."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Result files: whatever byte a run was killed at, the next one keeps every whole line and repairs the last."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

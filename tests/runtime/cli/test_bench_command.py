@@ -1,7 +1,5 @@
 """`runtime bench` against the demo model over real HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`runtime chat` with lines from a pipe, and on a terminal of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

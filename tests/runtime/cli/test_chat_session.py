@@ -1,7 +1,5 @@
 """Conversations with the demo model: commands, several turns, the prefix cache, stopping."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Lines that a server prints about a GPU, with a fake one in the runner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Lines that a server prints about its kernels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`runtime generate --json-schema` and `--regex`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

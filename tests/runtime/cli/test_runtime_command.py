@@ -1,7 +1,5 @@
 """The `runtime` command as a user runs it: in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Options shared by the commands, and the listening socket."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`runtime serve` as a process: however it ends nothing of it stays, and no client can keep it waiting forever."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import time

@@ -1,7 +1,5 @@
 """Which blocks are out of reach, against counting tokens one by one."""
 
-from __future__ import annotations
-
 import pytest
 from fake_runner import visible_positions
 from hypothesis import given

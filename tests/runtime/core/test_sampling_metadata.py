@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from runtime.core.batch import build_sampling_metadata
 from runtime.core.request import Request, SamplingParams, Sequence
 from runtime.core.step import ScheduledSequence

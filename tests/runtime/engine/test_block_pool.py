@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from runtime.engine.block_pool import BlockPool, extend_hashes, root_hash

@@ -1,7 +1,5 @@
 """Any use of the pool: unreachable blocks are not kept, and the ends of chains are evicted first."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

@@ -1,8 +1,8 @@
-from __future__ import annotations
-
 import itertools
 
 import pytest
+from engines import drain as run
+from engines import tokens_of as tokens
 from fake_runner import VOCAB_SIZE, FakeRunner, expected_tokens
 
 from compress.common.cli import demo_model_path
@@ -17,21 +17,6 @@ def make_engine(runner: FakeRunner | None = None, tokenizer: Tokenizer | None = 
     runner = runner or FakeRunner()
     config = RuntimeConfig(**({"block_size": runner.block_size, "max_num_batched_tokens": 64} | options))
     return Engine(runner, tokenizer, config)
-
-
-def run(engine: Engine) -> dict[str, list[Delta]]:
-    """Steps until there is no work; checks invariants and that all blocks are free at the end."""
-    deltas: dict[str, list[Delta]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            deltas.setdefault(delta.request_id, []).append(delta)
-        engine.scheduler.check()
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-    return deltas
-
-
-def tokens(deltas: list[Delta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 def text(deltas: list[Delta]) -> str:
@@ -53,12 +38,8 @@ CONFIGS = list(
 def test_tokens_do_not_depend_on_caching_chunks_blocks_or_budget(
     prefix_caching: bool, prefill_chunk: int, num_blocks: int, budget: int
 ) -> None:
-    engine = make_engine(
-        FakeRunner(num_blocks=num_blocks),
-        prefix_caching=prefix_caching,
-        prefill_chunk=prefill_chunk,
-        max_num_batched_tokens=budget,
-    )
+    options = {"prefix_caching": prefix_caching, "prefill_chunk": prefill_chunk, "max_num_batched_tokens": budget}
+    engine = make_engine(FakeRunner(num_blocks=num_blocks), **options)
     for index, prompt in enumerate(prompts()):
         engine.add_request(prompt, SamplingParams(max_tokens=25, seed=index % 2), str(index))
         engine.step()
@@ -127,10 +108,6 @@ def test_salts_keep_tenants_apart() -> None:
         assert run(engine)[request_id][-1].num_cached_tokens == cached
 
 
-def answers(deltas: list[Delta], n: int) -> list[list[int]]:
-    return [tokens([delta for delta in deltas if delta.index == index]) for index in range(n)]
-
-
 @pytest.mark.parametrize(
     ("prefix_caching", "num_blocks", "num_sequences"), [(True, 99, 8), (False, 99, 8), (True, 9, 2), (False, 9, 3)]
 )
@@ -144,10 +121,12 @@ def test_several_answers_share_a_prompt_and_nothing_else(
     for n, name in ((3, "three"), (1, "one"), (4, "four")):
         engine.add_request(prompt, SamplingParams(max_tokens=20, seed=5, n=n), name)
     deltas = run(engine)
-    assert answers(deltas["one"], 1) == [expected_tokens(prompt, 20, 5)]
-    assert answers(deltas["three"], 3) == answers(deltas["four"], 4)[:3]
-    assert answers(deltas["three"], 3)[0] == expected_tokens(prompt, 20, 5)
-    assert len({tuple(answer) for answer in answers(deltas["four"], 4)}) == 4
+    one, three, four = (
+        [tokens(deltas[name], i) for i in range(n)] for name, n in (("one", 1), ("three", 3), ("four", 4))
+    )
+    assert one == three[:1] == [expected_tokens(prompt, 20, 5)]
+    assert three == four[:3]
+    assert len(set(map(tuple, four))) == 4
     assert sum(delta.finish_reason is FinishReason.LENGTH for delta in deltas["four"]) == 4
     if num_blocks == 99 and length == 7:
         assert engine.scheduler.stats.num_copies > 0
@@ -278,9 +257,6 @@ def test_impossible_requests_are_refused_before_they_are_queued() -> None:
         with pytest.raises(RequestError, match=message):
             engine.add_request(prompt, sampling)
     assert not engine.has_work
-
-
-def test_stop_token_ids_below_zero_are_refused() -> None:
     with pytest.raises(RequestError, match="stop_token_ids"):
         SamplingParams(stop_token_ids=(5, -1))
 
@@ -367,31 +343,31 @@ def test_aborting_frees_at_once_is_idempotent_and_leaves_others_alone() -> None:
 def test_seeds_left_out_are_chosen_reproducibly_and_differ() -> None:
     def outputs(seed: int) -> list[list[int]]:
         engine = make_engine(seed=seed)
-        ids = [engine.add_request([1, 2], SamplingParams(max_tokens=8)) for _ in range(3)]
-        deltas = run(engine)
-        return [tokens(deltas[request_id]) for request_id in ids]
+        for name in "abc":
+            engine.add_request([1, 2], SamplingParams(max_tokens=8), name)
+        return [tokens(deltas) for _, deltas in sorted(run(engine).items())]
 
-    assert outputs(1) == outputs(1)
-    assert outputs(1) != outputs(2)
-    assert len({tuple(output) for output in outputs(1)}) == 3
+    assert outputs(1) == outputs(1) != outputs(2)
+    assert len(set(map(tuple, outputs(1)))) == 3
 
 
 def test_metrics_count_what_happened() -> None:
     now = itertools.count()
-    runner = FakeRunner()
-    engine = Engine(runner, None, RuntimeConfig(block_size=4), clock=lambda: float(next(now)))
-    engine.add_request(list(range(9)), SamplingParams(max_tokens=3))
-    run(engine)
-    engine.add_request(list(range(9)), SamplingParams(max_tokens=3))
-    run(engine)
+    engine = Engine(FakeRunner(), None, RuntimeConfig(block_size=4), clock=lambda: float(next(now)))
+    for _ in range(2):
+        engine.add_request(list(range(9)), SamplingParams(max_tokens=3))
+        run(engine)
     lines = [line.rsplit(" ", 1) for line in engine.render_metrics().splitlines() if line[0] != "#"]
-    figures = {name: float(value) for name, value in lines}
-    assert figures["runtime_prompt_tokens_total"] == 18
-    assert figures["runtime_generation_tokens_total"] == 6
-    assert figures["runtime_prefix_cache_hits_total"] == 8
-    assert figures['runtime_request_success_total{finished_reason="length"}'] == 2
-    assert figures["runtime_time_to_first_token_seconds_count"] == 2
-    assert figures["runtime_inter_token_latency_seconds_count"] == 4
-    assert figures['runtime_e2e_request_latency_seconds_bucket{le="+Inf"}'] == 2
-    assert figures["runtime_num_requests_running"] == 0
-    assert figures["runtime_kv_cache_usage_perc"] == 0
+    figures = {name.removeprefix("runtime_"): float(value) for name, value in lines}
+    expected = {
+        "prompt_tokens_total": 18,
+        "generation_tokens_total": 6,
+        "prefix_cache_hits_total": 8,
+        'request_success_total{finished_reason="length"}': 2,
+        "time_to_first_token_seconds_count": 2,
+        "inter_token_latency_seconds_count": 4,
+        'e2e_request_latency_seconds_bucket{le="+Inf"}': 2,
+        "num_requests_running": 0,
+        "kv_cache_usage_perc": 0,
+    }
+    assert {name: figures[name] for name in expected} == expected

@@ -1,8 +1,7 @@
 """Blocks that leave the pool for host memory and come back: less is computed again, and no token changes."""
 
-from __future__ import annotations
-
 import pytest
+from engines import drain, tokens_of
 from fake_runner import VOCAB_SIZE, FakeRunner, expected_tokens
 
 from runtime.core.config import RuntimeConfig
@@ -40,17 +39,11 @@ def make_engine(num_blocks: int = 8, num_host_blocks: int = 20, **options: objec
 def run(engine: Engine, *prompts: list[int], max_tokens: int = 4) -> list[Delta]:
     """Last deltas of requests that run together; all their tokens are checked."""
     ids = [engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, seed=0)) for prompt in prompts]
-    tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
-    last: dict[str, Delta] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            tokens[delta.request_id] += delta.token_ids
-            last[delta.request_id] = delta
-        engine.scheduler.check()
+    deltas = drain(engine)
     for request_id, prompt in zip(ids, prompts, strict=True):
-        if last[request_id].finish_reason is FinishReason.LENGTH:
-            assert tokens[request_id] == expected_tokens(prompt, max_tokens)
-    return [last[request_id] for request_id in ids]
+        if deltas[request_id][-1].finish_reason is FinishReason.LENGTH:
+            assert tokens_of(deltas[request_id]) == expected_tokens(prompt, max_tokens)
+    return [deltas[request_id][-1] for request_id in ids]
 
 
 def prompt(first: int, length: int) -> list[int]:
@@ -148,9 +141,7 @@ def test_two_requests_of_one_step_restore_the_same_blocks_and_hold_them_once() -
     first, second = engine.scheduler.running
     assert first.block_ids[:4] == second.block_ids[:4]
     assert engine.scheduler.pool.num_free == 16 - 4 - 2
-    while engine.has_work:
-        engine.step()
-        engine.scheduler.check()
+    drain(engine)
 
 
 def test_equal_prompts_that_arrive_together_hold_their_blocks_once() -> None:
@@ -159,11 +150,8 @@ def test_equal_prompts_that_arrive_together_hold_their_blocks_once() -> None:
         engine.add_request(prompt(1, 18), SamplingParams(max_tokens=4, seed=seed))
     engine.step()
     assert engine.scheduler.pool.num_free == 30 - 4 - 3
-    tokens: dict[str, list[int]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-    assert list(tokens.values()) == [expected_tokens(prompt(1, 18), 4, seed)[1:] for seed in range(3)]
+    found = [tokens_of(deltas) for deltas in drain(engine).values()]
+    assert found == [expected_tokens(prompt(1, 18), 4, seed)[1:] for seed in range(3)]
 
 
 def test_the_figures_tell_of_it() -> None:

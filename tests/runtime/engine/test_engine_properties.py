@@ -2,8 +2,6 @@
 any reach of the tokens, and also when chance preempts, evicts and aborts all the time: every request ends within a
 computed bound, gets the tokens it would get alone, and leaves nothing behind."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Sliding windows and attention sinks in engine, scheduler and blocks: right tokens, few blocks, in any mixture."""
 
-from __future__ import annotations
-
 import pytest
 from fake_runner import FakeRunner, expected_tokens
 from hypothesis import given
@@ -16,18 +14,10 @@ from runtime.engine.engine import Engine
 from runtime.engine.output_processor import derive_seed
 
 
-def make_engine(
-    attention_window: AttentionWindow,
-    num_blocks: int = 64,
-    max_model_len: int = 256,
-    num_host_blocks: int = 0,
-    **options: object,
-) -> Engine:
+def make_engine(window: AttentionWindow, num_blocks: int = 64, num_host_blocks: int = 0, **options: object) -> Engine:
     config = RuntimeConfig(**({"block_size": 4, "prefill_chunk": 8, "max_num_batched_tokens": 24} | options))
-    runner = FakeRunner(
-        num_blocks, config.block_size, max_model_len, num_host_blocks=num_host_blocks, attention_window=attention_window
-    )
-    return Engine(runner, None, config)
+    sizes = (num_blocks, config.block_size, 256)
+    return Engine(FakeRunner(*sizes, num_host_blocks=num_host_blocks, attention_window=window), None, config)
 
 
 Tokens = dict[tuple[str, int], list[int]]
@@ -126,14 +116,8 @@ def test_any_mixture_gives_every_request_its_tokens(
     requests: list[tuple[int, list[int], int, int]],
     waves: int,
 ) -> None:
-    engine = make_engine(
-        attention_window,
-        num_blocks,
-        block_size=block_size,
-        prefill_chunk=chunk,
-        max_num_batched_tokens=budget,
-        prefix_caching=prefix_caching,
-    )
+    options = {"block_size": block_size, "prefill_chunk": chunk, "max_num_batched_tokens": budget}
+    engine = make_engine(attention_window, num_blocks, prefix_caching=prefix_caching, **options)
     wanted: Tokens = {}
     found: Tokens = {}
     for wave in range(waves):

@@ -1,8 +1,7 @@
 """Random preemption, eviction and aborts: invariants hold after each step, and whoever is spared gets its tokens."""
 
-from __future__ import annotations
-
 import pytest
+from engines import drain
 from fake_runner import FakeRunner, expected_tokens
 from fault_injection import FaultInjection
 
@@ -45,8 +44,7 @@ def test_a_seed_gives_the_same_trouble() -> None:
         engine = Engine(FakeRunner(), None, RuntimeConfig(block_size=4), before_step=FaultInjection(seed, preempt=0.3))
         for index in range(5):
             engine.add_request([index], SamplingParams(max_tokens=20))
-        while engine.has_work:
-            engine.step()
+        drain(engine)
         return engine.scheduler.stats.num_preemptions, engine.scheduler.stats.num_preempted_tokens
 
     assert trouble(1) == trouble(1) != trouble(2)

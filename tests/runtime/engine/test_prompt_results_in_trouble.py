@@ -1,7 +1,5 @@
 """Whatever preempts, evicts and waits: what comes out about a prompt is joined from spans that cover it once."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

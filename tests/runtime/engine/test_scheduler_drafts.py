@@ -1,7 +1,5 @@
 """Tokens and blocks that the scheduler grants to drafts: those that no other request needs, for one step."""
 
-from __future__ import annotations
-
 import pytest
 
 from runtime.core.config import RuntimeConfig

@@ -1,11 +1,10 @@
 """Bookkeeping that is broken, by whatever bug: an idle engine finds it, says so, and serves on."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 
 import pytest
+from engines import drain, tokens_of
 from fake_runner import FakeRunner, expected_tokens
 
 from runtime.core.config import RuntimeConfig
@@ -34,8 +33,7 @@ def lose_a_slot(pool: BlockPool) -> None:
 def corrupted_engine() -> Engine:
     engine = Engine(FakeRunner(num_blocks=12, num_host_blocks=4), None, RuntimeConfig(block_size=4))
     engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=5, seed=0))
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     return engine
 
 
@@ -60,20 +58,15 @@ def test_healing_amid_requests_keeps_their_blocks() -> None:
     deltas = [delta for _ in range(5) for delta in engine.step()]
     count_wrongly(engine.scheduler.pool)
     engine.check()
-    while engine.has_work:
-        deltas += engine.step()
-        engine.scheduler.check()
-    assert [t for d in deltas if d.index == 0 for t in d.token_ids] == expected_tokens([1, 2, 3, 4, 5], 20)
+    assert tokens_of([*deltas, *drain(engine)["a"]], 0) == expected_tokens([1, 2, 3, 4, 5], 20)
 
 
 def test_requests_that_lost_blocks_keep_waiting_are_served() -> None:
     engine = corrupted_engine()
     leak(engine.scheduler.pool)
     engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=5, seed=0))
-    tokens = []
-    while engine.has_work:
-        tokens += [token for delta in engine.step() for token in delta.token_ids]
-    assert tokens == expected_tokens([1, 2, 3, 4, 5], 5)
+    (deltas,) = drain(engine).values()
+    assert tokens_of(deltas) == expected_tokens([1, 2, 3, 4, 5], 5)
     assert engine.metrics.broken_invariants_total == 1
 
 

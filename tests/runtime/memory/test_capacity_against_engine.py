@@ -1,7 +1,5 @@
 """Estimates without loading equal the memory of a loaded engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

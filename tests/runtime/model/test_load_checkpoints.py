@@ -1,12 +1,9 @@
 """Dense and packed checkpoints of every format give the logits of transformers on the dequantized weights."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from folders import change_config, change_tensors, private_copy
+from safetensors.torch import load_file
 from tiny_models import load_reference, pack_model, put_weights, reference_logits, save_tiny_model
 
 from compress.checkpoint.weights import Activations, Int, Scheme
@@ -121,12 +118,6 @@ def test_weight_bytes_count_each_weight_once(dense):
     assert plain.nbytes == stored
 
 
-def change_tensors(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -141,30 +132,19 @@ def change_tensors(folder, change):
     ],
 )
 def test_tensors_that_do_not_fit_the_config(change, message, dense, tmp_path):
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    (folder / "config.json").write_text((dense / "config.json").read_text())
-    (folder / "model.safetensors").write_bytes((dense / "model.safetensors").read_bytes())
-    change_tensors(folder, change)
+    folder = change_tensors(private_copy(dense, tmp_path / "broken"), change)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder)
 
 
 def test_unsupported_models_are_refused_before_weights_are_read(dense, tmp_path):
-    folder = tmp_path / "other"
-    folder.mkdir()
-    config = json.loads((dense / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-    (folder / "model.safetensors").write_bytes((dense / "model.safetensors").read_bytes())
+    folder = change_config(private_copy(dense, tmp_path / "other"), model_type="mamba")
     with pytest.raises(CheckpointError, match=r"model_type.*'mamba'"):
         load_model(folder)
 
 
 def test_generation_config_that_is_not_json(dense, tmp_path):
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((dense / name).read_bytes())
+    folder = private_copy(dense, tmp_path / "broken")
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"generation_config.json"):
         load_model(folder)
@@ -205,10 +185,9 @@ def test_a_dtype_without_a_fast_path_is_not_silently_slow(monkeypatch):
         loader.resolve_dtype("float16", "float16", torch.device("cpu"))
 
 
-def test_integers_that_nothing_explains_are_no_weights(tmp_path):
-    folder = save_tiny_model(tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
+def test_integers_that_nothing_explains_are_no_weights(dense, tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
-    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    folder = private_copy(dense, tmp_path / "model")
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     with pytest.raises(CheckpointError, match=r"down_proj\.weight.*int8"):
         load_model(folder)

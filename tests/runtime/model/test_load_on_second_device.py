@@ -1,7 +1,5 @@
 """A checkpoint is unpacked on the device that serves it, and is the same there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from second_device import SECOND, OnSecond, SecondDevice

@@ -1,17 +1,15 @@
 """Configs and files that say two things: the runtime takes the one that transformers takes, or refuses."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from folders import change_config as edit_config
+from folders import change_tensors
+from safetensors.torch import load_file
 from tiny_models import SIZES, load_reference, save_tiny_model
 
 from compress.checkpoint.reader import PackedCheckpoint
-from compress.common.errors import CheckpointError
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
 
@@ -19,14 +17,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    path = folder / "model.safetensors"
-    save_file({name: tensor.clone() for name, tensor in (load_file(path) | tensors).items()}, path)
+    change_tensors(folder, lambda stored: stored.update(tensors))
 
 
 def assert_equals_transformers(folder: Path) -> None:
@@ -74,19 +66,3 @@ def test_biases_that_the_config_does_not_announce_are_ignored_aloud(tmp_path: Pa
     assert_equals_transformers(folder)
     description = load_model(folder, device="cpu").description
     assert any(f"model.layers.0.{name}.bias" in line for line in description), description
-
-
-def test_attention_that_is_not_causal_is_refused(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path)
-    edit_config(folder, is_causal=True)
-    load_model(folder, device="cpu")
-    edit_config(folder, is_causal=False)
-    with pytest.raises(CheckpointError, match="causal"):
-        load_model(folder, device="cpu")
-
-
-def test_a_rotary_embedding_for_each_kind_of_layer_is_refused(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path)
-    edit_config(folder, rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}})
-    with pytest.raises(CheckpointError, match="rotary"):
-        load_model(folder, device="cpu")

@@ -1,8 +1,6 @@
 """A step over static buffers with the GPU's own kernels, rows of padding among the others. Without a GPU they run in
 Triton's interpreter, and the recording is the function itself; with one it is a CUDA graph."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial

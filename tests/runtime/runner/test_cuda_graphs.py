@@ -1,11 +1,10 @@
 """Only on a GPU: recorded steps against the same steps kernel by kernel, what is read back, and memory that is kept."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
+from engines import answer_all
 from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
 
@@ -73,17 +72,13 @@ def test_twenty_replays_give_the_same_bits(demo):
 
 
 def answers(runner: ModelRunner, config: RuntimeConfig) -> tuple[list[list[int]], Engine]:
-    engine, chance, found = Engine(runner, None, config), random.Random(5), {}
+    engine, chance, requests = Engine(runner, None, config), random.Random(5), []
     for index in range(40):
         params = SamplingParams(temperature=index % 3 / 2, top_p=1 - index % 2 / 10, seed=index, max_tokens=8 + index)
         prompt = [chance.randrange(runner.vocab_size) for _ in range(1 + 11 * index)]
-        engine.add_request(prompt, params, str(index))
-        found[str(index)] = []
-    while engine.has_work:
-        for delta in engine.step():
-            assert not delta.error
-            found[delta.request_id] += delta.token_ids
-    return list(found.values()), engine
+        requests.append((str(index), prompt, params))
+    found = answer_all(engine, requests)
+    return [found[str(index), 0] for index in range(40)], engine
 
 
 def test_answers_of_an_engine_are_those_of_the_same_kernels(demo):

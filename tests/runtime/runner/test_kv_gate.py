@@ -1,7 +1,5 @@
 """A server that is told to keep keys and values in a form that was measured to be too coarse says so at its start."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

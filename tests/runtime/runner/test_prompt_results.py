@@ -1,13 +1,11 @@
 """Log-probabilities and mean hidden states of prompts equal transformers' in float64, in whatever chunks they come."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from poisoned_memory import poison
+from engines import small_engine
 from tiny_models import load_reference, save_tiny_model
 
 from compress.common.cli import demo_model_path
@@ -17,7 +15,6 @@ from runtime.engine.engine import Engine
 from runtime.llm import LLM
 from runtime.model.loader import load_model
 from runtime.runner import runner
-from runtime.runner.runner import build_runner
 
 VOCAB = 112
 EMBED = RequestOptions(embed=True)
@@ -66,10 +63,7 @@ class CountingHead:
 
 
 def serve(decoder, **options) -> Served:
-    config = RuntimeConfig(**({"block_size": 4, "num_blocks": 200} | options))
-    runner = build_runner(decoder, config)
-    poison(runner.pages.memory)
-    return Served(Engine(runner, None, config))
+    return Served(small_engine(decoder, **options))
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:

@@ -1,7 +1,5 @@
 """The runner gives transformers' tokens, however prompts are cut, whatever else runs, wherever blocks lie."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -100,11 +98,6 @@ def test_greedy_tokens_of_the_demo_model(chunk):
     runner = make_runner(load_model(demo_model_path(), dtype="float64"), block_size=16)
     blocks = random.Random(0).sample(range(64), 12)
     assert generate(runner, new_sequence("a", prompt[0].tolist(), blocks), 128, chunk) == expected.tolist()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return load_model(save_tiny_model(tmp_path_factory.mktemp("models") / "tiny"), dtype="float64")
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch(tiny):

@@ -1,46 +1,32 @@
 """Engine, scheduler, blocks and model together, in float64: every way of scheduling gives the same tokens."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
 import pytest
 import torch
-from poisoned_memory import poison
-from tiny_models import load_reference, save_tiny_model
+from engines import collect, drain, small_engine, tokens_of
+from tiny_models import load_reference
 
 from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
-from runtime.engine.engine import Engine
 from runtime.model.loader import load_model
-from runtime.runner.runner import build_runner
 
 
 def serve(decoder, requests, arrivals=None, **options) -> dict[str, list[int]]:
     """Tokens by request id. `arrivals`: the step before which each request comes in."""
-    config = RuntimeConfig(**({"block_size": 4, "num_blocks": 200} | options))
-    runner = build_runner(decoder, config)
-    poison(runner.pages.memory)
-    engine = Engine(runner, None, config)
+    engine, deltas = small_engine(decoder, **options), {}
     waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
-    tokens: dict[str, list[int]] = {name: [] for name, _, _ in requests}
-    steps = itertools.count()
-    while waiting or engine.has_work:
-        step = next(steps)
+    for step in itertools.count():
         while waiting and waiting[0][0] <= step:
             name, prompt, sampling = waiting.pop(0)[1]
             engine.add_request(prompt, sampling, name)
-        for delta in engine.step():
-            assert not delta.error
-            tokens[delta.request_id] += delta.token_ids
-    return tokens
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return load_model(save_tiny_model(tmp_path_factory.mktemp("models") / "tiny"), dtype="float64")
+        if not waiting:
+            break
+        collect(engine, deltas)
+    found = drain(engine, deltas)
+    assert not any(delta.error for parts in found.values() for delta in parts)
+    return {name: tokens_of(parts) for name, parts in found.items()}
 
 
 def many_requests() -> list[tuple[str, list[int], SamplingParams]]:
@@ -49,14 +35,8 @@ def many_requests() -> list[tuple[str, list[int], SamplingParams]]:
     requests = []
     for number in range(9):
         prompt = shared[: chance.choice([0, 8, 17])] + [chance.randrange(112) for _ in range(chance.randint(1, 20))]
-        sampling = SamplingParams(
-            temperature=chance.choice([0, 0.9]),
-            top_p=0.9,
-            seed=number,
-            max_tokens=chance.randint(1, 25),
-            ignore_eos=True,
-        )
-        requests.append((f"r{number}", prompt, sampling))
+        options = {"temperature": chance.choice([0, 0.9]), "max_tokens": chance.randint(1, 25)}
+        requests.append((f"r{number}", prompt, SamplingParams(**options, top_p=0.9, seed=number, ignore_eos=True)))
     return requests
 
 
@@ -75,16 +55,9 @@ def expected(tiny):
 @pytest.mark.parametrize("spread", [0, 7])
 def test_tokens_do_not_depend_on_scheduling(prefix_caching, num_blocks, chunk, budget, spread, tiny, expected):
     requests = many_requests()
-    found = serve(
-        tiny,
-        requests,
-        arrivals=[number * spread % 23 for number in range(len(requests))],
-        prefix_caching=prefix_caching,
-        num_blocks=num_blocks,
-        prefill_chunk=chunk,
-        max_num_batched_tokens=budget,
-    )
-    assert found == expected
+    options = {"prefix_caching": prefix_caching, "prefill_chunk": chunk, "max_num_batched_tokens": budget}
+    arrivals = [number * spread % 23 for number in range(len(requests))]
+    assert serve(tiny, requests, arrivals, num_blocks=num_blocks, **options) == expected
 
 
 def test_demo_model_equals_transformers_while_others_come_and_go():

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from tiny_models import SIZES, save_tiny_model
 

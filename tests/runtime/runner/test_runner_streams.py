@@ -1,21 +1,18 @@
 """Attention sinks and a window (StreamingLLM): the logits of the definition, however the stream is computed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 from covering import covering
+from engines import Recorder, answer_all, blocks_held, drain, small_engine
 from naive_streams import NaiveStream, naive_logits
-from poisoned_memory import poison
 from tiny_models import load_reference, save_tiny_model
 
 from compress.common.errors import ToolkitError
 from runtime.backends.torch.ops import rotate
-from runtime.core.attention_window import AttentionWindow, held_blocks
-from runtime.core.config import RuntimeConfig
+from runtime.core.attention_window import AttentionWindow
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
 from runtime.memory.plan import STREAM_LENGTH, explain
@@ -56,28 +53,9 @@ def save_model(folder, name: str):
     return save_tiny_model(folder, family, **({"max_position_embeddings": 32} | options))
 
 
-class Recorder:
-    """A decoder that remembers the logits at each position of the only sequence there is."""
-
-    def __init__(self, decoder) -> None:
-        self.decoder = decoder
-        self.logits_at: dict[int, torch.Tensor] = {}
-
-    def __getattr__(self, name):
-        return getattr(self.decoder, name)
-
-    def forward(self, token_ids, positions, attention, run_layers):
-        hidden = self.decoder.forward(token_ids, positions, attention, run_layers)
-        self.logits_at |= dict(zip(positions.tolist(), self.decoder.logits(hidden), strict=True))
-        return hidden
-
-
 def make_engine(decoder, **options) -> Engine:
-    streams = {"attention_sinks": SINKS, "attention_window": WINDOW, "block_size": BLOCK, "num_blocks": 100}
-    config = RuntimeConfig(**(streams | options))
-    runner = build_runner(decoder, config)
-    poison(runner.pages.memory)
-    return Engine(runner, None, config)
+    streams = {"attention_sinks": SINKS, "attention_window": WINDOW, "num_blocks": 100}
+    return small_engine(decoder, **streams | options)
 
 
 @pytest.mark.parametrize(("name", "chunk"), covering(list(MODELS), [1, 7, 64]))
@@ -87,8 +65,7 @@ def test_logits_of_a_stream(name, chunk, tmp_path):
     engine = make_engine(load_model(folder, dtype="float64"), prefill_chunk=chunk)
     recorder = engine.runner.decoder = Recorder(engine.runner.decoder)
     engine.add_request(STREAM, SamplingParams(max_tokens=1))
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     found = torch.stack([recorder.logits_at[position] for position in range(len(STREAM))])
     assert expected.std() > 0.3
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
@@ -107,12 +84,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         (
             STREAM[:shared] + [(7 * number + 3 * i) % 112 for i in range(rest)],
             SamplingParams(
-                temperature=number % 2,
-                seed=number,
-                max_tokens=75,
-                logprobs=2,
-                n=3 if number == 2 else 1,
-                ignore_eos=True,
+                75, temperature=number % 2, seed=number, logprobs=2, n=1 + 2 * (number == 2), ignore_eos=True
             ),
         )
         for number, (shared, rest) in enumerate(lengths)
@@ -122,17 +94,14 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 def serve(engine: Engine) -> tuple[dict, int]:
     """Tokens and log-probabilities by request and answer, and the most blocks that one sequence held."""
     names = {engine.add_request(prompt, sampling): number for number, (prompt, sampling) in enumerate(requests())}
-    answers, most = {}, 0
-    while engine.has_work:
-        for delta in engine.step():
-            assert not delta.error
-            tokens, logprobs = answers.setdefault((names[delta.request_id], delta.index), ([], []))
-            tokens += delta.token_ids
-            logprobs += [found.logprob for found in delta.logprobs]
-        engine.scheduler.check()
-        most = max([most, *(len(held_blocks(s.block_ids)) for s in engine.scheduler.running)])
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-    return answers, most
+    answers, held = {}, []
+    found = drain(engine, after_step=lambda: held.extend(blocks_held(engine)))
+    for delta in (delta for parts in found.values() for delta in parts):
+        assert not delta.error
+        tokens, logprobs = answers.setdefault((names[delta.request_id], delta.index), ([], []))
+        tokens += delta.token_ids
+        logprobs += [found.logprob for found in delta.logprobs]
+    return answers, max(held)
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +151,8 @@ def test_guesses_change_nothing(itself, tiny, expected):
 
 def test_a_window_without_sinks(tiny):
     engine = make_engine(tiny[0], attention_sinks=0)
-    engine.add_request(STREAM, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), "a")
-    tokens = [token for _ in range(30) if engine.has_work for delta in engine.step() for token in delta.token_ids]
+    request = ("a", STREAM, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    tokens = answer_all(engine, [request])["a", 0]
     logits = naive_logits(tiny[1], STREAM + tokens[:-1], 0, WINDOW)[len(STREAM) - 1 :]
     assert tokens == logits.argmax(-1).tolist()
 
@@ -192,10 +161,8 @@ def test_a_stream_far_longer_than_pool_and_context(tiny):
     """12 blocks of 4 tokens, a context of 32, and 500 tokens; the last ones by definition still."""
     engine = make_engine(tiny[0], num_blocks=12, prefill_chunk=8)
     assert engine.runner.max_model_len == STREAM_LENGTH
-    engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True), "a")
-    tokens = []
-    while engine.has_work:
-        tokens += [token for delta in engine.step() for token in delta.token_ids]
+    request = ("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
+    tokens = answer_all(engine, [request])["a", 0]
     assert len(tokens) == 500
     stream = NaiveStream(tiny[1], SINKS, WINDOW)
     assert tokens == [int(stream.push(token).argmax()) for token in [5, 6, 7, *tokens[:-1]]][2:]
@@ -208,8 +175,7 @@ def test_while_all_fits_in_sinks_and_window_nothing_changes(tiny):
         engine = make_engine(tiny[0], **options)
         recorder.decoder, engine.runner.decoder = engine.runner.decoder, recorder
         engine.add_request(prompt, SamplingParams(max_tokens=1))
-        while engine.has_work:
-            engine.step()
+        drain(engine)
     for position in range(len(prompt)):
         # Angles in float32, as transformers computes them, are what remains.
         torch.testing.assert_close(streaming.logits_at[position], ordinary.logits_at[position], rtol=0, atol=1e-4)

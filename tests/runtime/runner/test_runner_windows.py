@@ -1,17 +1,15 @@
 """Models with sliding windows, over texts several windows long: transformers' tokens, in a window's worth of blocks."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
 from covering import covering
-from poisoned_memory import poison
+from engines import answer_all, blocks_held, small_engine
 from tiny_models import load_reference, reference_logits, save_tiny_model
 
 from compress.common.errors import ToolkitError
-from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow, held_blocks
+from runtime.core.attention_window import FULL_ATTENTION, AttentionWindow
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
@@ -45,21 +43,10 @@ def prompts() -> list[list[int]]:
 
 def serve(decoder, **options) -> tuple[list[list[int]], int, Engine]:
     """Tokens of each prompt, and the most blocks that one sequence held after a step."""
-    config = RuntimeConfig(**({"block_size": BLOCK, "num_blocks": 200} | options))
-    runner = build_runner(decoder, config)
-    poison(runner.pages.memory)
-    engine = Engine(runner, None, config)
-    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    tokens = {engine.add_request(prompt, greedy): [] for prompt in prompts()}
-    most = 0
-    while engine.has_work:
-        for delta in engine.step():
-            assert not delta.error
-            tokens[delta.request_id] += delta.token_ids
-        engine.scheduler.check()
-        most = max([most, *(len(held_blocks(s.block_ids)) for s in engine.scheduler.running)])
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-    return list(tokens.values()), most, engine
+    engine, held, greedy = small_engine(decoder, **options), [], SamplingParams(60, temperature=0, ignore_eos=True)
+    requests = [(str(number), prompt, greedy) for number, prompt in enumerate(prompts())]
+    found = answer_all(engine, requests, after_step=lambda: held.extend(blocks_held(engine)))
+    return [found[name, 0] for name, *_ in requests], max(held), engine
 
 
 @pytest.mark.parametrize(("chunk", "num_blocks", "prefix_caching"), covering([1, 7, 64], [200, 40], [True, False]))

@@ -1,12 +1,11 @@
 """Recorded steps give what ordinary steps give; here the recording is the function itself, so no GPU is needed."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 
 import pytest
 import torch
+from engines import answer_all
 from tiny_models import save_tiny_model
 from unrecorded_steps import capture_nothing
 
@@ -57,11 +56,6 @@ def make_runner(decoder, capture=None, **options) -> ModelRunner:
     if capture is not None:
         runner.capture_steps(capture)
     return runner
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return load_model(save_tiny_model(tmp_path_factory.mktemp("models") / "tiny"), dtype="float64")
 
 
 @pytest.fixture(scope="module")
@@ -197,18 +191,17 @@ def test_where_recording_fails_the_step_runs_all_the_same(tiny, caplog):
 def test_answers_of_an_engine_are_the_same(tiny, kv_cache):
     """With prompts between decode steps, sequences that come and go, preemption, seeds and grammar-free sampling."""
 
+    chance, options = random.Random(3), {"num_blocks": 30, "kv_cache": kv_cache}
+    prompts = [[chance.randrange(112) for _ in range(1 + 3 * index)] for index in range(12)]
+
     def answers(capture) -> tuple[list[list[int]], Engine]:
-        config = RuntimeConfig(**(SIZES | {"num_blocks": 30, "kv_cache": kv_cache}))
-        runner = make_runner(tiny, capture, num_blocks=30, kv_cache=kv_cache)
-        engine, chance, found = Engine(runner, None, config), random.Random(3), {}
-        for index in range(12):
-            params = SamplingParams(temperature=index % 3 / 2, top_p=0.9, seed=index, max_tokens=5 + 2 * index)
-            engine.add_request([chance.randrange(112) for _ in range(1 + 3 * index)], params, str(index))
-            found[str(index)] = []
-        while engine.has_work:
-            for delta in engine.step():
-                found[delta.request_id] += delta.token_ids
-        return list(found.values()), engine
+        engine = Engine(make_runner(tiny, capture, **options), None, RuntimeConfig(**SIZES | options))
+        requests = [
+            (str(i), prompt, SamplingParams(temperature=i % 3 / 2, top_p=0.9, seed=i, max_tokens=5 + 2 * i))
+            for i, prompt in enumerate(prompts)
+        ]
+        found = answer_all(engine, requests)
+        return [found[str(index), 0] for index in range(12)], engine
 
     expected, ordinary = answers(None)
     assert [len(tokens) for tokens in expected] == [5 + 2 * index for index in range(12)]

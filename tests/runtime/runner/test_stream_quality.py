@@ -1,9 +1,8 @@
 """Attention sinks with a window: text far beyond the context is predicted as well as by recomputing each window."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from engines import Recorder, drain
 from tiny_models import load_reference, save_tiny_model
 from torch import Tensor
 
@@ -22,24 +21,11 @@ def stream_logits(decoder, tokens: list[int], sinks: int, window: int) -> Tensor
     """Logits `[T, V]` of a text that is streamed through the engine in chunks."""
     config = RuntimeConfig(attention_sinks=sinks, attention_window=window)
     runner = build_runner(decoder, config)
-    found = []
-    forward = runner.decoder.forward
-
-    class Recorder:
-        def __getattr__(self, name):
-            return getattr(decoder, name)
-
-        def forward(self, token_ids, positions, attention, run_layers):
-            hidden = forward(token_ids, positions, attention, run_layers)
-            found.append(decoder.logits(hidden))
-            return hidden
-
-    runner.decoder = Recorder()
+    recorder = runner.decoder = Recorder(runner.decoder)
     engine = Engine(runner, None, config)
     engine.add_request(tokens, SamplingParams(max_tokens=1))
-    while engine.has_work:
-        engine.step()
-    return torch.cat(found)
+    drain(engine)
+    return torch.stack([recorder.logits_at[position] for position in range(len(tokens))])
 
 
 def losses(logits: Tensor, tokens: Tensor) -> Tensor:

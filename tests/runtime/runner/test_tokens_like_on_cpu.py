@@ -3,8 +3,6 @@
 Sixteen bits round, so an answer may leave the other where two tokens are nearly equally likely, and only there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

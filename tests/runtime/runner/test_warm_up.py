@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import save_tiny_model

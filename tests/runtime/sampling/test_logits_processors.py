@@ -1,7 +1,5 @@
 """Penalties, logit bias and grammar masks: the right distribution, and the same tokens whatever the batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exact_sampling import chi_square, exact_distribution, exact_scores, pack_mask

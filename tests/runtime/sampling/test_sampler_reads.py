@@ -1,7 +1,5 @@
 """Number of device-to-host reads in sampling: a GPU waits at each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode

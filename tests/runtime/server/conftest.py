@@ -1,26 +1,24 @@
 """A server over a real socket, around an engine that is small enough to see through."""
 
-from __future__ import annotations
-
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
+from servers import serving, serving_demo
 
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from runtime.engine.engine import Engine
 from runtime.engine.engine_thread import Health
 from runtime.engine.metrics import Metrics
-from runtime.server import middleware
 from runtime.server.app import create_app
 from runtime.server.serving import Limits
+from runtime.text.tokenizer import Tokenizer
 
 
 class ByteTokenizer:
@@ -139,32 +137,6 @@ class AlphabetEngine:
         )
 
 
-@contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """Runs the application under uvicorn in a thread; yields its URL."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=middleware.IDLE_SECONDS
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive(), "the server did not stop"
-
-
-@pytest.fixture(scope="session")
-def run_server() -> Callable[[FastAPI], contextmanager]:
-    return serving
-
-
 LIMITS = Limits(max_model_len=100, max_requests=4, max_body_bytes=10_000)
 API_KEY = "open sesame"
 
@@ -181,18 +153,8 @@ def engine(shared_engine: AlphabetEngine) -> Iterator[AlphabetEngine]:
     shared_engine.reset()
 
 
-def alphabet_app(
-    engine: AlphabetEngine, api_key: str | None = None, limits: Limits = LIMITS, allowed_hosts: Sequence[str] = ()
-) -> FastAPI:
-    return create_app(
-        engine,
-        ByteTokenizer(),
-        "alphabet",
-        limits,
-        render_metrics=Metrics().render,
-        api_key=api_key,
-        allowed_hosts=allowed_hosts,
-    )
+def alphabet_app(engine: AlphabetEngine, limits: Limits = LIMITS, **options: Any) -> FastAPI:
+    return create_app(engine, ByteTokenizer(), "alphabet", limits, render_metrics=Metrics().render, **options)
 
 
 @pytest.fixture
@@ -215,8 +177,15 @@ def alphabet_url(shared_engine: AlphabetEngine) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def guarded_url() -> Iterator[str]:
-    with serving(alphabet_app(AlphabetEngine(), API_KEY)) as url:
+    with serving(alphabet_app(AlphabetEngine(), api_key=API_KEY)) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def demo_server() -> Iterator[tuple[str, Engine, Tokenizer]]:
+    """The demo model in float64: URL, engine and tokenizer."""
+    with serving_demo(prefill_chunk=32) as served:
+        yield served
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 """`/v1/chat/completions`, whole and streamed."""
 
-from __future__ import annotations
-
-import json
+from functools import partial
 from typing import Any
 
 import httpx
+from servers import answer, streamed
 
 from runtime.server.chat import render_conversation
 from runtime.server.protocol_chat import ChatRequest, Message
@@ -13,18 +12,10 @@ from runtime.server.protocol_chat import ChatRequest, Message
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
 
-def chat(api: httpx.Client, **fields: Any) -> dict[str, Any]:
-    response = api.post("/v1/chat/completions", json={"model": "alphabet", "messages": MESSAGES, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
+chat = partial(answer, path="/v1/chat/completions", model="alphabet", messages=MESSAGES)
 
 
-def stream(api: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    body = {"model": "alphabet", "messages": MESSAGES, "stream": True, **fields}
-    with api.stream("POST", "/v1/chat/completions", json=body) as response:
-        lines = [line for line in response.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+stream = partial(streamed, path="/v1/chat/completions", model="alphabet", messages=MESSAGES)
 
 
 def test_answers_with_a_message(api: httpx.Client) -> None:
@@ -59,8 +50,7 @@ def test_results_of_tools_may_name_the_function(api: httpx.Client) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call], "function_call": None}
     result = {"role": "tool", "tool_call_id": "1", "name": "weather", "content": "fine"}
-    answer = api.post("/tokenize", json={"messages": [*MESSAGES, asked, result]})
-    assert answer.status_code == 200, answer.text
+    assert answer(api, "/tokenize", messages=[*MESSAGES, asked, result])["count"] > 20
 
 
 def test_templates_hear_who_speaks() -> None:

@@ -1,22 +1,15 @@
 """A client that leaves frees its request, whatever state the request is in."""
 
-from __future__ import annotations
-
-import json
 import socket
 from typing import Any
 
 import httpx
 import pytest
+from servers import send_raw
 
 
-def send_request(api: httpx.Client, path: str = "/v1/completions", **fields: Any) -> socket.socket:
-    """Sends a request over a socket of its own and returns the socket."""
-    body = json.dumps({"model": "alphabet", "prompt": "Z", "max_tokens": 99, **fields}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection = socket.create_connection((api.base_url.host, api.base_url.port))
-    connection.sendall(head.encode() + body)
-    return connection
+def send_request(api: httpx.Client, **fields: Any) -> socket.socket:
+    return send_raw(api.base_url, **{"model": "alphabet", "prompt": "Z", "max_tokens": 99, **fields})
 
 
 @pytest.mark.parametrize("prompt", ["Z", ["Y", "Z"]])

@@ -1,28 +1,17 @@
 """`/v1/completions`, whole and streamed."""
 
-from __future__ import annotations
-
-import json
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from openai_schema import validate
+from servers import answer, streamed
+
+complete = partial(answer, path="/v1/completions", model="alphabet", prompt="Z")
 
 
-def complete(api: httpx.Client, **fields: Any) -> dict[str, Any]:
-    response = api.post("/v1/completions", json={"model": "alphabet", "prompt": "Z", **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def stream(api: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    body = {"model": "alphabet", "prompt": "Z", "stream": True, **fields}
-    with api.stream("POST", "/v1/completions", json=body) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in response.iter_lines() if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+stream = partial(streamed, path="/v1/completions", model="alphabet", prompt="Z")
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
@@ -31,12 +20,10 @@ def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
 
 def test_answers_with_text_and_usage(api: httpx.Client) -> None:
     body = complete(api, max_tokens=5)
-    assert body["object"] == "text_completion"
-    assert body["model"] == "alphabet"
+    assert (body["object"], body["model"]) == ("text_completion", "alphabet")
     assert body["choices"] == [{"index": 0, "text": "nopqr", "logprobs": None, "finish_reason": "length"}]
-    assert body["usage"]["prompt_tokens"] == 1
-    assert body["usage"]["completion_tokens"] == 5
-    assert body["usage"]["total_tokens"] == 6
+    counts = {name: body["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")}
+    assert counts == {"prompt": 1, "completion": 5, "total": 6}
 
 
 def test_defaults_are_those_of_openai(api: httpx.Client, engine: Any) -> None:
@@ -132,10 +119,12 @@ def test_streamed_logprobs_equal_the_whole(api: httpx.Client) -> None:
 
 def test_engine_failure_is_a_500_with_its_reason(api: httpx.Client, engine: Any) -> None:
     engine.fail_after = 0
-    response = api.post("/v1/completions", json={"model": "alphabet", "prompt": "Z", "stream": True})
-    assert response.status_code == 500
-    assert "logits are not finite" in response.json()["error"]["message"]
-    assert not engine.active
+    for stream in (False, True):
+        response = api.post("/v1/completions", json={"model": "alphabet", "prompt": "Z", "stream": stream})
+        assert response.status_code == 500
+        assert "logits are not finite" in response.json()["error"]["message"]
+        validate(response.json(), "ErrorResponse")
+        assert not engine.active
 
 
 def test_engine_failure_within_a_stream_is_an_event(api: httpx.Client, engine: Any) -> None:
@@ -144,6 +133,7 @@ def test_engine_failure_within_a_stream_is_an_event(api: httpx.Client, engine: A
     assert text_of(chunks) == "no"
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
     assert error["error"]["type"] == "server_error"
+    validate(error, "ErrorResponse")
 
 
 def test_one_failing_prompt_frees_the_others(api: httpx.Client, engine: Any) -> None:

@@ -1,8 +1,6 @@
 """schemathesis takes the server's own `/openapi.json` at its word: requests that fit it and requests that do not, over
 HTTP to the demo model. Nothing may make the server fail, and every answer must be one that is declared."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -21,13 +19,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 from servable_bodies import brief, of_one_kind, servable
-
-from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
+from servers import is_idle, serving_demo
 
 CHECKS = [
     not_a_server_error,
@@ -46,12 +38,8 @@ LONG = settings(BOUNDED, max_examples=300, derandomize=False)
 
 
 @pytest.fixture(scope="module")
-def served(run_server: Any) -> Iterator[tuple[str, Any]]:
-    config = RuntimeConfig(device="cpu", dtype="float32", max_model_len=192, num_blocks=128)
-    engine, tokenizer = load_engine(demo_model_path(), config)
-    limits = Limits(engine.runner.max_model_len, max_requests=8)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)
-    with run_server(app) as url:
+def served() -> Iterator[tuple[str, Any]]:
+    with serving_demo(8, dtype="float32", max_model_len=192, num_blocks=128) as (url, engine, _):
         yield url, engine
 
 
@@ -63,8 +51,7 @@ def operations(url: str) -> list[APIOperation]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(served: tuple[str, Any], wait_until: Any) -> Iterator[None]:
     yield
-    pool = served[1].scheduler.pool
-    wait_until(lambda: not served[1].has_work and pool.num_free == pool.num_blocks)
+    wait_until(lambda: is_idle(served[1]))
 
 
 def check_fitting(case: Case) -> int:

@@ -1,32 +1,23 @@
 """`/v1/completions` with `echo` and `logprobs`: the prompt's tokens are scored, whole and streamed, alone with
 `max_tokens` 0, for texts and token ids, for several prompts and several answers."""
 
-from __future__ import annotations
-
-import json
 from typing import Any
 
 import httpx
 import pytest
 from openai_schema import NULL_WITHOUT_CONTEXT, validate
+from servers import answer, streamed
 
-ECHO = {"echo": True, "logprobs": 1}
+ECHO = {"path": "/v1/completions", "model": "alphabet", "echo": True, "logprobs": 1}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 def complete(api: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    response = api.post("/v1/completions", json={"model": "alphabet", **ECHO, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()["choices"]
+    return answer(api, **ECHO | fields)["choices"]
 
 
 def stream(api: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    with api.stream(
-        "POST", "/v1/completions", json={"model": "alphabet", "stream": True, **ECHO, **fields}
-    ) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    return [choice for line in lines for choice in json.loads(line)["choices"]]
+    return [choice for chunk in streamed(api, **ECHO | fields) for choice in chunk["choices"]]
 
 
 def joined(choices: list[dict[str, Any]], index: int) -> dict[str, Any]:
@@ -69,10 +60,9 @@ def test_a_prompt_as_long_as_the_context(api: httpx.Client) -> None:
 
 
 def test_nothing_at_all(api: httpx.Client) -> None:
-    body = {"model": "alphabet", "prompt": "XYZ", "max_tokens": 0}
-    answer = api.post("/v1/completions", json=body).json()
-    assert answer["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}]
-    assert answer["usage"]["completion_tokens"] == 0
+    found = answer(api, "/v1/completions", model="alphabet", prompt="XYZ", max_tokens=0)
+    assert found["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}]
+    assert found["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
@@ -94,8 +84,8 @@ def test_streams_joined_are_the_whole(
 
 @pytest.mark.parametrize("fields", [{}, {"max_tokens": 0}, {"n": 2, "prompt": ["XY", "Z"]}])
 def test_answers_are_as_openai_publishes_them(api: httpx.Client, fields: dict[str, Any]) -> None:
-    body = {"model": "alphabet", "prompt": "XYZ", "max_tokens": 2, **ECHO, **fields}
-    validate(api.post("/v1/completions", json=body).json(), "CreateCompletionResponse", NULL_WITHOUT_CONTEXT)
+    found = answer(api, **ECHO | {"prompt": "XYZ", "max_tokens": 2} | fields)
+    validate(found, "CreateCompletionResponse", NULL_WITHOUT_CONTEXT)
 
 
 def test_offsets_count_characters(api: httpx.Client) -> None:
@@ -119,13 +109,10 @@ def test_the_engine_is_asked_for_as_many(api: httpx.Client, engine: Any, number:
 
 def test_steering_fields_reach_the_engine(api: httpx.Client, engine: Any) -> None:
     fields = {"repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": -1}
-    bias = {"7": -100, "65": 2.5}
+    more = {"logit_bias": {"7": -100, "65": 2.5}, "stop_token_ids": [1, 2], "priority": -3, "max_tokens": 1}
     for path, prompt in (("completions", {"prompt": "Z"}), ("chat/completions", {"messages": MESSAGES})):
-        body = {"model": "alphabet", "max_tokens": 1, **prompt, **fields, "logit_bias": bias}
-        response = api.post(f"/v1/{path}", json={**body, "stop_token_ids": [1, 2], "priority": -3})
-        assert response.status_code == 200, response.text
+        answer(api, f"/v1/{path}", model="alphabet", **prompt, **fields, **more)
         sampling = engine.seen[-1]
         assert {name: getattr(sampling, name) for name in fields} == fields
         assert sampling.logit_bias == ((7, -100.0), (65, 2.5))
-        assert sampling.stop_token_ids == (1, 2)
-        assert engine.options[-1].priority == -3
+        assert (sampling.stop_token_ids, engine.options[-1].priority) == ((1, 2), -3)

@@ -1,7 +1,5 @@
 """No body makes the server fail: what it does not understand is the client's error, in the error's usual shape."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

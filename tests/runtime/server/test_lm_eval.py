@@ -3,8 +3,6 @@
 Everything is local: a task in YAML, its documents in JSON lines, and the checkpoint's own tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from servers import is_idle, serving_demo
 
 from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("tenacity", reason="lm-eval asks for it to talk to servers")
@@ -49,13 +43,9 @@ def write_tasks(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(run_server: Any) -> Iterator[tuple[str, Engine, Any]]:
-    config = RuntimeConfig(device="cpu", dtype="float32", linear_backend="reference", num_blocks=256)
-    engine, tokenizer = load_engine(demo_model_path(), config)
-    limits = Limits(engine.runner.max_model_len)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)
-    with run_server(app) as url:
-        yield url, engine, tokenizer
+def served() -> Iterator[tuple[str, Engine, Any]]:
+    with serving_demo(dtype="float32") as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -143,4 +133,4 @@ def test_generations_are_transformers(
             out = reference.generate(torch.tensor([tokens]), max_new_tokens=12, do_sample=False, pad_token_id=0)
         text = tokenizer.decode(out[0, len(tokens) :].tolist(), skip_special_tokens=True).split("\n")[0]
         assert sample["resps"][0][0] == text
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert is_idle(engine)

@@ -1,7 +1,5 @@
 """`/v1/models`, `/health`, `/metrics` and the description of the API itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """The official client, synchronous and asynchronous, against the server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

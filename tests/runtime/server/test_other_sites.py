@@ -1,7 +1,5 @@
 """A page of another site, open in a browser on the machine of this server, must not be able to use it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,9 +1,6 @@
 """Far more clients than there is room for, over real sockets: some wait, the others hear 429, nothing breaks."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -14,14 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from servers import events, is_idle, send_raw, serving_demo
 
-from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
 
 PLACES = 8
 PROMPTS = ["The castle was built in the", "Once upon a time", "In 1943", "He opened the door and"]
@@ -34,11 +26,6 @@ class Crowded:
     url: str
     engine: Engine
     refused: list[httpx.Response] = field(default_factory=list)
-
-    @property
-    def is_idle(self) -> bool:
-        pool = self.engine.scheduler.pool
-        return not self.engine.has_work and pool.num_free == pool.num_blocks
 
     def body(self, index: int) -> dict[str, Any]:
         prompt = PROMPTS[index % len(PROMPTS)]
@@ -60,24 +47,17 @@ class Crowded:
 def text_of(response: httpx.Response) -> str:
     if not response.headers["content-type"].startswith("text/event-stream"):
         return response.json()["choices"][0]["text"]
-    *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert done == "[DONE]"
-    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+    return "".join(event["choices"][0]["text"] for event in events(response.text))
 
 
 @pytest.fixture(scope="module")
-def crowded(run_server: Any) -> Iterator[Crowded]:
-    # float64, so that the shape of a batch cannot change a token
-    config = RuntimeConfig(device="cpu", dtype="float64", linear_backend="reference", num_blocks=14, max_model_len=200)
-    engine, tokenizer = load_engine(demo_model_path(), config)
-    limits = Limits(engine.runner.max_model_len, max_requests=PLACES)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)
-    with run_server(app) as url:
+def crowded() -> Iterator[Crowded]:
+    with serving_demo(PLACES, num_blocks=14, max_model_len=200) as (url, engine, _):
         yield Crowded(url, engine)
 
 
 def check_normal(crowded: Crowded, wait_until: Any) -> None:
-    wait_until(lambda: crowded.is_idle)
+    wait_until(lambda: is_idle(crowded.engine))
     crowded.engine.scheduler.check()
     health = httpx.get(f"{crowded.url}/health")
     assert health.status_code == 200
@@ -117,11 +97,8 @@ def test_a_connection_outlives_the_pauses_of_clients(crowded: Crowded) -> None:
 
 def vanish(url: str, body: dict[str, Any], num_bytes: int, seconds: float) -> None:
     """Sends a request, reads a number of bytes of its answer, waits some seconds, and resets the connection."""
-    content = json.dumps(body).encode()
-    with socket.create_connection((httpx.URL(url).host, httpx.URL(url).port), timeout=20) as connection:
+    with send_raw(url, "/v1/completions", "Connection: close", **body) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close is a reset
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         while num_bytes > 0 and (chunk := connection.recv(num_bytes)):
             num_bytes -= len(chunk)
         time.sleep(seconds)

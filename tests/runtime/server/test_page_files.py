@@ -1,7 +1,5 @@
 """The page over plain HTTP: complete, without anything from elsewhere, open without a key."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 

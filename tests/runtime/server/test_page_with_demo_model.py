@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from browser import browser
+from servers import is_idle, serving_demo
 
-from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
 
 if TYPE_CHECKING:
     from playwright.sync_api import LocatorAssertions
@@ -73,12 +68,8 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def served(chromium: Any, run_server: Any) -> Iterator[tuple[str, Engine]]:
-    config = RuntimeConfig(device="cpu", dtype="float32", linear_backend="reference", num_blocks=256)
-    engine, tokenizer = load_engine(demo_model_path(), config)
-    limits = Limits(engine.runner.max_model_len, max_requests=8)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
-    with run_server(app) as url:
+def served(chromium: Any) -> Iterator[tuple[str, Engine]]:
+    with serving_demo(8, dtype="float32") as (url, engine, _):
         yield url, engine
 
 
@@ -237,9 +228,7 @@ def test_stop_ends_a_long_answer_and_frees_it(visit: Visit, wait_until: Callable
     visit.page.click("#send")
     visit.ended()
     assert "stopped" in turn.locator(".facts").inner_text()
-    wait_until(lambda: not visit.engine.has_work)
-    pool = visit.engine.scheduler.pool
-    assert pool.num_free == pool.num_blocks
+    wait_until(lambda: is_idle(visit.engine))
     visit.figure("running").to_have_text("0")
     length = len(turn.locator(".text").inner_text())
     assert length > 0

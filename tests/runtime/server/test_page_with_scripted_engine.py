@@ -1,13 +1,12 @@
 """The page in a real browser, with answers and failures that a model does not give on demand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from browser import browser
+from servers import serving
 
 from compress.common.errors import RequestError
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
@@ -90,11 +89,10 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def serve(tokens: ByteTokens, engine: ScriptedEngine, run_server: Any) -> Callable[..., Any]:
+def serve(tokens: ByteTokens, engine: ScriptedEngine) -> Callable[..., Any]:
     def make(api_key: str | None = None) -> Any:
         limits = Limits(max_model_len=2000)
-        app = create_app(engine, tokens, "scripted", limits, render_metrics=Metrics().render, api_key=api_key)
-        return run_server(app)
+        return serving(create_app(engine, tokens, "scripted", limits, render_metrics=Metrics().render, api_key=api_key))
 
     return make
 

@@ -1,20 +1,12 @@
 """Common prefixes are computed once, over HTTP: growing conversations, few-shot prompts, one system prompt for many
 users. A salt keeps tenants apart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-
-from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
+from servers import answer, serving_demo
 
 BLOCK_SIZE = 4
 EXAMPLES = "Berlin is in Germany. Paris is in France. Rome is in Italy. Madrid is in "
@@ -22,22 +14,19 @@ SYSTEM = {"role": "system", "content": "You answer questions about old castles, 
 
 
 @pytest.fixture
-def api(run_server: Any) -> Iterator[httpx.Client]:
-    config = RuntimeConfig(device="cpu", dtype="float64", num_blocks=256, max_model_len=512, block_size=BLOCK_SIZE)
-    engine, tokenizer = load_engine(demo_model_path(), config)
-    limits = Limits(engine.runner.max_model_len)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
-    with run_server(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+def api() -> Iterator[httpx.Client]:
+    with (
+        serving_demo(max_model_len=512, block_size=BLOCK_SIZE) as (url, *_),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
         yield client
 
 
 def ask(api: httpx.Client, path: str, **body: Any) -> tuple[dict[str, Any], int, int]:
     """The first choice, how many tokens the prompt has and how many of them were found."""
-    response = api.post(f"/v1/{path}", json={"model": "demo", "temperature": 0, "max_tokens": 12, **body})
-    assert response.status_code == 200, response.text
-    usage = response.json()["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return response.json()["choices"][0], usage["prompt_tokens"], cached
+    found = answer(api, f"/v1/{path}", **{"model": "demo", "temperature": 0, "max_tokens": 12, **body})
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0], found["usage"]["prompt_tokens"], cached
 
 
 def test_a_conversation_that_goes_on_computes_only_what_is_new(api: httpx.Client) -> None:

@@ -1,7 +1,5 @@
 """Everything a server must not accept, as OpenAI's error JSON with the field's name."""
 
-from __future__ import annotations
-
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai_schema import validate
 
 JSON = {"Content-Type": "application/json"}
 COMPLETION = {"model": "alphabet", "prompt": "Z"}
@@ -16,10 +15,11 @@ CHAT = {"model": "alphabet", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error, which is as OpenAI publishes it."""
     assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
+    validate(response.json(), "ErrorResponse")
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    return response.json()["error"]
 
 
 @pytest.mark.parametrize("name", ["best_of", "suffix", "functions", "modalities", "max_tokenz"])
@@ -130,9 +130,9 @@ def test_bodies_that_are_no_object(api: httpx.Client, body: bytes) -> None:
 
 
 def test_json_error_says_where(api: httpx.Client) -> None:
-    response = api.post("/v1/completions", content=b'{"model": }', headers=JSON)
-    assert "not valid JSON" in refusal(response, 400)["message"]
-    assert "character 10" in refusal(response, 400)["message"]
+    message = refusal(api.post("/v1/completions", content=b'{"model": }', headers=JSON), 400)["message"]
+    assert "JSON" in message
+    assert "character 10" in message
 
 
 @pytest.mark.parametrize("body", [{**COMPLETION, "\ud800": 1}, {**COMPLETION, "n\ud800": 2}])

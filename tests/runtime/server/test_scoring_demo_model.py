@@ -1,8 +1,6 @@
 """Scores, embeddings and tokens of the bundled demo model over HTTP, through the official client, equal transformers'
 in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,34 +9,20 @@ import httpx
 import openai
 import pytest
 import torch
+from servers import answer, is_idle
 from tiny_models import load_reference
 from transformers import AutoTokenizer, PreTrainedModel
 
 from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
 
 TEXTS = ["The castle was built in the", "Once", "In 1943, the naïve 日本 captain \U0001f600 said: " + "far away, " * 30]
 
 
 @pytest.fixture(scope="module")
-def url(run_server: Any) -> Iterator[str]:
-    config = RuntimeConfig(device="cpu", dtype="float64", num_blocks=256, prefill_chunk=32)
-    engine, tokenizer = load_engine(demo_model_path(), config)
-    limits = Limits(engine.runner.max_model_len, max_requests=32)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
-    with run_server(app) as url:
-        yield url
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+def client(demo_server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo_server[0]}/v1", api_key="none", max_retries=0) as client:
         yield client
+    assert is_idle(demo_server[1])
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +141,13 @@ def test_penalties_and_bias_change_the_answer(client: openai.OpenAI, tokenizer: 
         write(logit_bias={"999999": 1})
 
 
-def test_tokens_there_and_back(url: str, tokenizer: Any) -> None:
-    with httpx.Client(base_url=url) as api:
+def test_tokens_there_and_back(demo_server: Any, tokenizer: Any) -> None:
+    with httpx.Client(base_url=demo_server[0]) as api:
         for text in TEXTS:
             for special in (True, False):
-                body = {"prompt": text, "add_special_tokens": special}
-                tokens = api.post("/tokenize", json=body).json()["tokens"]
+                tokens = answer(api, "/tokenize", prompt=text, add_special_tokens=special)["tokens"]
                 assert tokens == tokenizer(text, add_special_tokens=special)["input_ids"]
-            assert api.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+            assert answer(api, "/detokenize", tokens=tokens) == {"prompt": text}
         refused = api.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers={"Content-Type": "application/json"})
         assert refused.status_code == 400
         assert "surrogate" in refused.json()["error"]["message"]

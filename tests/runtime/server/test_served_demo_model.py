@@ -1,10 +1,7 @@
 """The bundled demo model behind a real socket: what comes out does not depend on how it is asked for."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,14 +12,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from servers import answer, is_idle, send_raw, streamed
 
-from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
 
 PROMPT = "The castle was built in the"
 GREEDY = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
@@ -47,34 +39,20 @@ class Served:
     tokenizer: Any
     url: str
 
-    @property
-    def is_idle(self) -> bool:
-        pool = self.engine.scheduler.pool
-        return not self.engine.has_work and pool.num_free == pool.num_blocks
-
     def complete(self, **body: Any) -> dict[str, Any]:
-        response = self.client.post("/v1/completions", json=body)
-        assert response.status_code == 200, response.text
-        return response.json()
+        return answer(self.client, "/v1/completions", **body)
 
     def text(self, **body: Any) -> str:
         return self.complete(**body)["choices"][0]["text"]
 
     def streamed(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
-            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-        assert lines.pop() == "[DONE]"
-        return [json.loads(line) for line in lines]
+        return streamed(self.client, path, **body)
 
 
-@pytest.fixture(scope="module")
-def demo(run_server: Any) -> Iterator[Served]:
-    # float64, so that the shape of a batch cannot change a token
-    config = RuntimeConfig(device="cpu", dtype="float64", linear_backend="reference", num_blocks=256, prefill_chunk=32)
-    engine, tokenizer = load_engine(demo_model_path(), config)
-    limits = Limits(engine.runner.max_model_len, max_requests=32)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
-    with run_server(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+@pytest.fixture
+def demo(demo_server: Any) -> Iterator[Served]:
+    url, engine, tokenizer = demo_server
+    with httpx.Client(base_url=url, timeout=60) as client:
         yield Served(client, engine, tokenizer, url)
 
 
@@ -173,23 +151,19 @@ def test_requests_together_equal_requests_alone(demo: Served) -> None:
             return await asyncio.gather(*map(one, MIXED))
 
     assert asyncio.run(all_together()) == alone
-    assert demo.is_idle
+    assert is_idle(demo.engine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "Once"]])
 def test_client_that_leaves_frees_all_blocks(demo: Served, wait_until: Any, stream: bool, prompt: Any) -> None:
-    body = {**SEEDED, "prompt": prompt, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
-    content = json.dumps(body).encode()
-    address = httpx.URL(demo.url)
-    before = demo.engine.metrics.generation_tokens_total
-    with socket.create_connection((address.host, address.port)) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        wait_until(lambda: demo.engine.metrics.generation_tokens_total >= before + 5)
-        assert not demo.is_idle
-    wait_until(lambda: demo.is_idle)
-    assert demo.engine.metrics.generation_tokens_total < before + 500  # not the 1500 per prompt it would have been
+    metrics = demo.engine.metrics
+    before, body = metrics.generation_tokens_total, {**SEEDED, "prompt": prompt, "max_tokens": 1500, "ignore_eos": True}
+    with send_raw(demo.url, stream=stream, **body):
+        wait_until(lambda: metrics.generation_tokens_total >= before + 5)
+        assert not is_idle(demo.engine)
+    wait_until(lambda: is_idle(demo.engine))
+    assert metrics.generation_tokens_total < before + 500  # not the 1500 per prompt it would have been
     demo.engine.scheduler.pool.check([])
     assert demo.client.get("/health").json()["running"] == 0
 

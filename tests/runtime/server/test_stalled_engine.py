@@ -1,8 +1,5 @@
 """An engine that hangs, behind the whole server: clients hear of it in time, `/health` says so, and both recover."""
 
-from __future__ import annotations
-
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -12,19 +9,17 @@ from typing import Any
 import httpx
 import pytest
 from fake_runner import FakeRunner
+from servers import events, is_idle, serving_engine
 
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
 from runtime.core.step import StepOutput, StepPlan
 from runtime.engine.engine import Engine
-from runtime.engine.engine_thread import EngineThread
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
 from runtime.text.tokenizer import Tokenizer
 
 STALL_SECONDS = 1.0
 MARGIN = 20.0  # of a busy machine
-BODY = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 900, "ignore_eos": True}
+BODY = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 900, "ignore_eos": True}
 
 
 class HangingRunner(FakeRunner):
@@ -42,13 +37,10 @@ class HangingRunner(FakeRunner):
 
 
 @pytest.fixture
-def served(run_server: Any) -> Iterator[tuple[str, HangingRunner, Engine]]:
-    runner = HangingRunner()
-    tokenizer = Tokenizer.open(demo_model_path())
+def served() -> Iterator[tuple[str, HangingRunner, Engine]]:
+    runner, tokenizer = HangingRunner(), Tokenizer.open(demo_model_path())
     engine = Engine(runner, tokenizer, RuntimeConfig(block_size=4, max_num_batched_tokens=64, max_num_seqs=16))
-    thread = EngineThread(engine, stall_seconds=STALL_SECONDS)
-    app = create_app(thread, tokenizer, "fake", Limits(1000), render_metrics=engine.metrics.render)
-    with run_server(app) as url:
+    with serving_engine(engine, tokenizer, stall_seconds=STALL_SECONDS) as url:
         yield url, runner, engine
         runner.gate.set()
 
@@ -78,16 +70,13 @@ def test_everybody_hears_of_a_hang_and_it_ends(served: tuple[str, HangingRunner,
     runner.gate.set()
     wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)
     assert ask(stream=False)[0].status_code == 200
-    wait_until(lambda: not engine.has_work)
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    wait_until(lambda: is_idle(engine))
 
 
 def check_told(response: httpx.Response) -> None:
     """An error with its reason: as the answer, or as the last event of a stream."""
     if response.headers["content-type"].startswith("text/event-stream"):
-        *_, error, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-        assert done == "[DONE]"
-        body = json.loads(error)
+        body = events(response.text)[-1]
     else:
         assert response.status_code == 500
         body = response.json()

@@ -1,7 +1,5 @@
 """A stream, joined, is the whole answer: text, reasons, log-probabilities and usage, for requests drawn at random."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator
@@ -9,13 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-
-from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
+from servers import events, serving_demo
 
 PROMPTS = ["The castle was built in the", "Füße, naïve 東京 🙂", "1, 2, 3,", "Once upon a time\n\n", "x"]
 QUICK_CASES = 4
@@ -23,13 +15,8 @@ Choice = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def api(run_server: Any) -> Iterator[httpx.Client]:
-    # float64, so that the shape of a batch cannot change a token
-    config = RuntimeConfig(device="cpu", dtype="float64", linear_backend="reference", num_blocks=256, prefill_chunk=8)
-    engine, tokenizer = load_engine(demo_model_path(), config)
-    limits = Limits(engine.runner.max_model_len)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.metrics.render)
-    with run_server(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+def api() -> Iterator[httpx.Client]:
+    with serving_demo(prefill_chunk=8) as (url, *_), httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
@@ -69,10 +56,7 @@ def whole(api: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[Choi
 
 def streamed(api: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[Choice], dict[str, int]]:
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    with api.stream("POST", path, json={**body, **options}) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    *chunks, last = map(parse, lines)
+    *chunks, last = events(api.post(path, json={**body, **options}).text, parse)
     joined: dict[int, Choice] = {}
     for chunk in chunks:
         assert chunk["usage"] is None

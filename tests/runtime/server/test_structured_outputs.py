@@ -1,7 +1,5 @@
 """Answers with a form, over HTTP from the demo model: every way to ask for one, and every way to ask wrongly."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -15,13 +13,7 @@ import pytest
 from covering import covering
 from jsonschema import validate
 from pydantic import BaseModel, Field
-
-from compress.common.cli import demo_model_path
-from runtime.core.config import RuntimeConfig
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
-from runtime.server.serving import Limits
+from servers import answer, streamed
 
 SCHEMA = {
     "type": "object",
@@ -36,40 +28,27 @@ CHAT = {"model": "demo", "messages": MESSAGES, "max_tokens": 100, "seed": 3}
 CHOICES = ["yes", 'no "really"', "\\é\n☃"]
 
 
-@pytest.fixture(scope="module")
-def served(run_server: Any) -> Iterator[tuple[str, Any]]:
-    engine, tokenizer = load_engine(demo_model_path(), RuntimeConfig(device="cpu", dtype="float64", num_blocks=256))
-    limits = Limits(engine.runner.max_model_len, max_requests=32)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
-    with run_server(app) as url:
-        yield url, engine
-
-
 @pytest.fixture
-def api(served: tuple[str, Any]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served[0], timeout=60) as client:
+def api(demo_server: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=demo_server[0], timeout=60) as client:
         yield client
 
 
 @pytest.fixture
-def client(served: tuple[str, Any]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0)
+def client(demo_server: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{demo_server[0]}/v1", api_key="none", max_retries=0)
 
 
 def texts(api: httpx.Client, path: str, body: dict[str, Any]) -> list[str]:
     """Texts of all choices, asked for in one piece and as a stream: they must be equal."""
-    response = api.post(f"/v1/{path}", json=body)
-    assert response.status_code == 200, response.text
-    choices = response.json()["choices"]
+    choices = answer(api, f"/v1/{path}", **body)["choices"]
     assert {choice["finish_reason"] for choice in choices} == {"stop"}
     whole = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
-    streamed = [""] * len(choices)
-    with api.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as stream:
-        for line in stream.iter_lines():
-            if line and line != "data: [DONE]":
-                choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                streamed[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
-    assert streamed == whole
+    joined = [""] * len(choices)
+    for chunk in streamed(api, f"/v1/{path}", **body):
+        choice = chunk["choices"][0]
+        joined[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    assert joined == whole
     return whole
 
 
@@ -81,9 +60,8 @@ def test_response_format_of_a_schema(api: httpx.Client) -> None:
 def test_response_format_of_any_object_and_of_text(api: httpx.Client) -> None:
     body = {**CHAT, "response_format": {"type": "json_object"}, "temperature": 0}
     assert isinstance(json.loads(texts(api, "chat/completions", body)[0]), dict)
-    plain = {**CHAT, "max_tokens": 5}
-    free = api.post("/v1/chat/completions", json={**plain, "response_format": {"type": "text"}}).json()
-    assert free["choices"] == api.post("/v1/chat/completions", json=plain).json()["choices"]
+    plain = {"path": "/v1/chat/completions", **CHAT, "max_tokens": 5}
+    assert answer(api, **plain, response_format={"type": "text"})["choices"] == answer(api, **plain)["choices"]
 
 
 FORMS = [
@@ -110,11 +88,11 @@ def test_every_name_of_a_form(api: httpx.Client, path: str, form: tuple[dict[str
 
 
 def test_stop_strings_and_limits_cut_forms_too(api: httpx.Client) -> None:
-    body = {**COMPLETION, "guided_regex": "[ab]{30}c"}
-    choice = api.post("/v1/completions", json={**body, "stop": "b", "temperature": 2}).json()["choices"][0]
+    body = {"path": "/v1/completions", **COMPLETION, "guided_regex": "[ab]{30}c"}
+    (choice,) = answer(api, **body, stop="b", temperature=2)["choices"]
     assert choice["finish_reason"] == "stop"
     assert set(choice["text"]) <= {"a"}
-    choice = api.post("/v1/completions", json={**body, "max_tokens": 2}).json()["choices"][0]
+    (choice,) = answer(api, **body | {"max_tokens": 2})["choices"]
     assert choice["finish_reason"] == "length"
 
 
@@ -147,21 +125,21 @@ def test_the_client_parses_models(client: openai.OpenAI) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_forms_are_refused_before_anything_is_computed(
-    served: tuple[str, Any], api: httpx.Client, fields: dict[str, Any], words: str, stream: bool
+    demo_server: Any, api: httpx.Client, fields: dict[str, Any], words: str, stream: bool
 ) -> None:
-    steps = served[1].metrics.steps_total
+    steps = demo_server[1].metrics.steps_total
     body = json.dumps({**CHAT, **fields, "stream": stream})
     response = api.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert re.search(words, response.json()["error"]["message"])
-    assert served[1].metrics.steps_total == steps
+    assert demo_server[1].metrics.steps_total == steps
 
 
 def test_compiling_does_not_hold_up_other_requests(
-    api: httpx.Client, served: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+    api: httpx.Client, demo_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event loop answers while a schema is compiled, held here until another request has its answer."""
-    url, engine = served
+    url, engine, _ = demo_server
     compiling, answered = threading.Event(), threading.Event()
     check_request = engine.check_request
 

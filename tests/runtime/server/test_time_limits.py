@@ -1,7 +1,5 @@
 """Time limits: slow clients are dropped, slow requests end with an error, and other requests are not affected."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time
@@ -10,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from servers import post_head as head
 
 from runtime.server.serving import Limits
 
@@ -41,11 +40,6 @@ def impatient(serve_alphabet: Any) -> Any:
         return Server(*serve_alphabet(limits=Limits(200_000, max_requests=4, **seconds)))
 
     return serve
-
-
-def head(length: int) -> bytes:
-    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}")
-    return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
 def drip(connection: socket.socket, seconds: float) -> None:

@@ -1,9 +1,6 @@
 """Sockets of clients that do not go on come back, whatever waits in them."""
 
-from __future__ import annotations
-
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +8,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from servers import running
 
 from runtime.server.middleware import ReadTimeoutProtocol
 
@@ -33,17 +31,8 @@ async def long_answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[uvicorn.Server]:
     http = partial(ReadTimeoutProtocol, client_seconds=SECONDS)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(long_answer, http=http, lifespan="off", log_level="critical"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    server.address = listener.getsockname()
-    yield server
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with running(uvicorn.Config(long_answer, http=http, lifespan="off", log_level="critical")) as server:
+        yield server
 
 
 def connect(server: uvicorn.Server) -> socket.socket:

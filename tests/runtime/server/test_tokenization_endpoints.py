@@ -1,20 +1,13 @@
 """`/tokenize` and `/detokenize`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
 import httpx
 import pytest
+from servers import answer as post
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-
-
-def post(api: httpx.Client, path: str, **fields: Any) -> dict[str, Any]:
-    response = api.post(path, json=fields)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def test_a_prompt(api: httpx.Client) -> None:

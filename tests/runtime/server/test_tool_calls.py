@@ -1,10 +1,9 @@
 """Tool calls as the official client sees them: forced from the demo model, and scripted in each format."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import openai
@@ -14,16 +13,13 @@ import tokenizers
 from covering import sample
 from fake_runner import FakeRunner
 from jsonschema import validate
+from servers import serving_demo, serving_engine
 
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
-from runtime.engine.engine_thread import EngineThread
-from runtime.llm import load_engine
-from runtime.server.app import create_app
 from runtime.server.chat import render_conversation
 from runtime.server.protocol_chat import ChatRequest
-from runtime.server.serving import Limits
 from runtime.text.tokenizer import Tokenizer
 
 WEATHER = {
@@ -37,6 +33,10 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "now"}},
 ]
 NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+BROKEN_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 
 TURNS = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}CALL{% endfor %}
@@ -111,37 +111,26 @@ class Answers:
 
 
 @pytest.fixture(scope="module")
-def demo(run_server: Any) -> Iterator[Answers]:
+def demo() -> Iterator[Answers]:
     """The demo model. Its own template knows no tools."""
-    config = RuntimeConfig(device="cpu", dtype="float64", num_blocks=512)
-    engine, tokenizer = load_engine(demo_model_path(), config)
-    with serve(run_server, engine, tokenizer) as url:
+    with serving_demo(num_blocks=512) as (url, *_):
         yield Answers(url)
 
 
-def serve(run_server: Any, engine: Engine, tokenizer: Tokenizer) -> Any:
-    limits = Limits(engine.runner.max_model_len, max_requests=32)
-    app = create_app(EngineThread(engine), tokenizer, "demo", limits, render_metrics=engine.render_metrics)
-    return run_server(app)
-
-
 @pytest.fixture(scope="module")
-def scripted(run_server: Any) -> Iterator[Callable[[str, str], Any]]:
+def scripted() -> Iterator[Callable[[str, str], Answers]]:
     """Servers of a format whose model says what it is told to."""
-    stack: list[Any] = []
+    with ExitStack() as stack:
 
-    def start(kind: str, script: str) -> Answers:
-        tokenizer = tokenizer_of(kind)
-        runner = FakeRunner(num_blocks=1024, block_size=16, max_model_len=4000, eos_token_ids=frozenset({0}))
-        runner.vocab_size = tokenizer.vocab_size
-        runner.script = [*tokenizer.encode(script), 0]
-        server = serve(run_server, Engine(runner, tokenizer, RuntimeConfig(block_size=16)), tokenizer)
-        stack.append(server)
-        return Answers(server.__enter__())
+        def start(kind: str, script: str) -> Answers:
+            tokenizer = tokenizer_of(kind)
+            runner = FakeRunner(num_blocks=1024, block_size=16, max_model_len=4000, eos_token_ids=frozenset({0}))
+            runner.vocab_size = tokenizer.vocab_size
+            runner.script = [*tokenizer.encode(script), 0]
+            engine = Engine(runner, tokenizer, RuntimeConfig(block_size=16))
+            return Answers(stack.enter_context(serving_engine(engine, tokenizer)))
 
-    yield start
-    for server in stack:
-        server.__exit__(None, None, None)
+        yield start
 
 
 @pytest.mark.parametrize("seed", sample(range(4)))
@@ -265,17 +254,7 @@ def test_templates_get_tools_and_calls_and_results(kind: str) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]\.tool_call_id"),
         ({"messages": [{"role": "assistant", "content": None}]}, r"messages\[0\]\.content"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, r"messages\[0\]\.tool_call_id"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}],
-                    }
-                ]
-            },
-            r"messages\[0\]\.tool_calls\[0\]\.function\.arguments",
-        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [BROKEN_CALL]}]}, r"tool_calls\[0\]\.function\.arguments"),
     ],
 )
 def test_requests_that_make_no_sense(demo: Answers, fields: dict[str, Any], words: str) -> None:
@@ -291,9 +270,9 @@ def test_parameters_that_no_grammar_can_keep_to_are_refused_when_a_call_is_force
         demo.client.chat.completions.create(model="demo", messages=MESSAGES, tools=tools, tool_choice="required")
 
 
-def test_a_template_of_an_unknown_form_is_refused(run_server: Any) -> None:
+def test_a_template_of_an_unknown_form_is_refused() -> None:
     backend = tokenizers.Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
     tokenizer = Tokenizer(backend, {}, "{{ tools }} in a form of its own {{ messages }}")
     engine = Engine(FakeRunner(), tokenizer, RuntimeConfig(block_size=4))
-    with serve(run_server, engine, tokenizer) as url, pytest.raises(openai.BadRequestError, match="unknown form"):
+    with serving_engine(engine, tokenizer) as url, pytest.raises(openai.BadRequestError, match="tools"):
         Answers(url).ask()

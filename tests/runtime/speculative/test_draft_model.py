@@ -1,7 +1,5 @@
 """The draft model's shadows: right tokens at right places whatever was accepted, and no block lost."""
 
-from __future__ import annotations
-
 import pytest
 from fake_runner import FakeRunner, expected_tokens
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Draft trees: merging of branches, attention among their tokens, and the accepted branch."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

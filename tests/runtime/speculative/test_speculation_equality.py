@@ -1,12 +1,10 @@
 """In float64: whoever guesses, on many blocks or few, cached or not, every token is the one without guesses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 from covering import covering, sample
-from poisoned_memory import poison
+from engines import Tokens, answer_all, small_engine
 from tiny_models import save_tiny_model
 
 from compress.common.cli import demo_model_path
@@ -18,7 +16,6 @@ from runtime.engine.engine import Engine
 from runtime.llm import LLM, Completion
 from runtime.model.loader import load_model
 from runtime.runner.runner import build_runner
-from runtime.speculative.build import build_speculator
 from runtime.speculative.draft_model import ModelDrafter
 from runtime.speculative.proposer import Speculator
 
@@ -31,8 +28,6 @@ REQUESTS = [
     (PROMPTS[2], replace(GREEDY, repetition_penalty=1.3, logprobs=2, max_tokens=23)),
     (PROMPTS[1], replace(SEEDED, min_p=0.05, logit_bias=((5, 3.0), (6, -100.0)), seed=8)),
 ]
-
-Tokens = dict[tuple[str, int], list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -52,37 +47,18 @@ def stranger(tmp_path_factory):
     return load_model(path, dtype="float64")
 
 
-def serve(target, speculate, folder=None, stranger=None, **options) -> tuple[Tokens, Engine]:
+def serve(target, speculate, folder="", stranger=None, **options) -> tuple[Tokens, Engine]:
     """`speculate` is what users write, or `stranger`, or `itself`: the target as its own draft model."""
     named = "" if speculate in ("stranger", "itself") else speculate
-    config = RuntimeConfig(
-        **({"block_size": 4, "num_blocks": 400, "prefill_chunk": 6, "speculative_model": named} | options)
-    )
-    runner = build_runner(target, config)
-    speculator = build_speculator(folder, target, runner, config)
+    sizes = {"num_blocks": 400, "prefill_chunk": 6} | options
+    engine = small_engine(target, folder, speculative_model=named, **sizes)
     if speculate and not named:
+        config = engine.config
         draft = build_runner(target if speculate == "itself" else stranger, replace(config, num_blocks=400))
-        speculator = Speculator(ModelDrafter(draft, config), config.num_speculative_tokens)
-    if speculator is not None:
-        speculator.gate = None
-    poison(runner.pages.memory)
-    engine = Engine(runner, None, config, speculator=speculator)
-    tokens: Tokens = {}
-    for number, (prompt, sampling) in enumerate(REQUESTS):
-        engine.add_request(prompt, sampling, str(number))
-        for _ in range(2):  # they arrive while others run
-            collect(engine, tokens)
-    while engine.has_work:
-        collect(engine, tokens)
-        engine.scheduler.check()
-    assert engine.scheduler.pool.num_free == config.num_blocks
-    return tokens, engine
-
-
-def collect(engine: Engine, tokens: Tokens) -> None:
-    for delta in engine.step():
-        assert not delta.error
-        tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        engine.speculator = Speculator(ModelDrafter(draft, config), config.num_speculative_tokens)
+        engine.speculator.gate = None
+    requests = ((str(number), *request) for number, request in enumerate(REQUESTS))
+    return answer_all(engine, requests, gap=2), engine  # they arrive while others run
 
 
 @pytest.fixture(scope="module")
@@ -194,14 +170,10 @@ def plain_answers() -> list[Completion]:
 def test_texts_ends_and_grammars_of_the_demo_model(speculate, num_blocks, plain_answers) -> None:
     llm = load(speculate, num_blocks=num_blocks, num_speculative_tokens=5)
     for found, wanted in zip(answers(llm), plain_answers, strict=True):
-        assert (found.token_ids, found.text, found.finish_reason) == (
-            wanted.token_ids,
-            wanted.text,
-            wanted.finish_reason,
-        )
-        assert [entry.logprob for entry in found.logprobs] == pytest.approx(
-            [entry.logprob for entry in wanted.logprobs], abs=1e-10
-        )
+        for name in ("token_ids", "text", "finish_reason"):
+            assert getattr(found, name) == getattr(wanted, name)
+        mine, theirs = ([entry.logprob for entry in each.logprobs] for each in (found, wanted))
+        assert mine == pytest.approx(theirs, abs=1e-10)
     assert llm.engine.metrics.spec_decode_num_accepted_tokens_total > 0
 
 
@@ -217,23 +189,14 @@ def test_text_that_repeats_itself_is_guessed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"speculative_model": "magic"},
-            "--speculative-model",
-        ),
+        ({"speculative_model": "magic"}, "--speculative-model"),
         ({"speculative_model": "self:skip=5"}, r"5.*6 layers.*from 1.*4"),
         ({"speculative_model": "self:skip=0"}, r"0.*6 layers"),
         ({"speculative_model": "ngram", "num_speculative_tokens": 17}, r"17 draft.*between 1.*16"),
         ({"speculative_model": "ngram", "spec_verify": "guess"}, "--spec-verify"),
-        (
-            {"speculative_model": "", "spec_verify": "rejection"},
-            "--speculative-model",
-        ),
+        ({"speculative_model": "", "spec_verify": "rejection"}, "--speculative-model"),
         ({"speculative_model": "ngram-tree", "spec_verify": "rejection"}, "tree"),
-        (
-            {"speculative_model": "ngram-tree", "kv_cache": "int8", "kv_residual_length": 8},
-            "sinks",
-        ),
+        ({"speculative_model": "ngram-tree", "kv_cache": "int8", "kv_residual_length": 8}, "sinks"),
         ({"speculative_model": "ngram-tree", "attention_window": 4}, r"4 tokens.*4"),
     ],
 )

@@ -1,10 +1,9 @@
 """Any drafter, right or wrong, on any small pool: the tokens are those without drafts, and every invariant holds."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
+from engines import answer_all, drain
 from fake_runner import VOCAB_SIZE, FakeDrafter, FakeRunner, FakeTreeDrafter, expected_tokens
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,11 +36,8 @@ def make_engine(
 ) -> tuple[Engine, FakeRunner]:
     config = RuntimeConfig(**options)
     runner = FakeRunner(num_blocks, config.block_size, MAX_MODEL_LEN, END_TOKENS, attention_window=attention_window)
-    speculator = (
-        Speculator(drafter(num_guesses, accuracy, attention_window=attention_window), num_guesses)
-        if num_guesses
-        else None
-    )
+    guesses = drafter(num_guesses, accuracy, attention_window=attention_window)
+    speculator = Speculator(guesses, num_guesses) if num_guesses else None
     return Engine(runner, None, config, speculator=speculator, clock=lambda: 0.0), runner
 
 
@@ -71,17 +67,9 @@ def test_tokens_do_not_depend_on_drafts(
     requests, num_blocks, num_guesses, accuracy, block_size, budget, chunk, prefix_caching, window, drafter
 ) -> None:
     attention_window = FULL_ATTENTION if window is None else AttentionWindow(window=window)
-    engine, runner = make_engine(
-        num_blocks * 5 // block_size,
-        num_guesses,
-        accuracy,
-        attention_window,
-        drafter,
-        block_size=block_size,
-        max_num_batched_tokens=budget,
-        prefill_chunk=chunk,
-        prefix_caching=prefix_caching,
-    )
+    options = {"block_size": block_size, "max_num_batched_tokens": budget, "prefill_chunk": chunk}
+    sizes = (num_blocks * 5 // block_size, num_guesses, accuracy, attention_window, drafter)
+    engine, runner = make_engine(*sizes, prefix_caching=prefix_caching, **options)
     wanted, received, reasons = {}, {}, {}
     for number, (prefix, suffix, max_tokens, n) in enumerate(requests):
         prompt = [i % 3 for i in range(prefix)] + suffix
@@ -89,16 +77,13 @@ def test_tokens_do_not_depend_on_drafts(
         for index, seed in enumerate([number, *(derive_seed(number, index) for index in range(1, n))]):
             wanted[name, index] = expected_tokens(prompt, max_tokens, seed, END_TOKENS, attention_window)
             received[name, index] = []
-    while engine.has_work:
-        for delta in engine.step():
-            received[delta.request_id, delta.index] += delta.token_ids
-            reasons[delta.request_id, delta.index] = delta.finish_reason
-        engine.scheduler.check()
-        assert sum(runner.plans[-1].values()) <= budget
+    for delta in (delta for deltas in drain(engine).values() for delta in deltas):
+        received[delta.request_id, delta.index] += delta.token_ids
+        reasons[delta.request_id, delta.index] = delta.finish_reason
+    assert all(sum(plan.values()) <= budget for plan in runner.plans)
     assert received == wanted
     for key, tokens in wanted.items():
         assert reasons[key] is (FinishReason.STOP if tokens[-1] in END_TOKENS else FinishReason.LENGTH)
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     metrics = engine.metrics
     assert metrics.spec_decode_num_accepted_tokens_total <= metrics.spec_decode_num_draft_tokens_total
 
@@ -110,9 +95,7 @@ def test_right_guesses_save_steps_and_are_counted() -> None:
         engine, runner = make_engine(40, num_guesses, accuracy=1.0, block_size=4)
         if num_guesses:
             engine.speculator.drafter._chance.randint = lambda low, high: high
-        engine.add_request([5, 6, 7], params)
-        while engine.has_work:
-            engine.step()
+        answer_all(engine, [("a", [5, 6, 7], params)])
         steps[num_guesses] = len(runner.plans)
     assert steps[0] == 40
     assert steps[4] <= 12
@@ -125,9 +108,7 @@ def test_a_tree_saves_steps_that_a_chain_does_not() -> None:
     steps = {}
     for drafter in (FakeDrafter, FakeTreeDrafter):
         engine, runner = make_engine(40, 4, accuracy=0.6, drafter=drafter, block_size=4)
-        engine.add_request([5, 6, 7], params)
-        while engine.has_work:
-            engine.step()
+        answer_all(engine, [("a", [5, 6, 7], params)])
         steps[drafter] = len(runner.plans)
     assert steps[FakeTreeDrafter] < steps[FakeDrafter]
 
@@ -138,10 +119,7 @@ def test_blocks_of_accepted_tokens_are_found_by_the_next_request(drafter: type[F
     cached = {}
     for num_guesses in (0, 5):
         engine, _ = make_engine(40, num_guesses, accuracy=0.8, drafter=drafter, block_size=4)
-        tokens = []
-        engine.add_request([5, 6, 7], params)
-        while engine.has_work:
-            tokens += [token for delta in engine.step() for token in delta.token_ids]
+        tokens = answer_all(engine, [("a", [5, 6, 7], params)])["a", 0]
         engine.add_request([5, 6, 7, *tokens], params)
         cached[num_guesses] = engine.step()[0].num_cached_tokens
     assert cached[0] == cached[5] == 32
@@ -155,8 +133,7 @@ def test_drafts_preempt_nobody(num_blocks: int) -> None:
         engine, _ = make_engine(num_blocks, num_guesses, accuracy=0.0, block_size=4, prefix_caching=False)
         for seed in range(2):
             engine.add_request([5] * 7, SamplingParams(max_tokens=9, seed=seed, ignore_eos=True))
-        while engine.has_work:
-            engine.step()
+        drain(engine)
         preemptions[num_guesses] = engine.scheduler.stats.num_preemptions
     assert preemptions[0] == preemptions[6]
 
@@ -176,18 +153,12 @@ def test_wrong_guesses_delay_nobody(window: int | None) -> None:
         requests = [([5] * chance.randint(1, 20), chance.randint(4, 20)) for _ in range(6)]
         cost = {}
         for num_guesses in (0, 6):
-            engine, runner = make_engine(
-                num_blocks, num_guesses, 1.0, attention_window, prefix_caching=False, **options
-            )
-            if num_guesses:
-                engine.speculator = Speculator(
-                    WrongDrafter(num_guesses, 1.0, attention_window=attention_window), num_guesses
-                )
+            sizes = (num_blocks, num_guesses, 1.0, attention_window, WrongDrafter)
+            engine, runner = make_engine(*sizes, prefix_caching=False, **options)
             for seed, (prompt, max_tokens) in enumerate(requests):
                 engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True))
                 engine.step()
-            while engine.has_work:
-                engine.step()
+            drain(engine)
             cost[num_guesses] = (len(runner.plans), engine.scheduler.stats.num_preemptions)
         # With a window, blocks out of reach go back a little earlier behind a guess.
         assert cost[6] == cost[0] if window is None else cost[6] <= cost[0]
@@ -200,13 +171,8 @@ def test_a_drafter_that_raises_costs_speed_and_no_request() -> None:
         raise RuntimeError("out of memory")
 
     engine.speculator.drafter.propose = fail
-    engine.add_request([5, 6, 7], SamplingParams(max_tokens=9, seed=1, ignore_eos=True), "a")
-    tokens = []
-    while engine.has_work:
-        for delta in engine.step():
-            assert not delta.error
-            tokens += delta.token_ids
-    assert tokens == expected_tokens([5, 6, 7], 9, 1)
+    request = ("a", [5, 6, 7], SamplingParams(max_tokens=9, seed=1, ignore_eos=True))
+    assert answer_all(engine, [request]) == {("a", 0): expected_tokens([5, 6, 7], 9, 1)}
     assert engine.speculator is None
 
 

@@ -1,7 +1,5 @@
 """Both ways to verify draw exactly from the target's distribution: chi-square tests against the exact one."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers of the demo model that keep to a grammar: always valid, and the same whatever else the engine does."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Constraints over the demo model's tokenizer: exact masks, honest refusals, no crash whatever the grammar."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Bytes of single tokens."""
 
-from __future__ import annotations
-
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers

@@ -1,7 +1,5 @@
 """Formats of tool calls: found in chat templates, enforced by grammars, explained to models that know none."""
 
-from __future__ import annotations
-
 import json
 import random
 

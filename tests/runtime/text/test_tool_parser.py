@@ -1,7 +1,5 @@
 """Tool calls in text: the same pieces however the text is cut, and nothing that is text gets lost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The compiled attention over its own pages, against float64 on the numbers that the pages hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise

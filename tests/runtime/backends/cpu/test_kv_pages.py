@@ -1,7 +1,5 @@
 """Keys and values stored by compiled code: the same bytes whatever tokens, threads and instruction sets store them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from decoder_configs import decoder_config

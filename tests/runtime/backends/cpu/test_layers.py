@@ -1,7 +1,5 @@
 """All layers in one compiled call give the bits of the same functions called one by one, whatever stands in a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

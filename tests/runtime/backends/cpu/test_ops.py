@@ -1,7 +1,5 @@
 """Compiled ops between linears: as exact as their output, the bits of torch, and nothing beside what they write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

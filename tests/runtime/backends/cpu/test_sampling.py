@@ -1,7 +1,5 @@
 """Sampling in compiled code gives the tokens of torch, whatever the vocabulary, the scores and the instruction set."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,27 +1,22 @@
 """A quantized KV cache changes answers, but nothing that only makes serving faster changes them further: in float64
 tokens are equal whatever the chunks, the batch, the blocks, the prefix cache, host memory and speculation."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from poisoned_memory import poison
+from engines import Tokens as Answers
+from engines import answer_all, small_engine
 from tiny_models import save_tiny_model
 
 from compress.checkpoint.kv_cache import KVCacheScheme
-from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.engine.engine import Engine
 from runtime.model.decoder import Decoder
 from runtime.model.loader import load_model
 from runtime.model.scoring import score
-from runtime.runner.runner import build_runner
-from runtime.speculative.build import build_speculator
 
 SYSTEM = list(range(50, 71))
 PROMPTS = [[*SYSTEM, 7, 8, 9], [*SYSTEM, 11], [5, 6] * 9, [3], [*SYSTEM, 12]]
@@ -46,8 +41,6 @@ CELLS: dict[str, dict[str, Any]] = {
     "draft model": {"num_blocks": 60, "speculative_model": "self:skip", "max_num_seqs": 5},
 }
 
-Answers = dict[tuple[str, int], list[int]]
-
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
@@ -58,48 +51,23 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def build_engine(decoder: Decoder, scheme: KVCacheScheme, **options: Any) -> Engine:
-    wishes = {
-        "kv_cache": scheme.format,
-        "kv_rotate": scheme.rotate,
-        "kv_sinks": scheme.sinks,
-        "kv_residual_length": scheme.residual_length,
-    }
-    config = RuntimeConfig(**({"dtype": "float64", "block_size": 4, "max_model_len": 64} | wishes | options))
-    runner = build_runner(decoder, config)
-    poison(runner.pages.memory)
-    speculator = build_speculator("", decoder, runner, config)
-    if speculator is not None:
-        speculator.gate = None
-    return Engine(runner, None, config, speculator=speculator)
-
-
-def answer(engine: Engine, prompts: Sequence[tuple[str, list[int], SamplingParams]], together: bool) -> Answers:
-    found: Answers = {}
-    for name, prompt, sampling in prompts:
-        engine.add_request(prompt, sampling, name)
-        while engine.has_work and not together:
-            collect(engine, found)
-    while engine.has_work:
-        collect(engine, found)
-    return found
-
-
-def collect(engine: Engine, found: Answers) -> None:
-    for delta in engine.step():
-        assert not delta.error
-        found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+    wishes = {"kv_rotate": scheme.rotate, "kv_sinks": scheme.sinks, "kv_residual_length": scheme.residual_length}
+    return small_engine(decoder, dtype="float64", kv_cache=scheme.format, max_model_len=64, **wishes, **options)
 
 
 def requests() -> list[tuple[str, list[int], SamplingParams]]:
     return [(str(i), prompt, SAMPLINGS[i % 2]) for i, prompt in enumerate(PROMPTS)]
 
 
+def one_by_one(engine: Engine) -> Answers:
+    return {key: tokens for each in requests() for key, tokens in answer_all(engine, [each]).items()}
+
+
 @pytest.fixture(scope="module", params=SCHEMES)
 def served(request: pytest.FixtureRequest, decoder: Decoder) -> tuple[KVCacheScheme, Answers]:
     """A scheme, and the answers of an engine that serves one request at a time, every prompt in one piece."""
     scheme = SCHEMES[request.param]
-    engine = build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_seqs=3)
-    return scheme, answer(engine, requests(), together=False)
+    return scheme, one_by_one(build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_seqs=3))
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -113,11 +81,10 @@ def test_every_way_of_serving_gives_the_same_tokens(
     if scheme.residual_length:
         options.pop("kv_offload_bytes", None)
     engine = build_engine(decoder, scheme, **options)
-    assert answer(engine, requests(), together=True) == expected
+    assert answer_all(engine, requests()) == expected
     if cell == "cache":
-        assert answer(engine, requests(), together=True) == expected, "once more, with what is cached now"
+        assert answer_all(engine, requests()) == expected, "once more, with what is cached now"
         assert (engine.scheduler.stats.num_prefix_hits > 0) == (not scheme.residual_length)
-    engine.scheduler.check()
     stats = engine.scheduler.stats
     assert (stats.num_preemptions > 0) == (options["num_blocks"] == 17)
     assert (engine.scheduler.pool.tier.num_restores > 0) == ("kv_offload_bytes" in options)
@@ -129,13 +96,12 @@ def test_windows_and_endless_streams(decoder: Decoder, served: tuple[KVCacheSche
     scheme, whole = served
     window = {"attention_window": 12, "attention_sinks": sinks}
     alone = build_engine(decoder, scheme, num_blocks=300, prefix_caching=False, max_num_seqs=3, **window)
-    expected = answer(alone, requests(), together=False)
+    expected = one_by_one(alone)
     assert expected != whole
     trees = {} if scheme.sinks or scheme.residual_length else {"speculative_model": "ngram-tree"}
     for options in ({"num_blocks": 20, "prefill_chunk": 5}, {"num_blocks": 300} | trees):
         engine = build_engine(decoder, scheme, **options, **window)
-        assert answer(engine, requests(), together=True) == expected
-        engine.scheduler.check()
+        assert answer_all(engine, requests()) == expected
 
 
 def test_what_is_scored_is_what_is_served(decoder: Decoder, served: tuple[KVCacheScheme, Answers]) -> None:

@@ -1,7 +1,5 @@
 """2:4 weights in 16 bits on a GPU: when they are served so and why not; their product where there is a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

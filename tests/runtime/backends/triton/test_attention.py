@@ -1,8 +1,6 @@
 """Attention over pages in Triton against plain torch in float64 over the same codes: every form, grouped heads,
 windows, ragged lengths, drafts, chunks, empty splits; unwritten memory is poisoned."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

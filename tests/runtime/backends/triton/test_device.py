@@ -1,7 +1,5 @@
 """Which devices and dtypes Triton kernels are for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Products with 8-bit floats in Triton against the exact product in float64, with memory poisoned before it is
 written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from poisoned_memory import poisoned_allocations

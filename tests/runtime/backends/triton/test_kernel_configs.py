@@ -1,7 +1,5 @@
 """Which configuration runs for how many tokens: defaults, and tables that were measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """A decoder served with fused Triton kernels, against the same codes in plain torch: every kind of linear and of pages;
 prompts, single tokens and padding in one batch; greedy tokens through the engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decoder_configs import decoder_config
+from engines import answer_all
 from poisoned_memory import poison, poisoned_allocations
 from tiny_models import random_weight
 from torch import Tensor
@@ -215,14 +214,9 @@ def test_greedy_tokens_through_the_engine(gpu) -> None:
         if fused:
             use_triton(runner)
         poison(runner.pages.memory)
-        engine, tokens = Engine(runner, None, config), {"a": [], "b": []}
-        for name, prompt in (("a", [5, 9, 40, 3, 17]), ("b", [11, 2])):
-            engine.add_request(prompt, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True), name)
-        while engine.has_work:
-            for delta in engine.step():
-                assert not delta.error
-                tokens[delta.request_id] += delta.token_ids
-        answers.append(tokens)
+        greedy = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        requests = [("a", [5, 9, 40, 3, 17], greedy), ("b", [11, 2], greedy)]
+        answers.append(answer_all(Engine(runner, None, config), requests))
     assert answers[1] == answers[0]
     assert [len(answer) for answer in answers[1].values()] == [3, 3]
 

@@ -1,8 +1,6 @@
 """Packed linears in Triton against the exact product in float64: every kernel, width, group and ragged edge, with
 memory poisoned before it is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from covering import covering

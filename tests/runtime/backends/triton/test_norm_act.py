@@ -1,8 +1,6 @@
 """Operations between two products, in Triton, against `TorchOps` on the product summed in float64: every
 form of input, splits, biases, scales and ragged rows, with memory poisoned before it is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from covering import covering

@@ -1,7 +1,5 @@
 """Packed linears at the shapes of real models on a GPU: against float64, and the same bits every time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import random_weight

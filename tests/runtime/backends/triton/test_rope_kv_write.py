@@ -1,8 +1,6 @@
 """Head norm, rotary embedding, turn and quantization in one kernel, against the same steps in plain torch: the same
 queries and the same bytes in the pages, and nothing else touched."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

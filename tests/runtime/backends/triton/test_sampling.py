@@ -1,8 +1,6 @@
 """Tokens drawn in Triton against those of torch: noise of the same bits, ties, rows that are not finite or forbidden,
 ragged vocabularies, and sums that float32 cannot tell apart."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np
