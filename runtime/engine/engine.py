@@ -170,9 +170,7 @@ class Engine:
         else:
             self.num_failed_steps = 0
             self._complete(plan, sampled)
-            deltas += self.output_processor.note_prompts(plan, output)
-            for sequence, new in sampled:
-                deltas += self.output_processor.extend(sequence, new)
+            deltas += self.output_processor.process(plan, output)
             if output.path:
                 self.metrics.steps_by_path_total[output.path] += 1
         self.metrics.steps_total += 1

@@ -278,7 +278,15 @@ class OutputProcessor:
             if times.first_scheduled is None:
                 self._metrics.note_scheduled(times, entry.sequence.num_prompt_tokens, now)
 
-    def note_prompts(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
+    def process(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
+        """Adds the results of a computed step and returns its deltas, prompts first."""
+        deltas = self._add_prompts(plan, output)
+        for entry in plan.entries:
+            if sampled := output.tokens.get(entry.sequence.id):
+                deltas += self._extend(entry.sequence, sampled)
+        return deltas
+
+    def _add_prompts(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         """Collects results about prompts, and ends requests that need nothing else."""
         deltas: list[Delta] = []
         for entry in plan.entries:
@@ -290,7 +298,7 @@ class OutputProcessor:
                 deltas += self._end_prompt(parent, sequence.request)
         return deltas
 
-    def extend(self, sequence: Sequence, sampled: list[SampledToken]) -> list[Delta]:
+    def _extend(self, sequence: Sequence, sampled: list[SampledToken]) -> list[Delta]:
         """Adds sampled tokens to a sequence's answer; after the first ones the other answers of its request start."""
         parent = self._by_sequence[sequence.id]
         prompt, parent.prompt = parent.prompt, None
