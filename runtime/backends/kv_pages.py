@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from compress.checkpoint.kv_cache import CODE_BITS, METADATA_BITS, KVCacheScheme
+from compress.checkpoint.kv_cache import CODE_BITS, EXACT, METADATA_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
 from runtime.backends.exact_tokens import ResidualWindow, SinkStore
 from runtime.core.batch import upload
@@ -145,44 +145,13 @@ class KVPages(Protocol):
         ...
 
 
-class ExactPages:
-    """Keys and values in the model's dtype, as two tensors of `[block_size, kv_heads, D]` per block."""
+class TokenPages:
+    """Pages in the layouts of plain torch: the fields of a block begin with its tokens.
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        num_host_blocks: int = 0,
-    ) -> None:
-        field = BlockField((block_size, config.num_kv_heads, config.head_dim), dtype)
-        fields = {"keys": field, "values": field}
-        self.memory = BlockMemory(fields, config.num_layers, num_blocks, device, num_host_blocks)
-        self.dtype = dtype
-        keys, values = self.memory.tensors["keys"], self.memory.tensors["values"]
-        self._pages = list(zip(keys, values, strict=True))
-        self._slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._pages]
-
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        keys, values = self._slots[layer]
-        keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, value)
-
-    def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._pages[layer]
-        return keys.index_select(0, block_ids).flatten(0, 1), values.index_select(0, block_ids).flatten(0, 1)
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.memory.move_tokens(sources, targets)
-
-
-class QuantizedPages:
-    """Codes `[block_size, kv_heads, bytes]` and their scales `[block_size, kv_heads, 1 or 2]` (with an offset, if there
-    is one) per block, of keys and of values. What is gathered is dequantized.
-
-    Codes of 4 bits lie two in a byte: dimension d in the low half of byte d, d + D / 2 in its high half.
+    In 16 bits `keys` and `values` are `[block_size, kv_heads, D]` in the model's dtype. Quantized, codes are
+    `[block_size, kv_heads, bytes]` beside their scales `[block_size, kv_heads, 1 or 2]` (with an offset, if there is
+    one), and what is gathered is dequantized. Codes of 4 bits lie two in a byte: dimension d in the low half of byte d,
+    d + D / 2 in its high half.
     """
 
     def __init__(
@@ -195,33 +164,58 @@ class QuantizedPages:
         device: torch.device,
         num_host_blocks: int = 0,
     ) -> None:
-        parts = (("key", scheme.key_format), ("value", scheme.value_format))
+        places, dim = (block_size, config.num_kv_heads), config.head_dim
         fields: dict[str, BlockField] = {}
-        for name, format in parts:
-            places = (block_size, config.num_kv_heads)
-            fields[f"{name}_codes"] = BlockField((*places, config.head_dim * CODE_BITS[format] // 8), torch.uint8)
-            fields[f"{name}_scales"] = BlockField((*places, METADATA_BITS[format] // 16), torch.float16)
+        for name, format in (("key", scheme.key_format), ("value", scheme.value_format)):
+            if format == EXACT:
+                fields[f"{name}s"] = BlockField((*places, dim), dtype)
+            else:
+                fields[f"{name}_codes"] = BlockField((*places, dim * CODE_BITS[format] // 8), torch.uint8)
+                fields[f"{name}_scales"] = BlockField((*places, METADATA_BITS[format] // 16), torch.float16)
         self.memory = BlockMemory(fields, config.num_layers, num_blocks, device, num_host_blocks)
         self.dtype = dtype
-        self._key, self._value = (_Part(self.memory, name, format) for name, format in parts)
+        tensors = self.memory.tensors
+        self._key: _ExactPart | _QuantizedPart
+        self._value: _ExactPart | _QuantizedPart
+        if scheme.is_exact:
+            self._key, self._value = _ExactPart(tensors["keys"]), _ExactPart(tensors["values"])
+        else:
+            self._key = _QuantizedPart(tensors["key_codes"], tensors["key_scales"], scheme.key_format, dtype)
+            self._value = _QuantizedPart(tensors["value_codes"], tensors["value_scales"], scheme.value_format, dtype)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         self._key.write(layer, slots, key)
         self._value.write(layer, slots, value)
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self._key.gather(layer, block_ids, self.dtype), self._value.gather(layer, block_ids, self.dtype)
+        return self._key.gather(layer, block_ids), self._value.gather(layer, block_ids)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.memory.move_tokens(sources, targets)
 
 
-class _Part:
-    """Keys, or values, of all layers."""
+class _ExactPart:
+    """Keys, or values, of all layers in the model's dtype."""
 
-    def __init__(self, memory: BlockMemory, name: str, format: str) -> None:
-        self.format = format
-        self.codes, self.scales = memory.tensors[f"{name}_codes"], memory.tensors[f"{name}_scales"]
+    def __init__(self, heads: Tensor) -> None:
+        self._layers = list(heads)
+        self._slots = [layer.flatten(0, 1) for layer in self._layers]
+
+    def write(self, layer: int, slots: Tensor, heads: Tensor) -> None:
+        self._slots[layer].index_copy_(0, slots, heads)
+
+    def gather(self, layer: int, block_ids: Tensor) -> Tensor:
+        return self._layers[layer].index_select(0, block_ids).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantizedPart:
+    """Keys, or values, of all layers as codes with their scales; `dtype` is that of what is gathered."""
+
+    codes: Tensor
+    scales: Tensor
+    format: str
+    dtype: torch.dtype
 
     def write(self, layer: int, slots: Tensor, heads: Tensor) -> None:
         quantized = quantize_heads(heads, self.format)
@@ -230,11 +224,11 @@ class _Part:
         self.codes[layer].flatten(0, 1).index_copy_(0, slots, codes)
         self.scales[layer].flatten(0, 1).index_copy_(0, slots, torch.stack(metadata, -1))
 
-    def gather(self, layer: int, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def gather(self, layer: int, block_ids: Tensor) -> Tensor:
         codes = self.codes[layer].index_select(0, block_ids).flatten(0, 1)
         scale, *offset = self.scales[layer].index_select(0, block_ids).flatten(0, 1).unbind(-1)
         codes = unpack_halves(codes) if CODE_BITS[self.format] == 4 else codes
-        return dequantize_heads(QuantizedHeads(codes, scale, offset[0] if offset else None), dtype)
+        return dequantize_heads(QuantizedHeads(codes, scale, offset[0] if offset else None), self.dtype)
 
 
 def pack_halves(codes: Tensor) -> Tensor:
@@ -248,11 +242,14 @@ def unpack_halves(codes: Tensor) -> Tensor:
     return torch.cat((codes & 15, codes >> 4), -1)
 
 
-def make_pages(model: Model, memory: MemoryPlan) -> KVPages:
+def page_sizes(model: Model, memory: MemoryPlan) -> tuple[int, int, torch.dtype, torch.device, int]:
+    """Blocks, tokens of a block, dtype, device and blocks in host memory: the last arguments of a layout."""
+    return memory.num_blocks, memory.block_size, model.dtype, model.device, memory.num_host_blocks
+
+
+def make_pages(model: Model, memory: MemoryPlan) -> TokenPages:
     """Pages in the layouts of plain torch."""
-    config, scheme = model.config, memory.kv_cache
-    sizes = (memory.num_blocks, memory.block_size, model.dtype, model.device, memory.num_host_blocks)
-    return ExactPages(config, *sizes) if scheme.is_exact else QuantizedPages(config, scheme, *sizes)
+    return TokenPages(model.config, memory.kv_cache, *page_sizes(model, memory))
 
 
 @dataclass(frozen=True, slots=True)

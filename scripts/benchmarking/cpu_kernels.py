@@ -211,12 +211,14 @@ def torch_step(case: Case) -> Callable[[], object]:
     """Same as `compiled_step` without compiled code: gathered pages, then torch's attention."""
     import torch
 
-    from runtime.backends.kv_pages import ExactPages
+    from compress.checkpoint.kv_cache import UNCOMPRESSED
+    from runtime.backends.kv_pages import TokenPages
     from runtime.backends.span_attention import attend_tokens
 
     layers, device = _layers(case), torch.device("cpu")
     blocks = case.batch * case.context // case.block_size
-    pages = ExactPages(decoder_config(case, layers), blocks, case.block_size, torch.bfloat16, device)
+    config = decoder_config(case, layers)
+    pages = TokenPages(config, UNCOMPRESSED, blocks, case.block_size, torch.bfloat16, device)
     for tensor in pages.memory.tensors.values():
         tensor.normal_()
     table = _batch(case, blocks).groups[0].blocks

@@ -34,7 +34,7 @@ from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
-from runtime.backends.kv_pages import ExactPages, QuantizedPages
+from runtime.backends.kv_pages import TokenPages
 from runtime.backends.torch.linear import DenseLinear, semi_structured_bytes
 from runtime.backends.triton.attention import block_rows, layer_pages, num_splits
 from runtime.backends.triton.kernels.configs import EXPAND, GEMM, SKINNY, KernelConfig
@@ -148,11 +148,7 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device) ->
 
     blocks, scheme = case.batch * case.context // case.block_size, KVCacheScheme(form)
     config = decoder_config(case, copies_of(case))
-    pages: ExactPages | QuantizedPages
-    if scheme.is_exact:
-        pages = ExactPages(config, blocks, case.block_size, torch.bfloat16, device)
-    else:
-        pages = QuantizedPages(config, scheme, blocks, case.block_size, torch.bfloat16, device)
+    pages = TokenPages(config, scheme, blocks, case.block_size, torch.bfloat16, device)
     _fill(pages)
     tensors = pages.memory.tensors
     query = torch.randn(case.batch, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
@@ -185,7 +181,7 @@ def copies_of(case: Case) -> int:
     return num_copies(case.kv_bytes // 4)  # int4 pages are that much smaller, and must not fit in the cache either
 
 
-def _fill(pages: ExactPages | QuantizedPages) -> None:
+def _fill(pages: TokenPages) -> None:
     for name, tensor in pages.memory.tensors.items():
         if tensor.dtype == torch.uint8:
             tensor.random_(0, 119)  # as fp8 too: no NaN among them

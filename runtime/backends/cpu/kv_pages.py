@@ -13,7 +13,7 @@ from compress.checkpoint.kv_cache import EXACT, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads
 from compress.cpu.binding import BEST, absence, library
 from runtime.backends.base import Model
-from runtime.backends.kv_pages import BlockField, BlockMemory
+from runtime.backends.kv_pages import BlockField, BlockMemory, page_sizes
 from runtime.core.memory_plan import MemoryPlan
 from runtime.core.model_config import DecoderConfig
 
@@ -221,8 +221,7 @@ class CpuPages:
 
 def make_pages(model: Model, memory: MemoryPlan) -> CpuPages:
     """Pages for a memory plan."""
-    sizes = (memory.num_blocks, memory.block_size, model.dtype, model.device, memory.num_host_blocks)
-    return CpuPages(model.config, memory.kv_cache, *sizes)
+    return CpuPages(model.config, memory.kv_cache, *page_sizes(model, memory))
 
 
 def token_stride(heads: Tensor) -> int:

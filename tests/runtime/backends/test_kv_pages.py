@@ -2,7 +2,8 @@ import pytest
 import torch
 from tiny_models import SIZES
 
-from runtime.backends.kv_pages import BlockField, BlockMemory, ExactPages
+from compress.checkpoint.kv_cache import UNCOMPRESSED
+from runtime.backends.kv_pages import BlockField, BlockMemory, TokenPages
 from runtime.core.model_config import parse_config
 from runtime.core.step import BlockCopy, BlockOffload, BlockRestore
 
@@ -24,7 +25,7 @@ def contents(memory: BlockMemory) -> list[torch.Tensor]:
 
 
 def test_what_is_written_is_gathered() -> None:
-    pages = ExactPages(CONFIG, num_blocks=6, block_size=4, dtype=torch.float64, device=CPU)
+    pages = TokenPages(CONFIG, UNCOMPRESSED, num_blocks=6, block_size=4, dtype=torch.float64, device=CPU)
     pages.memory.clear(range(6))
     key, value = torch.randn(2, 5, 2, 16, dtype=torch.float64)
     pages.write(1, torch.tensor([3, 4, 20, 21, 7]), key, value)

@@ -17,7 +17,7 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
 from compress.evaluate.perplexity import cut_windows
 from compress.evaluate.scorers import RuntimeScorer
-from runtime.backends.kv_pages import QuantizedPages
+from runtime.backends.kv_pages import TokenPages
 from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import parse_config
 from runtime.core.request import SamplingParams
@@ -37,7 +37,7 @@ QUANTIZED = ("fp8", "int8", "k8v4", "int4")
 def test_what_is_written_is_gathered_rounded(format: str, head_dim: int, dtype: torch.dtype) -> None:
     config = parse_config({"model_type": "llama", **SIZES, "head_dim": head_dim})
     scheme = KVCacheScheme(format)
-    pages = QuantizedPages(config, scheme, num_blocks=6, block_size=4, dtype=dtype, device=CPU)
+    pages = TokenPages(config, scheme, num_blocks=6, block_size=4, dtype=dtype, device=CPU)
     assert pages.memory.nbytes == 6 * 4 * kv_token_bytes(config, scheme)
     poison(pages.memory)
     pages.memory.clear([0, 1, 5])

@@ -9,7 +9,7 @@ from tiny_models import save_tiny_model
 
 from compress.common.cli import demo_model_path
 from compress.common.errors import ToolkitError
-from runtime.backends.kv_pages import ExactPages
+from runtime.backends.kv_pages import TokenPages
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import Grammar, GrammarKind, SamplingParams
 from runtime.engine.engine import Engine
@@ -87,13 +87,13 @@ def test_tokens_are_those_without_guesses(
 
 
 def test_branches_behind_the_first_are_kept_where_the_next_step_looks(folder, target, expected, monkeypatch) -> None:
-    moves, move = [], ExactPages.move
+    moves, move = [], TokenPages.move
 
     def note_and_move(pages, sources, targets):
         moves.append(len(sources))
         move(pages, sources, targets)
 
-    monkeypatch.setattr(ExactPages, "move", note_and_move)
+    monkeypatch.setattr(TokenPages, "move", note_and_move)
     tokens, _ = serve(target, "ngram-tree", folder, num_speculative_tokens=8)
     assert tokens == expected
     assert sum(moves) > len(moves) > 0, "several tokens at once, too"

@@ -11,7 +11,7 @@ from poisoned_memory import poison, poisoned_allocations
 from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
 from compress.models.spec import Rope
-from runtime.backends.kv_pages import ExactPages, ExactPlaces, QuantizedPages, pack_halves
+from runtime.backends.kv_pages import ExactPlaces, TokenPages, pack_halves
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
 from runtime.backends.triton.attention import SinkTokens, TritonAttention, attention_unsupported_reason, num_splits
 from runtime.core.batch import AttentionGroup
@@ -128,7 +128,7 @@ def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42))
     random = torch.Generator().manual_seed(5)
     stop = spans[-1][1]
     query, key, value = (torch.randn(stop, n, HEAD_DIM, generator=random).to(device, torch.float16) for n in (6, 2, 2))
-    pages = ExactPages(config, *sizes) if scheme.is_exact else QuantizedPages(config, scheme, *sizes)
+    pages = TokenPages(config, scheme, *sizes)
     poison(pages.memory)
     pages.memory.clear(range(NUM_BLOCKS))
     rotate = rotate_heads if scheme.rotate else (lambda heads: heads)

@@ -19,7 +19,7 @@ from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from runtime.backends.base import Linear, LowRank, Target
-from runtime.backends.kv_pages import ExactPages, ExactPlaces, QuantizedPages
+from runtime.backends.kv_pages import ExactPlaces, TokenPages
 from runtime.backends.torch.attention import PagedAttention, StepKeys
 from runtime.backends.torch.linear import DenseLinear
 from runtime.backends.torch.ops import TorchOps
@@ -123,7 +123,7 @@ class World:
     def cache(self, format: str, dtype: torch.dtype) -> SimpleNamespace:
         """Pages with nothing in them, as `KVCache` has them."""
         scheme, sizes = KVCacheScheme.named(format), (NUM_BLOCKS, BLOCK, dtype, self.device)
-        pages = ExactPages(self.config, *sizes) if scheme.is_exact else QuantizedPages(self.config, scheme, *sizes)
+        pages = TokenPages(self.config, scheme, *sizes)
         poison(pages.memory)
         pages.memory.clear(range(NUM_BLOCKS))
         rotate = rotate_heads if scheme.rotate else (lambda heads: heads)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
-from runtime.backends.kv_pages import ExactPages, KVPages, QuantizedPages
+from runtime.backends.kv_pages import KVPages, TokenPages
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import layer_pages
 from runtime.backends.triton.fused_linear import PartialSums, finished
@@ -27,7 +27,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 def make_pages(scheme: KVCacheScheme, head_dim: int, dtype: torch.dtype, device: torch.device) -> KVPages:
     config = SimpleNamespace(num_layers=2, num_kv_heads=KV_HEADS, head_dim=head_dim)
     sizes = NUM_BLOCKS, BLOCK_SIZE, dtype, device
-    pages = ExactPages(config, *sizes) if scheme.is_exact else QuantizedPages(config, scheme, *sizes)
+    pages = TokenPages(config, scheme, *sizes)
     poison(pages.memory)
     return pages
 
