@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compress.checkpoint.weights import Int
+from compress.common.cli import wide_console
 from compress.common.files import REPORT_FILE
 from compress.plan import LayerPlan, Plan, by_kind
 from compress.recipe import EMBEDDING_TARGET
@@ -47,9 +48,6 @@ def embedding_tip(plan: Plan, total_bytes: int) -> str:
         return ""
     then = total_bytes - saved
     return f"--embedding-bits 8 makes it {size(then)} ({times(plan.bytes_before, then)}), for this runtime only"
-
-
-_PLAIN_WIDTH = 120
 
 
 def print_plan(prepared: RunContext) -> None:
@@ -170,12 +168,6 @@ def megabytes(count: int) -> str:
 
 def gigabytes(count: int) -> str:
     return f"{count / 1e9:,.2f}"
-
-
-def wide_console() -> Console:
-    """Returns a console as wide as the terminal; files and pipes get 120 columns."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def print_evaluation(report: EvaluationReport) -> None:

@@ -14,11 +14,14 @@ from difflib import get_close_matches
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
 
 from compress.common.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def option(*flags: str, default: Any, choices: tuple[str, ...] = (), **details: Any) -> Any:
@@ -161,6 +164,17 @@ def _annotation(hint: Any, each: Field[Any]) -> Any:
     if get_origin(hint) is not Annotated or not isinstance(inner[1], str):
         return hint
     return Annotated[inner[0], typer.Option(help=inner[1], show_default=each.default is not None)]
+
+
+PLAIN_WIDTH = 120
+
+
+def wide_console() -> Console:
+    """A console as wide as the terminal; files and pipes get `PLAIN_WIDTH` columns."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 DISTRIBUTION = "compress-runtime"

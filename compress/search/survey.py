@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,19 +44,15 @@ def assignments_of(group: LayerGroup, candidate: Candidate, method: str) -> dict
 
 def candidates_for(group: LayerGroup, offered: Sequence[Candidate], method: str) -> list[Candidate]:
     """Returns the candidates that fit a group. Raises SchemeError when none does."""
-    fitting = [candidate for candidate in offered if _fits(group, candidate, method)]
+    fitting = []
+    for candidate in offered:
+        with suppress(SchemeError):
+            assignments_of(group, candidate, method)
+            fitting.append(candidate)
     if not fitting:
         widths = ", ".join(str(columns) for _, columns in group.shapes)
         raise SchemeError(f"no candidate fits the {widths} inputs of {group.name}", "Add w8 or w4 to --candidates")
     return fitting
-
-
-def _fits(group: LayerGroup, candidate: Candidate, method: str) -> bool:
-    try:
-        assignments_of(group, candidate, method)
-    except SchemeError:
-        return False
-    return True
 
 
 # A tensor's entry in the header of a weight file beside its name.
@@ -143,15 +140,14 @@ class Survey:
     @property
     def smallest(self) -> int:
         """Bytes of all groups with their smallest candidates."""
-        return sum(
-            min(self.cost(group, candidate) for candidate in offered) for group, offered in self.candidates.items()
-        )
+        return self._total(min)
 
     @property
     def largest(self) -> int:
-        return sum(
-            max(self.cost(group, candidate) for candidate in offered) for group, offered in self.candidates.items()
-        )
+        return self._total(max)
+
+    def _total(self, pick: Callable[[Iterable[int]], int]) -> int:
+        return sum(pick(self.cost(group, each) for each in offered) for group, offered in self.candidates.items())
 
     def bits_per_weight(self, cost: int) -> float:
         """Converts the bytes of all groups."""

@@ -17,9 +17,9 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from compress.common.cli import wide_console
 from compress.common.errors import ToolkitError
 from runtime.bench.load import Record, Workload
 
@@ -197,7 +197,6 @@ def _gpus() -> list[str]:
 
 
 SCHEMA = 1
-PLAIN_WIDTH = 120
 LABELS = {"ttft": "first token", "itl": "between tokens", "tpot": "per output token", "e2e": "end to end"}
 
 
@@ -239,8 +238,7 @@ class Run:
 
 def print_run(run: Run) -> None:
     """Prints latencies as a table, the rest as lines."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    console = wide_console()
     table = Table(title=f"{run.model} at {run.url}: {run.load}", title_justify="left")
     table.add_column("latency in ms")
     for name in ("mean", "p50", "p90", "p95", "p99"):

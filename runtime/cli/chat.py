@@ -16,6 +16,7 @@ import typer
 
 from compress.common.cli import with_groups
 from compress.common.errors import RequestError, ToolkitError
+from runtime.cli.generate import steps
 from runtime.cli.options import ModelArgument, SeedOption, resolve_model, runtime_config
 from runtime.core.config import ComputeOptions, ContextOptions, KVCacheOptions, SpeculativeOptions
 from runtime.core.request import Delta, FinishReason, SamplingParams, TruncationParams
@@ -82,17 +83,11 @@ def talk(session: Session) -> None:
     for line in read_lines(session):
         try:
             if line.startswith("/"):
-                obey(session, line)
+                tell(run_command(session.conversation, line))
             elif line.strip():
                 answer(session, line)
         except RequestError as error:
             tell(str(error))
-
-
-def obey(session: Session, line: str) -> None:
-    """Runs a command and prints its message."""
-    if message := run_command(session.conversation, line):
-        tell(message)
 
 
 def answer(session: Session, question: str) -> None:
@@ -134,7 +129,8 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
 
 
 def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if text:
+        print(text, file=sys.stderr, flush=True)
 
 
 Message = dict[str, str]
@@ -299,7 +295,7 @@ class Session:
         request_id = self.engine.add_request(token_ids, self._sampling(len(token_ids)))
         pieces: list[str] = []
         try:
-            for delta in self._deltas(is_stopped):
+            for delta in steps(self.engine, is_stopped):
                 self._note(delta, time.perf_counter() - began)
                 pieces.append(delta.text)
                 yield delta.text
@@ -316,15 +312,6 @@ class Session:
             )
         sampling = self.conversation.sampling
         return replace(sampling, max_tokens=min(sampling.max_tokens, room))
-
-    def _deltas(self, is_stopped: Callable[[], bool]) -> Iterator[Delta]:
-        while self.engine.has_work and not is_stopped():
-            for delta in self.engine.step():
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise ToolkitError(
-                        f"the answer failed: {delta.error}", "Try --linear-backend reference --dtype float32"
-                    )
-                yield delta
 
     def _note(self, delta: Delta, seconds: float) -> None:
         figures = self.figures

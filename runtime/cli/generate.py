@@ -17,9 +17,9 @@ from runtime.core.config import ComputeOptions, ContextOptions, KVCacheOptions, 
 from runtime.core.request import PenaltyParams, TruncationParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from runtime.core.request import Delta, SamplingParams
+    from runtime.core.request import Delta
     from runtime.engine.engine import Engine
 
 
@@ -72,7 +72,8 @@ def generate(
 
     engine, tokenizer = load_engine(path, runtime_config(compute, kv, context, drafts))
     token_ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
-    write(steps(engine, token_ids, sampling), as_json, path.name)
+    engine.add_request(token_ids, sampling)
+    write(steps(engine), as_json, path.name)
 
 
 def read_prompt() -> str:
@@ -81,15 +82,13 @@ def read_prompt() -> str:
     return sys.stdin.read().removesuffix("\n")
 
 
-def steps(engine: Engine, token_ids: list[int], sampling: SamplingParams) -> Iterator[Delta]:
-    """Yields the deltas of one prompt. Raises ToolkitError if the engine fails."""
-    engine.add_request(token_ids, sampling)
-    while engine.has_work:
+def steps(engine: Engine, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:
+    """Yields the deltas of the only request until it ends or is stopped. Raises ToolkitError if the engine fails."""
+    while engine.has_work and not is_stopped():
         for delta in engine.step():
             if delta.error:
-                raise ToolkitError(
-                    f"generation failed: {delta.error}", "Try --linear-backend reference --dtype float32"
-                )
+                remedy = "Try --linear-backend reference --dtype float32"
+                raise ToolkitError(f"the answer failed: {delta.error}", remedy)
             yield delta
 
 
