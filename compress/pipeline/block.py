@@ -84,7 +84,7 @@ class BlockOutcome:
 
     def keep(self, stored: Weight | Tensor, record: LinearRecord) -> None:
         """Adds what became of one linear, in host memory."""
-        stored = stored.cpu()
+        stored = stored.to("cpu")
         if isinstance(stored, Tensor):
             self.pruned[f"{record.module}.weight"] = stored
         else:

@@ -123,7 +123,7 @@ def _by_rows(
         columns = 1.0 if importance is None else importance
         error += float(((found.dequantize() - rows).square() * columns).sum(dtype=torch.float64))
         total += float((rows.square() * columns).sum(dtype=torch.float64))
-        parts.append(found.cpu())
+        parts.append(found.to("cpu"))
     names = "qweight", "scales", "zero_points"
     qweight, scales, zero_points = (torch.cat([getattr(part, name) for part in parts]) for name in names)
     return IntegerWeight(qweight, scales, zero_points, parts[0].scheme), error / total if total else 0.0

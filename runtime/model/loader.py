@@ -268,8 +268,7 @@ class _Loader:
         is_read = type(self.checkpoint) is PackedCheckpoint
         if device.type == "cpu" or not is_read or not unpacks_anywhere(self.checkpoint.scheme(module)):
             return self.checkpoint.weight(module)
-        weight = unpacked_on(self.checkpoint, device).weight(module)
-        return weight if isinstance(weight, Tensor) else weight.changed(lambda tensor: tensor.to(device))
+        return unpacked_on(self.checkpoint, device).weight(module).to(device)
 
     def _vector(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.target.device, self.target.dtype)

@@ -68,9 +68,9 @@ class Weight(ABC):
         parts = (part.changed(change) if isinstance(part, Weight) else change(part) for part in self.parts)
         return cast(Any, type(self))(*parts, self.scheme)
 
-    def cpu(self) -> Self:
-        """The same in host memory."""
-        return self.changed(lambda tensor: tensor.cpu())
+    def to(self, device: torch.device | str) -> Self:
+        """The same on a device."""
+        return self.changed(lambda tensor: tensor.to(device))
 
     def expanded(self) -> Weight | Tensor:
         """The same values without structure: codes with zeros in place, or values in the model's dtype."""

@@ -44,7 +44,7 @@ class LearnedRounding:
     """
 
     def __init__(self, weight: Tensor, start: IntegerWeight) -> None:
-        start = _on(weight.device, start)
+        start = start.to(weight.device)
         self._start = start
         self._latent = _within_codes(weight, start)
         self.offset = torch.zeros_like(self._latent, requires_grad=True)
@@ -189,10 +189,6 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0], None
-
-
-def _on(device: torch.device, weight: IntegerWeight) -> IntegerWeight:
-    return weight.changed(lambda tensor: tensor.to(device))
 
 
 def _within_codes(weight: Tensor, start: IntegerWeight) -> Tensor:

@@ -224,7 +224,7 @@ class ReferenceLinear:
     def __init__(self, weight: Weight, bias: Tensor | None, target: Target) -> None:
         (features, inputs), self.scheme = weight.shape, weight.scheme
         rows = max(1, PANEL_ELEMENTS // inputs)
-        self.weight = weight.changed(lambda tensor: tensor.to(target.device))
+        self.weight = weight.to(target.device)
         self.bias = bias
         self.panels = [self._slice(first, first + rows) for first in range(0, features, rows)]
         self.nbytes = weight.nbytes
