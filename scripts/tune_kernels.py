@@ -44,7 +44,7 @@ def timer_of(rows: int, columns: int) -> Timer:
     from benchmarking.gpu_kernels import num_copies, random_codes, require_gpu, seconds_per_call
 
     from compress.checkpoint.weights import Int
-    from runtime.backends.triton.kernels.w4a16 import multiply_w4a16
+    from runtime.backends.triton.kernels.w4a16 import W4A16Linear
     from runtime.backends.triton.kernels.weight_layout import interleave
 
     device = require_gpu()
@@ -54,7 +54,8 @@ def timer_of(rows: int, columns: int) -> Timer:
 
     def time(tokens: int, config: KernelConfig) -> float:
         x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-        return seconds_per_call([lambda weight=weight: multiply_w4a16(x, weight, None, config) for weight in weights])
+        linears = [W4A16Linear(weight, None, dict.fromkeys(BUCKETS, config)) for weight in weights]
+        return seconds_per_call([lambda linear=linear: linear(x) for linear in linears])
 
     return time
 

@@ -158,8 +158,7 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device) ->
 
     def call(layer: int) -> Callable[[], object]:
         read = layer_pages(tensors, scheme, layer)
-        pages = read.pages, read.scales, read.formats
-        return lambda: attend(query, *pages, table, positions, None, block_rows(case.head_dim)[0], splits)
+        return lambda: attend(query, read, table, positions, None, block_rows(case.head_dim)[0], splits)
 
     nbytes = sum(tensor[0].nbytes for tensor in tensors.values())
     return Calls([call(layer) for layer in range(config.num_layers)], nbytes)

@@ -118,8 +118,9 @@ def _tried_configs() -> list[KernelConfig]:
 
 
 def _w4a16_product(form: PackedForm, config: KernelConfig, dtype: torch.dtype) -> None:
+    from runtime.backends.triton.kernels.configs import BUCKETS
     from runtime.backends.triton.kernels.norm_act import convert_input
-    from runtime.backends.triton.kernels.w4a16 import activation_layout, product
+    from runtime.backends.triton.kernels.w4a16 import W4A16Linear
     from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
 
     tile = tile_inputs(form.bits)
@@ -130,32 +131,34 @@ def _w4a16_product(form: PackedForm, config: KernelConfig, dtype: torch.dtype) -
     scale, bias = _empty(groups, ROWS_OF_WEIGHT, dtype=dtype), _empty(ROWS_OF_WEIGHT, dtype=dtype)
     midpoint, shape = 1 << form.bits - 1, (ROWS_OF_WEIGHT, inputs)
     weight = InterleavedWeight(words, scale, zero, form.bits, midpoint, form.group_size, shape)
-    x = convert_input(_empty(config.block_m, inputs, dtype=dtype), activation_layout(weight, config))
-    product(x, weight, bias if form.has_bias else None, config)
+    linear = W4A16Linear(weight, bias if form.has_bias else None, dict.fromkeys(BUCKETS, config))
+    x = _empty(config.block_m, inputs, dtype=dtype)
+    linear.product(convert_input(x, linear.activation_layout(len(x))))
 
 
 def _int8(dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.int8_gemm import Int8Codes, int8_partial_sums, w8a16_partial_sums
+    from runtime.backends.triton.kernels.int8_gemm import W8A8Linear, W8A16Linear
 
     codes, bias = _empty(ROWS_OF_WEIGHT, INPUTS, dtype=torch.int8), _empty(ROWS_OF_WEIGHT, dtype=dtype)
     for (group_size, has_zero), tokens in product(BYTE_GROUPS, TOKENS):
         groups = INPUTS // (group_size or INPUTS), ROWS_OF_WEIGHT
         zero = _empty(*groups, dtype=torch.int8) if has_zero else None
-        weight = Int8Codes(codes, _empty(*groups, dtype=dtype), zero, group_size)
-        w8a16_partial_sums(QuantizedInput(_empty(tokens, INPUTS, dtype=dtype)), weight, bias, PROCESSORS)
+        weight = codes, _empty(*groups, dtype=dtype), zero, group_size, bias, PROCESSORS
+        W8A16Linear(*weight).product(QuantizedInput(_empty(tokens, INPUTS, dtype=dtype)))
         rounded = QuantizedInput(_empty(tokens, INPUTS, dtype=torch.int8), _empty(tokens, dtype=torch.float32))
-        int8_partial_sums(rounded, weight, bias, PROCESSORS)
+        W8A8Linear(*weight).product(rounded)
 
 
 def _fp8(dtype: torch.dtype, arch: int) -> None:
-    from runtime.backends.triton.kernels.fp8 import PlacedFp8, fp8_partial_sums
+    from runtime.backends.triton.kernels.fp8 import Fp8Linear
 
-    codes, bias = _empty(ROWS_OF_WEIGHT, INPUTS, dtype=torch.uint8), _empty(ROWS_OF_WEIGHT, dtype=dtype)
+    codes, numbers = _empty(ROWS_OF_WEIGHT, INPUTS, dtype=torch.uint8), _empty(ROWS_OF_WEIGHT, dtype=dtype)
     for rounds, tokens, with_bias in product((False, True), TOKENS, (False, True)):
-        weight = PlacedFp8(codes, bias, rounds, arch >= MULTIPLIES_FP8, PROCESSORS, dtype)
+        bias = numbers if with_bias else None
+        linear = Fp8Linear(codes, numbers, bias, rounds, arch >= MULTIPLIES_FP8, PROCESSORS, dtype)
         x = _empty(tokens, INPUTS, dtype=torch.uint8 if rounds else dtype)
         scale = _empty(tokens, dtype=torch.float32) if rounds else None
-        fp8_partial_sums(QuantizedInput(x, scale), weight, bias if with_bias else None)
+        linear.product(QuantizedInput(x, scale))
 
 
 def _products(rows: int, dtype: torch.dtype, level_splits: int = MAX_SPLITS) -> Iterator[PartialSums]:
@@ -248,9 +251,7 @@ def _attend(into: HeadPages, head_dim: int, rows: int, form: AttentionForm, dtyp
     window, ancestors = 512 if form.windowed else None, places if form.tree else None
     plain = form == AttentionForm(False, False, False, False)
     for splits in ATTENTION_SPLITS if plain else ATTENTION_SPLITS[-1:]:
-        attend(
-            query, into.pages, into.scales, into.formats, blocks, places, window, rows, splits, front, ancestors
-        )  # fmt: skip
+        attend(query, into, blocks, places, window, rows, splits, front, ancestors)
 
 
 def _column_solver() -> None:

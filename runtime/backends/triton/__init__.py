@@ -11,7 +11,7 @@ from runtime.backends.triton.layers import (
     layers_unsupported_reason,
     ops_unsupported_reason,
 )
-from runtime.backends.triton.linear import FP8_KERNELS, KERNELS
+from runtime.backends.triton.linear import KERNELS
 from runtime.core.batch import Batch
 from runtime.core.memory_plan import MemoryPlan
 
@@ -38,7 +38,7 @@ register(
     Backend(
         "triton",
         "cuda",
-        linears=(*KERNELS, *FP8_KERNELS),
+        linears=KERNELS,
         ops=OpsKernel("one launch for each step over rows", ops_unsupported_reason, TritonOps),
         attention=AttentionKernel(
             "reads pages as they are", attention_unsupported_reason, make_pages, prepare_attention

@@ -21,7 +21,7 @@ class HeadPages:
 
     Attributes:
         pages, scales: of keys and of values, `[blocks, block_size, kv_heads, ...]`; without scales the pages again.
-        formats: of keys and of values, a name of `launch_attention.FORMS` each.
+        formats: of keys and of values, a name of `paged_attention.FORMS` each.
         hadamard: keys, and queries with them, are Hadamard-rotated.
     """
 
@@ -112,9 +112,7 @@ class TritonAttention:
         programs = group.num_sequences * -(-rows // rows_of_program) * kv_heads
         return attend(
             query.contiguous(),
-            read.pages,
-            read.scales,
-            read.formats,
+            read,
             group.blocks.view(group.num_sequences, -1),
             group.positions,
             self.windows[layer],

@@ -13,10 +13,9 @@ from torch import Tensor
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
-from runtime.backends.base import LinearKernel, Target
-from runtime.backends.triton.fused_linear import Q8_INT, ActivationLayout, PartialSums, QuantizedInput
-from runtime.backends.triton.kernels.configs import Plan, config_for, default_plan, measured_plan
-from runtime.backends.triton.kernels.weight_layout import interleaved_bytes
+from runtime.backends.base import Linear, LinearKernel, Target
+from runtime.backends.triton.kernels.configs import Plan, default_plan, measured_plan
+from runtime.backends.triton.kernels.weight_layout import SCALE_BYTES, interleave, interleaved_bytes
 
 FIRST_CAPABILITY = (8, 0)
 """Ampere: asynchronous copies, bfloat16 and 8-bit products on tensor cores."""
@@ -60,57 +59,44 @@ TABLES = Path(__file__).parent / "tables"
 MEASURED_BITS = 4
 """Tables are of such codes: a tile of 2-bit codes takes twice the shared memory."""
 UNIT = 32
-SCALE_BYTES = 2
 """Group sizes are a multiple of this, or the whole row."""
 
 
-class InterleavedLinear:
+def prepare_w4a16(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
     """2- to 4-bit codes in planes; which kernel runs is looked up by the number of tokens."""
+    from runtime.backends.triton.kernels.w4a16 import W4A16Linear
 
-    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
-        from runtime.backends.triton.kernels import w4a16
-        from runtime.backends.triton.kernels.weight_layout import interleave
-
-        self._weight = interleave(weight, target.device)
-        self._bias = bias
-        tiles, rows, _ = self._weight.words.shape
-        self._plan = _plan(target.device, self._weight.bits, rows, tiles, weight.shape)
-        self._launch = w4a16
-        self.nbytes = self._weight.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._launch.multiply_w4a16(x, self._weight, self._bias, config_for(self._plan, len(x)))
-
-    def activation_layout(self, num_tokens: int) -> ActivationLayout:
-        return self._launch.activation_layout(self._weight, config_for(self._plan, num_tokens))
-
-    def product(self, x: QuantizedInput) -> PartialSums:
-        return self._launch.product(x, self._weight, self._bias, config_for(self._plan, len(x.rows)))
+    planes = interleave(weight, target.device)
+    tiles, rows, _ = planes.words.shape
+    return W4A16Linear(planes, bias, _plan(target.device, planes.bits, rows, tiles, weight.shape))
 
 
-class Int8Linear:
-    """8-bit codes with 16-bit activations, or with 8-bit ones where the scheme says so."""
+def prepare_int8(weight: IntegerWeight, bias: Tensor | None, target: Target) -> Linear:
+    """Codes of 5 to 8 bits as signed bytes; those of fewer bits keep their distance to the zero point."""
+    from runtime.backends.triton.kernels.int8_gemm import W8A8Linear, W8A16Linear
 
-    def __init__(self, weight: IntegerWeight, bias: Tensor | None, target: Target) -> None:
-        from runtime.backends.triton.kernels import int8_gemm
+    scheme, device = weight.scheme, target.device
+    codes, zero = (
+        (t.to(torch.int16) - scheme.midpoint).to(torch.int8).to(device) for t in (weight.qweight, weight.zero_points)
+    )
+    return (W8A16Linear if scheme.activation_bits is None else W8A8Linear)(
+        codes,
+        weight.scales.T.contiguous().to(device),
+        None if scheme.symmetric else zero.T.contiguous(),
+        scheme.group_size or 0,
+        bias,
+        num_processors(device),
+    )
 
-        self._weight = int8_gemm.pack_int8(weight, target.device)
-        self._bias = bias
-        self._processors = num_processors(target.device)
-        self._rounds = weight.scheme.activation_bits is not None
-        self._launch = int8_gemm
-        self.nbytes = self._weight.nbytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        multiply = self._launch.multiply_int8 if self._rounds else self._launch.multiply_w8a16
-        return multiply(x, self._weight, self._bias, self._processors)
+def prepare_fp8(weight: Fp8Weight, bias: Tensor | None, target: Target) -> Linear:
+    """8-bit floats as they are stored."""
+    from runtime.backends.triton.kernels.fp8 import Fp8Linear
 
-    def activation_layout(self, num_tokens: int) -> ActivationLayout:
-        return ActivationLayout(Q8_INT) if self._rounds else ActivationLayout()
-
-    def product(self, x: QuantizedInput) -> PartialSums:
-        parts = self._launch.int8_partial_sums if self._rounds else self._launch.w8a16_partial_sums
-        return parts(x, self._weight, self._bias, self._processors)
+    device, rounds_inputs = target.device, weight.scheme.activation_bits is not None
+    codes, scale = weight.qweight.view(torch.uint8).to(device), weight.scales[:, 0].contiguous().to(device)
+    native = multiplies_fp8(device)
+    return Fp8Linear(codes, scale, bias, rounds_inputs, native, num_processors(device), target.dtype)
 
 
 def table_path(gpu: str) -> Path:
@@ -161,61 +147,8 @@ def _bytes_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> in
     return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else 1)))
 
 
-def _planes_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
-    return interleaved_bytes(scheme, rows, columns, SCALE_BYTES)
-
-
-W4A16_KERNEL = LinearKernel(
-    "triton_w4a16",
-    "packed 2- to 4-bit codes, float32 sums",
-    "int",
-    w4a16_unsupported_reason,
-    InterleavedLinear,
-    _planes_nbytes,
-)
-W8A16_KERNEL = LinearKernel(
-    "triton_w8a16",
-    "8-bit codes, 16-bit activations, float32 sums",
-    "int",
-    w8a16_unsupported_reason,
-    Int8Linear,
-    _bytes_nbytes,
-)
-W8A8_KERNEL = LinearKernel(
-    "triton_w8a8",
-    "8-bit codes times 8-bit activations, exact int32 sums",
-    "int",
-    w8a8_unsupported_reason,
-    Int8Linear,
-    _bytes_nbytes,
-)
-KERNELS = (W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL)
-
-
 NATIVE_CAPABILITY = (8, 9)
 """Compute capability since which GPUs multiply 8-bit floats: Ada and Hopper."""
-
-
-class Fp8Linear:
-    """Codes as they are stored, with 16-bit activations, or with 8-bit floats where the scheme says so."""
-
-    def __init__(self, weight: Fp8Weight, bias: Tensor | None, target: Target) -> None:
-        from runtime.backends.triton.kernels import fp8
-
-        native, processors = multiplies_fp8(target.device), num_processors(target.device)
-        self._weight = fp8.place_fp8(weight, target, native, processors)
-        self._bias = bias
-        self._launch = fp8
-        self.nbytes = self._weight.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._launch.multiply_fp8(x, self._weight, self._bias)
-
-    def activation_layout(self, num_tokens: int) -> ActivationLayout:
-        return self._weight.form
-
-    def product(self, x: QuantizedInput) -> PartialSums:
-        return self._launch.fp8_partial_sums(x, self._weight, self._bias)
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -230,12 +163,36 @@ def fp8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> 
     return "" if multiplies_fp8(target.device) else "needs a GPU that multiplies 8-bit floats (Ada, Hopper or newer)"
 
 
+W4A16_KERNEL = LinearKernel(
+    "triton_w4a16",
+    "packed 2- to 4-bit codes, float32 sums",
+    "int",
+    w4a16_unsupported_reason,
+    prepare_w4a16,
+    interleaved_bytes,
+)
+W8A16_KERNEL = LinearKernel(
+    "triton_w8a16",
+    "8-bit codes, 16-bit activations, float32 sums",
+    "int",
+    w8a16_unsupported_reason,
+    prepare_int8,
+    _bytes_nbytes,
+)
+W8A8_KERNEL = LinearKernel(
+    "triton_w8a8",
+    "8-bit codes times 8-bit activations, exact int32 sums",
+    "int",
+    w8a8_unsupported_reason,
+    prepare_int8,
+    _bytes_nbytes,
+)
 FP8_KERNEL = LinearKernel(
     "triton_fp8",
     "8-bit floats times 8-bit floats, float32 sums",
     "float",
     fp8_unsupported_reason,
-    Fp8Linear,
+    prepare_fp8,
     _bytes_nbytes,
 )
 FP8_W8A16_KERNEL = LinearKernel(
@@ -243,7 +200,7 @@ FP8_W8A16_KERNEL = LinearKernel(
     "8-bit floats multiplied in 16 bits, float32 sums",
     "float",
     linear_unsupported_reason,
-    Fp8Linear,
+    prepare_fp8,
     _bytes_nbytes,
 )
-FP8_KERNELS = (FP8_KERNEL, FP8_W8A16_KERNEL)
+KERNELS = (W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL)

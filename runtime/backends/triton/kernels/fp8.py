@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.checkpoint.weights.fp8 import Fp8Weight
-from runtime.backends.base import Target
 from runtime.backends.triton.fused_linear import Q8_FLOAT, ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import (
     from_fp8,
@@ -21,8 +19,8 @@ from runtime.backends.triton.kernels.common import (
     store_sums,
     store_tile,
 )
-from runtime.backends.triton.kernels.int8_gemm import BLOCK_N, MAX_BLOCK_K, MAX_SKINNY_TOKENS, split_inputs, w8a16_tile
-from runtime.backends.triton.kernels.norm_act import convert_input, split_k_reduce
+from runtime.backends.triton.kernels.int8_gemm import MAX_BLOCK_K, MAX_SKINNY_TOKENS, room_for_sums, w8a16_tile
+from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
 
 
@@ -96,71 +94,54 @@ WIDE_TILE = {"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": MAX_BLOCK_K, "GROUP_M": 
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedFp8:
-    """A weight `[N, K]` of 8-bit floats on its GPU.
+class Fp8Linear(PackedLinear):
+    """A weight `[N, K]` of 8-bit floats, its codes as they are stored.
 
     Attributes:
-        codes: bytes of e4m3, uint8 `[N, K]`.
-        scale: `[N]`.
+        qweight: bytes of e4m3, uint8 `[N, K]`.
+        scales: `[N]`.
+        bias: `[N]`, or None.
         rounds_inputs: whether it is multiplied by 8-bit activations.
         native: whether the GPU multiplies 8-bit floats itself.
         num_processors: of the GPU.
         dtype: of activations, bfloat16 or float16.
     """
 
-    codes: Tensor
-    scale: Tensor
+    qweight: Tensor
+    scales: Tensor
+    bias: Tensor | None
     rounds_inputs: bool
     native: bool
     num_processors: int
     dtype: torch.dtype
 
     @property
-    def form(self) -> ActivationLayout:
+    def nbytes(self) -> int:
+        return self.qweight.nbytes + self.scales.nbytes
+
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
         return ActivationLayout(Q8_FLOAT) if self.rounds_inputs else ActivationLayout()
 
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes
+    def product(self, x: QuantizedInput) -> PartialSums:
+        """By 8-bit products where there are many tokens, rounded, and a GPU that has such; else by 16-bit products of
+        the same numbers."""
+        (tokens, inputs), rows = x.rows.shape, len(self.qweight)
+        if tokens > MAX_SKINNY_TOKENS and self.native and x.beside is not None:
+            return finished(self._wide(x.rows, x.beside))
+        tile = w8a16_tile(tokens, 0)
+        parts, grid, blocks_per_split = room_for_sums(x.rows, rows, tile, self.num_processors, torch.float32)
+        fp8_skinny_gemm[grid](
+            x.rows, self.qweight, self.scales, parts, tokens, inputs, rows, blocks_per_split,
+            Q8_INPUT=self.rounds_inputs, **tile, MULTIPLIES_FP8=self.native, INTERPRETED=triton.knobs.runtime.interpret,
+        )  # fmt: skip
+        return PartialSums(parts, rows, self.bias, None if x.beside is None else (x.beside, self.scales))
 
-
-def place_fp8(weight: Fp8Weight, target: Target, native: bool, num_processors: int) -> PlacedFp8:
-    """A weight on the target's GPU, its codes as they are stored; `native` and `num_processors` are of that GPU."""
-    codes, scale = (
-        weight.qweight.view(torch.uint8).to(target.device),
-        weight.scales[:, 0].contiguous().to(target.device),
-    )
-    return PlacedFp8(codes, scale, bool(weight.scheme.activation_bits), native, num_processors, target.dtype)
-
-
-def multiply_fp8(x: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
-    """`x [M, K] -> x W^T + bias [M, N]` with float32 sums; each token is rounded to 8-bit floats first where the weight
-    says so."""
-    return split_k_reduce(fp8_partial_sums(convert_input(x, weight.form), weight, bias), weight.dtype)
-
-
-def fp8_partial_sums(x: QuantizedInput, weight: PlacedFp8, bias: Tensor | None) -> PartialSums:
-    """The product of an input in the weight's form: of 8-bit floats where there are many tokens and the GPU multiplies
-    such, else of the same numbers in 16 bits."""
-    if len(x.rows) > MAX_SKINNY_TOKENS and weight.native and x.beside is not None:
-        return finished(_wide(x.rows, x.beside, weight, bias))
-    (tokens, inputs), rows = x.rows.shape, len(weight.codes)
-    tile = w8a16_tile(tokens, 0)
-    splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, weight.num_processors)
-    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
-    fp8_skinny_gemm[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
-        x.rows, weight.codes, weight.scale, parts, tokens, inputs, rows, blocks_per_split,
-        Q8_INPUT=weight.rounds_inputs, **tile, MULTIPLIES_FP8=weight.native, INTERPRETED=triton.knobs.runtime.interpret,
-    )  # fmt: skip
-    return PartialSums(parts, rows, bias, None if x.beside is None else (x.beside, weight.scale))
-
-
-def _wide(q8: Tensor, token_scale: Tensor, weight: PlacedFp8, bias: Tensor | None) -> Tensor:
-    (tokens, inputs), rows = q8.shape, len(weight.codes)
-    y = q8.new_empty(tokens, rows, dtype=weight.dtype)
-    grid = (triton.cdiv(rows, WIDE_TILE["BLOCK_N"]) * triton.cdiv(tokens, WIDE_TILE["BLOCK_M"]),)
-    fp8_gemm[grid](
-        q8, weight.codes, token_scale, weight.scale, y if bias is None else bias, y, tokens, inputs, rows,
-        HAS_BIAS=bias is not None, **WIDE_TILE, INTERPRETED=triton.knobs.runtime.interpret,
-    )  # fmt: skip
-    return y
+    def _wide(self, q8: Tensor, token_scale: Tensor) -> Tensor:
+        (tokens, inputs), rows = q8.shape, len(self.qweight)
+        y = q8.new_empty(tokens, rows, dtype=self.dtype)
+        grid = (triton.cdiv(rows, WIDE_TILE["BLOCK_N"]) * triton.cdiv(tokens, WIDE_TILE["BLOCK_M"]),)
+        fp8_gemm[grid](
+            q8, self.qweight, token_scale, self.scales, y if self.bias is None else self.bias, y, tokens, inputs, rows,
+            HAS_BIAS=self.bias is not None, **WIDE_TILE, INTERPRETED=triton.knobs.runtime.interpret,
+        )  # fmt: skip
+        return y

@@ -1,4 +1,4 @@
-"""Grids and arguments of the 8-bit products."""
+"""Products with weights of 8-bit codes, with activations in 16 bits or rounded to 8 too."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.checkpoint.weights.integer import IntegerWeight
 from runtime.backends.triton.fused_linear import Q8_INT, ActivationLayout, PartialSums, QuantizedInput
 from runtime.backends.triton.kernels.common import grouped_tile, load_tile, multiply, split_tile, store_sums
-from runtime.backends.triton.kernels.norm_act import convert_input, split_k_reduce
+from runtime.backends.triton.kernels.norm_act import PackedLinear
 from runtime.backends.triton.kernels.w4a16 import GROUP_M
 
 
@@ -71,56 +70,65 @@ MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Codes:
-    """A weight `[N, K]` of signed 8-bit codes.
+class W8A16Linear(PackedLinear):
+    """A weight `[N, K]` of signed 8-bit codes, multiplied by 16-bit rows.
 
     Attributes:
-        codes: int8 `[N, K]`, 128 below the checkpoint's codes.
-        scale: `[groups, N]`.
-        zero: int8 `[groups, N]`, or None when all are 0.
+        qweight: int8 `[N, K]`, 128 below the checkpoint's codes.
+        scales: `[groups, N]`.
+        zero_points: int8 `[groups, N]`, or None when all are 0.
         group_size: inputs that share a scale; 0 when all of a row do.
+        bias: `[N]`, or None.
+        num_processors: of the GPU.
     """
 
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor | None
+    qweight: Tensor
+    scales: Tensor
+    zero_points: Tensor | None
     group_size: int
+    bias: Tensor | None
+    num_processors: int
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+        return self.qweight.nbytes + self.scales.nbytes + (0 if self.zero_points is None else self.zero_points.nbytes)
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """`[N, K]`, in plain torch."""
-        repeats = self.group_size or self.codes.shape[1]
-        zero = 0 if self.zero is None else self.zero.float().T.repeat_interleave(repeats, 1)
-        return ((self.codes.float() - zero) * self.scale.float().T.repeat_interleave(repeats, 1)).to(dtype)
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
+        return ActivationLayout()
 
-
-def pack_int8(weight: IntegerWeight, device: torch.device) -> Int8Codes:
-    """Codes of 5 to 8 bits as signed bytes; those of fewer bits keep their distance to the zero point."""
-    signed = (weight.qweight.to(torch.int16) - weight.scheme.midpoint).to(torch.int8)
-    zero = (weight.zero_points.to(torch.int16) - weight.scheme.midpoint).to(torch.int8).T.contiguous().to(device)
-    return Int8Codes(
-        signed.to(device),
-        weight.scales.T.contiguous().to(device),
-        None if weight.scheme.symmetric else zero,
-        weight.scheme.group_size or 0,
-    )
+    def product(self, x: QuantizedInput) -> PartialSums:
+        (tokens, inputs), rows = x.rows.shape, len(self.qweight)
+        tile = w8a16_tile(tokens, self.group_size)
+        parts, grid, blocks_per_split = room_for_sums(x.rows, rows, tile, self.num_processors, torch.float32)
+        w8a16_gemm[grid](
+            x.rows, self.qweight, self.scales, self.qweight if self.zero_points is None else self.zero_points, parts,
+            tokens, inputs, rows, blocks_per_split,
+            GROUP_SIZE=self.group_size, HAS_ZERO=self.zero_points is not None, **tile,
+            INTERPRETED=triton.knobs.runtime.interpret,
+        )  # fmt: skip
+        return PartialSums(parts, rows, self.bias)
 
 
-def multiply_w8a16(x: Tensor, weight: Int8Codes, bias: Tensor | None, num_processors: int) -> Tensor:
-    """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16, with float32 sums."""
-    return split_k_reduce(
-        w8a16_partial_sums(convert_input(x, ActivationLayout()), weight, bias, num_processors), x.dtype
-    )
+class W8A8Linear(W8A16Linear):
+    """The same weight with one scale per row, multiplied exactly by tokens that are rounded to 8 bits, each with its
+    own scale."""
 
+    __slots__ = ()
 
-def multiply_int8(x: Tensor, weight: Int8Codes, bias: Tensor | None, num_processors: int) -> Tensor:
-    """W8A8: each token of `x [M, K]` is rounded to 8 bits with its own scale, products are summed exactly."""
-    return split_k_reduce(
-        int8_partial_sums(convert_input(x, ActivationLayout(Q8_INT)), weight, bias, num_processors), x.dtype
-    )
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
+        return ActivationLayout(Q8_INT)
+
+    def product(self, x: QuantizedInput) -> PartialSums:
+        if x.beside is None:
+            raise ValueError("quantized activations come with the scale of each token")
+        (tokens, inputs), rows = x.rows.shape, len(self.qweight)
+        tile = int8_tile(tokens)
+        parts, grid, blocks_per_split = room_for_sums(x.rows, rows, tile, self.num_processors, torch.int32)
+        blocks_n, splits, blocks_m = grid
+        int8_gemm[blocks_n * blocks_m, splits](
+            x.rows, self.qweight, parts, tokens, inputs, rows, blocks_per_split, **tile
+        )
+        return PartialSums(parts, rows, self.bias, (x.beside, self.scales))
 
 
 def w8a16_tile(tokens: int, group_size: int) -> dict[str, Any]:
@@ -138,32 +146,15 @@ def int8_tile(tokens: int) -> dict[str, Any]:
     return tile | {"BLOCK_K": MAX_BLOCK_K, "GROUP_M": GROUP_M, "STAGES": 3}
 
 
-def w8a16_partial_sums(x: QuantizedInput, weight: Int8Codes, bias: Tensor | None, num_processors: int) -> PartialSums:
-    """The product of 16-bit rows."""
-    (tokens, inputs), rows = x.rows.shape, len(weight.codes)
-    tile = w8a16_tile(tokens, weight.group_size)
+def room_for_sums(
+    x: Tensor, rows: int, tile: Mapping[str, int], num_processors: int, dtype: torch.dtype
+) -> tuple[Tensor, tuple[int, int, int], int]:
+    """Unwritten sums `[splits, M, rows]` of `x [M, K]` by a weight; blocks of rows, splits and blocks of tokens; and
+    the blocks of inputs in each split."""
+    tokens, inputs = x.shape
     splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, num_processors)
-    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
-    w8a16_gemm[(triton.cdiv(rows, BLOCK_N), splits, triton.cdiv(tokens, tile["BLOCK_M"]))](
-        x.rows, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, parts,
-        tokens, inputs, rows, blocks_per_split,
-        GROUP_SIZE=weight.group_size, HAS_ZERO=weight.zero is not None, **tile,
-        INTERPRETED=triton.knobs.runtime.interpret,
-    )  # fmt: skip
-    return PartialSums(parts, rows, bias)
-
-
-def int8_partial_sums(x: QuantizedInput, weight: Int8Codes, bias: Tensor | None, num_processors: int) -> PartialSums:
-    """The product of quantized activations."""
-    if x.beside is None:
-        raise ValueError("quantized activations come with the scale of each token")
-    (tokens, inputs), rows = x.rows.shape, len(weight.codes)
-    tile = int8_tile(tokens)
-    splits, blocks_per_split = split_inputs(rows, inputs, tokens, tile, num_processors)
-    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.int32)
-    grid = (triton.cdiv(rows, tile["BLOCK_N"]) * triton.cdiv(tokens, tile["BLOCK_M"]), splits)
-    int8_gemm[grid](x.rows, weight.codes, parts, tokens, inputs, rows, blocks_per_split, **tile)
-    return PartialSums(parts, rows, bias, (x.beside, weight.scale))
+    grid = triton.cdiv(rows, tile["BLOCK_N"]), splits, triton.cdiv(tokens, tile["BLOCK_M"])
+    return x.new_empty(splits, tokens, rows, dtype=dtype), grid, blocks_per_split
 
 
 def split_inputs(rows: int, inputs: int, tokens: int, tile: Mapping[str, int], num_processors: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from runtime.backends.triton.fused_linear import (
     ROWS,
     SUMS,
     ActivationLayout,
+    FusedLinear,
     PartialSums,
     QuantizedInput,
 )
@@ -26,12 +27,12 @@ FORM_ROWS, FORM_SUMS, FORM_LEVELS, FORM_FLOATS = tl.constexpr(0), tl.constexpr(1
 
 @triton.jit
 def product_at(
-    part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, n, inside, M, N,
-    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, like: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    product, m, n, inside,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, like: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Elements `n` of token m (int64) of a product, `part [SPLITS, M, N]` added in order: rounded to `like`, given in
-    float32. Zeros where not `inside`."""
+    """Elements `n` of token m (int64) of a product (pointers to parts, bias, scales of tokens and of rows; M, N), whose
+    parts `[SPLITS, M, N]` are added in order: rounded to `like`, given in float32. Zeros where not `inside`."""
+    part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N = product
     total = tl.load(part_ptr + m * N + n, mask=inside, other=0)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(part_ptr + (split * M + m) * N + n, mask=inside, other=0)
@@ -101,10 +102,8 @@ def split_k_reduce_kernel(
     """A product as rows `y [M, ROWS_OUT]` in their own dtype. Programs (token, block of outputs)."""
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     like = y_ptr.dtype.element_ty
-    y = product_at(
-        part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, n, n < ROWS_OUT, M, N,
-        SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
-    )  # fmt: skip
+    product = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N
+    y = product_at(product, m, n, n < ROWS_OUT, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
     tl.store(y_ptr + m * ROWS_OUT + n, y.to(like), mask=n < ROWS_OUT)
 
 
@@ -125,10 +124,8 @@ def add_rms_norm_kernel(
     like = hidden_ptr.dtype.element_ty
     x = tl.load(hidden_ptr + m * K + k, mask=inside, other=0.0).to(tl.float32)
     if HAS_UPDATE:
-        update = product_at(
-            part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, k, inside, M, N,
-            SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
-        )  # fmt: skip
+        product = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N
+        update = product_at(product, m, k, inside, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
         x = rounded(x + update, like, INTERPRETED)
         tl.store(hidden_ptr + m * K + k, x.to(like), mask=inside)
     weight = tl.load(weight_ptr + k, mask=inside, other=0.0).to(tl.float32)
@@ -139,20 +136,13 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def gated_at(
-    part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, k, M, N, K,
-    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, like: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    product, m, k, K,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, like: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Inputs `k` of token m in float32, of gate and up side by side in a product of 2 K rows. Rounds to `like` where
     `TorchOps` does: both, SiLU, and the product."""
-    gate = product_at(
-        part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, k, k < K, M, N,
-        SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
-    )  # fmt: skip
-    up = product_at(
-        part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, K + k, k < K, M, N,
-        SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
-    )  # fmt: skip
+    gate = product_at(product, m, k, k < K, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
+    up = product_at(product, m, K + k, k < K, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
     active = rounded(gate / (1.0 + tl.exp(-gate)), like, INTERPRETED)
     return rounded(active * up, like, INTERPRETED)
 
@@ -169,28 +159,19 @@ def silu_and_mul_kernel(
     not fit in registers.
     """
     m, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    lane = tl.arange(0, BLOCK)
+    lane, product = tl.arange(0, BLOCK), (part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N)
     if FORM == FORM_LEVELS or FORM == FORM_FLOATS:
         peak = 0.0
         for start in tl.range(0, K, BLOCK):
-            gated = gated_at(
-                part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, start + lane, M, N, K,
-                SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
-            )  # fmt: skip
+            gated = gated_at(product, m, start + lane, K, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
             peak = tl.maximum(peak, largest(gated))
         scale = q8_scale(peak, FORM)
         for start in tl.range(0, K, BLOCK):
-            gated = gated_at(
-                part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, start + lane, M, N, K,
-                SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
-            )  # fmt: skip
+            gated = gated_at(product, m, start + lane, K, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
             store_q8(gated, scale, m, start + lane, K, out_ptr, FORM)
         tl.store(beside_ptr + m, scale)
     else:
-        gated = gated_at(
-            part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, first + lane, M, N, K,
-            SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
-        )  # fmt: skip
+        gated = gated_at(product, m, first + lane, K, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
         store_row(gated, m, first, M, K, num_sums, out_ptr, beside_ptr, FORM, UNIT, BLOCK)
 
 
@@ -226,6 +207,14 @@ def split_k_reduce(product: PartialSums, dtype: torch.dtype) -> Tensor:
         *product_arguments(product), y, *parts.shape[1:], product.num_rows, **product_constants(product), BLOCK=BLOCK
     )
     return y
+
+
+class PackedLinear(FusedLinear):
+    """A linear with a launch before and behind its product where nobody else takes the first and the last step."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16, with sums in 32 bits."""
+        return split_k_reduce(self.product(convert_input(x, self.activation_layout(len(x)))), x.dtype)
 
 
 def add_rms_norm(

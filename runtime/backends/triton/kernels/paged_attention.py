@@ -4,13 +4,13 @@ The context is cut into splits with a grid that does not depend on lengths; an e
 split also takes the tokens in front: those that are kept exactly beside the pages, and those that a stream looks at
 with a second query.
 
-What a program has summed up so far is `highest [R]` (peak of the scores), `weight [R]`, `low` and `high` (values, see
-`add_values`) and `offsets [R]`.
+Device functions pass tuples. A query is what `load_query` gives. `sums`, what a program has summed up so far, are
+`highest [R]` (peak of the scores), `weight [R]`, `low` and `high` (values, see `add_values`) and `offsets [R]`. `pages`
+are pointers to keys, their scales, values and their scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.backends.triton.attention import NO_SINK_TOKENS, SinkTokens
+from runtime.backends.triton.attention import NO_SINK_TOKENS, HeadPages, SinkTokens
 from runtime.backends.triton.kernels.common import from_fp8, multiply
 
 PLAIN, FP8, INT8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -52,10 +52,11 @@ def load_query(pointers, is_row, HEAD_DIM: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def score_keys(
-    low, high, query_sum, scale, keys_ptr, scales_ptr, place, inside,
+    query, scale, keys_ptr, scales_ptr, place, inside,
     FORM: tl.constexpr, HALVES: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Products `[R, T]` of queries, as `load_query` gives them, with the keys at `place [T]`, times `scale`."""
+    """Products `[R, T]` of queries with the keys at `place [T]`, times `scale`."""
+    low, high, query_sum = query
     HALF: tl.constexpr = HEAD_DIM // 2
     META: tl.constexpr = 1 if FORM == FP8 else 2
     half, is_key = tl.arange(0, HALF), inside[None, :]
@@ -127,20 +128,19 @@ def add_values(
 
 @triton.jit
 def attend_tile(
-    query_low, query_high, query_sum, highest, weight, low, high, offsets,
-    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, place, inside, seen, scale,
-    KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr, KEY_HALVES: tl.constexpr, HALVES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr,
+    query, sums, pages, place, inside, seen, scale, KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
+    KEY_HALVES: tl.constexpr, HALVES: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The peaks, sums of weights, values and offsets of rows, with the keys at `place [T]` added that they see."""
+    """The sums of rows, with the keys at `place [T]` added that they see."""
+    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr = pages
+    highest, weight, low, high, offsets = sums
     scores = score_keys(
-        query_low, query_high, query_sum, scale, keys_ptr, key_scales_ptr, place, inside,
-        KEY_FORM, KEY_HALVES, HEAD_DIM, INTERPRETED,
-    )  # fmt: skip
+        query, scale, keys_ptr, key_scales_ptr, place, inside, KEY_FORM, KEY_HALVES, HEAD_DIM, INTERPRETED
+    )
     scores = tl.where(inside[None, :] & seen, scores, float("-inf"))
     share, fade, highest, weight = online_softmax_update(scores, highest, weight)
     low, high, offsets = add_values(
-        share, fade, low, high, offsets, values_ptr, value_scales_ptr, place, inside, query_low.dtype,
+        share, fade, low, high, offsets, values_ptr, value_scales_ptr, place, inside, query[0].dtype,
         VALUE_FORM, HALVES, HEAD_DIM, INTERPRETED,
     )  # fmt: skip
     return highest, weight, low, high, offsets
@@ -184,8 +184,7 @@ def split_span(position, length, front, split, splits, window, WINDOWED: tl.cons
 
 @triton.jit
 def attend_exact(
-    query_low, query_high, query_sum, highest, weight, low, high, offsets,
-    keys_ptr, values_ptr, slot, exact, head, stop, position, window, scale,
+    query, sums, keys_ptr, values_ptr, slot, exact, head, stop, position, window, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOWED: tl.constexpr, KEY_HALVES: tl.constexpr,
     HALVES: tl.constexpr, BLOCK_T: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -193,19 +192,16 @@ def attend_exact(
     for begin in tl.range(0, stop, BLOCK_T, num_stages=1):
         key = begin + tl.arange(0, BLOCK_T)
         seen = reaches(key, position, 0, position, window, False, WINDOWED)
-        highest, weight, low, high, offsets = attend_tile(
-            query_low, query_high, query_sum, highest, weight, low, high, offsets,
-            keys_ptr, keys_ptr, values_ptr, values_ptr, (slot * exact + key) * KV_HEADS + head, key < stop, seen, scale,
-            PLAIN, PLAIN, KEY_HALVES, HALVES, HEAD_DIM, INTERPRETED,
+        sums = attend_tile(
+            query, sums, (keys_ptr, keys_ptr, values_ptr, values_ptr), (slot * exact + key) * KV_HEADS + head,
+            key < stop, seen, scale, PLAIN, PLAIN, KEY_HALVES, HALVES, HEAD_DIM, INTERPRETED,
         )  # fmt: skip
-    return highest, weight, low, high, offsets
+    return sums
 
 
 @triton.jit
 def attend_pages(
-    query_low, query_high, query_sum, highest, weight, low, high, offsets,
-    keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table_ptr, block_size, head,
-    start, stop, skipped, position, window, root, ancestors, scale,
+    query, sums, pages, table_ptr, block_size, head, start, stop, skipped, position, window, root, ancestors, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
     SKIPS: tl.constexpr, WINDOWED: tl.constexpr, TREE: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -219,23 +215,19 @@ def attend_pages(
             inside = inside & (key >= skipped)
         block = tl.load(table_ptr + key // block_size, mask=inside, other=0)
         seen = reaches(key, position, root, ancestors, window, TREE, WINDOWED)
-        highest, weight, low, high, offsets = attend_tile(
-            query_low, query_high, query_sum, highest, weight, low, high, offsets,
-            keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr,
-            (block * block_size + key % block_size) * KV_HEADS + head, inside, seen, scale,
+        sums = attend_tile(
+            query, sums, pages, (block * block_size + key % block_size) * KV_HEADS + head, inside, seen, scale,
             KEY_FORM, VALUE_FORM, KEY_FORM == INT4, VALUE_FORM == INT4, HEAD_DIM, INTERPRETED,
         )  # fmt: skip
-    return highest, weight, low, high, offsets
+    return sums
 
 
 @triton.jit
-def store_rows(
-    highest, weight, low, high, offsets, part_ptr, weight_ptr, place, has_row,
-    HALVES: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
+def store_rows(sums, part_ptr, weight_ptr, place, has_row, HALVES: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Stores what is summed up, divided by its weight, at `place [R]` of `part [..., D]`, and the logarithm to base 2
     of that weight: zeros and minus infinity where nothing was seen."""
     OUT: tl.constexpr = HEAD_DIM // 2 if HALVES else HEAD_DIM
+    highest, weight, low, high, offsets = sums
     total = tl.where(weight > 0, weight, 1.0)
     out_ptrs = part_ptr + place[:, None] * HEAD_DIM + tl.arange(0, OUT)[None, :]
     tl.store(out_ptrs, (low + offsets[:, None]) / total[:, None], mask=has_row[:, None])
@@ -281,7 +273,7 @@ def paged_attention(
     if STREAMING and (EXACT or TREE) and BLOCK_R < 64:
         position = position.to(tl.int32)  # saves the registers that these forms lack
     query_place = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM
-    query_low, query_high, query_sum = load_query(query_ptr + query_place, has_row, HEAD_DIM, KEY_HALVES)
+    query = load_query(query_ptr + query_place, has_row, HEAD_DIM, KEY_HALVES)
     scale *= 1.4426950408889634
     length = tl.max(position, 0) + 1
     root, ancestors = 0, position
@@ -296,38 +288,35 @@ def paged_attention(
         front = tl.maximum(front, exact)
     start, stop = split_span(position, length, front, split, splits, window, WINDOWED, BLOCK_T)
     table_ptr = blocks_ptr + sequence * blocks_stride
+    pages = keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr
     highest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_R,), tl.float32)
     offsets = tl.zeros((BLOCK_R,), tl.float32)
     low = tl.zeros((BLOCK_R, HEAD_DIM // 2 if HALVES else HEAD_DIM), tl.float32)
     high = tl.zeros((BLOCK_R, HEAD_DIM // 2 if HALVES else 1), tl.float32)
+    sums = highest, weight, low, high, offsets
     if STREAMING or EXACT:
         in_front = tl.where(split == 0, tl.minimum(front, length), 0)
-        front_low, front_high, front_sum = query_low, query_high, query_sum
+        front_query = query
         if STREAMING:
-            front_low, front_high, front_sum = load_query(moved_ptr + query_place, has_row, HEAD_DIM, KEY_HALVES)
+            front_query = load_query(moved_ptr + query_place, has_row, HEAD_DIM, KEY_HALVES)
     if EXACT:
-        highest, weight, low, high, offsets = attend_exact(
-            front_low, front_high, front_sum, highest, weight, low, high, offsets,
-            exact_keys_ptr, exact_values_ptr, tl.load(exact_slots_ptr + sequence), exact, head,
+        sums = attend_exact(
+            front_query, sums, exact_keys_ptr, exact_values_ptr, tl.load(exact_slots_ptr + sequence), exact, head,
             tl.minimum(in_front, exact), position, window, scale,
             KV_HEADS, HEAD_DIM, WINDOWED and not STREAMING, KEY_HALVES, HALVES, BLOCK_T, INTERPRETED,
         )  # fmt: skip
     if STREAMING:
-        highest, weight, low, high, offsets = attend_pages(
-            front_low, front_high, front_sum, highest, weight, low, high, offsets,
-            keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table_ptr, block_size, head,
-            0, in_front, exact, position, window, root, ancestors, scale,
-            KV_HEADS, HEAD_DIM, KEY_FORM, VALUE_FORM, EXACT, False, TREE, BLOCK_T, 1, INTERPRETED,
+        sums = attend_pages(
+            front_query, sums, pages, table_ptr, block_size, head, 0, in_front, exact, position, window, root,
+            ancestors, scale, KV_HEADS, HEAD_DIM, KEY_FORM, VALUE_FORM, EXACT, False, TREE, BLOCK_T, 1, INTERPRETED,
         )  # fmt: skip
-    highest, weight, low, high, offsets = attend_pages(
-        query_low, query_high, query_sum, highest, weight, low, high, offsets,
-        keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, table_ptr, block_size, head,
-        start, stop, front, position, window, root, ancestors, scale,
+    sums = attend_pages(
+        query, sums, pages, table_ptr, block_size, head, start, stop, front, position, window, root, ancestors, scale,
         KV_HEADS, HEAD_DIM, KEY_FORM, VALUE_FORM, STREAMING or EXACT, WINDOWED, TREE, BLOCK_T, STAGES, INTERPRETED,
     )  # fmt: skip
     place = (token.to(tl.int64) * HEADS + query_head) * splits + split
-    store_rows(highest, weight, low, high, offsets, part_ptr, weight_ptr, place, has_row, HALVES, HEAD_DIM)
+    store_rows(sums, part_ptr, weight_ptr, place, has_row, HALVES, HEAD_DIM)
 
 
 @triton.jit
@@ -383,16 +372,9 @@ def attention_constants(
     }
 
 
-def join_constants(head_dim: int, splits: int) -> dict[str, Any]:
-    """Constants of `join_splits`."""
-    return {"HEAD_DIM": head_dim, "SPLITS": triton.next_power_of_2(splits), "num_warps": 4}
-
-
 def attend(
     query: Tensor,
-    pages: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    formats: tuple[str, str],
+    read: HeadPages,
     blocks: Tensor,
     positions: Tensor,
     window: int | None,
@@ -405,8 +387,6 @@ def attend(
 
     Args:
         query: `[B * n, heads, D]`, contiguous, in the basis of the keys.
-        pages, scales: of keys and of values, `[blocks, block_size, kv_heads, ...]`.
-        formats: of keys and of values, a name of `FORMS` each.
         blocks: int64 `[B, blocks each]`.
         positions: int64 `[B * n]`, of each token among the keys of its blocks; -1 is padding, whose result is zeros.
         block_rows: rows of one program, 16 to 64.
@@ -415,20 +395,21 @@ def attend(
         ancestors: int64 `[B * n]`, of tokens that are trees of draft tokens (`AttentionGroup`); None is none.
     """
     tokens, heads, head_dim = query.shape
-    _, block_size, kv_heads, _ = pages[0].shape
+    keys, values = read.pages
+    _, block_size, kv_heads, _ = keys.shape
     tokens_each = tokens // len(blocks)
     rows_each = tokens_each * (heads // kv_heads)
     parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
     weights = query.new_empty(tokens, heads, splits, dtype=torch.float32)
     exact = front.exact or (query, query)
     constants = attention_constants(
-        head_dim, formats, block_rows,
+        head_dim, read.formats, block_rows,
         windowed=window is not None, streaming=front.sinks > 0, exact=front.exact is not None,
         tree=ancestors is not None,
     )  # fmt: skip
     grid = (len(blocks) * triton.cdiv(rows_each, block_rows), kv_heads, splits)
     paged_attention[grid](
-        query, query if front.moved is None else front.moved, pages[0], scales[0], pages[1], scales[1], *exact,
+        query, query if front.moved is None else front.moved, keys, read.scales[0], values, read.scales[1], *exact,
         blocks if front.slots is None else front.slots, blocks, positions,
         positions if ancestors is None else ancestors, parts, weights,
         head_dim**-0.5, heads * head_dim, blocks.shape[1], block_size, tokens_each, rows_each, splits, window or 0,
@@ -436,5 +417,7 @@ def attend(
         HEADS=heads, KV_HEADS=kv_heads, **constants,
     )  # fmt: skip
     out = torch.empty_like(query)
-    join_splits[(tokens * heads,)](parts, weights, out, splits, **join_constants(head_dim, splits))
+    join_splits[(tokens * heads,)](
+        parts, weights, out, splits, HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(splits), num_warps=4
+    )
     return out

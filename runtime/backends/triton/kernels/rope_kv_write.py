@@ -16,11 +16,11 @@ from runtime.backends.triton.kernels.paged_attention import FORMS, FP8, INT4, PL
 
 @triton.jit
 def hadamard(x, HEAD_DIM: tl.constexpr, ROOT: tl.constexpr):
-    """float32 `x [D]` times an orthonormal Hadamard matrix, in the order of `kv_numerics.rotate_heads`; ROOT is the
+    """float32 `x [D]` times an orthonormal Hadamard matrix, in the order of `kv_quant.rotate_heads`; ROOT is the
     square root of D. D is 32 to 256."""
     d = tl.arange(0, HEAD_DIM)
-    Q8_INT: tl.constexpr = 5 + (HEAD_DIM >= 64) + (HEAD_DIM >= 128) + (HEAD_DIM >= 256)
-    for level in tl.static_range(Q8_INT):
+    LEVELS: tl.constexpr = 5 + (HEAD_DIM >= 64) + (HEAD_DIM >= 128) + (HEAD_DIM >= 256)
+    for level in tl.static_range(LEVELS):
         other = tl.gather(x, d ^ (1 << level), 0)
         x = tl.where((d >> level & 1) == 1, other - x, x + other)
     return tl.div_rn(x, ROOT)
@@ -30,7 +30,7 @@ def hadamard(x, HEAD_DIM: tl.constexpr, ROOT: tl.constexpr):
 def write_head(
     x, slot, head, codes_ptr, scales_ptr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FORM: tl.constexpr
 ):
-    """Stores 16-bit `x [D]`, given in float32, as `kv_numerics.quantize_heads` quantizes it."""
+    """Stores 16-bit `x [D]`, given in float32, as `kv_quant.quantize_heads` quantizes it."""
     d, place = tl.arange(0, HEAD_DIM), slot * KV_HEADS + head
     if FORM == PLAIN:
         tl.store(codes_ptr + place * HEAD_DIM + d, x.to(codes_ptr.dtype.element_ty))
@@ -72,10 +72,8 @@ def fused_qk_norm_rope_kv_write(
     """
     m, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HEAD_DIM)
     like = query_ptr.dtype.element_ty
-    x = product_at(
-        part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, m, head * HEAD_DIM + d, d >= 0, M, N,
-        SPLITS, HAS_BIAS, SCALED, like, INTERPRETED,
-    )  # fmt: skip
+    qkv = part_ptr, bias_ptr, token_scale_ptr, row_scale_ptr, M, N
+    x = product_at(qkv, m, head * HEAD_DIM + d, d >= 0, SPLITS, HAS_BIAS, SCALED, like, INTERPRETED)
     slot = tl.load(slots_ptr + m)
     if head < HEADS + KV_HEADS:
         if HEAD_NORM:

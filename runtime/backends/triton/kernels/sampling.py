@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -149,7 +147,9 @@ def sample_rows(logits: Tensor, scores: Tensor, tensors: SamplingTensors, tokens
     sample_parts[(rows, parts)](
         logits, scores, tensors.seeds, tensors.positions, tensors.temperature, sums, ids, vocab_size, parts, BLOCK=BLOCK
     )
-    join_parts[(rows,)](sums, ids, tensors.temperature, tokens, parts, **join_constants(parts))
+    outcomes = {"INFINITE": INFINITE, "FORBIDDEN": FORBIDDEN, "UNDECIDED": UNDECIDED}
+    block = triton.next_power_of_2(parts)
+    join_parts[(rows,)](sums, ids, tensors.temperature, tokens, parts, BLOCK=block, **outcomes, num_warps=1)
 
 
 def sample_from_listed(
@@ -164,16 +164,6 @@ def sample_from_listed(
     """
     rows, listed = scores.shape
     sample_listed_kernel[(rows,)](
-        scores, ids, is_truncated, unknown, tensors.seeds, tensors.positions, tokens, listed, **listed_constants(listed)
-    )
-
-
-def listed_constants(listed: int) -> dict[str, Any]:
-    """Constants of `sample_listed_kernel`."""
-    return {"BLOCK": triton.next_power_of_2(listed), "UNDECIDED": UNDECIDED, "num_warps": 1}
-
-
-def join_constants(parts: int) -> dict[str, Any]:
-    """Constants of `join_parts`."""
-    outcomes = {"INFINITE": INFINITE, "FORBIDDEN": FORBIDDEN, "UNDECIDED": UNDECIDED}
-    return {"BLOCK": triton.next_power_of_2(parts), **outcomes, "num_warps": 1}
+        scores, ids, is_truncated, unknown, tensors.seeds, tensors.positions, tokens, listed,
+        BLOCK=triton.next_power_of_2(listed), UNDECIDED=UNDECIDED, num_warps=1,
+    )  # fmt: skip

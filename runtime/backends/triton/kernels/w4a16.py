@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +13,9 @@ from torch.nn import functional
 
 from runtime.backends.triton.fused_linear import SUMS, ActivationLayout, PartialSums, QuantizedInput, finished
 from runtime.backends.triton.kernels.common import grouped_tile, multiply, store_tile, unpack, unpack_instructions
-from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig
-from runtime.backends.triton.kernels.norm_act import convert_input, split_k_reduce
-from runtime.backends.triton.kernels.weight_layout import (
-    InterleavedWeight,
-    tile_inputs,
-)
+from runtime.backends.triton.kernels.configs import EXPAND, SKINNY, KernelConfig, Plan, config_for
+from runtime.backends.triton.kernels.norm_act import PackedLinear
+from runtime.backends.triton.kernels.weight_layout import InterleavedWeight, tile_inputs
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -150,82 +148,86 @@ EXPANDED_ELEMENTS = 12 * 2**20
 GROUP_M = 8
 
 
-def multiply_w4a16(x: Tensor, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
-    """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16."""
-    return split_k_reduce(product(convert_input(x, activation_layout(weight, config)), weight, bias, config), x.dtype)
+@dataclass(frozen=True, slots=True)
+class W4A16Linear(PackedLinear):
+    """A weight of 2- to 4-bit codes in planes; the plan says which kernel multiplies by it for how many tokens."""
 
+    weight: InterleavedWeight
+    bias: Tensor | None
+    plan: Plan
 
-def activation_layout(weight: InterleavedWeight, config: KernelConfig) -> ActivationLayout:
-    """Layout that `product` takes: the skinny GEMM reads sums of its input."""
-    if config.kernel != SKINNY:
-        return ActivationLayout()
-    return ActivationLayout(SUMS, weight.unit, len(weight.words) * tile_inputs(weight.bits) // weight.unit)
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
 
+    def activation_layout(self, num_tokens: int) -> ActivationLayout:
+        """Rows, with their sums beside them where the skinny GEMM reads those."""
+        if config_for(self.plan, num_tokens).kernel != SKINNY:
+            return ActivationLayout()
+        unit = self.weight.unit
+        return ActivationLayout(SUMS, unit, len(self.weight.words) * tile_inputs(self.weight.bits) // unit)
 
-def product(x: QuantizedInput, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig) -> PartialSums:
-    """The product of an input in the form that `activation_layout` names."""
-    if config.kernel == SKINNY:
-        return _skinny_gemm(x, weight, bias, config)
-    return finished((_expanded if config.kernel == EXPAND else _gemm)(x.rows, weight, bias, config))
+    def product(self, x: QuantizedInput) -> PartialSums:
+        config = config_for(self.plan, len(x.rows))
+        if config.kernel == SKINNY:
+            return self._skinny(x, config)
+        return finished(self._expanded(x.rows) if config.kernel == EXPAND else self._gemm(x.rows, config))
 
+    def _skinny(self, x: QuantizedInput, config: KernelConfig) -> PartialSums:
+        (tokens, inputs), (tiles, rows) = x.rows.shape, self.weight.words.shape[:2]
+        tiles_per_split = triton.cdiv(tiles, config.splits)
+        splits = triton.cdiv(tiles, tiles_per_split)
+        parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
+        w4a16_skinny_gemm[rows // config.block_n, splits, triton.cdiv(tokens, config.block_m)](
+            x.rows, *_pointers(self.weight), x.beside, parts, tokens, rows, inputs, tiles, tiles_per_split,
+            **_constants(self.weight, x.rows.dtype), **_tile(self.weight, config),
+        )  # fmt: skip
+        return PartialSums(parts, self.weight.shape[0], self.bias)
 
-def _skinny_gemm(
-    x: QuantizedInput, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig
-) -> PartialSums:
-    (tokens, inputs), (tiles, rows) = x.rows.shape, weight.words.shape[:2]
-    tiles_per_split = triton.cdiv(tiles, config.splits)
-    splits = triton.cdiv(tiles, tiles_per_split)
-    parts = x.rows.new_empty(splits, tokens, rows, dtype=torch.float32)
-    grid = (rows // config.block_n, splits, triton.cdiv(tokens, config.block_m))
-    w4a16_skinny_gemm[grid](
-        x.rows, weight.words, weight.scale, _zero(weight), x.beside, parts,
-        tokens, rows, inputs, tiles, tiles_per_split,
-        **_constants(weight, x.rows.dtype), EVEN_K=_is_even(weight), BLOCK_N=config.block_n, BLOCK_M=config.block_m,
-        STAGES=config.num_stages, num_warps=config.num_warps,
-    )  # fmt: skip
-    return PartialSums(parts, weight.shape[0], bias)
+    def _gemm(self, x: Tensor, config: KernelConfig) -> Tensor:
+        (tokens, inputs), (tiles, rows) = x.shape, self.weight.words.shape[:2]
+        y = x.new_empty(tokens, self.weight.shape[0])
+        w4a16_gemm[(rows // config.block_n * triton.cdiv(tokens, config.block_m),)](
+            x, *_pointers(self.weight), x if self.bias is None else self.bias, y,
+            tokens, rows, inputs, y.shape[1], tiles, **_constants(self.weight, x.dtype),
+            HAS_BIAS=self.bias is not None, GROUP_M=GROUP_M, **_tile(self.weight, config),
+        )  # fmt: skip
+        return y
 
-
-def _gemm(x: Tensor, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
-    (tokens, inputs), (tiles, rows) = x.shape, weight.words.shape[:2]
-    y = x.new_empty(tokens, weight.shape[0])
-    grid = (rows // config.block_n * triton.cdiv(tokens, config.block_m),)
-    w4a16_gemm[grid](
-        x, weight.words, weight.scale, _zero(weight), x if bias is None else bias, y,
-        tokens, rows, inputs, weight.shape[0], tiles,
-        **_constants(weight, x.dtype), HAS_BIAS=bias is not None, EVEN_K=_is_even(weight), BLOCK_N=config.block_n,
-        BLOCK_M=config.block_m, GROUP_M=GROUP_M, STAGES=config.num_stages, num_warps=config.num_warps,
-    )  # fmt: skip
-    return y
-
-
-def _expanded(x: Tensor, weight: InterleavedWeight, bias: Tensor | None, config: KernelConfig) -> Tensor:
-    rows, inputs = weight.shape
-    step = max(64, EXPANDED_ELEMENTS // inputs // 64 * 64)
-    panel = x.new_empty(min(step, rows), inputs)
-    y = x.new_empty(len(x), rows)
-    for first in range(0, rows, step):
-        stop = min(first + step, rows)
-        dense = expand_rows(weight, first, panel[: stop - first])
-        y[:, first:stop] = functional.linear(x, dense, None if bias is None else bias[first:stop])
-    return y
+    def _expanded(self, x: Tensor) -> Tensor:
+        rows, inputs = self.weight.shape
+        step = max(64, EXPANDED_ELEMENTS // inputs // 64 * 64)
+        panel = x.new_empty(min(step, rows), inputs)
+        y = x.new_empty(len(x), rows)
+        for first in range(0, rows, step):
+            stop = min(first + step, rows)
+            dense = expand_rows(self.weight, first, panel[: stop - first])
+            y[:, first:stop] = functional.linear(x, dense, None if self.bias is None else self.bias[first:stop])
+        return y
 
 
 def expand_rows(weight: InterleavedWeight, first: int, out: Tensor) -> Tensor:
     """Fills `out [R, K]` with the dequantized rows from `first`, a multiple of 64, on."""
-    expand[(len(weight.words), triton.cdiv(len(out), 64))](
-        weight.words, weight.scale, _zero(weight), out, first, len(out), weight.words.shape[1], weight.shape[1],
+    expand[len(weight.words), triton.cdiv(len(out), 64)](
+        *_pointers(weight), out, first, len(out), weight.words.shape[1], weight.shape[1],
         **_constants(weight, out.dtype), BLOCK_N=64, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _zero(weight: InterleavedWeight) -> Tensor:
-    return weight.words if weight.zero is None else weight.zero  # an unused argument must still be a pointer
+def _pointers(weight: InterleavedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Words, scales and zero points; an unused argument must still be a pointer."""
+    return weight.words, weight.scales, weight.words if weight.zero_points is None else weight.zero_points
 
 
-def _is_even(weight: InterleavedWeight) -> bool:
-    return weight.shape[1] % tile_inputs(weight.bits) == 0
+def _tile(weight: InterleavedWeight, config: KernelConfig) -> dict[str, Any]:
+    return {
+        "EVEN_K": weight.shape[1] % tile_inputs(weight.bits) == 0,
+        "BLOCK_N": config.block_n,
+        "BLOCK_M": config.block_m,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+    }
 
 
 def _constants(weight: InterleavedWeight, dtype: torch.dtype) -> dict[str, Any]:
@@ -235,7 +237,7 @@ def _constants(weight: InterleavedWeight, dtype: torch.dtype) -> dict[str, Any]:
         "GROUP_SIZE": weight.group_size,
         "UNIT": weight.unit,
         "MIDPOINT": weight.midpoint,
-        "HAS_ZERO": weight.zero is not None,
+        "HAS_ZERO": weight.zero_points is not None,
         "BFLOAT16": is_bfloat16,
         "PTX": unpack_instructions(weight.bits, is_bfloat16),
         "INTERPRETED": triton.knobs.runtime.interpret,

@@ -16,10 +16,12 @@ from torch.nn import functional
 
 from compress.checkpoint.weights import Scheme
 from compress.checkpoint.weights.integer import IntegerWeight
+from runtime.backends.base import Target
 
 PLANE = 32
 ROW_MULTIPLE = 128
 """Rows are filled up to this with zeros, so that no kernel needs to mask its loads of weights."""
+SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +30,16 @@ class InterleavedWeight:
 
     Attributes:
         words: int16 `[tiles, rows, 32]`, rows at least N.
-        scale: `[groups, rows]` in the dtype of the checkpoint.
-        zero: uint8 `[groups, rows]`, or None when every zero point is `midpoint`.
+        scales: `[groups, rows]` in the dtype of the checkpoint.
+        zero_points: uint8 `[groups, rows]`, or None when every zero point is `midpoint`.
         bits: of a stored code, 2 or 4; 3-bit codes are stored in 4.
         group_size: inputs that share a scale; 0 when all of a row do.
         shape: N and K.
     """
 
     words: Tensor
-    scale: Tensor
-    zero: Tensor | None
+    scales: Tensor
+    zero_points: Tensor | None
     bits: int
     midpoint: int
     group_size: int
@@ -50,15 +52,15 @@ class InterleavedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+        return self.words.nbytes + self.scales.nbytes + (0 if self.zero_points is None else self.zero_points.nbytes)
 
 
-def interleaved_bytes(scheme: Scheme, rows: int, inputs: int, scale_bytes: int) -> int:
-    """`nbytes` of a packed weight, known from its shape."""
+def interleaved_bytes(scheme: Scheme, rows: int, inputs: int, target: Target) -> int:
+    """`nbytes` of a packed weight with 16-bit scales, known from its shape."""
     bits, padded = stored_bits(scheme.bits), rows + -rows % ROW_MULTIPLE
     tiles = -(-inputs // tile_inputs(bits))
     groups = -(-tiles * tile_inputs(bits) // scheme.group_size) if scheme.group_size else 1
-    return padded * (tiles * PLANE * 2 + groups * (scale_bytes + (0 if scheme.symmetric else 1)))
+    return padded * (tiles * PLANE * 2 + groups * (SCALE_BYTES + (0 if scheme.symmetric else 1)))
 
 
 def tile_inputs(bits: int) -> int:
@@ -87,12 +89,5 @@ def interleave(weight: IntegerWeight, device: torch.device) -> InterleavedWeight
         functional.pad(t.to(device), (0, more_groups, 0, more_rows)).T.contiguous()
         for t in (weight.scales, weight.zero_points)
     )
-    return InterleavedWeight(
-        words,
-        scale,
-        None if scheme.symmetric else zero,
-        bits,
-        scheme.midpoint,
-        group_size,
-        weight.shape,
-    )
+    zero_or_none = None if scheme.symmetric else zero
+    return InterleavedWeight(words, scale, zero_or_none, bits, scheme.midpoint, group_size, weight.shape)

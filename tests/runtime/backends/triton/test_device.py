@@ -1,4 +1,4 @@
-"""Which devices and dtypes Triton kernels are for."""
+"""Which devices, dtypes and schemes Triton kernels are for."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
 from runtime.backends.triton.attention import attention_unsupported_reason
@@ -14,14 +14,16 @@ from runtime.backends.triton.linear import unsupported_reason
 from runtime.core.memory_plan import MemoryPlan
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
+FP8_W8A8 = Fp8(Activations.FP8)
+PLANED = [Int(4, 128), Int(4, 32, False), Int(4, None, False), Int(4, 96), Int(3, 64), Int(2, 64, False)]
 
 
 @pytest.fixture
-def turing(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A GPU from before tensor cores multiplied what the kernels do."""
+def older_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU of a compute capability."""
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
     return GPU
 
 
@@ -38,11 +40,36 @@ def test_devices_and_dtypes(device: torch.device, dtype: torch.dtype, said: str)
     assert unsupported_reason(device, dtype) == said
 
 
-def test_older_gpus_get_plain_torch_and_a_reason(turing: torch.device) -> None:
+@pytest.mark.parametrize("older_gpu", [(7, 5)], indirect=True)
+def test_gpus_from_before_such_tensor_cores_get_plain_torch_and_a_reason(older_gpu: torch.device) -> None:
     said = "needs a GPU of compute capability 8.0 or newer"
-    assert unsupported_reason(turing, torch.float16) == said
-    model: Any = SimpleNamespace(device=turing, dtype=torch.float16)
+    assert unsupported_reason(older_gpu, torch.float16) == said
+    model: Any = SimpleNamespace(device=older_gpu, dtype=torch.float16)
     assert attention_unsupported_reason(model, MemoryPlan(0, 64, 16, 4, 64, "")) == said
-    choice = choose_linear(Int(4, 128), 256, Target(turing, torch.float16))
+    choice = choose_linear(Int(4, 128), 256, Target(older_gpu, torch.float16))
     assert not choice.kernel.name.startswith("triton")
     assert f"triton_w4a16 {said}" in choice.reason
+
+
+@pytest.mark.parametrize("older_gpu", [(8, 0)], indirect=True)
+def test_gpus_without_8_bit_floats_multiply_in_16_bits_and_say_why(older_gpu: torch.device) -> None:
+    choice = choose_linear(FP8_W8A8, 768, Target(older_gpu, torch.bfloat16))
+    assert choice.kernel.name == "triton_fp8_w8a16"
+    assert "triton_fp8 needs a GPU that multiplies 8-bit floats" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        *((scheme, "triton_w4a16") for scheme in PLANED),
+        (Int(8, 64), "triton_w8a16"),
+        (Int(8, None, True, Activations.INT8), "triton_w8a8"),
+        (FP8_W8A8, "triton_fp8"),
+        (Fp8(), "triton_fp8_w8a16"),
+        (Int(4, 16), "dequantized"),
+    ],
+    ids=str,
+)
+def test_a_gpu_serves_every_packed_scheme(scheme: Scheme, name: str) -> None:
+    assert choose_linear(scheme, 768, Target(GPU, torch.bfloat16)).kernel.name == name
+    assert choose_linear(scheme, 768, Target(GPU, torch.float32)).kernel.name in ("dequantized", "reference")

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from products import BOUND, activations, exact_product, relative_error
 from tiny_models import random_weight
 
-from compress.checkpoint.scale_search import quantize_tokens
 from compress.checkpoint.weights import Activations, Int, Scheme
 from runtime.backends.base import Target
 from runtime.backends.registry import choose_linear
@@ -13,12 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 SHAPES = [(6144, 4096), (4096, 14336)]
 SCHEMES = [Int(4, 128), Int(4, 32, False), Int(3, 64), Int(2, 64, False), Int(8), Int(8, 64, False)]
 W8A8 = Int(8, None, True, Activations.INT8)
-BOUND = 6e-3
 REPEATS = 20
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, W8A8], ids=str)
@@ -26,12 +21,9 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_every_packed_form_for_any_number_of_tokens(gpu, shape: tuple[int, int], scheme: Scheme) -> None:
     target = Target(gpu, torch.bfloat16)
     weight = random_weight(shape, scheme)
-    exact = weight.dequantize(torch.float32).to(gpu).double()
     linear = choose_linear(scheme, shape[1], target).kernel.prepare(weight, None, target)
     for tokens in (1, 7, 16, 64, 257, 2049):
-        x = torch.randn(tokens, shape[1], device=gpu, dtype=torch.bfloat16)
-        levels, scale = quantize_tokens(x) if scheme.activation_bits else (x, 1.0)
-        expected = levels.double() @ exact.T * scale
+        x = activations(tokens, shape[1], torch.bfloat16, gpu)
         found = linear(x)
-        assert relative_error(found, expected) < BOUND, tokens
+        assert relative_error(found, exact_product(x, weight)) < BOUND[torch.bfloat16], tokens
         assert all(torch.equal(linear(x), found) for _ in range(REPEATS if tokens <= 64 else 2)), tokens
