@@ -7,13 +7,21 @@ import pytest
 import torch
 from covering import covering
 from poisoned_memory import poison, poisoned_allocations
+from torch import Tensor
 
 from compress.checkpoint.kv_cache import CODE_BITS, KVCacheScheme
 from compress.checkpoint.kv_quant import QuantizedHeads, dequantize_heads, quantize_heads, rotate_heads
 from compress.models.spec import Rope
 from runtime.backends.kv_pages import ExactPlaces, TokenPages, pack_halves
 from runtime.backends.torch.attention import PagedAttention, StepKeys, StreamingAttention
-from runtime.backends.triton.attention import SinkTokens, TritonAttention, attention_unsupported_reason, num_splits
+from runtime.backends.triton.attention import (
+    NO_SINK_TOKENS,
+    HeadPages,
+    SinkTokens,
+    TritonAttention,
+    attention_unsupported_reason,
+    num_splits,
+)
 from runtime.core.batch import AttentionGroup
 from runtime.core.draft_tree import ancestor_bits, paths
 from runtime.model.decoder import Rotary
@@ -22,19 +30,40 @@ BLOCK_SIZE, NUM_BLOCKS, HEAD_DIM = 16, 24, 32
 
 
 class Pages:
-    """Random heads in one form: as a kernel reads them, and as exact numbers `[blocks, block_size, heads, D]`."""
+    """Random keys and values in two forms: as a kernel reads them, and as exact numbers
+    `[blocks, block_size, heads, D]`."""
 
-    def __init__(self, form: str, kv_heads: int, seed: int, device: torch.device, head_dim: int = HEAD_DIM) -> None:
-        heads = torch.randn(NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim, generator=torch.Generator().manual_seed(seed))
+    def __init__(self, forms: tuple[str, str], kv_heads: int, device: torch.device, head_dim: int = HEAD_DIM) -> None:
+        shape = NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim
+        stored = [self._stored(normal(*shape, seed=seed), form) for seed, form in enumerate(forms, 1)]
+        codes, scales, self.exact = zip(*stored, strict=True)
+        pages = (tuple(t.to(device) for t in tensors) for tensors in (codes, scales))
+        self.read, self.device = HeadPages(*pages, forms, False), device
+
+    @staticmethod
+    def _stored(heads: Tensor, form: str) -> tuple[Tensor, Tensor, Tensor]:
         if form == "16bit":
-            self.codes = self.scales = heads.half().to(device)
-            self.exact = heads.half().double()
-            return
+            return heads.half(), heads.half(), heads.half().double()
         found: QuantizedHeads = quantize_heads(heads, form)
-        self.exact = dequantize_heads(found, torch.float64)
         metadata = [found.scale] if found.offset is None else [found.scale, found.offset]
-        self.codes = (pack_halves(found.codes) if CODE_BITS[form] == 4 else found.codes).to(device)
-        self.scales = torch.stack(metadata, -1).to(device)
+        codes = pack_halves(found.codes) if CODE_BITS[form] == 4 else found.codes
+        return codes, torch.stack(metadata, -1), dequantize_heads(found, torch.float64)
+
+    def attend(
+        self, query: Tensor, blocks: Tensor, positions: Tensor, window: int | None = None, rows: int = 16,
+        splits: int = 1, front: SinkTokens = NO_SINK_TOKENS, ancestors: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """On the device of the pages, over memory that is poisoned before it is written."""
+        from runtime.backends.triton.kernels.paged_attention import attend
+
+        query, blocks, positions = (t.to(self.device) for t in (query, blocks, positions))
+        ancestors = None if ancestors is None else ancestors.to(self.device)
+        with poisoned_allocations():
+            return attend(query, self.read, blocks, positions, window, rows, splits, front, ancestors)
+
+
+def normal(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def reference(query, keys, values, blocks, positions, window):
@@ -67,50 +96,30 @@ FORMS = [("16bit",) * 2, ("fp8",) * 2, ("int8",) * 2, ("int8", "int4"), ("int4",
 
 @pytest.mark.parametrize(("case", "forms"), covering(CASES, FORMS), ids=str)
 def test_against_float64(gpu, case, forms) -> None:
-    from runtime.backends.triton.kernels.paged_attention import attend
-
     lengths, each, heads, kv_heads, window, splits = case
-    key, value = Pages(forms[0], kv_heads, 1, gpu), Pages(forms[1], kv_heads, 2, gpu)
-    query = torch.randn(len(lengths) * each, heads, HEAD_DIM, generator=torch.Generator().manual_seed(3)).half()
+    pages, query = Pages(forms, kv_heads, gpu), normal(len(lengths) * each, heads, HEAD_DIM).half()
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4))[: 6 * len(lengths)].view(-1, 6)
     positions = torch.cat([torch.arange(length - each, length) for length in lengths])
-    with poisoned_allocations():
-        found = attend(
-            query.to(gpu), (key.codes, value.codes), (key.scales, value.scales), forms,
-            blocks.to(gpu), positions.to(gpu), window, 16 if each < 10 else 64, splits,
-        )  # fmt: skip
-    expected = reference(query.double(), key.exact, value.exact, blocks, positions, window)
-    error = (found.cpu().double() - expected).norm() / expected.norm()
+    found = pages.attend(query, blocks, positions, window, 16 if each < 10 else 64, splits)
     assert found.dtype == torch.float16
-    assert error < 2e-3
+    assert_close(found, reference(query.double(), *pages.exact, blocks, positions, window))
 
 
 @pytest.mark.parametrize("forms", [("16bit",) * 2, ("fp8",) * 2, ("int8", "int4"), ("int4",) * 2], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_size_of_heads(gpu, head_dim: int, forms: tuple[str, str]) -> None:
-    from runtime.backends.triton.kernels.paged_attention import attend
-
-    key, value = Pages(forms[0], 2, 1, gpu, head_dim), Pages(forms[1], 2, 2, gpu, head_dim)
-    query = torch.randn(6, 8, head_dim, generator=torch.Generator().manual_seed(3)).half()
+    pages, query = Pages(forms, 2, gpu, head_dim), normal(6, 8, head_dim).half()
     blocks, positions = torch.arange(12).view(2, 6), torch.tensor([70, 71, 72, 3, 4, 5])
-    with poisoned_allocations():
-        found = attend(
-            query.to(gpu), (key.codes, value.codes), (key.scales, value.scales), forms,
-            blocks.to(gpu), positions.to(gpu), None, 32, 2,
-        )  # fmt: skip
-    assert_close(found.cpu().double(), reference(query.double(), key.exact, value.exact, blocks, positions, None))
+    found = pages.attend(query, blocks, positions, rows=32, splits=2)
+    assert_close(found, reference(query.double(), *pages.exact, blocks, positions, None))
 
 
 def test_a_sequence_does_not_see_its_neighbours(gpu) -> None:
-    from runtime.backends.triton.kernels.paged_attention import attend
-
-    key, value = Pages("int4", 2, 1, gpu), Pages("int4", 2, 2, gpu)
-    query = torch.randn(2, 4, HEAD_DIM).half().to(gpu)
-    blocks, positions = torch.arange(12, device=gpu).view(2, 6), torch.tensor([80, 40], device=gpu)
-    arguments = (key.codes, value.codes), (key.scales, value.scales), ("int4", "int4")
-    together = attend(query, *arguments, blocks, positions, None, 16, 2)
-    value.scales[6:] = float("nan")
-    alone = attend(query, *arguments, blocks, positions, None, 16, 2)
+    pages, query = Pages(("int4",) * 2, 2, gpu), normal(2, 4, HEAD_DIM).half()
+    blocks, positions = torch.arange(12).view(2, 6), torch.tensor([80, 40])
+    together = pages.attend(query, blocks, positions, splits=2)
+    pages.read.scales[1][6:] = float("nan")
+    alone = pages.attend(query, blocks, positions, splits=2)
     assert torch.equal(alone[0], together[0])
     assert alone[1].isnan().all()
 
@@ -159,6 +168,7 @@ def take_steps(make, device, format="16bit", spans=((0, 37), (37, 41), (41, 42))
 
 
 def assert_close(found, wanted) -> None:
+    found = found.double().to(wanted.device)
     assert (found - wanted).norm() / wanted.norm() < 2e-3
 
 
@@ -205,19 +215,13 @@ def test_streams_look_at_their_sinks_with_a_second_query(gpu, format: str, exact
 @pytest.mark.parametrize(("form", "splits", "window"), [("16bit", 1, None), ("16bit", 3, 8), ("int4", 3, None)])
 def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, window: int | None) -> None:
     """Rows of padding have position -1: alone in a program, or beside rows that see something."""
-    from runtime.backends.triton.kernels.paged_attention import attend
-
-    key, value = Pages(form, 2, 1, gpu), Pages(form, 2, 2, gpu)
-    query = torch.randn(3, 4, HEAD_DIM, generator=torch.Generator().manual_seed(3)).half().to(gpu)
-    blocks = torch.tensor([[3, 4, 5], [6, 7, 8], [9, 9, 9]], device=gpu)
-    for pages in (key, value):
-        poisoned = pages.scales if form == "int4" else pages.codes
+    pages, query = Pages((form,) * 2, 2, gpu), normal(3, 4, HEAD_DIM).half()
+    blocks, positions = torch.tensor([[3, 4, 5], [6, 7, 8], [9, 9, 9]]), torch.tensor([40, 7, -1])
+    for poisoned in pages.read.scales if form == "int4" else pages.read.pages:
         poisoned[9] = float("nan")
-    arguments = (key.codes, value.codes), (key.scales, value.scales), (form, form)
-    with poisoned_allocations():
-        found = attend(query, *arguments, blocks, torch.tensor([40, 7, -1], device=gpu), window, 16, splits)
-        together = attend(query, *arguments, blocks[:1], torch.tensor([40, 7, -1], device=gpu), window, 16, splits)
-    alone = attend(query[:1], *arguments, blocks[:1], torch.tensor([40], device=gpu), window, 16, splits)
+    found = pages.attend(query, blocks, positions, window, splits=splits)
+    together = pages.attend(query, blocks[:1], positions, window, splits=splits)
+    alone = pages.attend(query[:1], blocks[:1], positions[:1], window, splits=splits)
     assert torch.equal(found[0], alone[0])
     assert torch.isfinite(found[1]).all()
     assert (found[2] == 0).all()
@@ -227,45 +231,33 @@ def test_padding_reads_nothing_and_gives_zeros(gpu, form: str, splits: int, wind
 @pytest.mark.parametrize(("form", "window", "splits"), [("16bit", None, 1), ("fp8", 30, 3), ("int4", None, 2)])
 def test_tokens_of_a_tree_see_their_branch_only(gpu, form: str, window: int | None, splits: int) -> None:
     """Two sequences of a known token and seven guesses: each row is what it would be at the end of its branch."""
-    from runtime.backends.triton.kernels.paged_attention import attend
-
-    parents = (-1, 0, 1, 0, 3, -1, 5)
-    branches = [[], *paths(parents)]
-    key, value = Pages(form, 2, 1, gpu), Pages(form, 2, 2, gpu)
-    query = torch.randn(16, 6, HEAD_DIM, generator=torch.Generator().manual_seed(3)).half()
+    parents, roots = (-1, 0, 1, 0, 3, -1, 5), (61, 20)
+    ends = [(root, path) for root in roots for path in ([], *paths(parents))]
+    pages, query = Pages((form,) * 2, 2, gpu), normal(16, 6, HEAD_DIM).half()
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4))[:12].view(2, 6)
-    roots = (61, 20)
-    positions = torch.tensor([root + len(path) for root in roots for path in branches])
+    positions = torch.tensor([root + len(path) for root, path in ends])
     bits = torch.tensor(ancestor_bits(parents)).repeat(2)
-    with poisoned_allocations():
-        found = attend(
-            query.to(gpu), (key.codes, value.codes), (key.scales, value.scales), (form, form), blocks.to(gpu),
-            positions.to(gpu), window, 64, splits, ancestors=bits.to(gpu),
-        )  # fmt: skip
+    found = pages.attend(query, blocks, positions, window, 64, splits, ancestors=bits)
     expected = []
-    for row, (root, path) in enumerate((root, path) for root in roots for path in branches):
+    for row, (root, path) in enumerate(ends):
         seen = [*range(root + 1), *(root + 1 + number for number in path)]
-        context = [pages.exact[blocks[row // 8]].flatten(0, 1)[seen].unsqueeze(1) for pages in (key, value)]
+        context = [exact[blocks[row // 8]].flatten(0, 1)[seen].unsqueeze(1) for exact in pages.exact]
         at = torch.tensor([len(seen) - 1])
         expected.append(reference(query[row : row + 1].double(), *context, [torch.arange(len(seen))], at, window))
-    assert_close(found.cpu().double(), torch.cat(expected))
+    assert_close(found, torch.cat(expected))
 
 
 @pytest.mark.parametrize("form", ["16bit", "int4"])
 def test_a_tree_among_the_sinks_of_a_stream(gpu, form: str) -> None:
     """Guesses in so short a text that they stand among the sinks: with one query for both, sinks change nothing."""
-    from runtime.backends.triton.kernels.paged_attention import attend
-
     parents, root = (-1, -1, 0), 5
-    key, value = Pages(form, 2, 1, gpu), Pages(form, 2, 2, gpu)
-    query = torch.randn(4, 6, HEAD_DIM, generator=torch.Generator().manual_seed(3)).half().to(gpu)
-    positions = torch.tensor([root, *(root + len(path) for path in paths(parents))], device=gpu)
-    bits = torch.tensor(ancestor_bits(parents), device=gpu)
-    arguments = (key.codes, value.codes), (key.scales, value.scales), (form, form), torch.tensor([[3, 4]], device=gpu)
+    pages, query = Pages((form,) * 2, 2, gpu), normal(4, 6, HEAD_DIM).half().to(gpu)
+    positions = torch.tensor([root, *(root + len(path) for path in paths(parents))])
+    options = {"window": 20, "ancestors": torch.tensor(ancestor_bits(parents))}
     fronts = SinkTokens(), SinkTokens(sinks=7, moved=query), SinkTokens(sinks=12, moved=query)
-    plain, *found = (attend(query, *arguments, positions, 20, 16, 1, front, bits) for front in fronts)
+    plain, *found = (pages.attend(query, torch.tensor([[3, 4]]), positions, front=front, **options) for front in fronts)
     for each in found:
-        assert_close(each.double(), plain.double())
+        assert_close(each, plain.double())
 
 
 def test_splits_fill_the_processors_and_are_never_tiny() -> None:
