@@ -1,7 +1,5 @@
 """Inputs, exact results and errors of tests that multiply by packed weights on a GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
