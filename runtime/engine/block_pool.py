@@ -202,11 +202,6 @@ class BlockPool:
         for block_id in block_ids:
             self._drop_hash(block_id)
 
-    def fork(self, block_ids: Sequence[int]) -> list[int]:
-        """Returns a second table of the same blocks. A shared block must be copied before it is written."""
-        self.acquire(block_ids)
-        return list(block_ids)
-
     def shared(self, block_id: int) -> bool:
         """Returns whether another table holds this block too, so that a write needs a copy."""
         return self._blocks[block_id].ref_count > 1

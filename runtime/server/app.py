@@ -41,7 +41,7 @@ def health_router(service: Service) -> APIRouter:
     @router.get("/health", response_model=HealthResponse, responses=UNHEALTHY)
     async def health() -> Response:
         """Status 200 while the engine is healthy, else 503 with the reason."""
-        state = service.generations.engine.check()
+        state = service.engine.check()
         body: HealthResponse = {
             "status": "ok" if state.healthy else "unhealthy",
             "reason": state.reason,

@@ -22,7 +22,7 @@ from runtime.server.response_models import (
     json_number,
     token_text,
 )
-from runtime.server.serving import Output, Service, Tokenizer
+from runtime.server.serving import Service, Tokenizer
 from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
 from runtime.text.tools import ToolFormat, allowed_calls, describe_tools, find_format, forced_calls, mentions_tools
 
@@ -63,7 +63,7 @@ class ChatShape:
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self.chunk(index, {}, None, reason)
 
-    def whole(self, index: int, output: Output) -> dict[str, Any]:
+    def whole(self, index: int, output: Delta) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": output.text, "refusal": None},
@@ -156,7 +156,7 @@ class ToolShape(ChatShape):
         content = self.describe(parser.flush(), num_before)
         return self.chunk(index, content, None, called(reason, parser))
 
-    def whole(self, index: int, output: Output) -> dict[str, Any]:
+    def whole(self, index: int, output: Delta) -> dict[str, Any]:
         parser = self.new_parser()
         message = self.describe(parser.push(output.text) + parser.flush(), 0)
         for call in message.get("tool_calls", ()):

@@ -26,7 +26,7 @@ from runtime.server.response_models import (
     json_number,
     token_text,
 )
-from runtime.server.serving import Job, Output, Service, Tokenizer, respond_at_once
+from runtime.server.serving import Job, Service, Tokenizer, respond_at_once
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -152,13 +152,13 @@ class CompletionShape:
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self.choice(index, "", None, reason)
 
-    def whole(self, index: int, output: Output) -> dict[str, Any]:
+    def whole(self, index: int, output: Delta) -> dict[str, Any]:
         text = self.echoed[index].text if self.echoed else ""
         prompt, answer = self.prompt_logprobs(index, output), self.logprobs(index, output)
         joined = join_logprobs(prompt, answer) if prompt and answer else answer
         return self.choice(index, text + output.text, joined, output.finish_reason)
 
-    def prompt_logprobs(self, index: int, found: Delta | Output) -> CompletionLogprobs | None:
+    def prompt_logprobs(self, index: int, found: Delta) -> CompletionLogprobs | None:
         """Returns those of an echoed prompt, which the engine delivers with the first answer only."""
         if not self.with_logprobs or not self.echoed:
             return None
@@ -166,7 +166,7 @@ class CompletionShape:
         prompt.logprobs = prompt.logprobs or found.prompt_logprobs
         return self.writer(index).write_prompt(prompt.text, prompt.token_ids, prompt.logprobs)
 
-    def logprobs(self, index: int, found: Delta | Output) -> CompletionLogprobs | None:
+    def logprobs(self, index: int, found: Delta) -> CompletionLogprobs | None:
         if not self.with_logprobs:
             return None
         return self.writer(index).write(zip(found.token_ids, found.logprobs, strict=True))
@@ -261,7 +261,7 @@ async def embed(service: Service, jobs: list[Job], encoding: str | None) -> Embe
 
 async def run_all(service: Service, jobs: list[Job]) -> list[Delta]:
     """Returns the only delta of each job, in order."""
-    async with aclosing(service.generations.run(jobs)) as deltas:
+    async with aclosing(service.run(jobs)) as deltas:
         return [delta for _, delta in sorted([pair async for pair in deltas], key=lambda pair: pair[0])]
 
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime.core.config import Limits
-from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
 from runtime.server.errors import ApiError, JsonResponse, error_body
@@ -57,55 +57,6 @@ class Job:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     options: RequestOptions
-
-
-class Generations:
-    """Runs jobs on the engine within `limits`. Used on the event loop's thread."""
-
-    def __init__(self, engine: Engine, limits: Limits) -> None:
-        self.engine = engine
-        self.limits = limits
-        self.num_active = 0
-
-    @contextmanager
-    def admit(self, count: int) -> Iterator[None]:
-        """Holds `count` places in the queue. Raises ApiError: 429 if it is full, 400 if `count` exceeds its size."""
-        limit = self.limits.max_requests
-        if count > limit:
-            message = f"{count} answers in one request; this server takes at most {limit}."
-            raise ApiError(400, message, "prompt", "too_many_answers")
-        if self.num_active + count > limit:
-            raise ApiError(
-                429,
-                f"The queue is full: {self.num_active} of {limit} requests are running or waiting. Try again later.",
-                code="queue_full",
-                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-            )
-        self.num_active += count
-        try:
-            yield
-        finally:
-            self.num_active -= count
-
-    async def run(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields deltas of all jobs as they arrive, with the index of their choice, in order of prompts and answers.
-
-        Closing it frees all jobs.
-
-        Raises:
-            ApiError: 429 if the queue is full; 500 if a sequence fails; 503 if the engine stops, or returns no token
-                within `queue_seconds`; 504 after `request_seconds`.
-            RequestError: the engine refuses a job.
-        """
-        with self.admit(sum(job.sampling.n for job in jobs)):
-            streams = [
-                self.engine.generate(job.prompt_token_ids, job.sampling, job.request_id, options=job.options)
-                for job in jobs
-            ]
-            async with aclosing(in_time(merge(streams), self.limits)) as deltas:
-                async for index, delta in deltas:
-                    check_delta(delta)
-                    yield index * jobs[index].sampling.n + delta.index, delta
 
 
 def check_delta(delta: Delta) -> None:
@@ -194,17 +145,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
-class Output:
-    """Complete output of one sequence."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-
-@dataclass
 class UsageCounter:
     """Token counts of a request. A prompt counts once for all of its answers."""
 
@@ -244,8 +184,8 @@ class Shape(Protocol):
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         """Returns the choice of the chunk that ends a sequence."""
 
-    def whole(self, index: int, output: Output) -> dict[str, Any]:
-        """Returns the choice of an answer that is not streamed."""
+    def whole(self, index: int, output: Delta) -> dict[str, Any]:
+        """Returns the choice of an answer that is not streamed, whose deltas are joined in `output`."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +205,7 @@ class Answer:
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
         """Collects all deltas and returns one JSON object."""
-        outputs = [Output() for _ in range(self.num_choices)]
+        outputs = [Delta(self.envelope["id"]) for _ in range(self.num_choices)]
         texts: list[list[str]] = [[] for _ in outputs]
         usage = UsageCounter()
         async with aclosing(deltas):
@@ -409,7 +349,7 @@ class Tokenizer(Protocol):
 
 
 class Service:
-    """The served model. Used on the event loop's thread."""
+    """The served model: answers requests on the engine within `limits`. Used on the event loop's thread."""
 
     def __init__(
         self,
@@ -419,11 +359,12 @@ class Service:
         limits: Limits,
         render_metrics: Callable[[], str],
     ) -> None:
+        self.engine = engine
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.limits = limits
         self.render_metrics = render_metrics
-        self.generations = Generations(engine, limits)
+        self.num_active = 0
 
     def check_model(self, name: str) -> None:
         """Raises ApiError with status 404 unless `name` is the served model."""
@@ -463,7 +404,7 @@ class Service:
         logger.info("request %s: user %r, prompts of %s tokens", request_id, body.user, [len(p) for p in prompts])
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
         answer = Answer(envelope, shape, len(jobs) * body.num_answers, body.include_usage)
-        deltas = self.generations.run(jobs)
+        deltas = self.run(jobs)
         if not body.stream:
             return await respond_at_once(request, answer.whole(deltas))
         try:
@@ -471,3 +412,43 @@ class Service:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return EventStream(answer.events(first, deltas), deltas, self.limits.client_seconds)
+
+    @contextmanager
+    def admit(self, count: int) -> Iterator[None]:
+        """Holds `count` places in the queue. Raises ApiError: 429 if it is full, 400 if `count` exceeds its size."""
+        limit = self.limits.max_requests
+        if count > limit:
+            message = f"{count} answers in one request; this server takes at most {limit}."
+            raise ApiError(400, message, "prompt", "too_many_answers")
+        if self.num_active + count > limit:
+            raise ApiError(
+                429,
+                f"The queue is full: {self.num_active} of {limit} requests are running or waiting. Try again later.",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
+        self.num_active += count
+        try:
+            yield
+        finally:
+            self.num_active -= count
+
+    async def run(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yields deltas of all jobs as they arrive, with the index of their choice, in order of prompts and answers.
+
+        Closing it frees all jobs.
+
+        Raises:
+            ApiError: 429 if the queue is full; 500 if a sequence fails; 503 if the engine stops, or returns no token
+                within `queue_seconds`; 504 after `request_seconds`.
+            RequestError: the engine refuses a job.
+        """
+        with self.admit(sum(job.sampling.n for job in jobs)):
+            streams = [
+                self.engine.generate(job.prompt_token_ids, job.sampling, job.request_id, options=job.options)
+                for job in jobs
+            ]
+            async with aclosing(in_time(merge(streams), self.limits)) as deltas:
+                async for index, delta in deltas:
+                    check_delta(delta)
+                    yield index * jobs[index].sampling.n + delta.index, delta
