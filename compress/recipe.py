@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from calibration.parts import Part, check_parts, parse_parts, share_out
 from compress.checkpoint.scheme import FLOAT_BITS, MAX_BITS
 from compress.checkpoint.weights import Activations, Fp8, Int, NMSparsity, OutlierColumns, Scheme
+from compress.common import cli
 from compress.common.cli import nearest
 from compress.common.errors import RecipeError
 from compress.methods import base as methods
@@ -53,6 +56,37 @@ class FactorizeStage:
     @property
     def needs_calibration(self) -> bool:
         return methods.factorization(self.method).needs(None).inputs
+
+
+def parse_size(text: str) -> int:
+    """Parses `5GB`, `800 MB`, `1.5GiB` or a plain number into bytes. Raises RecipeError for anything else."""
+    try:
+        return cli.parse_size(text)
+    except ValueError as error:
+        raise RecipeError(f"{text!r} is no size", "Write a number and a unit: 5GB, 800MB, 1.5GiB") from error
+
+
+@dataclass(frozen=True)
+class FactorizeKeys:
+    """Keys of a factorize stage."""
+
+    method: str = "svd-llm"
+    keep: Annotated[float | None, "Share of the weights to keep. Default: 0.8."] = None
+    allocation: Annotated[
+        str, "block allocates ranks to the layers of a block, model to all layers; uniform gives all the same share."
+    ] = "block"
+    target_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="5GB, 700MB: decides --keep, with --allocation model.", show_default=False),
+    ] = None
+
+    def stage(self, targets: tuple[str, ...] = (), ignore: tuple[str, ...] = ()) -> FactorizeStage:
+        """Build the stage. Raises RecipeError."""
+        if self.keep is not None and self.target_size is not None:
+            raise RecipeError("keep and target_size both decide the ranks", "Give one of them")
+        size = None if self.target_size is None else parse_size(self.target_size)
+        keep = 0.8 if self.keep is None else self.keep
+        return FactorizeStage(self.method, keep, self.allocation, targets, ignore, size)
 
 
 LAYERWISE = ("uniform", "owl")
@@ -125,6 +159,35 @@ class PruneStage:
         return methods.pruning(self.method).needs(None).inputs or self.layerwise != "uniform"
 
 
+@dataclass(frozen=True)
+class PruneKeys:
+    """Keys of a prune stage."""
+
+    method: str = "sparsegpt"
+    pattern: Annotated[
+        str,
+        typer.Option(
+            metavar="N:M|none", help="2:4, 4:8 or another N:4 or N:8, zeros not stored; none prunes anywhere."
+        ),
+    ] = "none"
+    sparsity: Annotated[float, "Share of the weights to remove, with --pattern none."] = 0.5
+    layerwise: Annotated[
+        str, "uniform prunes all blocks alike; owl prunes blocks with outliers less and the others more."
+    ] = "uniform"
+    owl_lambda: Annotated[float, "Largest difference of a block's sparsity from the mean, with --layerwise owl."] = (
+        DEFAULT_SPREAD
+    )
+    owl_m: Annotated[float, "Scores above this many times their mean are outliers, with --layerwise owl."] = (
+        DEFAULT_OUTLIER_FACTOR
+    )
+
+    def stage(self, targets: tuple[str, ...] = (), ignore: tuple[str, ...] = ()) -> PruneStage:
+        """Build the stage. Raises RecipeError, SchemeError."""
+        pattern = None if self.pattern == "none" else NMSparsity.parse(self.pattern)
+        owl = self.owl_m, self.owl_lambda
+        return PruneStage(self.method, pattern, self.sparsity, self.layerwise, *owl, targets, ignore)
+
+
 DEFAULT_METHOD, DEFAULT_FP8_METHOD = "awq", "rtn"
 PER_CHANNEL = -1
 HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
@@ -195,6 +258,65 @@ def default_scheme(method: str, fp8: bool = False) -> Scheme:
 def activation_bits_from(value: int) -> int | None:
     """Return the scheme's activation bits from what a user writes: 16 means that activations are not rounded."""
     return None if value == FLOAT_BITS else value
+
+
+@dataclass(frozen=True)
+class QuantizeKeys:
+    """Keys of a quantize stage without those of methods. None takes the method's default."""
+
+    method: str | None = None
+    bits: Annotated[int | None, "Bits of a weight, 2 to 8. Default: 4; smoothquant and --fp8: 8."] = None
+    fp8: Annotated[
+        bool,
+        typer.Option(
+            "--fp8",
+            help="8-bit floats (e4m3) for weights and inputs in place of integers, for GPUs that multiply them "
+            "(NVIDIA since Ada and Hopper).",
+        ),
+    ] = False
+    group_size: Annotated[
+        int | None,
+        "Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row. "
+        "Default: 128; smoothquant and --fp8: -1.",
+    ] = None
+    activation_bits: Annotated[
+        int | None,
+        "8: round the inputs of the layers to 8 bits, token by token (W8A8). 16: keep them. "
+        "Default: 16; smoothquant and --fp8: 8.",
+    ] = None
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric/--asymmetric", help="Fixed or stored zero points. Symmetric loads everywhere.")
+    ] = True
+    outlier_columns: Annotated[
+        float | None,
+        "Share of the input columns (0.01), or how many, that stay in 16 bits beside the codes: those that "
+        "cost most, or with 8-bit activations the largest. For this runtime only. Default: none.",
+    ] = None
+
+    def stage(self, targets: tuple[str, ...] = (), ignore: tuple[str, ...] = ()) -> QuantizeStage:
+        """Build the stage. Raises RecipeError, SchemeError."""
+        name = self.method or default_method(self.fp8)
+        options = methods.make_options(methods.quantization(name), self.method_options)
+        return QuantizeStage(name, self.scheme, targets, ignore, options, self.outlier_columns)
+
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """Options of methods that were given."""
+        given = {name: getattr(self, name, None) for name in methods.options_of("quantize")}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def scheme(self) -> Scheme:
+        """The stored form of the weights. Raises RecipeError, SchemeError."""
+        values: dict[str, Any] = {"symmetric": self.symmetric}
+        if self.bits is not None:
+            values["bits"] = self.bits
+        if self.group_size is not None:
+            values["group_size"] = group_size_from(self.group_size)
+        if self.activation_bits is not None:
+            values["activation_bits"] = activation_bits_from(self.activation_bits)
+        default = default_scheme(self.method or default_method(self.fp8), self.fp8)
+        return default.parse({**default.fields(), **values})
 
 
 def end_stages(stage: QuantizeStage, head_bits: int | None, embedding_bits: int | None) -> tuple[QuantizeStage, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 from calibration.parts import Part
 from compress.common.cli import nearest
 from compress.common.errors import DataError, RecipeError, SchemeError
-from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage
+from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, Recipe, Stage, parse_size
 from compress.search.space import (
     DEFAULT_CANDIDATES,
     DEFAULT_MEASURED,
@@ -21,7 +21,6 @@ from compress.search.space import (
     Goal,
     SearchRequest,
     parse_candidates,
-    parse_size,
 )
 from compress.stage_keys import PATTERN_STAGES, build_stage, stage_keys
 

@@ -28,8 +28,16 @@ from compress.common.cli import DEMO_NAME, DEMO_SOURCE, demo_model_path
 from compress.common.errors import RecipeError
 from compress.methods.kv_cache import KVCacheStage
 from compress.methods.rotation import RotateStage
-from compress.recipe import QuantizeStage, Recipe, Stage, end_stages, group_size_from
-from compress.stage_keys import FactorizeKeys, PruneKeys, QuantizeKeys
+from compress.recipe import (
+    FactorizeKeys,
+    PruneKeys,
+    QuantizeKeys,
+    QuantizeStage,
+    Recipe,
+    Stage,
+    end_stages,
+    group_size_from,
+)
 
 if TYPE_CHECKING:
     from compress.pipeline.prepare import RunContext, RunRequest

@@ -10,8 +10,8 @@ import typer
 
 from compress.checkpoint.kv_cache import AUTO, KVCacheScheme, stored_kv_cache, wished_kv_cache
 from compress.common.errors import RecipeError
-from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions
-from compress.search.space import Goal, parse_size
+from compress.recipe import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions, parse_size
+from compress.search.space import Goal
 
 if TYPE_CHECKING:
     from compress.evaluate.session import EvaluationRequest

@@ -79,6 +79,25 @@ class KVCacheStage:
         return min(wanted, context or wanted)
 
 
+@dataclass(frozen=True)
+class KVCacheKeys:
+    """Keys of a kv_cache stage; see `KVCacheStage`."""
+
+    format: str = "auto"
+    rotate: bool | None = None
+    sinks: int = 0
+    residual_length: int = 0
+    max_kl: float = 0.01
+    data: str = "pydoc"
+    tokens: int = 16384
+    max_seq_length: int | None = None
+
+    def stage(self) -> KVCacheStage:
+        """Build the stage. Raises RecipeError, SchemeError."""
+        cache = self.format, self.rotate, self.sinks, self.residual_length
+        return KVCacheStage(*cache, self.max_kl, self.data, self.tokens, self.max_seq_length)
+
+
 @dataclass(frozen=True, slots=True)
 class KVChoice:
     """The default, and why it is not what a reader of the recipe expects; empty where it is."""

@@ -236,14 +236,6 @@ class Goal:
         return f"at most {self.bits_per_weight:g} bits per weight"
 
 
-def parse_size(text: str) -> int:
-    """Parses `5GB`, `800 MB`, `1.5GiB` or a plain number into bytes. Raises RecipeError for anything else."""
-    try:
-        return cli.parse_size(text)
-    except ValueError as error:
-        raise RecipeError(f"{text!r} is no size", "Write a number and a unit: 5GB, 800MB, 1.5GiB") from error
-
-
 DEFAULT_MEASURED = 8
 DEFAULT_TRIES = 5
 

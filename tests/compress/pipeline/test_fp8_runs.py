@@ -13,9 +13,8 @@ from compress.checkpoint.weights import Activations, Fp8
 from compress.common.cli import demo_model_path
 from compress.evaluate.scorers import RuntimeScorer
 from compress.methods.smoothquant import SmoothQuantOptions
-from compress.recipe import CalibrationOptions, QuantizeStage
+from compress.recipe import CalibrationOptions, QuantizeKeys, QuantizeStage
 from compress.recipe_file import parse_recipe
-from compress.stage_keys import QuantizeKeys
 from runtime.model.loader import load_model
 
 W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)
