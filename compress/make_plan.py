@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compress.checkpoint.config import is_embedding
@@ -19,7 +19,7 @@ from compress.methods.low_rank import rank_step, uniform_rank
 from compress.methods.owl import OutlierShares
 from compress.pipeline.rotated_source import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
-from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, shape_bytes, with_target_size
+from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, shape_bytes
 from compress.plan_notes import cost_notes, scheme_notes, sibling_notes, usable_mappings
 from compress.recipe import (
     STAGE_NAMES,
@@ -254,8 +254,47 @@ def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtyp
         CheckpointError: weights the model needs are not in the checkpoint, or no floating point numbers of its shapes.
     """
     _check_present(skeleton, files)
-    sized = with_target_size(recipe, lambda each: _plan(skeleton, files, each, scale_dtype).bytes_after)
+    sized = _with_target_size(recipe, lambda each: _plan(skeleton, files, each, scale_dtype).bytes_after)
     return _plan(skeleton, files, sized, scale_dtype)
+
+
+_LEAST, _MOST = 0.01, 0.99
+_HALVINGS = 20
+
+
+def _with_target_size(recipe: Recipe, planned_bytes: Callable[[Recipe], int]) -> Recipe:
+    """Return the recipe with the largest `keep` in the place of a target size; without a target size it stays as it is.
+
+    Args:
+        planned_bytes: of a recipe's checkpoint.
+
+    Raises:
+        RecipeError: two stages have a target size, or one is out of reach.
+    """
+    wanted = [stage for stage in recipe.stages if isinstance(stage, FactorizeStage) and stage.target_size is not None]
+    if not wanted:
+        return recipe
+    if len(wanted) > 1:
+        raise RecipeError("two stages decide the size of the checkpoint", "Give one of them `keep` instead")
+    stage = wanted[0]
+    target = stage.target_size or 0
+
+    def keeping(share: float) -> Recipe:
+        changed = replace(stage, keep=share, target_size=None)
+        return replace(recipe, stages=tuple(changed if each is stage else each for each in recipe.stages))
+
+    low, high = _LEAST, _MOST
+    for share in (low, high):
+        size = planned_bytes(keeping(share))
+        if (size > target) == (share == low):
+            raise RecipeError(
+                f"low rank cannot give {target:,} bytes: keeping {share:.0%} of the weights takes about {size:,}",
+                "Choose another size, or quantize the factors too" if share == low else "Choose a smaller size",
+            )
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if planned_bytes(keeping(middle)) <= target else (low, middle)
+    return keeping(low)
 
 
 def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:

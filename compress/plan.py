@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from compress.checkpoint.weights import NMSparsity, Scheme
-from compress.common.errors import RecipeError
 from compress.methods.base import FactorizationMethod, Needs, PruningMethod, QuantizationMethod
 from compress.methods.owl import OutlierShares
 from compress.models.spec import SmoothingMapping
-from compress.recipe import FactorizeStage, Recipe
 from compress.targets import without_indices
 
 
@@ -255,42 +253,3 @@ def _summary(kind: tuple[str, tuple[int, ...], LayerPlan | None, str], rows: lis
         "bytes_before": sum(row.bytes_before for row in rows),
         "bytes_after": sum(row.bytes_after for row in rows),
     }
-
-
-LEAST, MOST = 0.01, 0.99
-_HALVINGS = 20
-
-
-def with_target_size(recipe: Recipe, planned_bytes: Callable[[Recipe], int]) -> Recipe:
-    """Return the recipe with the largest `keep` in the place of a target size; without a target size it stays as it is.
-
-    Args:
-        planned_bytes: of a recipe's checkpoint.
-
-    Raises:
-        RecipeError: two stages have a target size, or one is out of reach.
-    """
-    wanted = [stage for stage in recipe.stages if isinstance(stage, FactorizeStage) and stage.target_size is not None]
-    if not wanted:
-        return recipe
-    if len(wanted) > 1:
-        raise RecipeError("two stages decide the size of the checkpoint", "Give one of them `keep` instead")
-    stage = wanted[0]
-    target = stage.target_size or 0
-
-    def keeping(share: float) -> Recipe:
-        changed = replace(stage, keep=share, target_size=None)
-        return replace(recipe, stages=tuple(changed if each is stage else each for each in recipe.stages))
-
-    low, high = LEAST, MOST
-    for share in (low, high):
-        size = planned_bytes(keeping(share))
-        if (size > target) == (share == low):
-            raise RecipeError(
-                f"low rank cannot give {target:,} bytes: keeping {share:.0%} of the weights takes about {size:,}",
-                "Choose another size, or quantize the factors too" if share == low else "Choose a smaller size",
-            )
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if planned_bytes(keeping(middle)) <= target else (low, middle)
-    return keeping(low)
