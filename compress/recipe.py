@@ -35,7 +35,7 @@ class FactorizeStage:
         target_size: bytes of the whole checkpoint's tensors, which decide `keep`; for allocation model.
     """
 
-    method: str = "svd-llm"
+    method: str = methods.default("factorize")
     keep: float = 0.8
     allocation: str = "block"
     targets: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def parse_size(text: str) -> int:
 class FactorizeKeys:
     """Keys of a factorize stage."""
 
-    method: str = "svd-llm"
+    method: str = methods.default("factorize")
     keep: Annotated[float | None, "Share of the weights to keep. Default: 0.8."] = None
     allocation: Annotated[
         str, "block allocates ranks to the layers of a block, model to all layers; uniform gives all the same share."
@@ -110,7 +110,7 @@ class PruneStage:
         ignore: patterns of modules that stay as they are.
     """
 
-    method: str = "sparsegpt"
+    method: str = methods.default("prune")
     pattern: NMSparsity | None = None
     sparsity: float = 0.5
     layerwise: str = "uniform"
@@ -163,7 +163,7 @@ class PruneStage:
 class PruneKeys:
     """Keys of a prune stage."""
 
-    method: str = "sparsegpt"
+    method: str = methods.default("prune")
     pattern: Annotated[
         str,
         typer.Option(
@@ -188,7 +188,6 @@ class PruneKeys:
         return PruneStage(self.method, pattern, self.sparsity, self.layerwise, *owl, targets, ignore)
 
 
-DEFAULT_METHOD, DEFAULT_FP8_METHOD = "awq", "rtn"
 PER_CHANNEL = -1
 HEAD_TARGET, EMBEDDING_TARGET = "lm_head", "embed_tokens"
 
@@ -206,7 +205,7 @@ class QuantizeStage:
         outlier_columns: share of the input columns (below 1), or how many, that stay in 16 bits.
     """
 
-    method: str = DEFAULT_METHOD
+    method: str = methods.default("quantize")
     scheme: Scheme = field(default_factory=Int)
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
@@ -247,7 +246,7 @@ class QuantizeStage:
 
 def default_method(fp8: bool) -> str:
     """Return the method of a user who names none."""
-    return DEFAULT_FP8_METHOD if fp8 else DEFAULT_METHOD
+    return methods.fallback("quantize").name if fp8 else methods.default("quantize")
 
 
 def default_scheme(method: str, fp8: bool = False) -> Scheme:
@@ -265,7 +264,7 @@ class QuantizeKeys:
     """Keys of a quantize stage without those of methods. None takes the method's default."""
 
     method: str | None = None
-    bits: Annotated[int | None, "Bits of a weight, 2 to 8. Default: 4; smoothquant and --fp8: 8."] = None
+    bits: Annotated[int | None, "Bits of a weight, 2 to 8."] = None
     fp8: Annotated[
         bool,
         typer.Option(
@@ -275,14 +274,10 @@ class QuantizeKeys:
         ),
     ] = False
     group_size: Annotated[
-        int | None,
-        "Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row. "
-        "Default: 128; smoothquant and --fp8: -1.",
+        int | None, "Input columns that share a scale: 128, 64, 32, or -1 for one scale per output row."
     ] = None
     activation_bits: Annotated[
-        int | None,
-        "8: round the inputs of the layers to 8 bits, token by token (W8A8). 16: keep them. "
-        "Default: 16; smoothquant and --fp8: 8.",
+        int | None, "8: round the inputs of the layers to 8 bits, token by token (W8A8). 16: keep them."
     ] = None
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Fixed or stored zero points. Symmetric loads everywhere.")

@@ -4,14 +4,23 @@ data classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, make_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from compress.checkpoint.scheme import FLOAT_BITS, Scheme
 from compress.methods import base
 from compress.methods.kv_cache import KVCacheKeys
 from compress.methods.rotation import RotateKeys
-from compress.recipe import DEFAULT_FP8_METHOD, DEFAULT_METHOD, FactorizeKeys, PruneKeys, QuantizeKeys, Stage
+from compress.recipe import (
+    PER_CHANNEL,
+    FactorizeKeys,
+    PruneKeys,
+    QuantizeKeys,
+    Stage,
+    default_method,
+    default_scheme,
+)
 
 PATTERN_STAGES = ("quantize", "prune", "factorize")
 """Stages that take layers by `targets` and `ignore`."""
@@ -36,14 +45,37 @@ def build_stage(kind: str, keys: Any, targets: tuple[str, ...], ignore: tuple[st
 
 def quantize_keys() -> type[QuantizeKeys]:
     """Return the keys of a quantize stage, with one field for each option of a registered method."""
-    default = f"Default: {DEFAULT_METHOD}; with --fp8: {DEFAULT_FP8_METHOD}."
+    default = f"Default: {default_method(fp8=False)}; with --fp8: {default_method(fp8=True)}."
     method = ("method", Annotated[str | None, method_help("quantize", default)], field(default=None))
-    return make_dataclass("QuantizeKeys", [method, *_options("quantize")], bases=(QuantizeKeys,), frozen=True)
+    return make_dataclass(
+        "QuantizeKeys", [method, *_scheme_keys(), *_options("quantize")], bases=(QuantizeKeys,), frozen=True
+    )
+
+
+SCHEME_KEYS: Mapping[str, Callable[[Scheme], int]] = {
+    "bits": lambda scheme: scheme.bits,
+    "group_size": lambda scheme: scheme.group_size or PER_CHANNEL,
+    "activation_bits": lambda scheme: scheme.activation_bits or FLOAT_BITS,
+}
+
+
+def _scheme_keys() -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields of a scheme, whose help says the default and which methods have another."""
+    schemes = {name: default_scheme(name) for name in base.names("quantize")} | {"--fp8": default_scheme("", fp8=True)}
+    hints = get_type_hints(QuantizeKeys, include_extras=True)
+    for key, value in SCHEME_KEYS.items():
+        usual, others = value(schemes[base.default("quantize")]), dict[int, list[str]]()
+        for name, scheme in schemes.items():
+            if value(scheme) != usual:
+                others.setdefault(value(scheme), []).append(name)
+        defaults = [f"Default: {usual}", *(f"{' and '.join(names)}: {other}" for other, names in others.items())]
+        kind, text = get_args(hints[key])
+        yield key, Annotated[kind, f"{text} {'; '.join(defaults)}."], field(default=None)
 
 
 def prune_keys() -> type[PruneKeys]:
     """Return the options of `compress prune`, where a pattern is the default."""
-    method = ("method", Annotated[str, method_help("prune")], field(default="sparsegpt"))
+    method = ("method", Annotated[str, method_help("prune")], field(default=base.default("prune")))
     hints = get_type_hints(PruneKeys, include_extras=True)
     pattern = ("pattern", hints["pattern"], field(default="2:4"))
     return make_dataclass("PruneKeys", [method, pattern], bases=(PruneKeys,), frozen=True)
@@ -51,7 +83,7 @@ def prune_keys() -> type[PruneKeys]:
 
 def factorize_keys() -> type[FactorizeKeys]:
     """Return the options of `compress factorize`."""
-    method = ("method", Annotated[str, method_help("factorize")], field(default="svd-llm"))
+    method = ("method", Annotated[str, method_help("factorize")], field(default=base.default("factorize")))
     return make_dataclass("FactorizeKeys", [method], bases=(FactorizeKeys,), frozen=True)
 
 

@@ -31,6 +31,7 @@ class AWQ(QuantizationMethod):
 
     name: ClassVar[str] = "awq"
     help: ClassVar[str] = "activation-aware scales and clipping"
+    is_default: ClassVar[bool] = True
     smooths: ClassVar[bool] = True
     data: ClassVar[Needs] = Needs(inputs=True, sample_rows=CLIP_ROWS)
 

@@ -186,6 +186,7 @@ class Method:
         Options: dataclass of its options. Fields are annotated with their help and become options of the command line
             and keys of recipes.
         data: what it reads besides the weight, whatever its options.
+        is_default: is taken where a user names no method of its kind.
         is_fallback: takes the place of methods of its kind where no calibration token reached a layer.
     """
 
@@ -194,6 +195,7 @@ class Method:
     help: ClassVar[str]
     Options: ClassVar[type] = NoOptions
     data: ClassVar[Needs] = Needs()
+    is_default: ClassVar[bool] = False
     is_fallback: ClassVar[bool] = False
 
     def needs(self, options: Any) -> Needs:
@@ -332,6 +334,11 @@ def find(kind: str, name: str) -> Method:
     if name not in METHODS[kind]:
         raise RecipeError(f"{kind} method {name!r} does not exist", nearest(name, names(kind), "Methods"))
     return METHODS[kind][name]
+
+
+def default(kind: str) -> str:
+    """Return the name of the method of a user who names none."""
+    return next(name for name, method in METHODS[kind].items() if method.is_default)
 
 
 def fallback(kind: str) -> Method:

@@ -53,6 +53,7 @@ class SVDLLM(FactorizationMethod):
 
     name: ClassVar[str] = "svd-llm"
     help: ClassVar[str] = "whitened by the inputs: the least error of the output"
+    is_default: ClassVar[bool] = True
     energies_are_errors: ClassVar[bool] = True
     data: ClassVar[Needs] = Needs(inputs=True, hessian=True)
 

@@ -28,6 +28,7 @@ class SparseGPT(PruningMethod):
     name: ClassVar[str] = "sparsegpt"
     help: ClassVar[str] = "column by column, errors compensated by second-order statistics"
     data: ClassVar[Needs] = Needs(inputs=True, hessian=True)
+    is_default: ClassVar[bool] = True
 
     def prune(
         self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Int | None

@@ -7,7 +7,7 @@ import pytest
 from calibration.parts import Part
 from compress.checkpoint.weights import Int, NMSparsity
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
-from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe
+from compress.recipe import CalibrationOptions, FactorizeStage, PruneStage, QuantizeStage, Recipe, parse_size
 from compress.recipe_file import load_recipe, load_work, parse_recipe, parse_work
 from compress.search.run import recipe_text, write_recipe
 from compress.search.space import (
@@ -17,7 +17,6 @@ from compress.search.space import (
     LayerGroup,
     SearchRequest,
     parse_candidates,
-    parse_size,
 )
 
 
