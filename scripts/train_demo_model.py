@@ -11,12 +11,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import types
-import typing
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from demo_training import card, evaluation, models, texts
@@ -25,79 +21,56 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class Options:
-    """Every field is a command-line option; a tuple may be given several times."""
-
-    texts: Annotated[Path, "folder of .txt, .md, .jsonl and .jsonl.xz files (a `text` field in each record)"]
-    out: Annotated[Path, "folder for the finished checkpoint; an existing one is replaced"]
-    model: Annotated[str, "demo, draft or tiny"] = "demo"
-    minutes: Annotated[float | None, "stop after this many minutes of training"] = None
-    steps: Annotated[int | None, "stop after this many steps"] = None
-    tokenizer: Annotated[Path | None, "folder with the tokenizer to use (default: of --init, else a new BPE)"] = None
-    vocabulary: Annotated[int, "size of a new tokenizer"] = 8192
-    init: Annotated[Path | None, "checkpoint to start from"] = None
-    tokens_before: Annotated[int, "tokens the --init checkpoint has seen, for the model card"] = 0
-    exclude: Annotated[tuple[str, ...], "pattern of files or sources to leave out"] = ()
-    held_out: Annotated[tuple[Path, ...], "text file to report perplexity on; leave it out of --texts"] = ()
-    about_texts: Annotated[str, "what the texts are, for the model card"] = "a folder of English text"
-    batch: Annotated[int, "windows in a step"] = 8
-    length: Annotated[int, "tokens in a window"] = 512
-    long_every: Annotated[int, "use windows four times as long once in this many steps (0: never)"] = 10
-    muon_lr: Annotated[float, "peak learning rate of the matrices"] = 0.02
-    adam_lr: Annotated[float, "peak learning rate of embeddings and norms"] = 3e-3
-    seed: Annotated[int, "seed of weights and data order"] = 0
-    eval_windows: Annotated[int, "windows scored for each held-out text"] = 240
-    threads: Annotated[int, "CPU threads (0: leave as it is)"] = 0
-    snapshot_minutes: Annotated[float, "minutes between snapshots"] = 5.0
-    work: Annotated[Path | None, "folder for token cache and snapshots (default: OUT-training)"] = None
-    resume: Annotated[bool, "continue from the newest snapshot"] = True
-    autocast: Annotated[bool, "bfloat16 autocast"] = True
-    compile: Annotated[bool, "use torch.compile (twice as fast on a CPU, needs a C++ compiler)"] = False
-    export_only: Annotated[bool, "write the newest snapshot as a checkpoint, without training"] = False
-
-    @property
-    def folder(self) -> Path:
-        return self.work or self.out.with_name(self.out.name + "-training")
-
-
-def parse(arguments: Sequence[str]) -> Options:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    hints = typing.get_type_hints(Options, include_extras=True)
-    for entry in fields(Options):
-        _add(parser, entry.name, *typing.get_args(hints[entry.name]), default=entry.default)
-    values = vars(parser.parse_args(arguments))
-    if not (values["minutes"] or values["steps"]):
+    add = parser.add_argument
+    add("--texts", type=Path, required=True, help="folder of .txt, .md, .jsonl (field `text`) and .jsonl.xz files")
+    add("--out", type=Path, required=True, help="folder for the finished checkpoint; an existing one is replaced")
+    add("--model", default="demo", choices=list(models.SHAPES))
+    add("--minutes", type=float, help="stop after this many minutes of training")
+    add("--steps", type=int, help="stop after this many steps")
+    add("--tokenizer", type=Path, help="folder with the tokenizer to use (default: of --init, else a new BPE)")
+    add("--vocabulary", type=int, default=8192, help="size of a new tokenizer")
+    add("--init", type=Path, help="checkpoint to start from")
+    add("--tokens-before", type=int, default=0, help="tokens the --init checkpoint has seen, for the model card")
+    add("--exclude", action="append", default=[], help="pattern of files or sources to leave out; may be repeated")
+    add("--held-out", type=Path, action="append", default=[], help="text file to report perplexity on; may be repeated")
+    add("--about-texts", default="a folder of English text", help="a description of the texts, for the model card")
+    add("--batch", type=int, default=8, help="windows in a step")
+    add("--length", type=int, default=512, help="tokens in a window")
+    add("--long-every", type=int, default=10, help="windows four times as long once in this many steps (0: never)")
+    add("--muon-lr", type=float, default=0.02, help="peak learning rate of the matrices")
+    add("--adam-lr", type=float, default=3e-3, help="peak learning rate of embeddings and norms")
+    add("--seed", type=int, default=0, help="seed of weights and data order")
+    add("--eval-windows", type=int, default=240, help="windows scored for each held-out text")
+    add("--threads", type=int, default=0, help="CPU threads (0: leave as it is)")
+    add("--snapshot-minutes", type=float, default=5.0, help="minutes between snapshots")
+    add("--work", type=Path, help="folder for token cache and snapshots (default: OUT-training)")
+    switch = argparse.BooleanOptionalAction
+    add("--resume", action=switch, default=True, help="continue from the newest snapshot")
+    add("--autocast", action=switch, default=True, help="bfloat16 autocast")
+    add("--compile", action=switch, default=False, help="torch.compile (twice as fast on a CPU, needs a C++ compiler)")
+    add("--export-only", action=switch, default=False, help="write the newest snapshot as a checkpoint, train nothing")
+    options = parser.parse_args(arguments)
+    if not (options.minutes or options.steps):
         parser.error("give a budget: --minutes or --steps")
-    return Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    options.work = options.work or options.out.with_name(options.out.name + "-training")
+    return options
 
 
-def _add(parser: argparse.ArgumentParser, name: str, hint: typing.Any, text: str, default: object) -> None:
-    flag = "--" + name.replace("_", "-")
-    if hint is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-        return
-    kind = next(t for t in typing.get_args(hint) or (hint,) if t is not types.NoneType)
-    if typing.get_origin(hint) is tuple:
-        parser.add_argument(flag, action="append", type=kind, default=[], metavar=kind.__name__.upper(), help=text)
-        return
-    required = default is MISSING
-    parser.add_argument(flag, type=kind, required=required, default=None if required else default, help=text)
-
-
-def get_tokenizer(options: Options) -> PreTrainedTokenizerBase:
+def get_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
     """The given tokenizer, the one of the starting checkpoint, or a new one that a resumed run finds again."""
     given = options.tokenizer or options.init
     if given is not None:
         return models.load_tokenizer(given)
-    folder = options.folder / "tokenizer"
+    folder = options.work / "tokenizer"
     if not (folder / "chat_template.jinja").exists():  # written last
         chunks = (piece for t in texts.read_folder(options.texts, options.exclude) for piece in texts.pieces(t.text))
         models.write_tokenizer(folder, models.train_tokenizer(chunks, options.vocabulary))
     return models.load_tokenizer(folder)
 
 
-def make_trainer(options: Options, streams: texts.Streams, vocabulary: int) -> Trainer:
+def make_trainer(options: argparse.Namespace, streams: texts.Streams, vocabulary: int) -> Trainer:
     model = models.create(options.model, vocabulary, options.init, options.seed)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     kept = ("model", "batch", "length", "long_every", "muon_lr", "adam_lr", "seed", "autocast")
@@ -107,7 +80,7 @@ def make_trainer(options: Options, streams: texts.Streams, vocabulary: int) -> T
         learning_rates=(options.muon_lr, options.adam_lr),
         sampler=texts.Sampler(streams.train, options.batch, options.length, options.seed, options.long_every),
         budget=Budget(options.steps, options.minutes),
-        folder=options.folder / "snapshots",
+        folder=options.work / "snapshots",
         settings=settings,
         snapshot_minutes=options.snapshot_minutes,
         compiled=options.compile,
@@ -115,7 +88,7 @@ def make_trainer(options: Options, streams: texts.Streams, vocabulary: int) -> T
 
 
 def measure(
-    options: Options, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, tail: texts.Tokens
+    options: argparse.Namespace, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, tail: texts.Tokens
 ) -> list[evaluation.Perplexity]:
     """Perplexity of the weights as they will be shipped, on every held-out text."""
     rounded = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
@@ -137,7 +110,7 @@ def measure(
     return [score for score in scores if score is not None]
 
 
-def describe(options: Options, arguments: Sequence[str]) -> card.Run:
+def describe(options: argparse.Namespace, arguments: Sequence[str]) -> card.Run:
     return card.Run(
         title={"demo": "Demo model", "draft": "Draft model of the demo model"}.get(options.model, options.model),
         about_texts=options.about_texts,
@@ -161,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     console = Console(soft_wrap=True)
     tokenizer = get_tokenizer(options)
-    streams = texts.cached_streams(options.folder / "tokens", tokenizer, options.texts, options.exclude)
+    streams = texts.cached_streams(options.work / "tokens", tokenizer, options.texts, options.exclude)
     trainer = make_trainer(options, streams, len(tokenizer))
     size = sum(p.numel() for p in trainer.model.parameters())
     console.print(f"{len(streams.train) / 1e6:.1f}M training tokens, {size / 1e6:.1f}M parameters", highlight=False)

@@ -13,7 +13,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarking.gpu_kernels import candidates
+from benchmarking.cpu_kernels import random_weight
+from benchmarking.gpu_kernels import candidates, num_copies, require_gpu, seconds_per_call
 from benchmarking.machine import leave_with
 from rich.console import Console
 
@@ -41,16 +42,15 @@ def tune(buckets: Sequence[int], timer: Timer) -> tuple[dict[int, KernelConfig],
 def timer_of(rows: int, columns: int) -> Timer:
     """On this GPU, for int4 weights in groups of 128."""
     import torch
-    from benchmarking.gpu_kernels import num_copies, random_codes, require_gpu, seconds_per_call
 
     from compress.checkpoint.weights import Int
     from runtime.backends.triton.kernels.w4a16 import W4A16Linear
     from runtime.backends.triton.kernels.weight_layout import interleave
 
-    device = require_gpu()
-    packed = interleave(random_codes(rows, columns, Int(4, 128), device), device)
-    weights = [packed, *(interleave(random_codes(rows, columns, Int(4, 128), device), device)
-                         for _ in range(num_copies(packed.nbytes) - 1))]  # fmt: skip
+    device, scheme = require_gpu(), Int(4, 128)
+    first = interleave(random_weight(rows, columns, scheme, device), device)
+    others = range(num_copies(first.nbytes) - 1)
+    weights = [first, *(interleave(random_weight(rows, columns, scheme, device), device) for _ in others)]
 
     def time(tokens: int, config: KernelConfig) -> float:
         x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
@@ -66,8 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=BUCKETS, choices=BUCKETS)
     parser.add_argument("--out", type=Path, help="default: the package's own table for this GPU")
     options, console = parser.parse_args(arguments), Console(width=160, highlight=False)
-    from benchmarking.gpu_kernels import require_gpu
-
     require_gpu()
     import torch
 

@@ -26,8 +26,11 @@ from torch import Tensor
 
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown
+from compress.checkpoint.kv_cache import UNCOMPRESSED, KVCacheScheme
+from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Activations as InputRounding
-from compress.checkpoint.weights import Int
+from compress.checkpoint.weights import Int, Scheme, Weight
+from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, absence, best_instruction_set, library, set_threads
@@ -44,8 +47,19 @@ if TYPE_CHECKING:
 
 CACHES = 128 * 2**20
 """Bytes of copies of one weight."""
-TARGET = Target(torch.device("cpu"), torch.bfloat16)
+CPU = torch.device("cpu")
+TARGET = Target(CPU, torch.bfloat16)
 BASELINE = "torch int4pack"
+
+
+def random_weight(rows: int, columns: int, scheme: Scheme, device: torch.device = CPU) -> Weight:
+    groups = rows, scheme.num_groups(columns)
+    scale = torch.rand(groups, device=device).mul_(0.01).add_(0.001).bfloat16()
+    if scheme.numbers == "float":
+        return Fp8Weight(torch.randn(rows, columns, device=device).to(FP8), scale, scheme)
+    codes = torch.randint(0, scheme.max_code + 1, (rows, columns), dtype=torch.uint8, device=device)
+    zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8, device=device)
+    return IntegerWeight(codes, scale, zero, scheme)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +75,10 @@ class Contender:
 
 def contenders(in_features: int, out_features: int, group_size: int = 128) -> list[Contender]:
     """All ways to multiply by a random weight of a shape."""
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(out_features, in_features, generator=generator).to(torch.bfloat16)
-
-    def codes(bits: int, activation_bits: int | None = None) -> IntegerWeight:
-        scheme = Int(
-            bits,
-            None if activation_bits else group_size,
-            activations=InputRounding.from_bits(activation_bits, InputRounding.INT8),
-        )
-        shape = out_features, scheme.num_groups(in_features)
-        values = torch.randint(0, 1 << bits, numbers.shape, generator=generator).to(torch.uint8)
-        scale = (torch.rand(shape, generator=generator) * 0.01 + 0.01).to(torch.bfloat16)
-        return IntegerWeight(values, scale, torch.full(shape, scheme.midpoint, dtype=torch.uint8), scheme)
-
-    w4, w2, w8, w8a8 = codes(4), codes(2), codes(8), codes(8, 8)
+    torch.manual_seed(0)
+    numbers = torch.randn(out_features, in_features).to(torch.bfloat16)
+    w4, w2, w8 = (random_weight(out_features, in_features, Int(bits, group_size)) for bits in (4, 2, 8))
+    w8a8 = random_weight(out_features, in_features, Int(8, None, activations=InputRounding.INT8))
     makers: Mapping[str, Callable[[], Linear]] = {
         "torch bf16": lambda: PrepackedLinear(numbers, None),
         "torch int4pack": lambda: INT4PACK.prepare(w4, None, TARGET),
@@ -158,6 +161,10 @@ class Case:
         """Bytes of 16-bit keys and values of one layer."""
         return 4 * self.batch * self.context * self.kv_heads * self.head_dim
 
+    @property
+    def num_blocks(self) -> int:
+        return self.batch * self.context // self.block_size
+
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
         return f"{self.batch} x {self.context} keys, {heads}, blocks of {self.block_size}"
@@ -187,55 +194,52 @@ def attention_row(case: Case) -> Row:
 
 def compiled_step(case: Case, format: str) -> Callable[[], object]:
     """Runs one layer, another one each time."""
-    import torch
+    from runtime.backends.cpu.attention import CpuAttention
 
-    from compress.checkpoint.kv_cache import KVCacheScheme
     from runtime.backends.cpu.kv_pages import CpuPages
-    from runtime.backends.cpu.layers import CpuAttention
 
-    layers, device = _layers(case), torch.device("cpu")
-    blocks = case.batch * case.context // case.block_size
-    scheme = KVCacheScheme(format)
-    pages = CpuPages(decoder_config(case, layers), scheme, blocks, case.block_size, torch.bfloat16, device)
-    for name, tensor in pages.memory.tensors.items():
-        if name.endswith("scales"):
-            tensor.uniform_(0.01, 0.02)
-        elif format == "16bit":
-            tensor.view(torch.bfloat16).normal_()
-        else:
-            tensor.random_(0, 256)
-    return _layer_by_layer(case, CpuAttention(pages, _batch(case, blocks), (None,) * layers), layers)
+    layers, scheme = _layers(case), KVCacheScheme(format)
+    config = decoder_config(case, layers)
+    pages = CpuPages(config, scheme, case.num_blocks, case.block_size, torch.bfloat16, CPU)
+    fill_pages(pages.memory.tensors, scheme)
+    return _layer_by_layer(case, CpuAttention(pages, _batch(case), (None,) * layers), layers)
 
 
 def torch_step(case: Case) -> Callable[[], object]:
     """Same as `compiled_step` without compiled code: gathered pages, then torch's attention."""
-    import torch
-
-    from compress.checkpoint.kv_cache import UNCOMPRESSED
     from runtime.backends.kv_pages import TokenPages
     from runtime.backends.span_attention import attend_tokens
 
-    layers, device = _layers(case), torch.device("cpu")
-    blocks = case.batch * case.context // case.block_size
+    layers = _layers(case)
     config = decoder_config(case, layers)
-    pages = TokenPages(config, UNCOMPRESSED, blocks, case.block_size, torch.bfloat16, device)
-    for tensor in pages.memory.tensors.values():
-        tensor.normal_()
-    table = _batch(case, blocks).groups[0].blocks
+    pages = TokenPages(config, UNCOMPRESSED, case.num_blocks, case.block_size, torch.bfloat16, CPU)
+    fill_pages(pages.memory.tensors, UNCOMPRESSED)
+    table = _batch(case).groups[0].blocks
 
-    def attention(layer: int, query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor) -> torch.Tensor:
+    def attention(layer: int, query: Tensor, _key: Tensor, _value: Tensor) -> Tensor:
         key, value = (each.view(case.batch, case.context, *each.shape[1:]) for each in pages.gather(layer, table))
         return attend_tokens(query, key, value, None)
 
     return _layer_by_layer(case, attention, layers)
 
 
-def _layer_by_layer(case: Case, attention: Attention, layers: int) -> Callable[[], object]:
-    import torch
+def fill_pages(tensors: Mapping[str, Tensor], scheme: KVCacheScheme) -> None:
+    """Random keys and values in the form of the pages."""
+    for name, tensor in tensors.items():
+        if scheme.is_exact:
+            tensor.view(torch.bfloat16).normal_()
+        elif name.endswith("scales"):
+            tensor.uniform_(0.01, 0.02)
+        elif tensor.dtype == torch.uint8:
+            tensor.random_(0, 119)  # as fp8 too: no NaN among them
+        else:
+            tensor.normal_()
 
+
+def _layer_by_layer(case: Case, attention: Attention, layers: int) -> Callable[[], object]:
     query = torch.randn(case.batch, case.heads, case.head_dim).bfloat16()
     nothing = query.new_empty(0, case.kv_heads, case.head_dim)
-    turn = iter(range(1 << 30))
+    turn = itertools.count()
     return lambda: attention(next(turn) % layers, query, nothing, nothing)
 
 
@@ -251,14 +255,11 @@ def decoder_config(case: Case, layers: int) -> DecoderConfig:
     return parse_config(config_of(SHAPES["tiny"], **sizes, head_dim=case.head_dim).to_dict())
 
 
-def _batch(case: Case, blocks: int) -> Batch:
-    import torch
-
+def _batch(case: Case) -> Batch:
     from runtime.core.batch import AttentionGroup, Batch
 
-    random = torch.Generator().manual_seed(0)
     positions, nothing = torch.full((case.batch,), case.context - 1), torch.empty(0, dtype=torch.int64)
-    table = torch.randperm(blocks, generator=random)
+    table = torch.randperm(case.num_blocks, generator=torch.Generator().manual_seed(0))
     group = AttentionGroup(slice(0, case.batch), table, positions, case.batch, case.context, False)
     return Batch((), nothing, nothing, nothing, (group,), (), nothing, (), ())
 

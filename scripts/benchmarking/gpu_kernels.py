@@ -24,14 +24,11 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarking.cpu_kernels import Case, decoder_config
+from benchmarking.cpu_kernels import Case, decoder_config, fill_pages, random_weight
 from benchmarking.machine import environment
 from benchmarking.tables import Row, describe, print_with_markdown, write_json
 from compress.checkpoint.kv_cache import KVCacheScheme
-from compress.checkpoint.scale_search import FP8
-from compress.checkpoint.weights import Activations, Fp8, Int, Scheme, Weight
-from compress.checkpoint.weights.fp8 import Fp8Weight
-from compress.checkpoint.weights.integer import IntegerWeight
+from compress.checkpoint.weights import Activations, Fp8, Int
 from compress.common.errors import ToolkitError
 from runtime.backends.base import Target
 from runtime.backends.kv_pages import TokenPages
@@ -146,11 +143,11 @@ def paged_calls(case: Case, form: str, processors: int, device: torch.device) ->
     """One token of each of `case.batch` sequences over `case.context` keys, in the form of the pages."""
     from runtime.backends.triton.kernels.paged_attention import attend
 
-    blocks, scheme = case.batch * case.context // case.block_size, KVCacheScheme(form)
+    blocks, scheme = case.num_blocks, KVCacheScheme(form)
     config = decoder_config(case, copies_of(case))
     pages = TokenPages(config, scheme, blocks, case.block_size, torch.bfloat16, device)
-    _fill(pages)
     tensors = pages.memory.tensors
+    fill_pages(tensors, scheme)
     query = torch.randn(case.batch, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
     table = torch.randperm(blocks, device=device).view(case.batch, -1)
     positions = torch.full((case.batch,), case.context - 1, device=device)
@@ -180,16 +177,6 @@ def copies_of(case: Case) -> int:
     return num_copies(case.kv_bytes // 4)  # int4 pages are that much smaller, and must not fit in the cache either
 
 
-def _fill(pages: TokenPages) -> None:
-    for name, tensor in pages.memory.tensors.items():
-        if tensor.dtype == torch.uint8:
-            tensor.random_(0, 119)  # as fp8 too: no NaN among them
-        elif name.endswith("scales"):
-            tensor.uniform_(0.01, 0.02)
-        else:
-            tensor.normal_()
-
-
 SHAPES = ("4096x4096", "6144x4096", "28672x4096", "4096x14336", "8192x8192")
 TOKENS = (1, 4, 16, 64, 256, 2048)
 KERNELS = {
@@ -212,16 +199,6 @@ class Measured:
     nbytes: int
 
 
-def random_codes(rows: int, columns: int, scheme: Scheme, device: torch.device) -> Weight:
-    groups = rows, scheme.num_groups(columns)
-    scale = torch.rand(groups, device=device).mul_(0.01).add_(0.001).bfloat16()
-    if scheme.numbers == "float":
-        return Fp8Weight(torch.randn(rows, columns, device=device).to(FP8), scale, scheme)
-    codes = torch.randint(0, scheme.max_code + 1, (rows, columns), dtype=torch.uint8, device=device)
-    zero = torch.full(groups, scheme.midpoint, dtype=torch.uint8, device=device)
-    return IntegerWeight(codes, scale, zero, scheme)
-
-
 def linears(name: str, rows: int, columns: int, device: torch.device) -> list[Callable[[Tensor], Tensor]]:
     """Copies of one linear, enough to leave the cache behind."""
     target = Target(device, torch.bfloat16)
@@ -232,7 +209,7 @@ def linears(name: str, rows: int, columns: int, device: torch.device) -> list[Ca
         if name in PEERS:
             return PEERS[name](rows, columns, device)
         kernel, scheme = KERNELS[name]
-        return kernel.prepare(random_codes(rows, columns, scheme, device), None, target)
+        return kernel.prepare(random_weight(rows, columns, scheme, device), None, target)
 
     first = make()
     return [first, *(make() for _ in range(num_copies(weight_bytes(name, rows, columns)) - 1))]

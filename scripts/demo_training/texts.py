@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+
+from compress.common.files import json_lines
 
 Tokens = np.ndarray
 CHUNK = 100_000  # characters given to the tokenizer at once; pieces end at a line break
@@ -45,10 +46,8 @@ def read_folder(folder: Path, exclude: Iterable[str] = ()) -> Iterator[Text]:
 
 def read_file(path: Path, name: str) -> Iterator[Text]:
     if path.name.endswith((".jsonl", ".jsonl.xz")):
-        opener = lzma.open if path.suffix == ".xz" else open
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for record in map(json.loads, filter(str.strip, lines)):
-                yield Text(record.get("source", name), record["text"])
+        for _, record in json_lines(path):
+            yield Text(record.get("source", name), record["text"])
     elif path.suffix in {".txt", ".md"} and path.name != "README.md":
         yield Text(name, path.read_text(encoding="utf-8"))
 
