@@ -194,9 +194,8 @@ def attention_row(case: Case) -> Row:
 
 def compiled_step(case: Case, format: str) -> Callable[[], object]:
     """Runs one layer, another one each time."""
-    from runtime.backends.cpu.attention import CpuAttention
-
     from runtime.backends.cpu.kv_pages import CpuPages
+    from runtime.backends.cpu.layers import CpuAttention
 
     layers, scheme = _layers(case), KVCacheScheme(format)
     config = decoder_config(case, layers)
