@@ -8,35 +8,16 @@ from pathlib import Path
 
 from compress.common.errors import RequestError, ToolkitError
 from runtime.core.config import RuntimeConfig
-from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from runtime.core.request import Delta, RequestOptions, SamplingParams
 from runtime.engine.engine import NO_OPTIONS, Engine
 from runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class Completion:
+class Completion(Delta):
     """A complete answer to a prompt. `error` is set if `finish_reason` is `error`."""
 
-    prompt_token_ids: list[int]
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str = ""
-    num_cached_tokens: int = 0
-    index: int = 0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    embedding: list[float] | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Appends a delta."""
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.finish_reason, self.error = delta.finish_reason, delta.error
-        self.num_cached_tokens = delta.num_cached_tokens
-        self.prompt_logprobs += delta.prompt_logprobs
-        self.embedding = delta.embedding
+    prompt_token_ids: list[int] = field(default_factory=list)
 
 
 def load_engine(path: str | Path, config: RuntimeConfig) -> tuple[Engine, Tokenizer]:
@@ -116,10 +97,14 @@ class LLM:
             self.engine.check_request(token_ids, params)
         names = [self.engine.add_request(i, params, None, options) for i, params in zip(ids, each, strict=True)]
         added = zip(names, ids, each, strict=True)
-        completions = {(name, index): Completion(i, index=index) for name, i, p in added for index in range(p.n)}
+        completions = {
+            (name, index): Completion(name, index=index, prompt_token_ids=i)
+            for name, i, p in added
+            for index in range(p.n)
+        }
         while self.engine.has_work:
             for delta in self.engine.step():
-                completions[delta.request_id, delta.index].add(delta)
+                completions[delta.request_id, delta.index].append(delta)
         return list(completions.values())
 
     def chat(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
+from compress.models.spec import Block
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -338,6 +339,11 @@ def register(backend: Backend) -> None:
 def unregister(name: str) -> None:
     """Removes a backend, if it is there."""
     BACKENDS[:] = [backend for backend in BACKENDS if backend.name != name]
+
+
+def block_unsupported_reason(block: Block) -> str:
+    """Says why fused layers cannot compute a block; empty when they can."""
+    return "" if block.mlp.activation in ("silu", "swish") else f"computes silu, not {block.mlp.activation}"
 
 
 @dataclass(frozen=True, slots=True)

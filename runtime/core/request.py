@@ -335,3 +335,13 @@ class Delta:
     index: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     embedding: list[float] | None = None
+
+    def append(self, later: Delta) -> None:
+        """Appends the next part of the same answer."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.finish_reason, self.error, self.embedding = later.finish_reason, later.error, later.embedding
+        self.num_prompt_tokens, self.num_cached_tokens = later.num_prompt_tokens, later.num_cached_tokens
+        self.num_output_tokens, self.index = later.num_output_tokens, later.index

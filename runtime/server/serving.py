@@ -206,19 +206,12 @@ class Answer:
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
         """Collects all deltas and returns one JSON object."""
         outputs = [Delta(self.envelope["id"]) for _ in range(self.num_choices)]
-        texts: list[list[str]] = [[] for _ in outputs]
         usage = UsageCounter()
         async with aclosing(deltas):
             async for index, delta in deltas:
-                texts[index].append(delta.text)
-                outputs[index].token_ids += delta.token_ids
-                outputs[index].logprobs += delta.logprobs
-                outputs[index].prompt_logprobs += delta.prompt_logprobs
-                if delta.finish_reason is not None:
-                    outputs[index].finish_reason = delta.finish_reason
-                    usage.add(delta)
-        for output, text in zip(outputs, texts, strict=True):
-            output.text = "".join(text)
+                outputs[index].append(delta)
+        for output in outputs:
+            usage.add(output)
         choices = [self.shape.whole(index, output) for index, output in enumerate(outputs)]
         return {**self.envelope, "object": self.shape.whole_object, "choices": choices, "usage": usage.as_json()}
 

@@ -185,14 +185,10 @@ def round_layers(target: Decoder, path: str | Path, bits: int, kernels: str = "a
 
 def _scheme(source: PackedCheckpoint, module: str, bits: int) -> Scheme:
     stored, (rows, columns) = source.scheme(module), source.shape(module)
-    if stored is not None and _taken(stored, rows, columns) <= bits:
+    taken = 16.0 if stored is None else stored.bits_per_weight(rows, columns)
+    if taken <= bits:
         raise ToolkitError(
-            f"{module} has {_taken(stored, rows, columns):g} bits already, so {bits} bits make no faster draft",
+            f"{module} has {taken:g} bits already, so {bits} bits make no faster draft",
             "Use --speculative-model self:skip, ngram, or fewer bits",
         )
     return Int(bits, next((size for size in GROUP_SIZES if columns % size == 0), None), symmetric=False)
-
-
-def _taken(stored: Scheme, rows: int, columns: int) -> float:
-    """Returns the bits per weight; low-rank factors count with their stored size."""
-    return stored.bits_per_weight(rows, columns)

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import BEST, absence, library
-from compress.models.spec import Block
-from runtime.backends.base import UNDECIDED, AttentionStep, LayerWeights, Linear, Model, Target
+from runtime.backends.base import (
+    UNDECIDED,
+    AttentionStep,
+    LayerWeights,
+    Linear,
+    Model,
+    Target,
+    block_unsupported_reason,
+)
 from runtime.backends.cpu.kv_pages import LONGEST_HEAD, CpuPages, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.linear import CpuLinear
 from runtime.backends.kv_pages import KVCache
@@ -267,11 +274,6 @@ class CpuLayers:
             reason = "this machine lacks the instruction set, or there is no memory"
             raise ToolkitError(f"the compiled layers failed: {reason}", "Use --linear-backend reference")
         return hidden.add_(update)
-
-
-def block_unsupported_reason(block: Block) -> str:
-    """Says why a block cannot be computed here; empty when it can."""
-    return "" if block.mlp.activation in ("silu", "swish") else f"computes silu, not {block.mlp.activation}"
 
 
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:

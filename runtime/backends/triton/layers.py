@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.models.spec import Block
-from runtime.backends.base import LayerWeights, Model, Target
+from runtime.backends.base import LayerWeights, Model, Target, block_unsupported_reason
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import TritonAttention, layer_pages
@@ -94,11 +93,6 @@ class TritonLayers:
         gate_up = products.gate_up.product(kernels.add_rms_norm(hidden, update, layer.mlp_norm, eps, layout))
         layout = products.down.activation_layout(tokens)
         return products.down.product(kernels.silu_and_mul(gate_up, layout, hidden.dtype))
-
-
-def block_unsupported_reason(block: Block) -> str:
-    """Says why a block cannot be computed here; empty when it can."""
-    return "" if block.mlp.activation in ("silu", "swish") else f"computes silu, not {block.mlp.activation}"
 
 
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
