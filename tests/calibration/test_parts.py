@@ -1,13 +1,16 @@
-"""Mixtures as users write them, and the number of sequences of each part."""
+"""Mixtures as users write them: exact shares, the same for a seed, hashed and described."""
 
 import math
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from calibration.parts import Part, check_parts, parse_parts, share_out
+from calibration.sequences import FEW_TOKENS, pack_parts, pack_sequences
+from calibration.sources import load_texts
 from compress.common.errors import DataError
 
 
@@ -75,3 +78,105 @@ def test_a_part_without_a_sequence_is_refused_with_the_number_that_is_enough():
         share_out(parts, 8)
     assert caught.value.remedy == "Use --num-calibration-samples 100"
     assert share_out(parts, 100) == [99, 1]
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[str, str]:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 4000)
+    return str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
+
+
+def test_weights_are_shares_of_the_tokens(texts: tuple[str, str]):
+    parts = Part(texts[0], 3), Part(texts[1], 1)
+    mixed = pack_parts(parts, letters, samples=32, length=16)
+    assert mixed.tokens.shape == (32, 16)
+    assert (mixed.tokens == ord("a")).sum() == 24 * 16
+    assert [(part.source, part.weight, part.sequences) for part in mixed.parts] == [
+        (texts[0], 0.75, 24),
+        (texts[1], 0.25, 8),
+    ]
+    assert mixed.source == f"{texts[0]}:3,{texts[1]}:1"
+    assert mixed.description.startswith("75% local text")
+    first = mixed.tokens[:, 0]
+    assert 0 < (first[:16] == ord("b")).sum() < 8, "the parts are shuffled into one another"
+
+
+def test_seed_and_parts_decide_everything(texts: tuple[str, str]):
+    parts = Part("bundled", 0.5), Part(texts[0], 0.5)
+    options = {"samples": 8, "length": 32}
+    first = pack_parts(parts, letters, seed=3, **options)
+    again = pack_parts(parts, letters, seed=3, **options)
+    assert torch.equal(first.tokens, again.tokens)
+    assert first.sha256 == again.sha256
+    assert not torch.equal(first.tokens, pack_parts(parts, letters, seed=4, **options).tokens)
+    other = pack_parts((Part("bundled", 0.75), Part(texts[0], 0.25)), letters, seed=3, **options)
+    assert other.sha256 != first.sha256
+
+
+def test_one_part_is_that_text_alone():
+    source = load_texts("bundled")
+    alone = pack_sequences(source, letters, samples=4, length=32)
+    packed = pack_parts((Part("bundled"),), letters, samples=4, length=32)
+    assert torch.equal(packed.tokens, alone.tokens)
+    assert (packed.sha256, packed.parts) == (source.sha256, ())
+
+
+def test_too_little_text_is_said_once_for_each_part_and_once_for_all(tmp_path: Path):
+    (tmp_path / "short.txt").write_text("twenty letters here.")
+    parts = Part("bundled"), Part(str(tmp_path / "short.txt"))
+    warnings = pack_parts(parts, letters, samples=8, length=16).warnings
+    assert sum("short.txt fills only 1 of 4 sequences" in warning for warning in warnings) == 1
+    assert sum(f"are few; {FEW_TOKENS} or more" in warning for warning in warnings) == 1
+    with pytest.raises(DataError, match=r"short.txt.*20 tokens.*64"):
+        pack_parts(parts, letters, samples=8, length=64)
+
+
+def test_the_model_writes_its_part():
+    def write(count: int, length: int, seed: int) -> torch.Tensor:
+        return torch.full((count, length), seed)
+
+    packed = pack_parts((Part("self"),), letters, samples=3, length=8, seed=5, sampler=write)
+    assert packed.tokens.tolist() == [[5] * 8] * 3
+    assert packed.source == "self"
+    assert len(packed.sha256) == 64
+    assert "sampled from the source model itself at temperature 1 with seed 5" in packed.description
+
+
+def test_a_plan_needs_no_model_and_claims_no_hash():
+    parts = Part("self"), Part("bundled")
+    planned = pack_parts(parts, letters, samples=4, length=8)
+    assert planned.tokens.shape == (4, 8)
+    assert planned.sha256 == ""
+    assert [bool(part.sha256) for part in planned.parts] == [False, True]
+
+
+class Words:
+    """A tokenizer that knows one word."""
+
+    bos_token_id = None
+    eos_token_id = None
+    unk_token_id = 0
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [int(word == "known") for word in text.split()]}
+
+
+def test_text_of_unknown_tokens_is_off_the_domain(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("known " * 990 + "strange " * 10)
+    assert not any(
+        "unknown" in warning for warning in pack_parts((Part(str(path)),), Words(), samples=1, length=8).warnings
+    )
+    path.write_text("known " * 900 + "strange " * 100)
+    (found,) = [w for w in pack_parts((Part(str(path)),), Words(), samples=1, length=8).warnings if "unknown" in w]
+    assert found.startswith("10.0 % of the tokens")
+
+
+def test_text_in_bytes_is_off_the_domain(texts: tuple[str, str]):
+    warnings = pack_parts((Part(texts[0]),), letters, samples=4, length=16).warnings
+    assert any("1.00 bytes per token" in warning for warning in warnings)

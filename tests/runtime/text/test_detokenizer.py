@@ -1,12 +1,17 @@
+"""Text of tokens as they come: characters, stop strings, bytes."""
+
+from itertools import pairwise
+
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from compress.common.cli import demo_model_path
-from runtime.text.tokenizer import Detokenizer, Tokenizer
+from runtime.engine.output_processor import StopMatcher
+from runtime.text.tokenizer import Detokenizer, TokenByteTable, Tokenizer, byte_alphabet
 
 MIXED = "naïve café: 你好, мир! 👩‍👩‍👧‍👦 e\u0301 \t x² 𝔘𝔫𝔦  — ‘end’\n\n    return '😀'"
 
@@ -112,3 +117,86 @@ def test_fallback_bytes_wait_for_their_character(metaspace: Tokenizer) -> None:
     detokenizer = metaspace.detokenizer()
     pieces = [detokenizer.push(token_id) for token_id in ids]
     assert [piece for piece in pieces if piece] == ["the", "你", "😀", "é", "s"]
+
+
+def feed(stop: list[str], pieces: list[str]) -> tuple[str, bool]:
+    matcher = StopMatcher(stop)
+    text = "".join(matcher.push(piece) for piece in pieces)
+    return text + matcher.flush(), matcher.matched
+
+
+@pytest.mark.parametrize("first", range(1, 12))
+@pytest.mark.parametrize("second", range(1, 12))
+def test_a_stop_string_is_found_wherever_the_text_is_cut(first: int, second: int) -> None:
+    text = "hello<stop>there"
+    cuts = sorted({first, first + second})
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    assert feed(["<stop>"], pieces) == ("hello", True)
+
+
+def test_nothing_of_a_stop_string_leaks_and_nothing_else_is_held() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.push("abc") == "abc"
+    assert matcher.push("dE") == "d"
+    assert matcher.push("N") == ""
+    assert matcher.push("x") == "ENx"
+    assert matcher.push("EN") == ""
+    assert matcher.push("D and more") == ""
+    assert matcher.matched
+    assert matcher.push("later") == ""
+    assert matcher.flush() == ""
+
+
+def test_text_held_at_the_end_comes_out() -> None:
+    assert feed(["\n\n"], ["a", "\n"]) == ("a\n", False)
+
+
+def test_the_stop_that_is_complete_first_wins_however_the_text_arrives() -> None:
+    assert feed(["abcd", "bc"], ["abcd"]) == ("a", True)
+    assert feed(["abcd", "bc"], list("abcd")) == ("a", True)
+
+
+def first_stop(text: str, stop: list[str]) -> tuple[str, bool]:
+    """The definition: read character by character until the text ends with a stop string."""
+    for end in range(1, len(text) + 1):
+        ending = [s for s in stop if text[:end].endswith(s)]
+        if ending:
+            return text[: end - max(map(len, ending))], True
+    return text, False
+
+
+@given(
+    st.text("ab", max_size=20),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 20)),
+)
+def test_it_equals_the_definition_for_every_cut(text: str, stop: list[str], cuts: list[int]) -> None:
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(bounds)]
+    assert feed(stop, pieces) == first_stop(text, stop)
+
+
+def test_alphabet_is_that_of_byte_level_vocabularies() -> None:
+    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_alphabet().values()) == list(range(256))
+
+
+@pytest.mark.parametrize("text", ["Hello  world\n", "naïve café", "漢字と🙂🙃", "\x00\x7f\u00ad"])
+def test_bytes_joined_are_the_text(text: str) -> None:
+    tokenizer = Tokenizer.open(demo_model_path())
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, token_ids)) == text.encode()
+
+
+def test_special_tokens_are_spelled_out_and_unknown_ids_are_empty() -> None:
+    tokenizer = Tokenizer.open(demo_model_path())
+    assert tokenizer.token_bytes(tokenizer.eos_token_id) == tokenizer.special_tokens["eos_token"].encode()
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_sentencepiece_spelling() -> None:
+    vocab = {"<unk>": 0, "\u2581The": 1, "<0xE2>": 2, "é": 3}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    table = TokenByteTable(backend)
+    assert [table[i] for i in (1, 2, 3)] == [b" The", b"\xe2", "é".encode()]

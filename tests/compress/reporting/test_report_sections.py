@@ -1,19 +1,73 @@
-"""Keys and values on the page of a run and in a comparison."""
+"""Sections of a report that only some runs have: shares of blocks, searches, keys and values."""
 
 import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError
 from compress.methods.kv_cache import KVCacheStage
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
-from compress.recipe import Recipe
+from compress.recipe import CalibrationOptions, PruneStage, Recipe
 from compress.reporting.comparison import compare, table_rows
-from compress.reporting.report_data import read_headers, read_report
+from compress.reporting.report_data import SearchRecord, read_headers, read_report
 from compress.reporting.report_page import report_page
+
+
+def test_shares_of_blocks_are_read_and_drawn(tiny_model, tmp_path) -> None:
+    stage = PruneStage("wanda", sparsity=0.6, layerwise="owl", outlier_factor=2.0)
+    recipe = Recipe((stage,), CalibrationOptions(samples=4, length=32))
+    result = run(prepare(RunRequest(tiny_model(), str(tiny_model()), recipe, tmp_path / "out", measure=False)), True)
+    report = read_report(tmp_path / "out")
+    assert [share.model_dump() for share in report.layerwise] == result.report["layerwise"]
+    page = report_page(report, read_headers(report)).html()
+    assert "Pruned share of blocks" in page
+    for each in report.layerwise:
+        assert f"{each.block}: {100 * each.share:.1f} % pruned" in page
+
+
+def section(**changes) -> dict:
+    return {
+        "target": "KL at most 0.05",
+        "measured_tokens": 4096,
+        "predicted": 0.03,
+        "units": [
+            {"modules": ["b.0.q", "b.0.k"], "chosen": "w4g128", "sensitivity": {"w3g64": 0.05, "w4g128": 0.02}},
+            {"modules": ["b.1.o"], "chosen": "w3g64", "sensitivity": {"w3g64": 0.01, "w4g128": 0.004, "w8": 0.0}},
+        ],
+        "tries": [{"predicted": 0.03, "measured": 0.04, "bytes": 1000}],
+    } | changes
+
+
+def test_sums_and_the_typical_scheme() -> None:
+    found = SearchRecord.model_validate(section())
+    assert found.uniform == pytest.approx({"w3g64": 0.06, "w4g128": 0.024})
+    assert found.typical in ("w3g64", "w4g128")
+    assert found.units[0].modules == ("b.0.q", "b.0.k")
+    assert found.tries[0].bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"units": []}, ("units",)),
+        ({"units": [{"modules": ["a"], "chosen": "w4", "sensitivity": {}}]}, ("units", 0, "sensitivity")),
+        (
+            {"units": [{"modules": ["a"], "chosen": "w4", "sensitivity": {"w4": "x"}}]},
+            ("units", 0, "sensitivity", "w4"),
+        ),
+        ({"predicted": None}, ("predicted",)),
+        ({"tries": [{}]}, ("tries", 0, "predicted")),
+    ],
+)
+def test_damage_is_named(changes: dict, place: tuple) -> None:
+    with pytest.raises(ValidationError) as refused:
+        SearchRecord.model_validate(section(**changes))
+    assert refused.value.errors()[0]["loc"] == place
+
 
 REPORT = "compression_report.json"
 

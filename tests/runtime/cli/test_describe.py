@@ -1,6 +1,7 @@
-"""Lines that a server prints about a GPU, with a fake one in the runner."""
+"""Lines that a server prints about its kernels and its GPU, with a fake GPU in the runner."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,3 +57,14 @@ def test_why_nothing_is_recorded(engine):
         patch.setattr(triton_linear, "device_unsupported_reason", lambda triton_linear: "")
         chosen, _, reason = choose_attention(runner.decoder, runner.memory)
     assert (chosen.name, reason) == ("torch", "triton computes in 16 bits")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_every_linear_has_a_kernel_and_a_reason(tmp_path: Path, kernels: str) -> None:
+    config = RuntimeConfig(num_blocks=32, max_num_seqs=5)
+    decoder = load_model(save_tiny_model(tmp_path / "model"), dtype="float32", kernels=kernels)
+    lines = list(describe_engine(Engine(build_runner(decoder, config), None, config)))
+    for name in ("q_proj+k_proj+v_proj", "o_proj", "gate_proj+up_proj", "down_proj", "head"):
+        (line,) = [line for line in lines if f"{name}: " in line or f"{name} (" in line]
+        assert ", kernel " in line
+        assert "(" in line
