@@ -65,9 +65,7 @@ def test_pruning_what_a_rotation_spreads_is_noted(tiny_model) -> None:
 
 def test_later_stages_win(tiny_model) -> None:
     plan = plan_for(
-        tiny_model(),
-        QuantizeStage("rtn", Int(4, 128)),
-        QuantizeStage("rtn", Int(8, None), targets=("*.down_proj",)),
+        tiny_model(), QuantizeStage("rtn", Int(4, 128)), QuantizeStage("rtn", Int(8, None), targets=("*.down_proj",))
     )
     schemes = {row.kind.split(".")[-2]: row.assignment.scheme for row in plan.packed}
     assert schemes["down_proj"] == Int(8, None)

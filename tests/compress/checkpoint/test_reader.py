@@ -59,11 +59,7 @@ def test_tied_when_the_config_does_not_say():
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [
-        ({"type": "float"}, "4-bit"),
-        ({"strategy": "block"}, "by block"),
-        ({"num_bits": 9}, "bits=9"),
-    ],
+    [({"type": "float"}, "4-bit"), ({"strategy": "block"}, "by block"), ({"num_bits": 9}, "bits=9")],
 )
 def test_schemes_out_of_reach(dense_folder, pack, tmp_path, change, complaint):
     pack(dense_folder, tmp_path / "p", lambda module: Int(4, 64))

@@ -108,25 +108,13 @@ def test_what_is_no_number_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "step"),
-    [
-        (None, 8),
-        (Int(8, None), 8),
-        (Int(4, None), 8),
-        (Int(3, None), 32),
-        (Int(2, None), 16),
-        (Int(4, 64), 64),
-    ],
+    [(None, 8), (Int(8, None), 8), (Int(4, None), 8), (Int(3, None), 32), (Int(2, None), 16), (Int(4, 64), 64)],
 )
 def test_ranks_fill_words_and_groups(scheme, step) -> None:
     assert rank_step(scheme) == step
 
 
-@given(
-    rows=st.integers(1, 400),
-    columns=st.integers(1, 400),
-    keep=st.floats(0.01, 0.99),
-    step=st.sampled_from([8, 32]),
-)
+@given(rows=st.integers(1, 400), columns=st.integers(1, 400), keep=st.floats(0.01, 0.99), step=st.sampled_from([8, 32]))
 def test_uniform_ranks_never_make_a_layer_larger(rows, columns, keep, step) -> None:
     rank = uniform_rank(rows, columns, keep, step)
     assert rank % step == 0

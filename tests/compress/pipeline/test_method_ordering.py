@@ -64,8 +64,7 @@ SLOW = {
     **{f"gptaq {s}": quantized("gptaq", "gptq", s, 1, LONG) for s in (Int(3, 64), Int(2, 64))},
     **{
         f"rotation {method} {scheme}": Ordering(
-            (32, 512, 8192, 512),
-            ((RotateStage(), QuantizeStage(method, scheme)), 1, QuantizeStage(method, scheme)),
+            (32, 512, 8192, 512), ((RotateStage(), QuantizeStage(method, scheme)), 1, QuantizeStage(method, scheme))
         )
         for method in ("rtn", "gptq")
         for scheme in (Int(4, None), Int(3, None), Int(2, 64))

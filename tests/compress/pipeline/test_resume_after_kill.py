@@ -183,9 +183,6 @@ def test_a_changed_source_is_noticed(tiny_model, tmp_path) -> None:
 def test_two_runs_cannot_write_one_output(tiny_model, tmp_path) -> None:
     from compress.pipeline.resume import only_one_run
 
-    with (
-        only_one_run(tmp_path / "packed"),
-        pytest.raises(CheckpointError, match="another process is writing"),
-    ):
+    with only_one_run(tmp_path / "packed"), pytest.raises(CheckpointError, match="another process is writing"):
         run(prepare(make_request(tiny_model(), tmp_path / "packed", "rtn")), quiet=True)
     assert list(tmp_path.iterdir()) == []

@@ -118,10 +118,7 @@ def test_a_comparison_names_the_cache(folder, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "where"),
-    [
-        ({"default": {"format": "int3"}}, "kv_cache"),
-        ({"measured": {"max_kl": "much"}}, "kv_cache.measured.max_kl: "),
-    ],
+    [({"default": {"format": "int3"}}, "kv_cache"), ({"measured": {"max_kl": "much"}}, "kv_cache.measured.max_kl: ")],
 )
 def test_damage_is_named_with_its_place(folder, tmp_path, change, where) -> None:
     values = json.loads((folder / REPORT).read_text())

@@ -31,10 +31,7 @@ def test_menu_words() -> None:
     ("word", "stages"),
     [
         ("rank0.8", (FactorizeStage("svd-llm", 0.8, "uniform", ("q",)),)),
-        (
-            "asvd0.75w8",
-            (FactorizeStage("asvd", 0.75, "uniform", ("q",)), QuantizeStage("gptq", Int(8, None), ("q",))),
-        ),
+        ("asvd0.75w8", (FactorizeStage("asvd", 0.75, "uniform", ("q",)), QuantizeStage("gptq", Int(8, None), ("q",)))),
         ("2:4", (PruneStage(pattern=NMSparsity(2, 4), targets=("q",)),)),
         (
             "4:8w4g128asym",

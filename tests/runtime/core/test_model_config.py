@@ -35,10 +35,7 @@ def test_families_differ_as_they_should():
         ({"model_type": "llama", "sliding_window": 8}, (None, None)),
         ({"model_type": "qwen2", "sliding_window": 8}, (None, None)),
         ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, (None, None)),
-        (
-            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-            (None, 8),
-        ),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
         (
             {
                 "model_type": "qwen3",

@@ -79,12 +79,7 @@ def test_siblings_of_one_scheme_are_one_product(dense, tmp_path):
 
 def test_siblings_of_different_schemes(dense, tmp_path):
     def scheme(module: str) -> Scheme | None:
-        schemes = {
-            "q_proj": Int(4, 32),
-            "k_proj": Int(8, 32),
-            "gate_proj": Int(2, 32),
-            "o_proj": Int(3, 64),
-        }
+        schemes = {"q_proj": Int(4, 32), "k_proj": Int(8, 32), "gate_proj": Int(2, 32), "o_proj": Int(3, 64)}
         return schemes.get(module.rpartition(".")[2])
 
     weights = pack_model(dense, tmp_path / "packed", scheme)

@@ -53,8 +53,7 @@ def test_default_max_tokens_shrinks_to_the_context(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "texts"),
-    [("A", ["op"]), (["A", "B"], ["op", "pq"]), ([65], ["op"]), ([[65], [66]], ["op", "pq"])],
+    ("prompt", "texts"), [("A", ["op"]), (["A", "B"], ["op", "pq"]), ([65], ["op"]), ([[65], [66]], ["op", "pq"])]
 )
 def test_all_kinds_of_prompt(api: httpx.Client, prompt: Any, texts: list[str]) -> None:
     body = complete(api, prompt=prompt, max_tokens=2)

@@ -116,8 +116,7 @@ embed = partial(answer, path="/v1/embeddings", model="alphabet")
 
 
 @pytest.mark.parametrize(
-    ("given", "first_bytes"),
-    [("AB", [65]), (["AB", "C"], [65, 67]), ([65, 66], [65]), ([[65, 66], [67]], [65, 67])],
+    ("given", "first_bytes"), [("AB", [65]), (["AB", "C"], [65, 67]), ([65, 66], [65]), ([[65, 66], [67]], [65, 67])]
 )
 def test_all_kinds_of_input(api: httpx.Client, engine: Any, given: Any, first_bytes: list[int]) -> None:
     body, lengths = embed(api, input=given), [2, 1][: len(first_bytes)]

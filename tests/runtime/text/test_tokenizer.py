@@ -10,10 +10,7 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, LongPromptError, RequestError
 from runtime.text.tokenizer import ChatTemplate, Tokenizer
 
-MESSAGES = [
-    {"role": "system", "content": "Be <brief> & “kind”."},
-    {"role": "user", "content": "Wie geht's? 你好"},
-]
+MESSAGES = [{"role": "system", "content": "Be <brief> & “kind”."}, {"role": "user", "content": "Wie geht's? 你好"}]
 
 
 @pytest.fixture(scope="module")
