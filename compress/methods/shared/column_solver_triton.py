@@ -7,6 +7,8 @@ and keeps their errors in registers: what a column is fed back is a sum over the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,37 +61,33 @@ def change_columns(
         done = tl.where((lane == column)[:, None], error[None, :], done)
 
 
+@dataclass(frozen=True, slots=True)
 class GpuColumns:
     """Changes columns of one weight in place, as `CpuColumns` does on CPUs; a pattern must have been chosen before.
 
-    Args:
+    Attributes:
         targets, errors: float32 `[I, O]`, contiguous.
         feedback: float32 `[I, I]`.
         codes: uint8 `[I, O]`, written where there is a `grid`.
         kept: bool `[I, O]`, contiguous; None keeps all.
     """
 
-    def __init__(
-        self,
-        targets: Tensor,
-        errors: Tensor,
-        feedback: Tensor,
-        codes: Tensor,
-        kept: Tensor | None,
-        grid: ColumnGrid | None,
-    ) -> None:
-        self._targets, self._errors, self._feedback, self._codes = targets, errors, feedback, codes
-        self._kept, self._grid = kept, grid
+    targets: Tensor
+    errors: Tensor
+    feedback: Tensor
+    codes: Tensor
+    kept: Tensor | None
+    grid: ColumnGrid | None
 
     def change(self, start: int, stop: int) -> None:
         """Changes columns `start` to `stop`."""
-        grid, outputs = self._grid, self._targets.shape[1]
-        unused = self._targets  # an argument must be a pointer also where nothing is read
+        grid, outputs = self.grid, self.targets.shape[1]
+        unused = self.targets  # an argument must be a pointer also where nothing is read
         change_columns[(triton.cdiv(outputs, OUTPUTS),)](
-            self._targets, self._errors, self._feedback, self._codes,
+            self.targets, self.errors, self.feedback, self.codes,
             unused if grid is None else grid.scale, unused if grid is None else grid.zero,
-            unused if grid is None else grid.group, unused if self._kept is None else self._kept,
-            start, stop - start, outputs, *self._feedback.stride(), 0.0 if grid is None else float(grid.max_code),
-            HAS_GRID=grid is not None, HAS_KEPT=self._kept is not None,
+            unused if grid is None else grid.group, unused if self.kept is None else self.kept,
+            start, stop - start, outputs, *self.feedback.stride(), 0.0 if grid is None else float(grid.max_code),
+            HAS_GRID=grid is not None, HAS_KEPT=self.kept is not None,
             COLUMNS=max(16, triton.next_power_of_2(stop - start)), BLOCK_O=OUTPUTS, num_warps=1,
         )  # fmt: skip

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from runtime.backends.base import LayerWeights, Model, Target, block_unsupported_reason
+from runtime.backends.base import Model, Target, block_unsupported_reason
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import TritonAttention, layer_pages
-from runtime.backends.triton.fused_linear import ActivationLayout, FusedLinear, PartialSums, finished, fused
+from runtime.backends.triton.fused_linear import ActivationLayout, PartialSums, finished, fused
 from runtime.backends.triton.linear import device_unsupported_reason, unsupported_reason
 from runtime.core.batch import SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -34,14 +32,6 @@ class TritonOps(TorchOps):
         return self._launch.silu_and_mul(finished(gate_up), ActivationLayout(), gate_up.dtype).rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Products:
-    qkv: FusedLinear
-    output: FusedLinear
-    gate_up: FusedLinear
-    down: FusedLinear
-
-
 class TritonLayers:
     """The layers of a decoder over pages in the layouts of plain torch, with the numbers of `TorchOps`.
 
@@ -57,7 +47,8 @@ class TritonLayers:
 
         self._norm_act, self._rope_kv_write = norm_act, rope_kv_write
         self._decoder = decoder
-        self._products = [_products(layer) for layer in decoder.layers]
+        linears = ((layer.qkv, layer.output, layer.gate_up, layer.down) for layer in decoder.layers)
+        self._products = [tuple(map(fused, each)) for each in linears]
         tensors, scheme = cache.pages.memory.tensors, cache.scheme
         self._pages = [layer_pages(tensors, scheme, index) for index in range(len(decoder.layers))]
 
@@ -77,22 +68,21 @@ class TritonLayers:
         sin: Tensor,
         attention: TritonAttention,
     ) -> PartialSums:
-        layer, products = self._decoder.layers[index], self._products[index]
+        layer, (qkv_product, output, _, _) = self._decoder.layers[index], self._products[index]
         eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
-        layout = products.qkv.activation_layout(tokens)
-        qkv = products.qkv.product(kernels.add_rms_norm(hidden, update, layer.attention_norm, eps, layout))
+        layout = qkv_product.activation_layout(tokens)
+        qkv = qkv_product.product(kernels.add_rms_norm(hidden, update, layer.attention_norm, eps, layout))
         slots, pages = attention.keys.batch.slots, self._pages[index]
         query = self._rope_kv_write.qk_norm_rope_kv_write(qkv, layer.head_norm, eps, cos, sin, slots, pages)
         attended = attention.attend(index, query).flatten(1)
-        return products.output.product(kernels.convert_input(attended, products.output.activation_layout(tokens)))
+        return output.product(kernels.convert_input(attended, output.activation_layout(tokens)))
 
     def _mlp(self, index: int, hidden: Tensor, update: PartialSums) -> PartialSums:
-        layer, products = self._decoder.layers[index], self._products[index]
+        layer, (_, _, gate_up_product, down) = self._decoder.layers[index], self._products[index]
         eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
-        layout = products.gate_up.activation_layout(tokens)
-        gate_up = products.gate_up.product(kernels.add_rms_norm(hidden, update, layer.mlp_norm, eps, layout))
-        layout = products.down.activation_layout(tokens)
-        return products.down.product(kernels.silu_and_mul(gate_up, layout, hidden.dtype))
+        layout = gate_up_product.activation_layout(tokens)
+        gate_up = gate_up_product.product(kernels.add_rms_norm(hidden, update, layer.mlp_norm, eps, layout))
+        return down.product(kernels.silu_and_mul(gate_up, down.activation_layout(tokens), hidden.dtype))
 
 
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
@@ -109,10 +99,6 @@ def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
 def ops_unsupported_reason(config: DecoderConfig, target: Target) -> str:
     """Why Triton cannot compute ops on a target; "" when it can."""
     return unsupported_reason(target.device, target.dtype)
-
-
-def _products(layer: LayerWeights) -> _Products:
-    return _Products(*(fused(linear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)))
 
 
 class TritonSampling:

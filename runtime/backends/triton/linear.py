@@ -114,7 +114,7 @@ def _plan(device: torch.device, bits: int, rows: int, tiles: int, shape: tuple[i
     return default_plan(bits, rows, tiles, num_processors(device))
 
 
-def linear_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+def _linear_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     """Why no Triton linear serves a scheme on a target; empty where one may."""
     if reason := unsupported_reason(target.device, target.dtype):
         return reason
@@ -123,27 +123,27 @@ def linear_unsupported_reason(scheme: Scheme, in_features: int, target: Target) 
     return ""
 
 
-def w4a16_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+def _w4a16_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.bits > 4 or scheme.activation_bits is not None:
         return "takes 2 to 4 bits and 16-bit activations"
-    return linear_unsupported_reason(scheme, in_features, target)
+    return _linear_reason(scheme, in_features, target)
 
 
-def w8a16_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+def _w8a16_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if not 4 < scheme.bits <= 8 or scheme.activation_bits is not None:
         return "takes 5 to 8 bits and 16-bit activations"
-    return linear_unsupported_reason(scheme, in_features, target)
+    return _linear_reason(scheme, in_features, target)
 
 
-def w8a8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+def _w8a8_reason(scheme: Scheme, in_features: int, target: Target) -> str:
     if scheme.activation_bits is None:
         return "needs 8-bit activations"
     if scheme.group_size is not None or not scheme.symmetric:
         return "takes symmetric weights with one scale per channel"
-    return linear_unsupported_reason(scheme, in_features, target)
+    return _linear_reason(scheme, in_features, target)
 
 
-def _bytes_nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
+def _nbytes(scheme: Scheme, rows: int, columns: int, target: Target) -> int:
     return rows * (columns + scheme.num_groups(columns) * (SCALE_BYTES + (0 if scheme.symmetric else 1)))
 
 
@@ -156,51 +156,31 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and has_capability(device, NATIVE_CAPABILITY)
 
 
-def fp8_unsupported_reason(scheme: Scheme, in_features: int, target: Target) -> str:
-    reason = linear_unsupported_reason(scheme, in_features, target)
+def _fp8_reason(scheme: Scheme, in_features: int, target: Target) -> str:
+    reason = _linear_reason(scheme, in_features, target)
     if reason or scheme.activation_bits is None:
         return reason or "needs 8-bit activations"
     return "" if multiplies_fp8(target.device) else "needs a GPU that multiplies 8-bit floats (Ada, Hopper or newer)"
 
 
 W4A16_KERNEL = LinearKernel(
-    "triton_w4a16",
-    "packed 2- to 4-bit codes, float32 sums",
-    "int",
-    w4a16_unsupported_reason,
-    prepare_w4a16,
-    interleaved_bytes,
+    "triton_w4a16", "packed 2- to 4-bit codes, float32 sums", "int", _w4a16_reason, prepare_w4a16, interleaved_bytes
 )
 W8A16_KERNEL = LinearKernel(
-    "triton_w8a16",
-    "8-bit codes, 16-bit activations, float32 sums",
-    "int",
-    w8a16_unsupported_reason,
-    prepare_int8,
-    _bytes_nbytes,
+    "triton_w8a16", "8-bit codes, 16-bit activations, float32 sums", "int", _w8a16_reason, prepare_int8, _nbytes
 )
 W8A8_KERNEL = LinearKernel(
-    "triton_w8a8",
-    "8-bit codes times 8-bit activations, exact int32 sums",
-    "int",
-    w8a8_unsupported_reason,
-    prepare_int8,
-    _bytes_nbytes,
+    "triton_w8a8", "8-bit codes times 8-bit activations, exact int32 sums", "int", _w8a8_reason, prepare_int8, _nbytes
 )
 FP8_KERNEL = LinearKernel(
-    "triton_fp8",
-    "8-bit floats times 8-bit floats, float32 sums",
-    "float",
-    fp8_unsupported_reason,
-    prepare_fp8,
-    _bytes_nbytes,
+    "triton_fp8", "8-bit floats times 8-bit floats, float32 sums", "float", _fp8_reason, prepare_fp8, _nbytes
 )
 FP8_W8A16_KERNEL = LinearKernel(
     "triton_fp8_w8a16",
     "8-bit floats multiplied in 16 bits, float32 sums",
     "float",
-    linear_unsupported_reason,
+    _linear_reason,
     prepare_fp8,
-    _bytes_nbytes,
+    _nbytes,
 )
 KERNELS = (W8A8_KERNEL, W4A16_KERNEL, W8A16_KERNEL, FP8_KERNEL, FP8_W8A16_KERNEL)

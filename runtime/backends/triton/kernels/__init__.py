@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs. Importing a module here imports Triton: `runtime.backends.triton_*` do it late."""
+"""Triton kernels for NVIDIA GPUs. Importing a module here imports Triton: the modules above do it late."""

@@ -22,7 +22,7 @@ from runtime.backends.triton.fused_linear import (
 from runtime.backends.triton.kernels.common import largest, nearest, rounded, to_fp8
 
 FORM_ROWS, FORM_SUMS, FORM_LEVELS, FORM_FLOATS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""Forms of an input, see `runtime.backends.base`."""
+"""Forms of an input, see `ActivationLayout`."""
 
 
 @triton.jit

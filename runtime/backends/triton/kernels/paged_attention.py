@@ -11,8 +11,6 @@ are pointers to keys, their scales, values and their scales.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -338,36 +336,17 @@ FORMS = {"16bit": 0, "fp8": 1, "int8": 2, "int4": 3}
 """Formats of keys and values by the numbers that the kernel takes."""
 
 
-def attention_constants(
-    head_dim: int,
-    formats: tuple[str, str],
-    block_rows: int,
-    *,
-    windowed: bool = False,
-    streaming: bool = False,
-    exact: bool = False,
-    tree: bool = False,
-) -> dict[str, Any]:
-    """Constants of `paged_attention` for heads and pages of a kind, `block_rows` rows of a program, and what else
-    there is to look at."""
+def attention_tile(head_dim: int, block_rows: int, has_exact: bool, beside: bool) -> dict[str, int]:
+    """Keys of a tile, stages of the pipeline and warps of `paged_attention` for `block_rows` rows of a program;
+    `beside`: of a stream that also looks at exact tokens or a tree."""
     # What fits in registers as `scripts/compile_kernels.py` found it: wide heads, and many rows that look at more than
     # pages, need more than four warps have.
-    beside = streaming and (exact or tree)
-    crowded = block_rows == 64 and exact
+    crowded = block_rows == 64 and has_exact
     heavy = head_dim > 128 or crowded or (beside and block_rows > 16 and head_dim > 32)
-    few_keys = block_rows == 64 or beside or (exact and head_dim in (64, 128))
+    few_keys = block_rows == 64 or beside or (has_exact and head_dim in (64, 128))
     return {
-        "HEAD_DIM": head_dim,
-        "KEY_FORM": FORMS[formats[0]],
-        "VALUE_FORM": FORMS[formats[1]],
-        "WINDOWED": windowed,
-        "STREAMING": streaming,
-        "EXACT": exact,
-        "TREE": tree,
-        "BLOCK_R": block_rows,
         "BLOCK_T": 32 if few_keys else 64,
         "STAGES": 1 if crowded or (beside and head_dim > 128) else 2,
-        "INTERPRETED": triton.knobs.runtime.interpret,
         "num_warps": 8 if heavy else 4,
     }
 
@@ -402,19 +381,18 @@ def attend(
     parts = query.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
     weights = query.new_empty(tokens, heads, splits, dtype=torch.float32)
     exact = front.exact or (query, query)
-    constants = attention_constants(
-        head_dim, read.formats, block_rows,
-        windowed=window is not None, streaming=front.sinks > 0, exact=front.exact is not None,
-        tree=ancestors is not None,
-    )  # fmt: skip
+    streaming, has_exact, tree = front.sinks > 0, front.exact is not None, ancestors is not None
+    tile = attention_tile(head_dim, block_rows, has_exact, streaming and (has_exact or tree))
     grid = (len(blocks) * triton.cdiv(rows_each, block_rows), kv_heads, splits)
     paged_attention[grid](
         query, query if front.moved is None else front.moved, keys, read.scales[0], values, read.scales[1], *exact,
         blocks if front.slots is None else front.slots, blocks, positions,
         positions if ancestors is None else ancestors, parts, weights,
         head_dim**-0.5, heads * head_dim, blocks.shape[1], block_size, tokens_each, rows_each, splits, window or 0,
-        front.sinks, exact[0].shape[1] if front.exact else 0,
-        HEADS=heads, KV_HEADS=kv_heads, **constants,
+        front.sinks, exact[0].shape[1] if has_exact else 0,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, KEY_FORM=FORMS[read.formats[0]],
+        VALUE_FORM=FORMS[read.formats[1]], WINDOWED=window is not None, STREAMING=streaming, EXACT=has_exact, TREE=tree,
+        BLOCK_R=block_rows, **tile, INTERPRETED=triton.knobs.runtime.interpret,
     )  # fmt: skip
     out = torch.empty_like(query)
     join_splits[(tokens * heads,)](

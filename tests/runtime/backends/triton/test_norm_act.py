@@ -111,9 +111,20 @@ def test_products_are_rounded_once(gpu, kind: str, dtype: torch.dtype) -> None:
     assert torch.allclose(found.double(), expected.double(), rtol=1e-2)
 
 
+def check_rows(plain: Tensor, expected: Tensor, found: QuantizedInput, form: ActivationLayout) -> None:
+    """Few of the `plain` 16-bit rows may be rounded otherwise than `expected`; what is `found` is these in a form."""
+    from runtime.backends.triton.kernels.norm_act import convert_input
+
+    assert (plain != expected).float().mean() < 0.02
+    assert torch.allclose(plain.double(), expected.double(), rtol=1e-2, atol=1e-6)
+    in_form = convert_input(plain, form)
+    assert torch.equal(found.rows, in_form.rows)
+    assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "form", "dtype"), covering([None, *KINDS], FORMS, DTYPES), ids=str)
 def test_norm_adds_and_normalizes(gpu, kind: str | None, form: ActivationLayout, dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.norm_act import add_rms_norm, convert_input, split_k_reduce
+    from runtime.backends.triton.kernels.norm_act import add_rms_norm, split_k_reduce
 
     hidden, weight = numbers(TOKENS, SIZE, seed=6).to(gpu, dtype), numbers(SIZE, seed=7).to(gpu, dtype)
     update = None if kind is None else some_product(kind, SIZE, dtype, gpu)[0]
@@ -125,26 +136,18 @@ def test_norm_adds_and_normalizes(gpu, kind: str | None, form: ActivationLayout,
         plain = add_rms_norm(hidden.clone(), update, weight, EPS, ActivationLayout()).rows
         found = add_rms_norm(hidden, update, weight, EPS, form)
     assert torch.equal(hidden, expected_hidden)
-    assert (plain != expected).float().mean() < 0.02  # squares are added in another order
-    assert torch.allclose(plain.double(), expected.double(), rtol=1e-2)
-    in_form = convert_input(plain, form)
-    assert torch.equal(found.rows, in_form.rows)
-    assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
+    check_rows(plain, expected, found, form)  # squares are added in another order
 
 
 @pytest.mark.parametrize(("kind", "form", "dtype"), covering(KINDS, FORMS, DTYPES), ids=str)
 def test_gates_of_a_product(gpu, kind: str, form: ActivationLayout, dtype: torch.dtype) -> None:
-    from runtime.backends.triton.kernels.norm_act import convert_input, silu_and_mul, split_k_reduce
+    from runtime.backends.triton.kernels.norm_act import silu_and_mul, split_k_reduce
 
     gate_up = some_product(kind, 2 * SIZE, dtype, gpu)[0]
     expected = TorchOps().silu_and_mul(split_k_reduce(gate_up, dtype))
     with poisoned_allocations():
         plain, found = silu_and_mul(gate_up, ActivationLayout(), dtype).rows, silu_and_mul(gate_up, form, dtype)
-    assert (plain != expected).float().mean() < 0.02  # another exponential function
-    assert torch.allclose(plain.double(), expected.double(), rtol=1e-2, atol=1e-6)
-    in_form = convert_input(plain, form)
-    assert torch.equal(found.rows, in_form.rows)
-    assert form.kind == ROWS or torch.allclose(found.beside, in_form.beside, atol=1e-5)
+    check_rows(plain, expected, found, form)  # another exponential function
 
 
 @pytest.mark.parametrize("form", FORMS[-2:], ids=str)
