@@ -21,6 +21,7 @@ WIDTH, HEIGHT = 1120, 690
 MARKED = (50, 90, 99)
 NUM_BINS = 60
 MAX_STEPS = 250
+"""Most steps of a cumulative distribution."""
 Points = Sequence[tuple[float, float]]
 
 
@@ -68,7 +69,8 @@ def _paint_latency(axes: Axes, title: str, subtitle: str, seconds: Sequence[floa
 
     values = [max(1e3 * value, 1e-3) for value in sorted(seconds)]
     low, high = values[0] / 1.15, values[-1] * 1.15
-    axes.plot(*zip((low, 0.0), *_steps(values), (high, 1.0), strict=True), color=color(0))
+    stops = np.unique(np.ceil(np.arange(1, MAX_STEPS + 1) * len(values) / MAX_STEPS).astype(int))
+    axes.step([low, *np.take(values, stops - 1), high], [0, *stops / len(values), 1], where="post", color=color(0))
     marked = np.percentile(values, MARKED).tolist()
     axes.plot(marked, [percent / 100 for percent in MARKED], "o", color=color(0))
     notes = [
@@ -107,16 +109,6 @@ def _name(axes: Axes, title: str, subtitle: str, x_label: str) -> None:
     axes.set_title(f"{title}\n", loc="left", fontsize=13, weight="bold")
     axes.text(0, 1.04, subtitle, color=COLORS["soft"], fontsize=11, transform=axes.transAxes)
     axes.set_xlabel(x_label, loc="right")
-
-
-def _steps(ordered: Sequence[float]) -> Points:
-    """Points of the cumulative share, at most 250 steps."""
-    count = len(ordered)
-    points, before = [], 0
-    for stop in sorted({-(-count * step // MAX_STEPS) for step in range(1, MAX_STEPS + 1)}):
-        points += [(ordered[stop - 1], before / count), (ordered[stop - 1], stop / count)]
-        before = stop
-    return points
 
 
 def tokens_over_time(records: Sequence[Record], duration: float) -> Points:
