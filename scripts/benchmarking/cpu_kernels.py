@@ -275,7 +275,7 @@ def run(options: argparse.Namespace) -> int:
         raise ToolkitError("there is nothing to compare", absence())
     console = Console(width=180, highlight=False)
     facts = environment() | {"instructions": INSTRUCTION_SETS[best_instruction_set()]}
-    console.print(describe(facts), f"load {os.getloadavg()[0]:.1f}", markup=False)
+    console.print(describe(facts), markup=False)
     torch.set_num_threads(1)
     set_threads(1)
     if options.attention:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -127,7 +126,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
-    console.print(describe(environment() | {"load at the start": f"{os.getloadavg()[0]:.1f}"}))
+    console.print(describe(environment()))
     system = mixed_jobs(options.model, 1, options.prefix, options.prefix)[0].prompt
     questions = sorted(mixed_jobs(options.model, options.questions, 16, 64, seed=1), key=lambda job: len(job.prompt))
     tables = {"Time to first token behind a shared prefix": prefix_rows(options.model, system, questions)}

@@ -20,7 +20,7 @@ from runtime.bench.figures import processor_name
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware, for comparison with other machines."""
+    """Versions, hardware and the load of other work, for comparison with other machines."""
     import torch
 
     return {
@@ -32,6 +32,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _commit(),
+        "load at the start": f"{os.getloadavg()[0]:.1f}",
     }
 
 

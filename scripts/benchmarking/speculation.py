@@ -11,7 +11,6 @@ several rounds, so that other work on the machine affects all alike; ratios are 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -121,7 +120,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
-    console.print(describe(environment() | {"load at the start": f"{os.getloadavg()[0]:.1f}"}))
+    console.print(describe(environment()))
     count = options.num_speculative_tokens
     config = RuntimeConfig(dtype=options.dtype, num_speculative_tokens=count, prefix_caching=False)
     for batch in options.batch:

@@ -10,7 +10,6 @@ the processor, compare the ratios of one round. The packed model is rounded from
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -115,7 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
-    facts = in_own_process(environment) | {"dtype": options.dtype, "load at the start": f"{os.getloadavg()[0]:.1f}"}
+    facts = in_own_process(environment) | {"dtype": options.dtype}
     console.print(describe(facts))
     rounds = []
     with tempfile.TemporaryDirectory() as work:

@@ -22,7 +22,7 @@ SOURCES = [
 ]
 pytest.importorskip("triton")
 SLICES = 24
-"""Of the builds of an architecture; one takes about a minute of one core."""
+"""Number of slices of the builds of an architecture; each takes about a minute of one core."""
 
 
 def compile_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
