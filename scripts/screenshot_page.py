@@ -10,28 +10,22 @@ plot has something to tell. Needs the `test` extra and a Chromium on PATH.
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
-import random
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 PROMPT = "He opened the door and"
 SAMPLING = {"temperature": 0.6, "seed": 10, "max_tokens": 110}
 SERVE = ["--kv-memory", "2MiB", "--max-num-seqs", "3", "--speculative-model", "ngram"]
 BUSY_SECONDS = 55
-NUM_CLIENTS = 5
+LOAD = ["--max-concurrency", "5", "--num-prompts", "1000", "--prefix-len", "72", "--output-len", "40:300"]
 TYPICAL_DOUBT = 0.4
 SIZE = {"width": 1200, "height": 780}
-TEXTS = ("The castle was built in the", "It was a cold day and", "The captain looked at the sea", PROMPT)
 
 
 @contextmanager
@@ -50,32 +44,19 @@ def serving(arguments: list[str]) -> Iterator[str]:
         process.wait()
 
 
-def keep_busy(url: str, seed: int, stop: threading.Event) -> None:
-    """One client that comes and goes: texts of several lengths that begin alike, with pauses."""
-    chance = random.Random(seed)
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
-    connection.request("GET", "/v1/models")
-    model = json.loads(connection.getresponse().read())["data"][0]["id"]
-    while not stop.wait(chance.uniform(0, 4)):
-        prompt = f"{TEXTS[0]}. " * 12 + chance.choice(TEXTS)
-        body = {"model": model, "prompt": prompt, "max_tokens": chance.randint(40, 300), "seed": seed}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        connection.getresponse().read()
-
-
 @contextmanager
 def busy(url: str) -> Iterator[None]:
-    stop = threading.Event()
-    clients = [threading.Thread(target=keep_busy, args=(url, seed, stop)) for seed in range(NUM_CLIENTS)]
-    for client in clients:
-        client.start()
+    """Clients that come and go, with texts of several lengths that begin alike."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runtime.cli", "bench", "--url", url, *LOAD],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         yield
     finally:
-        stop.set()
-        for client in clients:
-            client.join()
+        process.terminate()
+        process.wait()
 
 
 def photograph(url: str, out: Path, dark: bool) -> None:
