@@ -97,19 +97,11 @@ def store_sums(part_ptr, sums, split, m, n, M, N):
     store_tile(part_ptr + split.to(tl.int64) * M * N, sums, m, n, M, N)
 
 
-_BFLOAT16 = (0x4300, 128.0)
-_FLOAT16 = (0x6400, 1024.0)
-
-
-def magic(is_bfloat16: bool) -> tuple[int, float]:
-    """The bits that a code is put into, and the offset of what comes out."""
-    return _BFLOAT16 if is_bfloat16 else _FLOAT16
-
-
 def unpack_instructions(bits: int, is_bfloat16: bool) -> tuple[str, ...]:
-    """PTX for each plane: two packed words in, two 16-bit floats out, by one `lop3` behind the shift."""
+    """PTX for each plane: two packed words in, two 16-bit floats out, by one `lop3` behind the shift. It puts a
+    code into the bits of 128 or, in float16, 1024, which is the offset of what comes out."""
     mask = (1 << bits) - 1
-    pattern = magic(is_bfloat16)[0]
+    pattern = 0x4300 if is_bfloat16 else 0x6400
     select = f"0x{mask << 16 | mask:08x}, 0x{pattern << 16 | pattern:08x}, 0xea;"
     first = f"lop3.b32 $0, $1, {select}"
     shifted = "{{ .reg .b32 t; shr.u32 t, $1, {}; lop3.b32 $0, t, {} }}"

@@ -192,8 +192,9 @@ def convert_input(x: Tensor, form: ActivationLayout) -> QuantizedInput:
     out = empty_input(x, len(x), x.shape[1], form)
     block, blocks = row_blocks(x.shape[1], form)
     convert_input_kernel[(len(x), blocks)](
-        x, *input_arguments(out, form), FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, num_warps=num_warps(block)
-    )
+        x, *input_pointers(out), *x.shape, form.num_sums,
+        FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, num_warps=num_warps(block),
+    )  # fmt: skip
     return out
 
 
@@ -223,11 +224,10 @@ def add_rms_norm(
     """Adds `update [M, H]` to `hidden [M, H]` in place; gives the RMSNorm of that in a form."""
     (tokens, size), read = hidden.shape, update or PartialSums(hidden.unsqueeze(0), hidden.shape[1])
     out, block = empty_input(hidden, tokens, size, form), whole_row(size, form)
-    rows, beside, *_ = input_arguments(out, form)
     add_rms_norm_kernel[(tokens,)](
-        hidden, *product_arguments(read), weight, rows, beside, eps, tokens, read.parts.shape[2], size, form.num_sums,
-        HAS_UPDATE=update is not None, **product_constants(read), FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block,
-        num_warps=num_warps(block),
+        hidden, *product_arguments(read), weight, *input_pointers(out), eps, tokens, read.parts.shape[2], size,
+        form.num_sums, HAS_UPDATE=update is not None, **product_constants(read),
+        FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, num_warps=num_warps(block),
     )  # fmt: skip
     return out
 
@@ -237,9 +237,8 @@ def silu_and_mul(gate_up: PartialSums, form: ActivationLayout, dtype: torch.dtyp
     (_, tokens, width), size = gate_up.parts.shape, gate_up.num_rows // 2
     out = empty_input(gate_up.parts.new_empty(0, dtype=dtype), tokens, size, form)
     block, blocks = (GATED_BLOCK, 1) if form.kind in (Q8_INT, Q8_FLOAT) else row_blocks(size, form)
-    rows, beside, *_ = input_arguments(out, form)
     silu_and_mul_kernel[(tokens, blocks)](
-        *product_arguments(gate_up), rows, beside, tokens, width, size, form.num_sums,
+        *product_arguments(gate_up), *input_pointers(out), tokens, width, size, form.num_sums,
         **product_constants(gate_up), FORM=FORMS[form.kind], UNIT=form.unit, BLOCK=block, like=TYPES[dtype],
         num_warps=num_warps(2 * block),
     )  # fmt: skip
@@ -255,9 +254,9 @@ def empty_input(like: Tensor, tokens: int, inputs: int, form: ActivationLayout) 
     return QuantizedInput(rows, like.new_empty(shapes[form.kind], dtype=torch.float32))
 
 
-def input_arguments(out: QuantizedInput, form: ActivationLayout) -> tuple[Tensor, Tensor, int, int, int]:
-    """Arguments of a kernel that writes an input: tensors and sizes. Unused ones must be pointers, too."""
-    return out.rows, out.rows if out.beside is None else out.beside, *out.rows.shape, form.num_sums
+def input_pointers(out: QuantizedInput) -> tuple[Tensor, Tensor]:
+    """What a kernel writes an input to. An unused argument must be a pointer, too."""
+    return out.rows, out.rows if out.beside is None else out.beside
 
 
 def product_arguments(product: PartialSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
