@@ -106,7 +106,7 @@ def assign(
     Raises:
         RecipeError: a pattern that matches nothing, a target that the stage cannot change, or nothing left to quantize.
     """
-    assignments: dict[str, LayerPlan] = {}
+    layer_plans: dict[str, LayerPlan] = {}
     reasons: dict[str, str] = {}
     names = [*linears, *ends]
     for stage in stages:
@@ -119,16 +119,16 @@ def assign(
             reasons[name] = f"left out by --ignore {pattern}"
         for name in [name for name in names if name in chosen]:
             shape = linears[name] if name in linears else ends[name].shape or (0, 0)
-            changed = _apply(stage, assignments.get(name, UNCHANGED), name in ignored, shape[1])
-            assignments.pop(name, None)
+            changed = _apply(stage, layer_plans.get(name, UNCHANGED), name in ignored, shape[1])
+            layer_plans.pop(name, None)
             if changed != UNCHANGED:
-                assignments[name] = changed
-    _check_tuning(assignments)
-    _check_outliers(assignments)
-    assignments = _with_ranks(assignments, linears, reasons)
-    if stages and not assignments:
+                layer_plans[name] = changed
+    _check_tuning(layer_plans)
+    _check_outliers(layer_plans)
+    layer_plans = _with_ranks(layer_plans, linears, reasons)
+    if stages and not layer_plans:
         raise RecipeError("no linear layer is left to quantize", "Loosen --ignore or the recipe's targets")
-    return assignments, reasons
+    return layer_plans, reasons
 
 
 UNCHANGED = LayerPlan(None, None)
@@ -154,27 +154,27 @@ def _pruning(stage: PruneStage) -> Pruning:
     return Pruning(base.pruning(stage.method), stage.pattern, stage.share, layerwise)
 
 
-def _check_outliers(assignments: Mapping[str, LayerPlan]) -> None:
+def _check_outliers(layer_plans: Mapping[str, LayerPlan]) -> None:
     """Raises RecipeError when pruned weights are to have outlier columns."""
-    mixed = (name for name, each in assignments.items() if each.pruning and each.scheme and each.scheme.num_outliers)
+    mixed = (name for name, each in layer_plans.items() if each.pruning and each.scheme and each.scheme.num_outliers)
     if name := next(mixed, None):
         raise RecipeError(f"{name} is pruned and has outlier columns", "Give the stages other targets")
 
 
-def _check_tuning(assignments: Mapping[str, LayerPlan]) -> None:
+def _check_tuning(layer_plans: Mapping[str, LayerPlan]) -> None:
     """Raise RecipeError when pruned weights would lose their zeros, or rounding is learned in several ways."""
-    for name, each in assignments.items():
+    for name, each in layer_plans.items():
         if each.pruning and each.method and not each.method.keeps_zeros:
             able = " or ".join(n for n in base.names("quantize") if base.quantization(n).joins_pruning)
             raise RecipeError(f"{each.method.name} does not keep zeros, and {name} is pruned", f"Quantize it by {able}")
-    tuned = {(each.method, each.options) for each in assignments.values() if each.is_tuned}
+    tuned = {(each.method, each.options) for each in layer_plans.values() if each.is_tuned}
     if len(tuned) > 1:
         listed = ", ".join(sorted({method.name for method, _ in tuned if method}))
         problem = f"stages of {listed} differ in their options, and the layers of a block are learned together"
         raise RecipeError(problem, "Give them the same options")
 
 
-def _with_ranks(assignments: Mapping[str, LayerPlan], linears: Shapes, reasons: dict[str, str]) -> dict[str, LayerPlan]:
+def _with_ranks(layer_plans: Mapping[str, LayerPlan], linears: Shapes, reasons: dict[str, str]) -> dict[str, LayerPlan]:
     """Gives factorized linears the rank that keeps their share of weights; adds why some are not factorized.
 
     Raises:
@@ -182,9 +182,9 @@ def _with_ranks(assignments: Mapping[str, LayerPlan], linears: Shapes, reasons: 
         SchemeError: groups too large for the rank.
     """
     ranked: dict[str, LayerPlan] = {}
-    for name, assignment in assignments.items():
-        changed = _with_rank(name, assignment, linears[name]) if assignment.factoring else assignment
-        if assignment.factoring and not changed.factoring:
+    for name, layer_plan in layer_plans.items():
+        changed = _with_rank(name, layer_plan, linears[name]) if layer_plan.factoring else layer_plan
+        if layer_plan.factoring and not changed.factoring:
             rows, columns = linears[name]
             reasons[name] = f"kept whole: two factors of {rows} x {columns} would be no smaller"
         if changed != UNCHANGED:
@@ -192,14 +192,14 @@ def _with_ranks(assignments: Mapping[str, LayerPlan], linears: Shapes, reasons: 
     return ranked
 
 
-def _with_rank(name: str, assignment: LayerPlan, shape: tuple[int, int]) -> LayerPlan:
-    scheme, factoring = assignment.quantized, assignment.factoring
+def _with_rank(name: str, layer_plan: LayerPlan, shape: tuple[int, int]) -> LayerPlan:
+    scheme, factoring = layer_plan.quantized, layer_plan.factoring
     if factoring is None:
-        return assignment
-    if assignment.pruning:
+        return layer_plan
+    if layer_plan.pruning:
         raise RecipeError(f"{name} is pruned and factorized", "Give the stages other targets: factors are not sparse")
-    if assignment.method is not None and not assignment.method.rounds_factors:
-        problem = f"{assignment.method.name} is not for factors, and {name} is factorized"
+    if layer_plan.method is not None and not layer_plan.method.rounds_factors:
+        problem = f"{layer_plan.method.name} is not for factors, and {name} is factorized"
         able = " or ".join(n for n in base.names("quantize") if base.quantization(n).rounds_factors)
         raise RecipeError(problem, f"Quantize factors by {able}")
     rank, free = (uniform_rank(*shape, factoring.keep_ratio, step) for step in (rank_step(scheme), rank_step(None)))
@@ -209,8 +209,8 @@ def _with_rank(name: str, assignment: LayerPlan, shape: tuple[int, int]) -> Laye
             "Use --group-size -1 (per channel), or groups of 32",
         )
     if not rank:
-        return replace(assignment, factoring=None)
-    return replace(assignment, scheme=LowRank.of(scheme, rank), factoring=factoring)
+        return replace(layer_plan, factoring=None)
+    return replace(layer_plan, scheme=LowRank.of(scheme, rank), factoring=factoring)
 
 
 def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:
@@ -218,28 +218,28 @@ def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:
     return NM.of(scheme, pruning.pattern) if pruning and pruning.pattern else scheme
 
 
-def check_groups(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None:
+def check_groups(layer_plans: Mapping[str, LayerPlan], linears: Shapes) -> None:
     """Raises SchemeError when a group size does not divide, naming every such layer and what would fit all."""
     bad: dict[tuple[str, int], list[str]] = {}
-    for name, assignment in assignments.items():
-        group_size, columns = _group_size(assignment), linears[name][1]
+    for name, layer_plan in layer_plans.items():
+        group_size, columns = _group_size(layer_plan), linears[name][1]
         if group_size is not None and columns % group_size:
             bad.setdefault((without_indices(name), columns), []).append(name)
     if not bad:
         return
     listed = "; ".join(f"{kind} ({len(names)} layers, {columns} inputs)" for (kind, columns), names in bad.items())
-    size = next(_group_size(assignments[names[0]]) for names in bad.values())
-    widths = [linears[name][1] for name in assignments]
+    size = next(_group_size(layer_plans[names[0]]) for names in bad.values())
+    widths = [linears[name][1] for name in layer_plans]
     fitting = [each for each in GROUP_SIZES if not any(width % each for width in widths)]
     remedy = f"--group-size {fitting[-1]}" if fitting else "--group-size -1 (per channel)"
-    if sum(map(len, bad.values())) < len(assignments):
+    if sum(map(len, bad.values())) < len(layer_plans):
         leaves = dict.fromkeys(kind.rpartition(".")[2] for kind, _ in bad)
         remedy += ", or leave them dense: " + " ".join(f"--ignore {leaf}" for leaf in leaves)
     raise SchemeError(f"group size {size} does not divide the inputs of {listed}", f"Use {remedy}")
 
 
-def _group_size(assignment: LayerPlan) -> int | None:
-    return assignment.scheme.group_size if assignment.scheme else None
+def _group_size(layer_plan: LayerPlan) -> int | None:
+    return layer_plan.scheme.group_size if layer_plan.scheme else None
 
 
 def make_plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
@@ -299,16 +299,16 @@ def _with_target_size(recipe: Recipe, planned_bytes: Callable[[Recipe], int]) ->
 
 def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: str) -> Plan:
     linears, ends = _linear_shapes(skeleton), find_embed_and_head(skeleton, files)
-    assignments, reasons = assign(recipe.tensor_stages, linears, ends)
+    layer_plans, reasons = assign(recipe.tensor_stages, linears, ends)
     matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
-    check_groups(assignments, matrices)
-    _check_stored(assignments, matrices)
-    rows = _Rows(skeleton, files, linears, assignments, reasons, scale_dtype)
-    edges, notes = usable_mappings(skeleton, assignments)
-    notes += sibling_notes(skeleton, assignments) + scheme_notes(assignments)
+    check_groups(layer_plans, matrices)
+    _check_stored(layer_plans, matrices)
+    rows = _Rows(skeleton, files, linears, layer_plans, reasons, scale_dtype)
+    smoothing_mappings, notes = usable_mappings(skeleton, layer_plans)
+    notes += sibling_notes(skeleton, layer_plans) + scheme_notes(layer_plans)
     notes += kv_notes(recipe.kv_cache, getattr(skeleton.model.config, "max_position_embeddings", None))
     planned = tuple(map(rows.row, files.names()))
-    plan = Plan(planned, (*notes, *cost_notes(recipe, planned)), edges, scale_dtype)
+    plan = Plan(planned, (*notes, *cost_notes(recipe, planned)), smoothing_mappings, scale_dtype)
     return files.marked(plan) if isinstance(files, RotatedFiles) else plan
 
 
@@ -319,19 +319,19 @@ class _Rows:
     skeleton: Skeleton
     files: TensorFiles
     linears: Shapes
-    assignments: Mapping[str, LayerPlan]
+    layer_plans: Mapping[str, LayerPlan]
     reasons: Mapping[str, str]
     scale_dtype: str
 
     def row(self, name: str) -> PlanRow:
         shape, before = self.files.shape(name), self.files.tensor_nbytes(name)
         module = name.removesuffix(".weight")
-        assignment = self.assignments.get(module) if name.endswith(".weight") else None
-        if assignment is not None and assignment.scheme is not None:
-            after = packed_bytes(assignment, shape, self.scale_dtype)
-            return PlanRow(name, shape, assignment, "", before, after)
-        if assignment is not None:
-            return PlanRow(name, shape, assignment, "pruned without a pattern: zeros are stored", before, before)
+        layer_plan = self.layer_plans.get(module) if name.endswith(".weight") else None
+        if layer_plan is not None and layer_plan.scheme is not None:
+            after = packed_bytes(layer_plan, shape, self.scale_dtype)
+            return PlanRow(name, shape, layer_plan, "", before, after)
+        if layer_plan is not None:
+            return PlanRow(name, shape, layer_plan, "pruned without a pattern: zeros are stored", before, before)
         if module == self.skeleton.architecture.head and self.skeleton.ties_head:
             return PlanRow(name, shape, None, "tied to the token embedding: not stored twice", before, 0)
         return PlanRow(name, shape, None, self._reason(name, module, shape), before, before)
@@ -352,10 +352,10 @@ class _Rows:
         return "not a linear layer" if inside else "outside of the transformer blocks"
 
 
-def packed_bytes(assignment: LayerPlan, shape: tuple[int, ...], scale_dtype: str) -> int:
+def packed_bytes(layer_plan: LayerPlan, shape: tuple[int, ...], scale_dtype: str) -> int:
     """Return the stored bytes of a weight with a scheme. For ranks that are allocated later it is the weight's share of
     the budget, all of which is spent."""
-    scheme, factoring = assignment.scheme, assignment.factoring
+    scheme, factoring = layer_plan.scheme, layer_plan.factoring
     if scheme is None:
         raise ValueError("a weight without a scheme is not packed")
     scale_bits = {"float64": 64, "float32": 32}.get(scale_dtype, 16)
@@ -373,12 +373,12 @@ def _linear_shapes(skeleton: Skeleton) -> dict[str, tuple[int, int]]:
     }
 
 
-def _check_stored(assignments: Mapping[str, LayerPlan], linears: Shapes) -> None:
+def _check_stored(layer_plans: Mapping[str, LayerPlan], linears: Shapes) -> None:
     """Raises SchemeError for a scheme that could not be written in the end."""
-    for name, assignment in assignments.items():
-        if assignment.scheme is not None:
+    for name, layer_plan in layer_plans.items():
+        if layer_plan.scheme is not None:
             with about(name):
-                compress_runtime.check(assignment.scheme, linears[name])
+                compress_runtime.check(layer_plan.scheme, linears[name])
 
 
 def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:

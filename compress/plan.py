@@ -119,14 +119,14 @@ class PlanRow:
     Attributes:
         tensor: its name.
         shape: its shape.
-        assignment: the work on it; None when it stays as it is.
+        layer_plan: the work on it; None when it stays as it is.
         reason: why it is stored dense; empty otherwise.
         bytes_before, bytes_after: stored bytes.
     """
 
     tensor: str
     shape: tuple[int, ...]
-    assignment: LayerPlan | None
+    layer_plan: LayerPlan | None
     reason: str
     bytes_before: int
     bytes_after: int
@@ -147,50 +147,50 @@ class Plan:
     Attributes:
         rows: every stored tensor of the source.
         notes: what a careful user should know, one sentence each.
-        edges: smoothing mappings in use, by block index.
+        smoothing_mappings: smoothing mappings in use, by block index.
         scale_dtype: dtype in which scales are stored: the model's.
     """
 
     rows: tuple[PlanRow, ...]
     notes: tuple[str, ...]
-    edges: tuple[tuple[SmoothingMapping, ...], ...]
+    smoothing_mappings: tuple[tuple[SmoothingMapping, ...], ...]
     scale_dtype: str
 
     @property
     def changed(self) -> list[PlanRow]:
         """Rows that the recipe does something to."""
-        return [row for row in self.rows if row.assignment is not None]
+        return [row for row in self.rows if row.layer_plan is not None]
 
     @property
     def packed(self) -> list[PlanRow]:
         """Rows that are stored in fewer bits."""
-        return [row for row in self.changed if row.assignment is not None and row.assignment.scheme is not None]
+        return [row for row in self.changed if row.layer_plan is not None and row.layer_plan.scheme is not None]
 
     @property
     def schemes(self) -> dict[str, Scheme]:
         """Schemes of packed linears, by module name."""
-        found = {name: each.scheme for name, each in self.assignments.items()}
+        found = {name: each.scheme for name, each in self.layer_plans.items()}
         return {name: scheme for name, scheme in found.items() if scheme is not None}
 
     @property
-    def assignments(self) -> dict[str, LayerPlan]:
+    def layer_plans(self) -> dict[str, LayerPlan]:
         """Plans of changed linears, by module name."""
-        return {row.tensor.removesuffix(".weight"): row.assignment for row in self.rows if row.assignment is not None}
+        return {row.tensor.removesuffix(".weight"): row.layer_plan for row in self.rows if row.layer_plan is not None}
 
     @property
     def needs(self) -> Needs:
         """The data that all methods together read besides the weights."""
-        return functools.reduce(operator.or_, (each.needs for each in self.assignments.values()), Needs())
+        return functools.reduce(operator.or_, (each.needs for each in self.layer_plans.values()), Needs())
 
     @property
     def needs_first_pass(self) -> bool:
         """Whether the whole model has to be observed before the plan is final."""
-        return any(each.needs_first_pass for each in self.assignments.values())
+        return any(each.needs_first_pass for each in self.layer_plans.values())
 
     def in_block(self, block: str) -> dict[str, LayerPlan]:
         """Assignments by name inside a block."""
         prefix = f"{block}."
-        return {name.removeprefix(prefix): each for name, each in self.assignments.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): each for name, each in self.layer_plans.items() if name.startswith(prefix)}
 
     @property
     def bytes_before(self) -> int:
@@ -235,20 +235,20 @@ def by_kind(rows: Iterable[PlanRow]) -> dict[tuple[str, tuple[int, ...], LayerPl
     """Rows that differ in nothing but their indices, together."""
     kinds: dict[tuple[str, tuple[int, ...], LayerPlan | None, str], list[PlanRow]] = {}
     for row in rows:
-        kinds.setdefault((row.kind, row.shape, row.assignment, row.reason), []).append(row)
+        kinds.setdefault((row.kind, row.shape, row.layer_plan, row.reason), []).append(row)
     return kinds
 
 
 def _summary(kind: tuple[str, tuple[int, ...], LayerPlan | None, str], rows: list[PlanRow]) -> dict[str, Any]:
-    name, shape, assignment, reason = kind
+    name, shape, layer_plan, reason = kind
     return {
         "tensor": name,
         "shape": list(shape),
         "count": len(rows),
-        "method": assignment.method.name if assignment and assignment.method else None,
-        "pruning": str(assignment.pruning) if assignment and assignment.pruning else None,
-        "factoring": str(assignment.factoring) if assignment and assignment.factoring else None,
-        "scheme": str(assignment.scheme) if assignment and assignment.scheme else "dense",
+        "method": layer_plan.method.name if layer_plan and layer_plan.method else None,
+        "pruning": str(layer_plan.pruning) if layer_plan and layer_plan.pruning else None,
+        "factoring": str(layer_plan.factoring) if layer_plan and layer_plan.factoring else None,
+        "scheme": str(layer_plan.scheme) if layer_plan and layer_plan.scheme else "dense",
         "reason": reason,
         "bytes_before": sum(row.bytes_before for row in rows),
         "bytes_after": sum(row.bytes_after for row in rows),

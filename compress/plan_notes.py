@@ -13,26 +13,26 @@ from compress.recipe import Recipe
 
 
 def usable_mappings(
-    skeleton: Skeleton, assignments: Mapping[str, LayerPlan]
+    skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]
 ) -> tuple[tuple[tuple[SmoothingMapping, ...], ...], list[str]]:
-    """Edges in use per block, and a note on every kind of edge that is not."""
+    """Mappings in use per block, and a note on every kind of mapping that is not."""
     used: list[tuple[SmoothingMapping, ...]] = []
     unused: dict[SmoothingMapping, int] = {}
-    smoothing = sorted({each.method.name for each in assignments.values() if each.method and each.method.smooths})
+    smoothing = sorted({each.method.name for each in layer_plans.values() if each.method and each.method.smooths})
     for index in range(skeleton.num_blocks):
         fitting = tuple(
-            edge
-            for edge in skeleton.architecture.mappings
-            if _mapping_fits(skeleton, skeleton.block_name(index), edge, assignments)
+            mapping
+            for mapping in skeleton.architecture.mappings
+            if _mapping_fits(skeleton, skeleton.block_name(index), mapping, layer_plans)
         )
         used.append(fitting)
-        for edge in skeleton.architecture.mappings:
-            if edge not in fitting:
-                unused[edge] = unused.get(edge, 0) + 1
+        for mapping in skeleton.architecture.mappings:
+            if mapping not in fitting:
+                unused[mapping] = unused.get(mapping, 0) + 1
     notes = [
-        f"{edge.smooth_layer} -> {', '.join(edge.balance_layers)} is not smoothed in {count} of "
+        f"{mapping.smooth_layer} -> {', '.join(mapping.balance_layers)} is not smoothed in {count} of "
         f"{skeleton.num_blocks} blocks: not all of them are quantized by {' or '.join(smoothing)} with one scheme"
-        for edge, count in unused.items()
+        for mapping, count in unused.items()
         if smoothing
     ]
     if smoothing and not skeleton.architecture.mappings:
@@ -43,26 +43,28 @@ def usable_mappings(
     return tuple(used), notes
 
 
-def _mapping_fits(skeleton: Skeleton, block: str, edge: SmoothingMapping, assignments: Mapping[str, LayerPlan]) -> bool:
-    targets = [assignments.get(f"{block}.{name}") for name in edge.balance_layers]
-    source = f"{block}.{edge.smooth_layer}"
-    is_linear = edge.smooth_layer in skeleton.linears(skeleton.blocks[0])
+def _mapping_fits(
+    skeleton: Skeleton, block: str, mapping: SmoothingMapping, layer_plans: Mapping[str, LayerPlan]
+) -> bool:
+    targets = [layer_plans.get(f"{block}.{name}") for name in mapping.balance_layers]
+    source = f"{block}.{mapping.smooth_layer}"
+    is_linear = mapping.smooth_layer in skeleton.linears(skeleton.blocks[0])
     same = targets[0] is not None and _smooths(targets[0]) and len(set(targets)) == 1
-    return same and (not is_linear or source in assignments)
+    return same and (not is_linear or source in layer_plans)
 
 
 def _smooths(plan: LayerPlan) -> bool:
     return plan.method is not None and plan.method.smooths
 
 
-def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, LayerPlan]) -> list[str]:
+def sibling_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:
     """Warns of fused projections that would differ in scheme."""
     notes = []
     for siblings in skeleton.architecture.siblings:
         differing = [
             skeleton.block_name(index)
             for index in range(skeleton.num_blocks)
-            if len({_scheme_of(assignments, f"{skeleton.block_name(index)}.{name}") for name in siblings}) > 1
+            if len({_scheme_of(layer_plans, f"{skeleton.block_name(index)}.{name}") for name in siblings}) > 1
         ]
         if differing:
             notes.append(
@@ -72,23 +74,23 @@ def sibling_notes(skeleton: Skeleton, assignments: Mapping[str, LayerPlan]) -> l
     return notes
 
 
-def _scheme_of(assignments: Mapping[str, LayerPlan], module: str) -> Scheme | None:
+def _scheme_of(layer_plans: Mapping[str, LayerPlan], module: str) -> Scheme | None:
     """Return the scheme without ranks, which siblings of other shapes do not share."""
-    assignment = assignments.get(module)
-    if assignment and assignment.factoring and assignment.scheme:
-        return assignment.scheme.codes
-    return assignment.scheme if assignment else None
+    layer_plan = layer_plans.get(module)
+    if layer_plan and layer_plan.factoring and layer_plan.scheme:
+        return layer_plan.scheme.codes
+    return layer_plan.scheme if layer_plan else None
 
 
-def scheme_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
+def scheme_notes(layer_plans: Mapping[str, LayerPlan]) -> list[str]:
     """Return notes on engines that do not load the result, and on decisions made during the run."""
-    return [*_own_format_notes(assignments), *_open_notes(assignments.values()), *_engine_notes(assignments.values())]
+    return [*_own_format_notes(layer_plans), *_open_notes(layer_plans.values()), *_engine_notes(layer_plans.values())]
 
 
-def _own_format_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
+def _own_format_notes(layer_plans: Mapping[str, LayerPlan]) -> list[str]:
     """Return notes on forms that only this runtime reads."""
-    notes = sorted({scheme.note for scheme in _schemes(assignments.values())} - {""}, reverse=True)
-    if any(is_embedding(module) for module in assignments):
+    notes = sorted({scheme.note for scheme in _schemes(layer_plans.values())} - {""}, reverse=True)
+    if any(is_embedding(module) for module in layer_plans):
         notes.append(
             "the packed embedding is looked up by this runtime only; others read `compress export --format "
             "compressed-tensors`, where it is 16 bits again"
@@ -96,9 +98,9 @@ def _own_format_notes(assignments: Mapping[str, LayerPlan]) -> list[str]:
     return notes
 
 
-def _open_notes(assignments: Collection[LayerPlan]) -> list[str]:
+def _open_notes(layer_plans: Collection[LayerPlan]) -> list[str]:
     """Return notes on decisions made during the run."""
-    allocations = {each.factoring.allocation for each in assignments if each.factoring}
+    allocations = {each.factoring.allocation for each in layer_plans if each.factoring}
     notes = []
     if "model" in allocations:
         notes.append(
@@ -111,7 +113,7 @@ def _open_notes(assignments: Collection[LayerPlan]) -> list[str]:
             "ranks are shared out inside each block when it is reached: those of the plan are the uniform ones, and a "
             "layer whose factors would be no smaller than itself is kept whole"
         )
-    if layerwise := {each.pruning.layerwise for each in assignments if each.pruning} - {None}:
+    if layerwise := {each.pruning.layerwise for each in layer_plans if each.pruning} - {None}:
         shares = ", ".join(sorted(map(str, layerwise)))
         notes.append(
             f"a first pass over all blocks counts outliers and sets how much of each is pruned ({shares}): the plan "
@@ -120,11 +122,11 @@ def _open_notes(assignments: Collection[LayerPlan]) -> list[str]:
     return notes
 
 
-def _engine_notes(assignments: Collection[LayerPlan]) -> list[str]:
+def _engine_notes(layer_plans: Collection[LayerPlan]) -> list[str]:
     """Return notes on changes that save no space, and on forms that some engines do not load."""
-    schemes = _schemes(assignments)
+    schemes = _schemes(layer_plans)
     notes = []
-    if any(each.pruning and not each.pruning.pattern for each in assignments):
+    if any(each.pruning and not each.pruning.pattern for each in layer_plans):
         notes.append("pruning without a pattern makes no layer smaller: its zeros are stored like other values")
     if any(not scheme.symmetric for scheme in schemes):
         notes.append("asymmetric codes: transformers loads them only with CompressedTensorsConfig(dequantize=True)")
@@ -133,8 +135,8 @@ def _engine_notes(assignments: Collection[LayerPlan]) -> list[str]:
     return notes
 
 
-def _schemes(assignments: Collection[LayerPlan]) -> set[Scheme]:
-    return {each.scheme for each in assignments if each.scheme}
+def _schemes(layer_plans: Collection[LayerPlan]) -> set[Scheme]:
+    return {each.scheme for each in layer_plans if each.scheme}
 
 
 READ_RATE = 4.3e12
@@ -154,7 +156,7 @@ def slower_seconds(whole_bytes: int, factor_bytes: int) -> float:
 
 def factor_notes(rows: Iterable[PlanRow]) -> list[str]:
     """Return one sentence about the layers of a plan for which factors are predicted not to pay."""
-    factorized = [row for row in rows if row.assignment and row.assignment.scheme and row.assignment.scheme.rank]
+    factorized = [row for row in rows if row.layer_plan and row.layer_plan.scheme and row.layer_plan.scheme.rank]
     slower = [row for row in factorized if slower_seconds(_whole_bytes(row), row.bytes_after) > 0]
     if not slower:
         return []
@@ -169,7 +171,7 @@ def factor_notes(rows: Iterable[PlanRow]) -> list[str]:
 
 def _whole_bytes(row: PlanRow) -> int:
     """Return the bytes of the same layer in one piece, in the scheme of its factors."""
-    scheme = row.assignment.scheme.codes if row.assignment and row.assignment.scheme else None
+    scheme = row.layer_plan.scheme.codes if row.layer_plan and row.layer_plan.scheme else None
     outputs, inputs = row.shape
     return row.bytes_before if scheme is None else scheme.stored_bits(outputs, inputs) // 8
 
@@ -182,19 +184,19 @@ def cost_notes(recipe: Recipe, rows: Iterable[PlanRow]) -> list[str]:
 
 def _larger_notes(rows: Iterable[PlanRow]) -> list[str]:
     """Biases and norms are not weights: only rows with a scheme are expected to shrink."""
-    larger = [row for row in rows if row.assignment and row.assignment.scheme and row.bytes_after >= row.bytes_before]
+    larger = [row for row in rows if row.layer_plan and row.layer_plan.scheme and row.bytes_after >= row.bytes_before]
     if not larger:
         return []
     worst = max(larger, key=lambda row: row.bytes_after / row.bytes_before)
     return [
         f"{len(larger)} tensors would get no smaller (e.g. {worst.tensor}: {worst.bytes_before:,} bytes before, "
-        f"{worst.bytes_after:,} after as {worst.assignment}): use fewer bits, larger groups or fewer outlier columns, "
+        f"{worst.bytes_after:,} after as {worst.layer_plan}): use fewer bits, larger groups or fewer outlier columns, "
         "or leave them out"
     ]
 
 
 def _rotation_notes(recipe: Recipe, rows: Iterable[PlanRow]) -> list[str]:
-    if recipe.rotate is None or not any(row.assignment and row.assignment.pruning for row in rows):
+    if recipe.rotate is None or not any(row.layer_plan and row.layer_plan.pruning for row in rows):
         return []
     return [
         "a rotation spreads every weight over its whole row before it is pruned, so that few are small: compare with "

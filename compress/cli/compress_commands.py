@@ -78,29 +78,29 @@ def carry_out(model: Path | None, recipe: Recipe, out: Path, job: JobOptions) ->
     from compress.cli.tables import print_plan, print_result
     from compress.pipeline.prepare import prepare
 
-    prepared = prepare(make_request(model, recipe, out, job), job.dry_run)
+    context = prepare(make_request(model, recipe, out, job), job.dry_run)
     if job.dry_run:
         if job.as_json:
-            typer.echo(json.dumps(prepared.to_dict(), indent=2))
+            typer.echo(json.dumps(context.to_dict(), indent=2))
         else:
-            print_plan(prepared)
+            print_plan(context)
         return
-    _announce(prepared)
-    result = _run(prepared, job.as_json)
+    _announce(context)
+    result = _run(context, job.as_json)
     if job.as_json:
         typer.echo(json.dumps(result.report, indent=2))
     else:
-        print_result(prepared, result)
+        print_result(context, result)
 
 
-def _run(prepared: RunContext, quiet: bool) -> RunResult:
+def _run(context: RunContext, quiet: bool) -> RunResult:
     from compress.common.files import partial_folder
     from compress.pipeline.run import run
 
     try:
-        return run(prepared, quiet=quiet)
+        return run(context, quiet=quiet)
     except KeyboardInterrupt:
-        folder = partial_folder(prepared.request.out)
+        folder = partial_folder(context.request.out)
         if folder.exists():
             _say(f"\nInterrupted. Finished blocks are in {folder}: run the same command again to continue, or add")
             _say("--restart to begin anew.")
@@ -109,14 +109,14 @@ def _run(prepared: RunContext, quiet: bool) -> RunResult:
         raise
 
 
-def _announce(prepared: RunContext) -> None:
+def _announce(context: RunContext) -> None:
     from compress.cli.tables import describe_run
 
-    work = sorted({str(assignment) for assignment in prepared.plan.assignments.values()})
-    layers = f"{len(prepared.plan.changed)} linear layers: {', '.join(work)}" if work else "nothing but the KV cache"
+    work = sorted({str(layer_plan) for layer_plan in context.plan.layer_plans.values()})
+    layers = f"{len(context.plan.changed)} linear layers: {', '.join(work)}" if work else "nothing but the KV cache"
     _say(f"Compressing {layers}")
-    _say(describe_run(prepared))
-    for note in prepared.notes:
+    _say(describe_run(context))
+    for note in context.notes:
         _say(f"note: {note}")
 
 

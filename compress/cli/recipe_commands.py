@@ -64,7 +64,7 @@ def _search(survey: Survey, wanted: SearchFiles, job: JobOptions) -> None:
         typer.echo(json.dumps(found.run.report, indent=2))
         return None
     print_choice(survey, found.choice, found.tries, files.recipe)
-    return print_result(survey.prepared, found.run, with_tip=False)
+    return print_result(survey.context, found.run, with_tip=False)
 
 
 def _stop_at_recipe(findings: Findings, files: Files, as_json: bool) -> None:

@@ -42,7 +42,7 @@ def embedding_tip(plan: Plan, total_bytes: int) -> str:
     saved = sum(
         row.bytes_before - _SCHEME.stored_bits(row.shape[0], row.shape[1]) // 8
         for row in plan.rows
-        if row.assignment is None and row.tensor.endswith(f".{EMBEDDING_TARGET}.weight")
+        if row.layer_plan is None and row.tensor.endswith(f".{EMBEDDING_TARGET}.weight")
     )
     if saved < _LEAST_SAVING * total_bytes:
         return ""
@@ -50,56 +50,56 @@ def embedding_tip(plan: Plan, total_bytes: int) -> str:
     return f"--embedding-bits 8 makes it {size(then)} ({times(plan.bytes_before, then)}), for this runtime only"
 
 
-def print_plan(prepared: RunContext) -> None:
+def print_plan(context: RunContext) -> None:
     """Prints what happens to every tensor, grouped by kind, with totals, memory and disk."""
     console = wide_console()
-    table = Table(title=f"Plan for {prepared.request.model}", title_justify="left")
+    table = Table(title=f"Plan for {context.request.model}", title_justify="left")
     table.add_column("tensor", overflow="fold")
     table.add_column("shape", no_wrap=True)
     table.add_column("count", justify="right")
     table.add_column("becomes")
     for column in ("MB before", "MB after"):
         table.add_column(column, justify="right", no_wrap=True)
-    for (name, shape, assignment, reason), rows in by_kind(prepared.plan.rows).items():
+    for (name, shape, layer_plan, reason), rows in by_kind(context.plan.rows).items():
         table.add_row(
             name.removesuffix(".weight"),
             " x ".join(map(str, shape)),
             str(len(rows)),
-            _becomes(assignment, reason),
+            _becomes(layer_plan, reason),
             megabytes(sum(row.bytes_before for row in rows)),
             megabytes(sum(row.bytes_after for row in rows)),
         )
-    plan = prepared.plan
+    plan = context.plan
     table.add_section()
     table.add_row("total", "", "", "", megabytes(plan.bytes_before), megabytes(plan.bytes_after))
     console.print(table)
-    for line in _facts(prepared):
+    for line in _facts(context):
         console.print(line, highlight=False, markup=False)
 
 
-def _becomes(assignment: LayerPlan | None, reason: str) -> str:
-    if assignment is None:
+def _becomes(layer_plan: LayerPlan | None, reason: str) -> str:
+    if layer_plan is None:
         return f"dense: {reason}"
-    return f"{assignment} ({reason})" if reason else str(assignment)
+    return f"{layer_plan} ({reason})" if reason else str(layer_plan)
 
 
-def describe_run(prepared: RunContext) -> str:
+def describe_run(context: RunContext) -> str:
     """Returns source, size and device of the calibration in one line."""
-    if prepared.sequences is None:
+    if context.sequences is None:
         return "Calibration: none"
-    count, length = prepared.sequences.tokens.shape
-    dtype = str(prepared.dtype).removeprefix("torch.")
+    count, length = context.sequences.tokens.shape
+    dtype = str(context.dtype).removeprefix("torch.")
     return (
-        f"Calibration: {prepared.sequences.source}, {count} sequences of {length} tokens, "
-        f"{prepared.micro_batch} at a time, {dtype} on {prepared.device}"
+        f"Calibration: {context.sequences.source}, {count} sequences of {length} tokens, "
+        f"{context.micro_batch} at a time, {dtype} on {context.device}"
     )
 
 
-def print_result(prepared: RunContext, result: RunResult, with_tip: bool = True) -> None:
+def print_result(context: RunContext, result: RunResult, with_tip: bool = True) -> None:
     """Prints sizes, verification, quality and the next commands; a tip only where its option exists."""
     console = wide_console()
     table = Table(show_header=False)
-    for name, text in _rows(prepared, result, with_tip):
+    for name, text in _rows(context, result, with_tip):
         table.add_row(name, text)
     console.print(table)
     warnings = [*result.quality.get("warnings", ()), *(result.kv_cache.warnings if result.kv_cache else ())]
@@ -110,11 +110,11 @@ def print_result(prepared: RunContext, result: RunResult, with_tip: bool = True)
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _rows(prepared: RunContext, result: RunResult, with_tip: bool) -> Iterator[tuple[str, str]]:
-    structure, before = result.structure, prepared.plan.bytes_before
+def _rows(context: RunContext, result: RunResult, with_tip: bool) -> Iterator[tuple[str, str]]:
+    structure, before = result.structure, context.plan.bytes_before
     sizes = f"{megabytes(before)} MB -> {megabytes(structure.total_bytes)} MB"
     yield "size", f"{sizes} ({before / structure.total_bytes:.2f} times smaller)"
-    if with_tip and (tip := embedding_tip(prepared.plan, structure.total_bytes)):
+    if with_tip and (tip := embedding_tip(context.plan, structure.total_bytes)):
         yield "tip", tip
     yield "bits per weight", _bits(structure)
     verified = f"{len(structure.quantized)} layers read back bit for bit"
@@ -134,14 +134,14 @@ def _bits(counted: Plan | StructureReport) -> str:
     return f"{layers} in the quantized layers, {model} over the whole model"
 
 
-def _facts(prepared: RunContext) -> list[str]:
-    plan = prepared.plan
+def _facts(context: RunContext) -> list[str]:
+    plan = context.plan
     lines = [
         f"bits per weight: {_bits(plan)}",
-        f"peak memory: about {gigabytes(prepared.peak_memory)} GB; "
-        f"disk while running: about {gigabytes(prepared.disk)} GB beside {prepared.request.out}",
+        f"peak memory: about {gigabytes(context.peak_memory)} GB; "
+        f"disk while running: about {gigabytes(context.disk)} GB beside {context.request.out}",
     ]
-    return [*lines, describe_run(prepared), *(f"note: {note}" for note in prepared.notes)]
+    return [*lines, describe_run(context), *(f"note: {note}" for note in context.notes)]
 
 
 def _quality(quality: dict) -> list[tuple[str, str]]:
@@ -196,7 +196,7 @@ def print_evaluation(report: EvaluationReport) -> None:
 
 def print_survey(survey: Survey) -> None:
     """Prints what a search measures, and its time and memory."""
-    table = Table(title=f"Search on {survey.prepared.request.model}", title_justify="left")
+    table = Table(title=f"Search on {survey.context.request.model}", title_justify="left")
     table.add_column("decided together", overflow="fold")
     table.add_column("count", justify="right")
     table.add_column("may become (MB each)", overflow="fold")
@@ -225,7 +225,7 @@ def describe_survey(survey: Survey) -> list[str]:
         f"{survey.operations / 1e12:,.1f} TFLOP: about {survey.seconds():,.0f} s at the speed of this device, and "
         "what rounding takes",
         f"peak memory: about {gigabytes(survey.peak_memory)} GB with the whole model in it",
-        describe_run(survey.prepared),
+        describe_run(survey.context),
     ]
 
 

@@ -79,7 +79,7 @@ class BlockOutcome:
     reference: Tensor | None = None
     relative_error: float | None = None
     linears: list[LinearRecord] = field(default_factory=list)
-    edges: list[SmoothingRecord] = field(default_factory=list)
+    smoothing: list[SmoothingRecord] = field(default_factory=list)
     tuning: TuningRecord | None = None
 
     def keep(self, stored: Weight | Tensor, record: LinearRecord) -> None:
@@ -112,7 +112,7 @@ class BlockOutcome:
             "digests": {name: digest(weight) for name, weight in (self.weights | self.pruned).items()},
             "relative_error": self.relative_error,
             "linears": [asdict(record) for record in self.linears],
-            "smoothing": [asdict(record) for record in self.edges],
+            "smoothing": [asdict(record) for record in self.smoothing],
             "tuning": asdict(self.tuning) if self.tuning else None,
         }
 
@@ -123,35 +123,35 @@ class BlockJob:
 
     Attributes:
         index: which block.
-        assignments: what happens to each linear, by name inside the block.
-        edges: smoothing mappings in use.
+        layer_plans: what happens to each linear, by name inside the block.
+        smoothing_mappings: smoothing mappings in use.
         scale_dtype: dtype in which scales are stored.
         head_dim: channels of an attention head.
         seed: the recipe's.
     """
 
     index: int
-    assignments: Mapping[str, LayerPlan]
-    edges: Sequence[SmoothingMapping]
+    layer_plans: Mapping[str, LayerPlan]
+    smoothing_mappings: Sequence[SmoothingMapping]
     scale_dtype: torch.dtype
     head_dim: int = 1
     seed: int = 0
 
     @classmethod
-    def of(cls, prepared: RunContext, index: int) -> BlockJob:
-        skeleton, plan = prepared.skeleton, prepared.plan
-        assignments, seed = plan.in_block(skeleton.block_name(index)), prepared.request.recipe.seed
-        return cls(index, assignments, plan.edges[index], prepared.scale_dtype, skeleton.head_dim, seed)
+    def of(cls, context: RunContext, index: int) -> BlockJob:
+        skeleton, plan = context.skeleton, context.plan
+        layer_plans, seed = plan.in_block(skeleton.block_name(index)), context.request.recipe.seed
+        return cls(index, layer_plans, plan.smoothing_mappings[index], context.scale_dtype, skeleton.head_dim, seed)
 
     @property
     def tuned(self) -> LayerPlan | None:
         """The plan of a linear with learned rounding, which is the same for all of them; None when there is none."""
-        return next((each for each in self.assignments.values() if each.is_tuned), None)
+        return next((each for each in self.layer_plans.values() if each.is_tuned), None)
 
     @property
     def with_quantized_inputs(self) -> dict[str, Scheme]:
         """Linears whose inputs are rounded to 8 bits when they are served."""
-        schemes = {name: each.scheme for name, each in self.assignments.items() if each.scheme}
+        schemes = {name: each.scheme for name, each in self.layer_plans.items() if each.scheme}
         return {name: scheme for name, scheme in schemes.items() if scheme.activation_bits}
 
 

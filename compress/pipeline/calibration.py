@@ -45,23 +45,23 @@ class CalibratedRunner(Generic[Outcome]):
 
     def __init__(
         self,
-        prepared: RunContext,
+        context: RunContext,
         work: BlockWork[Outcome],
         progress: Progress,
         done: int,
         display: RunDisplay,
         embedding: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
-        self._prepared = prepared
+        self._context = context
         self._embedding = embedding
         self._work = work
-        self._tokens = prepared.tokens
+        self._tokens = context.tokens
         self._display = display
         self._rows = _search_rows(self._tokens)
         self._hidden: Tensor | None = progress.load_hidden(done) if done else None
         self._reference: Tensor | None = progress.load_reference(done) if done else None
         self._calibration: Calibration | None = None
-        self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else prepared.micro_batch
+        self.micro_batch = progress.facts(done - 1)["micro_batch"] if done else context.micro_batch
 
     def run(self, index: int) -> Outcome:
         """Works on block `index` and keeps its outputs as the inputs of the next."""
@@ -70,23 +70,23 @@ class CalibratedRunner(Generic[Outcome]):
         return outcome
 
     def _attempt(self, index: int, micro_batch: int) -> Outcome:
-        prepared, job = self._prepared, BlockJob.of(self._prepared, index)
-        module = prepared.skeleton.blocks[index]
+        context, job = self._context, BlockJob.of(self._context, index)
+        module = context.skeleton.blocks[index]
         try:
             if self._calibration is None:
                 self._display.step("embedding")
                 self._calibration = self._capture(micro_batch)
             self._display.step("loading")
             block = load_block(
-                prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device, prepared.dtype
+                context.skeleton, context.files, index, set(job.layer_plans), context.device, context.dtype
             )
-            outcome = self._work(block, job, self._calibration, prepared.device, self._display.step)
+            outcome = self._work(block, job, self._calibration, context.device, self._display.step)
             if outcome.hidden is not None:
                 self._calibration.advance(outcome.hidden, outcome.reference)
             return outcome
         finally:
             release(module)
-            prepared.files.release()
+            context.files.release()
 
     def _retry(self, micro_batch: int) -> None:
         self._display.say(f"out of memory: trying again with {micro_batch} sequences at a time")
@@ -98,20 +98,20 @@ class CalibratedRunner(Generic[Outcome]):
         inputs = self._capture_tokens(self._tokens, micro_batch, self._embedding())
         search = self._capture_tokens(self._tokens[self._rows], micro_batch, self._embedding())
         calibration = Calibration(inputs, search, self._rows)
-        if batch := self._prepared.plan.needs.learning_batch:
+        if batch := self._context.plan.needs.learning_batch:
             calibration.tuning = self._capture_tokens(self._tokens, min(micro_batch, batch), None)
             calibration.reference = calibration.tuning.hidden
             calibration.tuning.hidden = inputs.hidden
-        elif self._prepared.plan.needs.dense_model:
+        elif self._context.plan.needs.dense_model:
             calibration.reference = self._capture_tokens(self._tokens, micro_batch, None).hidden
         if self._hidden is not None:
             calibration.advance(self._hidden, self._reference)
         return calibration
 
     def _capture_tokens(self, tokens: Tensor, micro_batch: int, embedding: Tensor | None) -> BlockInputs:
-        prepared = self._prepared
+        context = self._context
         return capture_inputs(
-            prepared.skeleton, prepared.files, tokens, micro_batch, prepared.device, prepared.dtype, embedding
+            context.skeleton, context.files, tokens, micro_batch, context.device, context.dtype, embedding
         )
 
 

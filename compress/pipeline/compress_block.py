@@ -148,7 +148,7 @@ def quantize_block(
     """
     part = partial(_part, step, _PARTS_WHEN_TUNED if job.tuned else _PARTS)
     observed = observe(block, calibration.inputs, job.index, _needs(job), device, part("statistics"))
-    parents = sorted({edge.parent for edge in job.edges})
+    parents = sorted({mapping.parent for mapping in job.smoothing_mappings})
     traces, expected = trace_modules(block, calibration.search, job.index, parents, device)
     differences, reference = _follow_dense(block, job, calibration, observed, device, part("dense outputs"))
     outcome = BlockOutcome(reference=reference)
@@ -175,7 +175,7 @@ def _part(step: Step, parts: Mapping[str, tuple[float, float]], what: str) -> Ca
 
 
 def _needs(job: BlockJob) -> dict[str, Needs]:
-    return {name: plan.needs for name, plan in job.assignments.items()}
+    return {name: plan.needs for name, plan in job.layer_plans.items()}
 
 
 def _follow_dense(
@@ -190,7 +190,7 @@ def _follow_dense(
     `[N, L, H]` of the dense block on the dense model's inputs; empty and None where no method needs them."""
     if calibration.reference is None:
         return {}, None
-    asking = {name for name, each in job.assignments.items() if each.needs.dense_inputs}
+    asking = {name for name, each in job.layer_plans.items() if each.needs.dense_inputs}
     leaders = [group[0] for group in observed.groups if asking.intersection(group)]
     if leaders:
         return follow_dense(block, calibration.inputs, calibration.reference, job.index, leaders, device, tick)
@@ -206,21 +206,23 @@ def _smooth(
     outcome: BlockOutcome,
     tick: Callable[[float], None],
 ) -> dict[str, Tensor]:
-    """Searches all edges, then folds them. Returns the scale now inside each target's columns."""
-    layouts = {edge: head_layout(block, edge, job.head_dim) for edge in job.edges}
+    """Searches all smoothing mappings, then folds them. Returns the scale now inside each target's columns."""
+    layouts = {mapping: head_layout(block, mapping, job.head_dim) for mapping in job.smoothing_mappings}
     found: dict[SmoothingMapping, SmoothingResult] = {}
-    for number, edge in enumerate(job.edges):
-        tick(number / len(job.edges))
-        found[edge] = search_scale(block, edge, traces[edge.parent], observed, job.assignments, layouts[edge])
-    folded: dict[str, Tensor] = {}
-    for edge, result in found.items():
-        targets = tuple(f"{block.name}.{name}" for name in edge.balance_layers)
-        record = SmoothingRecord(
-            f"{block.name}.{edge.smooth_layer}", targets, result.ratio, result.loss_before, result.loss_after
+    for number, mapping in enumerate(job.smoothing_mappings):
+        tick(number / len(job.smoothing_mappings))
+        found[mapping] = search_scale(
+            block, mapping, traces[mapping.parent], observed, job.layer_plans, layouts[mapping]
         )
-        outcome.edges.append(record)
+    folded: dict[str, Tensor] = {}
+    for mapping, result in found.items():
+        targets = tuple(f"{block.name}.{name}" for name in mapping.balance_layers)
+        record = SmoothingRecord(
+            f"{block.name}.{mapping.smooth_layer}", targets, result.ratio, result.loss_before, result.loss_after
+        )
+        outcome.smoothing.append(record)
         if result.applies:
-            folded |= dict.fromkeys(edge.balance_layers, fold_scale(block, edge, result.scale, layouts[edge]))
+            folded |= dict.fromkeys(mapping.balance_layers, fold_scale(block, mapping, result.scale, layouts[mapping]))
     return folded
 
 
@@ -237,18 +239,18 @@ def _round(
     Returns the work on those whose rounding is still to be learned, and where that starts.
     """
     begun: dict[str, tuple[LayerCompressor, IntegerWeight]] = {}
-    ranked = decompose_block(block.weights, job.assignments, observed.statistics)
-    unreached = tuple((name,) for name in job.assignments if name not in observed.statistics)
+    ranked = decompose_block(block.weights, job.layer_plans, observed.statistics)
+    unreached = tuple((name,) for name in job.layer_plans if name not in observed.statistics)
     for group in observed.groups + unreached:
         statistics = observed.statistics.get(group[0])
         scale = folded.get(group[0])  # smoothing divides an input once, for all that read it
         inputs = HessianCache(statistics, scale, differences.get(group[0]))
-        outliers = choose_columns({name: block.weights[name] for name in group}, job.assignments, statistics, scale)
+        outliers = choose_columns({name: block.weights[name] for name in group}, job.layer_plans, statistics, scale)
         for name in group:
             work = LayerCompressor.of(
                 f"{block.name}.{name}",
                 block.weights.pop(name),
-                job.assignments[name],
+                job.layer_plans[name],
                 job.scale_dtype,
                 inputs,
                 ranked.pop(name, None),

@@ -36,7 +36,7 @@ class Ranked:
 
 def decompose_block(
     weights: Mapping[str, Tensor],
-    assignments: Mapping[str, LayerPlan],
+    layer_plans: Mapping[str, LayerPlan],
     statistics: Mapping[str, InputStatistics],
 ) -> dict[str, Ranked]:
     """Return every linear of a block that is to be factorized, with its rank.
@@ -48,24 +48,24 @@ def decompose_block(
     Raises:
         NumericsError: from the decomposition.
     """
-    chosen = {name: each for name, each in assignments.items() if each.factoring}
+    chosen = {name: each for name, each in layer_plans.items() if each.factoring}
     parts: dict[str, tuple[Decomposition, Whitening]] = {}
     known = _Whitenings(statistics)
-    for name, assignment in chosen.items():
-        whitening, most = known.of(name, assignment), largest_rank(*_shape(weights[name]), 1)
+    for name, layer_plan in chosen.items():
+        whitening, most = known.of(name, layer_plan), largest_rank(*_shape(weights[name]), 1)
         parts[name] = decompose(weights[name], whitening, most), whitening
     ranks = _ranks(chosen, weights, {name: decomposition for name, (decomposition, _) in parts.items()})
     return {name: Ranked(*parts[name], ranks[name]) for name in parts}
 
 
 def energies(
-    weights: Mapping[str, Tensor], assignments: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
+    weights: Mapping[str, Tensor], layer_plans: Mapping[str, LayerPlan], statistics: Mapping[str, InputStatistics]
 ) -> dict[str, Tensor]:
     """Return the energy of each rank of linears that are to be factorized, float64 `[min(O, I)]`, falling; arguments as
     those of `decompose_block`. Raises NumericsError from the decomposition."""
     known = _Whitenings(statistics)
     return {
-        name: _comparable(each, spectrum(weights[name], known.of(name, each))) for name, each in assignments.items()
+        name: _comparable(each, spectrum(weights[name], known.of(name, each))) for name, each in layer_plans.items()
     }
 
 
@@ -76,10 +76,10 @@ class _Whitenings:
     statistics: Mapping[str, InputStatistics]
     known: dict[tuple[FactorizationMethod, int], Whitening] = field(default_factory=dict)
 
-    def of(self, name: str, assignment: LayerPlan) -> Whitening:
-        if assignment.factoring is None:
+    def of(self, name: str, layer_plan: LayerPlan) -> Whitening:
+        if layer_plan.factoring is None:
             raise ValueError(f"{name} is not factorized")
-        key = (assignment.factoring.method, id(self.statistics.get(name)))
+        key = (layer_plan.factoring.method, id(self.statistics.get(name)))
         if key not in self.known:
             self.known[key] = _whitening(key[0], self.statistics.get(name))
         return self.known[key]
@@ -236,11 +236,11 @@ def compress_layers(block: LoadedBlock, job: BlockJob) -> BlockOutcome:
         SchemeError, NumericsError: from the method, naming the linear.
     """
     outcome = BlockOutcome(dense={f"{block.name}.{name}": tensor for name, tensor in block.dense.items()})
-    ranked = decompose_block(block.weights, job.assignments, {})
-    for name, assignment in job.assignments.items():
+    ranked = decompose_block(block.weights, job.layer_plans, {})
+    for name, layer_plan in job.layer_plans.items():
         weight, decomposed = block.weights.pop(name), ranked.pop(name, None)
         module, inputs = f"{block.name}.{name}", HessianCache(None)
-        outcome.keep(*LayerCompressor.of(module, weight, assignment, job.scale_dtype, inputs, decomposed).apply())
+        outcome.keep(*LayerCompressor.of(module, weight, layer_plan, job.scale_dtype, inputs, decomposed).apply())
     return outcome
 
 

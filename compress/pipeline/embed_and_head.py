@@ -30,83 +30,83 @@ Quantize = Callable[[Tensor], IntegerWeight]
 _NO_NORM = "the norm before the head of this family is not known"
 
 
-def quantize_embedding(prepared: RunContext, progress: Progress) -> None:
+def quantize_embedding(context: RunContext, progress: Progress) -> None:
     """Rounds the embedding, if the plan says so, and saves it; what an earlier run saved is kept.
 
     Raises:
         NumericsError: NaN or infinity in the weight.
     """
-    module = prepared.skeleton.architecture.embedding
-    assignment = prepared.plan.assignments.get(module)
-    if assignment is not None and not progress.pieces.has(EMBEDDING):
-        _save(prepared, progress, EMBEDDING, module, assignment, None)
+    module = context.skeleton.architecture.embedding
+    layer_plan = context.plan.layer_plans.get(module)
+    if layer_plan is not None and not progress.pieces.has(EMBEDDING):
+        _save(context, progress, EMBEDDING, module, layer_plan, None)
 
 
-def quantize_head(prepared: RunContext, progress: Progress) -> None:
+def quantize_head(context: RunContext, progress: Progress) -> None:
     """Rounds an output head of its own, if the plan says so, and saves it; what an earlier run saved is kept.
 
     Raises:
         NumericsError: NaN or infinity in the weight or in what reaches the head.
     """
-    module = prepared.skeleton.architecture.head
-    assignment = prepared.plan.assignments.get(module)
-    if assignment is not None and not progress.pieces.has(HEAD):
-        statistics = _observe(prepared, progress) if head_needs_inputs(prepared) else None
-        _save(prepared, progress, HEAD, module, assignment, statistics)
+    module = context.skeleton.architecture.head
+    layer_plan = context.plan.layer_plans.get(module)
+    if layer_plan is not None and not progress.pieces.has(HEAD):
+        statistics = _observe(context, progress) if head_needs_inputs(context) else None
+        _save(context, progress, HEAD, module, layer_plan, statistics)
 
 
-def head_needs_inputs(prepared: RunContext) -> bool:
+def head_needs_inputs(context: RunContext) -> bool:
     """Return whether the hidden states behind the last block are wanted."""
-    architecture = prepared.skeleton.architecture
-    assignment = prepared.plan.assignments.get(architecture.head)
-    return assignment is not None and assignment.needs.inputs and bool(architecture.final_norm)
+    architecture = context.skeleton.architecture
+    layer_plan = context.plan.layer_plans.get(architecture.head)
+    return layer_plan is not None and layer_plan.needs.inputs and bool(architecture.final_norm)
 
 
-def stored_embedding(prepared: RunContext, progress: Progress) -> Tensor | None:
+def stored_embedding(context: RunContext, progress: Progress) -> Tensor | None:
     """Return the quantized embedding `[V, H]` as numbers, in the dtype of computation; None when it stays as it is."""
-    module = prepared.skeleton.architecture.embedding
-    scheme = prepared.plan.schemes.get(module)
+    module = context.skeleton.architecture.embedding
+    scheme = context.plan.schemes.get(module)
     if scheme is None:
         return None
     stored = progress.pieces.open(EMBEDDING)
-    return scheme.read(StoredTensors(module, stored.tensor)).dequantize(prepared.dtype)
+    return scheme.read(StoredTensors(module, stored.tensor)).dequantize(context.dtype)
 
 
 def _save(
-    prepared: RunContext,
+    context: RunContext,
     progress: Progress,
     key: str,
     module: str,
-    assignment: LayerPlan,
+    layer_plan: LayerPlan,
     statistics: InputStatistics | None,
 ) -> None:
     outcome = BlockOutcome()
-    outcome.keep(*_quantize(prepared, module, assignment, statistics))
-    facts = outcome.facts() | {"block": module, "environment": environment(prepared)}
-    progress.pieces.write(key, outcome.tensors(prepared.scale_dtype), facts)
-    prepared.files.release()
+    outcome.keep(*_quantize(context, module, layer_plan, statistics))
+    facts = outcome.facts() | {"block": module, "environment": environment(context)}
+    progress.pieces.write(key, outcome.tensors(context.scale_dtype), facts)
+    context.files.release()
 
 
 def _quantize(
-    prepared: RunContext, module: str, assignment: LayerPlan, statistics: InputStatistics | None
+    context: RunContext, module: str, layer_plan: LayerPlan, statistics: InputStatistics | None
 ) -> tuple[IntegerWeight, LinearRecord]:
-    if assignment.scheme is None or assignment.method is None:
+    if layer_plan.scheme is None or layer_plan.method is None:
         raise ValueError(f"{module} is not quantized")
-    method, details = assignment.method, dict[str, Any]()
-    if method.needs(assignment.options).inputs and statistics is None:
+    method, details = layer_plan.method, dict[str, Any]()
+    if method.needs(layer_plan.options).inputs and statistics is None:
         method = base.quantization(base.fallback("quantize").name)
         details["recovery"] = f"{method.name}: {_NO_NORM}"
     inputs = HessianCache(statistics)
-    dtype, empty = prepared.scale_dtype, torch.empty(0)
-    layer = Layer(module, empty, assignment.scheme, assignment.options, dtype, inputs, None, details)
+    dtype, empty = context.scale_dtype, torch.empty(0)
+    layer = Layer(module, empty, layer_plan.scheme, layer_plan.options, dtype, inputs, None, details)
 
     def quantize(rows: Tensor) -> IntegerWeight:
         return cast(IntegerWeight, method.compress(replace(layer, weight=rows)))
 
-    weight = prepared.files.tensor(f"{module}.weight")
-    found, error = _by_rows(weight, quantize, prepared.device, inputs.mean_square)
+    weight = context.files.tensor(f"{module}.weight")
+    found, error = _by_rows(weight, quantize, context.device, inputs.mean_square)
     recovery, damping = details.get("recovery", ""), details.get("damping")
-    return found, LinearRecord(module, assignment.method.name, error, recovery, damping)
+    return found, LinearRecord(module, layer_plan.method.name, error, recovery, damping)
 
 
 @torch.no_grad()
@@ -130,17 +130,17 @@ def _by_rows(
 
 
 @torch.no_grad()
-def _observe(prepared: RunContext, progress: Progress) -> InputStatistics:
+def _observe(context: RunContext, progress: Progress) -> InputStatistics:
     """Return statistics of the head's inputs: the last block's outputs after the final norm."""
-    skeleton = prepared.skeleton
+    skeleton = context.skeleton
     name = skeleton.architecture.final_norm
     norm = skeleton.model.get_submodule(name)
     hidden = progress.load_hidden(skeleton.num_blocks)
-    statistics = InputStatistics(hidden.shape[-1], skeleton.architecture.head, device=prepared.device)
+    statistics = InputStatistics(hidden.shape[-1], skeleton.architecture.head, device=context.device)
     try:
-        fill(norm, name, prepared.files, prepared.device, prepared.dtype)
-        for batch in hidden.split(prepared.micro_batch):
-            statistics.update(norm(batch.to(prepared.device)))
+        fill(norm, name, context.files, context.device, context.dtype)
+        for batch in hidden.split(context.micro_batch):
+            statistics.update(norm(batch.to(context.device)))
     finally:
         release(norm)
     return statistics

@@ -29,33 +29,33 @@ if TYPE_CHECKING:
     from compress.evaluate.perplexity import Evaluation
 
 
-def provenance(prepared: RunContext, progress: Progress) -> dict[str, Any]:
+def provenance(context: RunContext, progress: Progress) -> dict[str, Any]:
     """Return `compression_config`: where a checkpoint came from. Equal runs give equal values."""
-    request = prepared.request
+    request = context.request
     return {
         "source": request.source,
         "recipe": request.recipe.to_dict(),
         "seed": request.recipe.seed,
         "tool": f"{DISTRIBUTION} {tool_version()}",
-        "calibration": describe_calibration(request.recipe, prepared.sequences),
+        "calibration": describe_calibration(request.recipe, context.sequences),
         "dense": {
             row.tensor.removesuffix(".weight"): row.reason
-            for row in prepared.plan.rows
+            for row in context.plan.rows
             if row.reason and len(row.shape) > 1
         }
-        | _kept_whole(prepared, progress),
+        | _kept_whole(context, progress),
     }
 
 
-def _kept_whole(prepared: RunContext, progress: Progress) -> dict[str, str]:
+def _kept_whole(context: RunContext, progress: Progress) -> dict[str, str]:
     """Layers whose block decided that they stay whole and dense, with the reason."""
-    blocks = (progress.facts(index) for index in range(prepared.skeleton.num_blocks))
+    blocks = (progress.facts(index) for index in range(context.skeleton.num_blocks))
     linears = (linear for facts in blocks for linear in facts["linears"] if linear["module"] not in facts["schemes"])
     return {linear["module"]: linear["kept_whole"] for linear in linears if linear["kept_whole"]}
 
 
 def full_report(
-    prepared: RunContext,
+    context: RunContext,
     progress: Progress,
     structure: StructureReport,
     quality: dict[str, Any],
@@ -66,64 +66,64 @@ def full_report(
     Args:
         seconds: wall time of this process's part; an earlier, killed part is not counted.
     """
-    num_blocks = prepared.skeleton.num_blocks
+    num_blocks = context.skeleton.num_blocks
     facts = progress.all_facts(num_blocks)
     recovered = [each for block in facts for each in block["linears"] if each["recovery"]]
     return {
         "format_version": 1,
-        **provenance(prepared, progress),
-        "environment": environment(prepared),
-        "plan": prepared.to_dict(),
+        **provenance(context, progress),
+        "environment": environment(context),
+        "plan": context.to_dict(),
         "recovered": recovered,
         "blocks": facts[:num_blocks],
         "ends": facts[num_blocks:],
-        "structure": structure.as_dict() | {"path": str(prepared.request.out)},
+        "structure": structure.as_dict() | {"path": str(context.request.out)},
         "bit_compared": sum(len(block["digests"]) for block in facts),
         "quality": quality,
         "seconds": round(seconds, 2),
     }
 
 
-def environment(prepared: RunContext) -> dict[str, Any]:
+def environment(context: RunContext) -> dict[str, Any]:
     """Return the versions and devices that may change the last bits of a result."""
 
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if prepared.device.type == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name() if context.device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
-        "columns": column_kernel(prepared.device),
+        "columns": column_kernel(context.device),
     }
 
 
-def save_rest(prepared: RunContext, progress: Progress) -> None:
+def save_rest(context: RunContext, progress: Progress) -> None:
     """Writes everything outside of the blocks, bit for bit as it was. Raises NumericsError on NaN or infinity."""
-    blocks = f"{prepared.skeleton.architecture.blocks}."
-    outside = [row for row in prepared.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
-    names = [row.tensor for row in outside if row.assignment is None]
-    tensors = {name: prepared.files.tensor(name) for name in names}
+    blocks = f"{context.skeleton.architecture.blocks}."
+    outside = [row for row in context.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
+    names = [row.tensor for row in outside if row.layer_plan is None]
+    tensors = {name: context.files.tensor(name) for name in names}
     for name, tensor in tensors.items():
         check_finite(name, tensor)
     progress.pieces.write(REST, tensors)
-    prepared.files.release()
+    context.files.release()
 
 
-def checkpoint_config(prepared: RunContext, progress: Progress) -> dict[str, Any]:
+def checkpoint_config(context: RunContext, progress: Progress) -> dict[str, Any]:
     """Return config.json of the checkpoint."""
-    schemes = chosen_schemes(prepared, progress)
+    schemes = chosen_schemes(context, progress)
     # Pruned weights whose zeros are stored need no format at all.
     codec = format_for(schemes) if schemes else dense
-    quantization = codec.quantization_config(schemes, _dense_linears(prepared, schemes))
-    return packed_config(prepared.config, quantization, schemes, provenance(prepared, progress))
+    quantization = codec.quantization_config(schemes, _dense_linears(context, schemes))
+    return packed_config(context.config, quantization, schemes, provenance(context, progress))
 
 
-def check_checkpoint(prepared: RunContext, folder: Path, digests: dict[str, str]) -> StructureReport:
+def check_checkpoint(context: RunContext, folder: Path, digests: dict[str, str]) -> StructureReport:
     """Re-reads the written checkpoint and compares it with the digests taken when the codes were chosen.
 
     Raises:
         CheckpointError: anything is not as it should be.
     """
-    structure = verify_structure(folder, prepared.files)
+    structure = verify_structure(folder, context.files)
     problems = [*structure.problems, *verify_against(folder, digests)]
     if problems:
         raise CheckpointError(
@@ -133,14 +133,14 @@ def check_checkpoint(prepared: RunContext, folder: Path, digests: dict[str, str]
     return structure
 
 
-def check_quality(folder: Path, prepared: RunContext) -> dict[str, Any]:
+def check_quality(folder: Path, context: RunContext) -> dict[str, Any]:
     """Return perplexity and KL on a small fixed slice; says why where they were not measured."""
-    if not prepared.request.measure:
+    if not context.request.measure:
         return {"not_measured": "not asked for"}
     from compress.evaluate.session import quick_check
 
     try:
-        return quick_check(folder, prepared.request.model, calibration=prepared.sequences)
+        return quick_check(folder, context.request.model, calibration=context.sequences)
     except ToolkitError as error:
         return {"not_measured": str(error)}
 
@@ -152,15 +152,15 @@ def put_in_place(folder: Path, out: Path, report: dict[str, Any]) -> None:
     sync(out.parent)
 
 
-def chosen_schemes(prepared: RunContext, progress: Progress) -> dict[str, Scheme]:
+def chosen_schemes(context: RunContext, progress: Progress) -> dict[str, Scheme]:
     """Return the scheme of every packed linear: as planned, with the ranks that blocks chose."""
-    finished = progress.all_facts(prepared.skeleton.num_blocks)
+    finished = progress.all_facts(context.skeleton.num_blocks)
     return {module: Scheme.from_dict(fields) for facts in finished for module, fields in facts["schemes"].items()}
 
 
-def _dense_linears(prepared: RunContext, schemes: Mapping[str, Scheme]) -> list[str]:
+def _dense_linears(context: RunContext, schemes: Mapping[str, Scheme]) -> list[str]:
     """Return every linear that stays dense, by full name: loaders that target the class `Linear` must know."""
-    skeleton = prepared.skeleton
+    skeleton = context.skeleton
     inside = {
         f"{skeleton.block_name(index)}.{name}"
         for index, block in enumerate(skeleton.blocks)
@@ -169,7 +169,7 @@ def _dense_linears(prepared: RunContext, schemes: Mapping[str, Scheme]) -> list[
     packed = {f"{name}.weight" for name in schemes}
     stored = {
         row.tensor.removesuffix(".weight")
-        for row in prepared.plan.rows
+        for row in context.plan.rows
         if row.tensor not in packed and len(row.shape) == 2 and row.tensor.endswith(".weight")
     }
     stored.discard(skeleton.architecture.embedding)
@@ -237,7 +237,7 @@ class KVResult:
         }
 
 
-def choose_default(prepared: RunContext, folder: Path, quiet: bool) -> KVResult | None:
+def choose_default(context: RunContext, folder: Path, quiet: bool) -> KVResult | None:
     """Measure the recipe's formats, choose one, and record both in config.json of the finished checkpoint in `folder`.
 
     Returns:
@@ -246,10 +246,10 @@ def choose_default(prepared: RunContext, folder: Path, quiet: bool) -> KVResult 
     Raises:
         ToolkitError: the text cannot be used, or the model does not compute.
     """
-    stage = prepared.request.recipe.kv_cache
+    stage = context.request.recipe.kv_cache
     if stage is None:
         return None
-    record = _measure(prepared, stage, folder, quiet) if stage.candidates else None
+    record = _measure(context, stage, folder, quiet) if stage.candidates else None
     result = KVResult(choose_kv_cache(stage, record), record)
     config = read_config(folder)
     config[COMPRESSION_KEY][KV_CACHE_KEY] = result.choice.scheme.to_dict()
@@ -259,10 +259,10 @@ def choose_default(prepared: RunContext, folder: Path, quiet: bool) -> KVResult 
     return result
 
 
-def _measure(prepared: RunContext, stage: KVCacheStage, folder: Path, quiet: bool) -> KVCacheRecord:
+def _measure(context: RunContext, stage: KVCacheStage, folder: Path, quiet: bool) -> KVCacheRecord:
     from compress.evaluate.kv_cache import measure_kv_caches
 
-    length = stage.window_length(prepared.config.get("max_position_embeddings"))
+    length = stage.window_length(context.config.get("max_position_embeddings"))
     with RunDisplay(1, 0, quiet, unit="KV cache") as display:
         display.say(f"measuring {len(stage.candidates)} KV caches on {stage.tokens:,} tokens, {length:,} in a window")
         found = measure_kv_caches(
@@ -271,7 +271,7 @@ def _measure(prepared: RunContext, stage: KVCacheStage, folder: Path, quiet: boo
             data=stage.data,
             tokens=stage.tokens,
             length=length,
-            device=str(prepared.device),
+            device=str(context.device),
             on_progress=lambda done, total: display.step(f"window {done} of {total}", done / total),
         )
     measured = zip(stage.candidates, found.token_bytes, found.results, strict=True)

@@ -46,21 +46,21 @@ class BlockSurvey:
         return {"outliers": self.outliers}
 
 
-def survey(prepared: RunContext, progress: Progress, quiet: bool) -> None:
+def survey(context: RunContext, progress: Progress, quiet: bool) -> None:
     """Looks at every block that no earlier run looked at. `progress` is the first pass's.
 
     Raises:
         NumericsError: NaN or infinity in weights or inputs.
         ToolkitError: memory ran out with a single sequence.
     """
-    total = prepared.skeleton.num_blocks
+    total = context.skeleton.num_blocks
     done = progress.num_finished(total)
     if done == total:
         return
     with RunDisplay(total, done, quiet, unit="first pass, block") as display:
-        runner = CalibratedRunner(prepared, survey_block, progress, done, display) if prepared.sequences else None
+        runner = CalibratedRunner(context, survey_block, progress, done, display) if context.sequences else None
         for index in range(done, total):
-            found = runner.run(index) if runner else _survey_plainly(prepared, index)
+            found = runner.run(index) if runner else _survey_plainly(context, index)
             facts = found.facts() | {"micro_batch": runner.micro_batch if runner else 0}
             progress.save_block(index, found.energies, facts, None if index + 1 == total else found.hidden)
             display.finish(_line(found))
@@ -76,7 +76,7 @@ def survey_block(
     step: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> BlockSurvey:
     """Observes a dense block's inputs, and hands on its outputs."""
-    chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
+    chosen = {name: each for name, each in job.layer_plans.items() if each.needs_first_pass}
     found = BlockSurvey()
     if chosen:
         needs = {name: Needs(hessian=each.shares_ranks and each.needs.hessian) for name, each in chosen.items()}
@@ -97,11 +97,11 @@ def survey_block(
 
 
 @torch.no_grad()
-def _survey_plainly(prepared: RunContext, index: int) -> BlockSurvey:
+def _survey_plainly(context: RunContext, index: int) -> BlockSurvey:
     """Observe a block without calibration."""
-    job = BlockJob.of(prepared, index)
-    chosen = {name: each for name, each in job.assignments.items() if each.needs_first_pass}
-    block = read_block(prepared.skeleton, prepared.files, index, set(chosen), prepared.device)
+    job = BlockJob.of(context, index)
+    chosen = {name: each for name, each in job.layer_plans.items() if each.needs_first_pass}
+    block = read_block(context.skeleton, context.files, index, set(chosen), context.device)
     return BlockSurvey(energies=_energies(block, chosen, {}))
 
 
@@ -117,9 +117,9 @@ def _outliers(
 ) -> dict[str, float]:
     """Return the share of outliers, for each kind of pruning; linears that nothing reaches do not count."""
     members: dict[Pruning, list[str]] = {}
-    for name, assignment in chosen.items():
-        if assignment.pruning and assignment.pruning.layerwise and name in statistics:
-            members.setdefault(assignment.pruning, []).append(name)
+    for name, layer_plan in chosen.items():
+        if layer_plan.pruning and layer_plan.pruning.layerwise and name in statistics:
+            members.setdefault(layer_plan.pruning, []).append(name)
     return {
         str(pruning): pruning.layerwise.block_ratio([(block.weights[n], statistics[n].mean_square) for n in names])
         for pruning, names in members.items()
@@ -134,7 +134,7 @@ def _line(found: BlockSurvey) -> str:
     return ", ".join(parts) or "nothing to look at"
 
 
-def finalize_plan(prepared: RunContext, progress: Progress, quiet: bool) -> tuple[Plan, list[BlockShare]]:
+def finalize_plan(context: RunContext, progress: Progress, quiet: bool) -> tuple[Plan, list[BlockShare]]:
     """Runs the first pass and decides.
 
     Returns:
@@ -143,35 +143,35 @@ def finalize_plan(prepared: RunContext, progress: Progress, quiet: bool) -> tupl
     Raises:
         ToolkitError: from the first pass.
     """
-    survey(prepared, progress.survey, quiet)
-    facts = [progress.survey.facts(index) for index in range(prepared.skeleton.num_blocks)]
+    survey(context, progress.survey, quiet)
+    facts = [progress.survey.facts(index) for index in range(context.skeleton.num_blocks)]
     changed: dict[str, LayerPlan] = {}
     shares: list[BlockShare] = []
-    for pruning, members in _layerwise(prepared.plan).items():
-        found = _share_out(prepared, pruning, members, [each["outliers"].get(str(pruning), 0.0) for each in facts])
+    for pruning, members in _layerwise(context.plan).items():
+        found = _share_out(context, pruning, members, [each["outliers"].get(str(pruning), 0.0) for each in facts])
         shares += found
         changed |= _with_shares(members, found)
-    energies = _saved_energies(progress.survey, prepared.skeleton.num_blocks)
-    for factoring, members in _ranked(prepared.plan).items():
-        changed |= _with_ranks(prepared.plan, energies, factoring, members)
-    return _replaced(prepared.plan, changed), shares
+    energies = _saved_energies(progress.survey, context.skeleton.num_blocks)
+    for factoring, members in _ranked(context.plan).items():
+        changed |= _with_ranks(context.plan, energies, factoring, members)
+    return _replaced(context.plan, changed), shares
 
 
 def _layerwise(plan: Plan) -> dict[Pruning, dict[str, LayerPlan]]:
     """Return linears whose share depends on their block, those of one stage together."""
     members: dict[Pruning, dict[str, LayerPlan]] = {}
-    for name, assignment in plan.assignments.items():
-        if assignment.pruning and assignment.pruning.layerwise:
-            members.setdefault(assignment.pruning, {})[name] = assignment
+    for name, layer_plan in plan.layer_plans.items():
+        if layer_plan.pruning and layer_plan.pruning.layerwise:
+            members.setdefault(layer_plan.pruning, {})[name] = layer_plan
     return members
 
 
 def _share_out(
-    prepared: RunContext, pruning: Pruning, members: Mapping[str, LayerPlan], ratios: Sequence[float]
+    context: RunContext, pruning: Pruning, members: Mapping[str, LayerPlan], ratios: Sequence[float]
 ) -> list[BlockShare]:
     """Return the share of every block that has such linears."""
-    rows = {row.tensor.removesuffix(".weight"): row.parameters for row in prepared.plan.rows}
-    names = [prepared.skeleton.block_name(index) for index in range(prepared.skeleton.num_blocks)]
+    rows = {row.tensor.removesuffix(".weight"): row.parameters for row in context.plan.rows}
+    names = [context.skeleton.block_name(index) for index in range(context.skeleton.num_blocks)]
     weights = [sum(rows[name] for name in members if name.startswith(f"{block}.")) for block in names]
     present = [index for index, count in enumerate(weights) if count]
     chosen = [ratios[index] for index in present]
@@ -188,20 +188,20 @@ def _with_shares(members: Mapping[str, LayerPlan], shares: Sequence[BlockShare])
     changed = {}
     for found in shares:
         for name in [name for name in members if name.startswith(f"{found.block}.")]:
-            assignment = members[name]
-            pruning = Pruning(assignment.pruning.method, found.pattern, found.share) if assignment.pruning else None
-            codes = assignment.scheme.codes if assignment.scheme else None
-            scheme = NM.of(codes, found.pattern) if assignment.scheme and found.pattern else codes
-            changed[name] = replace(assignment, pruning=pruning, scheme=scheme)
+            layer_plan = members[name]
+            pruning = Pruning(layer_plan.pruning.method, found.pattern, found.share) if layer_plan.pruning else None
+            codes = layer_plan.scheme.codes if layer_plan.scheme else None
+            scheme = NM.of(codes, found.pattern) if layer_plan.scheme and found.pattern else codes
+            changed[name] = replace(layer_plan, pruning=pruning, scheme=scheme)
     return changed
 
 
 def _ranked(plan: Plan) -> dict[Factoring, dict[str, LayerPlan]]:
     """Return linears whose ranks are shared out over the model, those of one stage together."""
     members: dict[Factoring, dict[str, LayerPlan]] = {}
-    for name, assignment in plan.assignments.items():
-        if assignment.factoring and assignment.shares_ranks:
-            members.setdefault(assignment.factoring, {})[name] = assignment
+    for name, layer_plan in plan.layer_plans.items():
+        if layer_plan.factoring and layer_plan.shares_ranks:
+            members.setdefault(layer_plan.factoring, {})[name] = layer_plan
     return members
 
 
@@ -233,19 +233,19 @@ def _with_ranks(
     }
 
 
-def _ranked_scheme(assignment: LayerPlan, rank: int | None) -> Scheme | None:
-    codes = assignment.scheme.codes if assignment.scheme else None
-    return codes if assignment.scheme is None or rank is None else LowRank.of(codes, rank)
+def _ranked_scheme(layer_plan: LayerPlan, rank: int | None) -> Scheme | None:
+    codes = layer_plan.scheme.codes if layer_plan.scheme else None
+    return codes if layer_plan.scheme is None or rank is None else LowRank.of(codes, rank)
 
 
 def _replaced(plan: Plan, changed: Mapping[str, LayerPlan]) -> Plan:
-    """Return the plan with other assignments."""
+    """Return the plan with other plans of layers."""
     return replace(plan, rows=tuple(_row(plan, row, changed) for row in plan.rows))
 
 
 def _row(plan: Plan, row: PlanRow, changed: Mapping[str, LayerPlan]) -> PlanRow:
-    assignment = changed.get(row.tensor.removesuffix(".weight"))
-    if assignment is None or row.assignment is None:
+    layer_plan = changed.get(row.tensor.removesuffix(".weight"))
+    if layer_plan is None or row.layer_plan is None:
         return row
-    after = packed_bytes(assignment, row.shape, plan.scale_dtype) if assignment.scheme else row.bytes_before
-    return replace(row, assignment=assignment, bytes_after=after)
+    after = packed_bytes(layer_plan, row.shape, plan.scale_dtype) if layer_plan.scheme else row.bytes_before
+    return replace(row, layer_plan=layer_plan, bytes_after=after)

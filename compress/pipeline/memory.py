@@ -153,7 +153,7 @@ def estimate_peak(skeleton: Skeleton, plan: Plan, samples: int, length: int, mic
 
 def _factor_bytes(block: _Block, plan: Plan) -> int:
     """Low-rank factors of all of a block's linears, and one decomposition in float64."""
-    if not any(each.factoring for each in plan.assignments.values()):
+    if not any(each.factoring for each in plan.layer_plans.values()):
         return 0
     return _FLOAT32 * block.parameters + 2 * _FLOAT32 * (4 * block.largest + 3 * block.square)
 

@@ -91,7 +91,7 @@ class RotatedFiles(TensorFiles):
 
     def _marked(self, row: PlanRow) -> PlanRow:
         if row.tensor in self.added:
-            reason = "" if row.assignment else "output head, no longer the token embedding"
+            reason = "" if row.layer_plan else "output head, no longer the token embedding"
             return replace(row, bytes_before=0, reason=reason)
         is_norm = row.tensor in self.rotated and len(row.shape) == 1 and row.tensor.endswith(".weight")
         return replace(row, reason="norm, now ones: moved into the linears behind it") if is_norm else row

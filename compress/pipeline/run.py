@@ -49,139 +49,139 @@ class RunResult:
     kv_cache: KVResult | None = None
 
 
-def run(prepared: RunContext, quiet: bool = False) -> RunResult:
-    """Compresses as prepared, continuing what an earlier run of the same configuration left.
+def run(context: RunContext, quiet: bool = False) -> RunResult:
+    """Compresses a model, continuing what an earlier run of the same configuration left.
 
     Raises:
         ToolkitError: what went wrong and what mends it; finished blocks are kept unless the numbers are at fault.
     """
     started = time.monotonic()
-    forget_device_peak(prepared.device)
-    with only_one_run(prepared.request.out), full_float32():
-        progress = Progress.open(prepared.request.out, _identity(prepared), prepared.request.restart)
-        with _cleared_on_failure(progress, prepared):
-            _begin(prepared, progress, quiet)
-            final, shares = prepared, list[BlockShare]()
-            if prepared.plan.needs_first_pass:
-                plan, shares = finalize_plan(prepared, progress, quiet)
-                final = replace(prepared, plan=plan)
+    forget_device_peak(context.device)
+    with only_one_run(context.request.out), full_float32():
+        progress = Progress.open(context.request.out, _identity(context), context.request.restart)
+        with _cleared_on_failure(progress, context):
+            _begin(context, progress, quiet)
+            final, shares = context, list[BlockShare]()
+            if context.plan.needs_first_pass:
+                plan, shares = finalize_plan(context, progress, quiet)
+                final = replace(context, plan=plan)
             folder = _compress(final, progress, quiet)
-            peak = device_peak(prepared.device)  # of this work: what measures afterwards holds whole models
-            structure = check_checkpoint(prepared, folder, _digests(prepared, progress))
+            peak = device_peak(context.device)  # of this work: what measures afterwards holds whole models
+            structure = check_checkpoint(context, folder, _digests(context, progress))
             kv_cache = choose_default(final, folder, quiet)
-            quality = check_quality(folder, prepared)
+            quality = check_quality(folder, context)
         seconds = time.monotonic() - started
         # With the plan as it was made: kinds of layers, not every layer on its own.
         report = full_report(final, progress, structure, quality, seconds) | {
-            "plan": prepared.to_dict(),
+            "plan": context.to_dict(),
             "layerwise": [each.to_dict() for each in shares],
             "kv_cache": kv_cache.to_dict() if kv_cache else None,
             "peak_device_bytes": peak,
         }
-        put_in_place(folder, prepared.request.out, report)
+        put_in_place(folder, context.request.out, report)
         progress.discard()
-    return RunResult(prepared.request.out, structure, quality, report, kv_cache)
+    return RunResult(context.request.out, structure, quality, report, kv_cache)
 
 
-def _compress(prepared: RunContext, progress: Progress, quiet: bool) -> Path:
+def _compress(context: RunContext, progress: Progress, quiet: bool) -> Path:
     """Compress embedding, blocks and head, and return the folder of the assembled checkpoint."""
-    quantize_embedding(prepared, progress)
-    _run_blocks(prepared, progress, quiet)
-    quantize_head(prepared, progress)
-    save_rest(prepared, progress)
-    config = checkpoint_config(prepared, progress)
-    return progress.assemble(prepared.skeleton.num_blocks, config, prepared.files)
+    quantize_embedding(context, progress)
+    _run_blocks(context, progress, quiet)
+    quantize_head(context, progress)
+    save_rest(context, progress)
+    config = checkpoint_config(context, progress)
+    return progress.assemble(context.skeleton.num_blocks, config, context.files)
 
 
-def _identity(prepared: RunContext) -> dict[str, Any]:
+def _identity(context: RunContext) -> dict[str, Any]:
     """Everything the packed bytes depend on; runs that differ in it must not share progress."""
-    files = [file.path for file in prepared.files.files]
-    sequences = prepared.sequences
+    files = [file.path for file in context.files.files]
+    sequences = context.sequences
     return {
-        "source": prepared.request.source,
+        "source": context.request.source,
         "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
-        "recipe": prepared.request.recipe.to_dict(),
+        "recipe": context.request.recipe.to_dict(),
         "calibration_tokens": sequences.token_sha256 if sequences else None,
-        "device": prepared.device.type,
-        "dtype": str(prepared.dtype),
+        "device": context.device.type,
+        "dtype": str(context.dtype),
         "tool": tool_version(),
     }
 
 
 @contextmanager
-def _cleared_on_failure(progress: Progress, prepared: RunContext) -> Iterator[None]:
+def _cleared_on_failure(progress: Progress, context: RunContext) -> Iterator[None]:
     """Keeps finished blocks when a run fails, except where running again cannot help."""
     try:
         yield
     except ToolkitError as error:
-        if isinstance(error, NumericsError) or not progress.has_begun(prepared.skeleton.num_blocks):
+        if isinstance(error, NumericsError) or not progress.has_begun(context.skeleton.num_blocks):
             progress.discard()
         raise
 
 
-def _begin(prepared: RunContext, progress: Progress, quiet: bool) -> None:
+def _begin(context: RunContext, progress: Progress, quiet: bool) -> None:
     """Checks once, before anything is written, that there is room and that every weight is a number."""
     if progress.exists:
         return
-    check_space(progress.folder, prepared.disk)
-    with RunDisplay(len(prepared.files.names()), quiet=quiet, unit="tensor") as display:
-        for name in prepared.files.names():
+    check_space(progress.folder, context.disk)
+    with RunDisplay(len(context.files.names()), quiet=quiet, unit="tensor") as display:
+        for name in context.files.names():
             display.step(f"checking {name}")
-            check_finite(name, prepared.files.tensor(name))
-            prepared.files.release()
+            check_finite(name, context.files.tensor(name))
+            context.files.release()
             display.finish()
     progress.begin()
 
 
-def _run_blocks(prepared: RunContext, progress: Progress, quiet: bool) -> None:
-    total = prepared.skeleton.num_blocks
+def _run_blocks(context: RunContext, progress: Progress, quiet: bool) -> None:
+    total = context.skeleton.num_blocks
     done = progress.num_finished(total)
     with RunDisplay(total, done, quiet) as display:
         if done:
             display.say(f"continuing after block {done} of {total} (progress in {progress.folder})")
-            _note_other_machine(prepared, progress.facts(done - 1)["environment"], display)
+            _note_other_machine(context, progress.facts(done - 1)["environment"], display)
         if done == total:
             return
-        runner = _runner(prepared, progress, done, display) if prepared.sequences else None
+        runner = _runner(context, progress, done, display) if context.sequences else None
         for index in range(done, total):
-            outcome = runner.run(index) if runner else _run_plainly(prepared, index)
-            _save(prepared, progress, index, outcome, runner.micro_batch if runner else 0)
+            outcome = runner.run(index) if runner else _run_plainly(context, index)
+            _save(context, progress, index, outcome, runner.micro_batch if runner else 0)
             display.finish(_line(outcome))
             del outcome
             return_freed_memory()
 
 
-def _note_other_machine(prepared: RunContext, before: dict[str, Any], display: RunDisplay) -> None:
+def _note_other_machine(context: RunContext, before: dict[str, Any], display: RunDisplay) -> None:
     """Note a change of machine: sums in another order may differ in the last bits."""
-    now = environment(prepared)
+    now = environment(context)
     differing = [f"{key} {before.get(key)}, now {now[key]}" for key in now if before.get(key) != now[key]]
     if differing:
         display.say(f"note: earlier blocks were made with {'; '.join(differing)}: last bits may differ")
 
 
-def _runner(prepared: RunContext, progress: Progress, done: int, display: RunDisplay) -> CalibratedRunner[BlockOutcome]:
+def _runner(context: RunContext, progress: Progress, done: int, display: RunDisplay) -> CalibratedRunner[BlockOutcome]:
     """Calibrates on the embedding that will be looked up."""
-    embedding = partial(stored_embedding, prepared, progress)
-    return CalibratedRunner(prepared, quantize_block, progress, done, display, embedding)
+    embedding = partial(stored_embedding, context, progress)
+    return CalibratedRunner(context, quantize_block, progress, done, display, embedding)
 
 
-def _run_plainly(prepared: RunContext, index: int) -> BlockOutcome:
-    job = BlockJob.of(prepared, index)
-    block = read_block(prepared.skeleton, prepared.files, index, set(job.assignments), prepared.device)
+def _run_plainly(context: RunContext, index: int) -> BlockOutcome:
+    job = BlockJob.of(context, index)
+    block = read_block(context.skeleton, context.files, index, set(job.layer_plans), context.device)
     return compress_layers(block, job)
 
 
-def _save(prepared: RunContext, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
-    facts = outcome.facts() | {"block": prepared.skeleton.block_name(index), "micro_batch": micro_batch}
-    facts["environment"] = environment(prepared)
-    wanted = index + 1 < prepared.skeleton.num_blocks or head_needs_inputs(prepared)
+def _save(context: RunContext, progress: Progress, index: int, outcome: BlockOutcome, micro_batch: int) -> None:
+    facts = outcome.facts() | {"block": context.skeleton.block_name(index), "micro_batch": micro_batch}
+    facts["environment"] = environment(context)
+    wanted = index + 1 < context.skeleton.num_blocks or head_needs_inputs(context)
     hidden = outcome.hidden if wanted else None
-    progress.save_block(index, outcome.tensors(prepared.scale_dtype), facts, hidden, outcome.reference)
-    prepared.files.release()
+    progress.save_block(index, outcome.tensors(context.scale_dtype), facts, hidden, outcome.reference)
+    context.files.release()
 
 
-def _digests(prepared: RunContext, progress: Progress) -> dict[str, str]:
-    finished = progress.all_facts(prepared.skeleton.num_blocks)
+def _digests(context: RunContext, progress: Progress) -> dict[str, str]:
+    finished = progress.all_facts(context.skeleton.num_blocks)
     return {module: value for facts in finished for module, value in facts["digests"].items()}
 
 
@@ -194,9 +194,9 @@ def _line(outcome: BlockOutcome) -> str:
         parts.insert(0, f"output error {outcome.relative_error:.2e}")
     if outcome.tuning and outcome.tuning.best_step:
         parts.append(f"{1 - outcome.tuning.loss_after / outcome.tuning.loss_before:.0%} less by learning")
-    if outcome.edges:
-        kept = sum(edge.loss_after < edge.loss_before for edge in outcome.edges)
-        parts.append(f"smoothed {kept}/{len(outcome.edges)}")
+    if outcome.smoothing:
+        kept = sum(mapping.loss_after < mapping.loss_before for mapping in outcome.smoothing)
+        parts.append(f"smoothed {kept}/{len(outcome.smoothing)}")
     recovered: dict[str, list[str]] = {}
     for record in outcome.linears:
         recovered.setdefault(record.recovery, []).append(record.module.rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""Smoothing of one block: for each edge, search a scale by the parent module's own output, then fold it.
+"""Smoothing of one block: for each mapping, search a scale by the parent module's own output, then fold it.
 
 All searches see the block as it was; the folds, which leave the block's function unchanged, come after.
 """
@@ -64,40 +64,40 @@ def trace_modules(
 
 def search_scale(
     block: LoadedBlock,
-    edge: SmoothingMapping,
+    mapping: SmoothingMapping,
     trace: ModuleTrace,
     observed: Observed,
-    assignments: Mapping[str, LayerPlan],
+    layer_plans: Mapping[str, LayerPlan],
     layout: HeadLayout,
 ) -> SmoothingResult:
-    """Return the scale of one edge that lets the quantized targets reproduce the parent's output best."""
-    assignment = assignments[edge.balance_layers[0]]
-    scheme = assignment.quantized
-    if scheme is None or assignment.method is None:
-        raise ValueError(f"{edge.balance_layers[0]} is not quantized: there is nothing to smooth for")
-    rounded_inputs = dict.fromkeys(edge.balance_layers, scheme) if scheme.activation_bits else {}
-    parent = block.module.get_submodule(edge.parent)
+    """Return the scale of one mapping that lets the quantized targets reproduce the parent's output best."""
+    layer_plan = layer_plans[mapping.balance_layers[0]]
+    scheme = layer_plan.quantized
+    if scheme is None or layer_plan.method is None:
+        raise ValueError(f"{mapping.balance_layers[0]} is not quantized: there is nothing to smooth for")
+    rounded_inputs = dict.fromkeys(mapping.balance_layers, scheme) if scheme.activation_bits else {}
+    parent = block.module.get_submodule(mapping.parent)
 
     def fake_quantize(weight: Tensor) -> Tensor:
         return scheme.round_in_range(weight)
 
     def loss(weights: list[Tensor], scale: Tensor) -> float:
-        for name, weight in zip(edge.balance_layers, weights, strict=True):
+        for name, weight in zip(mapping.balance_layers, weights, strict=True):
             block.set_weight(name, weight)
         with activations_quantized(block, rounded_inputs, scale):
             return _mean_square_error(parent, trace)
 
     search = ScaleSearch(
-        [block.weights[name] for name in edge.balance_layers],
-        observed.statistics[edge.balance_layers[0]],
+        [block.weights[name] for name in mapping.balance_layers],
+        observed.statistics[mapping.balance_layers[0]],
         fake_quantize,
         loss,
         scheme.group_size,
         layout.heads_per_group,
         layout.head_dim,
     )
-    with _weights_restored(block, edge.balance_layers):
-        return assignment.method.smoothing_scale(search, assignment.options)
+    with _weights_restored(block, mapping.balance_layers):
+        return layer_plan.method.smoothing_scale(search, layer_plan.options)
 
 
 @contextmanager
@@ -140,30 +140,30 @@ def activations_quantized(
             handle.remove()
 
 
-def fold_scale(block: LoadedBlock, edge: SmoothingMapping, scale: Tensor, layout: HeadLayout) -> Tensor:
+def fold_scale(block: LoadedBlock, mapping: SmoothingMapping, scale: Tensor, layout: HeadLayout) -> Tensor:
     """Moves `scale [I]` into the targets' columns and its inverse into the source.
 
     Returns the scale in effect: a norm's weight is rounded to its stored dtype, and the targets undo just that.
     """
-    if edge.smooth_layer in block.weights:
+    if mapping.smooth_layer in block.weights:
         rows = one_per_value_head(scale, layout.heads_per_group, layout.head_dim)
-        block.weights[edge.smooth_layer] = scale_outputs(block.weights[edge.smooth_layer], rows)
-        if (bias := f"{edge.smooth_layer}.bias") in block.dense:
+        block.weights[mapping.smooth_layer] = scale_outputs(block.weights[mapping.smooth_layer], rows)
+        if (bias := f"{mapping.smooth_layer}.bias") in block.dense:
             block.set_dense(bias, scale_outputs(block.dense[bias].to(scale.device), rows))
     else:
-        name = f"{edge.smooth_layer}.weight"
+        name = f"{mapping.smooth_layer}.weight"
         divided, scale = scale_norm(block.dense[name].to(scale.device), scale)
         block.set_dense(name, divided)
-    for name in edge.balance_layers:
+    for name in mapping.balance_layers:
         block.weights[name] = scale_inputs(block.weights[name], scale)
     return scale
 
 
-def head_layout(block: LoadedBlock, edge: SmoothingMapping, head_dim: int) -> HeadLayout:
-    """Grouped-query layout of an edge between linears; trivial for every other edge."""
-    if edge.smooth_layer not in block.weights:
+def head_layout(block: LoadedBlock, mapping: SmoothingMapping, head_dim: int) -> HeadLayout:
+    """Grouped-query layout of a mapping between linears; trivial for every other mapping."""
+    if mapping.smooth_layer not in block.weights:
         return HeadLayout()
-    produced, read = block.weights[edge.smooth_layer].shape[0], block.weights[edge.balance_layers[0]].shape[1]
+    produced, read = block.weights[mapping.smooth_layer].shape[0], block.weights[mapping.balance_layers[0]].shape[1]
     return HeadLayout() if produced == read else HeadLayout(read // produced, head_dim)
 
 

@@ -196,24 +196,24 @@ class CandidateLayer:
     def __post_init__(self) -> None:
         self._inputs = HessianCache(self.statistics)
 
-    def values(self, module: str, assignment: LayerPlan) -> Tensor:
+    def values(self, module: str, layer_plan: LayerPlan) -> Tensor:
         """Returns the weight `[O, I]` as the finished checkpoint holds it, in float32.
 
         Raises:
             SchemeError, NumericsError: from the methods.
         """
-        weight, ranked = self.weights[module], self._rank(module, assignment)
-        work = LayerCompressor.of(module, weight, assignment, self.model_dtype, self._inputs, ranked)
+        weight, ranked = self.weights[module], self._rank(module, layer_plan)
+        work = LayerCompressor.of(module, weight, layer_plan, self.model_dtype, self._inputs, ranked)
         return values_of(work.apply()[0])
 
-    def _rank(self, module: str, assignment: LayerPlan) -> Ranked | None:
-        if assignment.factoring is None or assignment.scheme is None:
+    def _rank(self, module: str, layer_plan: LayerPlan) -> Ranked | None:
+        if layer_plan.factoring is None or layer_plan.scheme is None:
             return None
-        key = module, assignment.factoring.method.name
+        key = module, layer_plan.factoring.method.name
         if key not in self._ranked:
             seen = {} if self.statistics is None else {module: self.statistics}
-            self._ranked[key] = decompose_block(self.weights, {module: assignment}, seen)[module]
-        return replace(self._ranked[key], rank=assignment.scheme.rank)
+            self._ranked[key] = decompose_block(self.weights, {module: layer_plan}, seen)[module]
+        return replace(self._ranked[key], rank=layer_plan.scheme.rank)
 
 
 Wanted = Mapping[LayerGroup, Sequence[Candidate]]
@@ -222,16 +222,16 @@ Found = Callable[[LayerGroup, Candidate, float], None]
 
 def identity(survey: Survey) -> dict[str, Any]:
     """Returns everything that sensitivities depend on."""
-    prepared = survey.prepared
-    files = [file.path for file in prepared.files.files]
+    context = survey.context
+    files = [file.path for file in context.files.files]
     return {
-        "source": prepared.request.source,
+        "source": context.request.source,
         "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
-        "texts": prepared.sequences.token_sha256 if prepared.sequences else None,
+        "texts": context.sequences.token_sha256 if context.sequences else None,
         "measured": len(survey.measured),
         "method": survey.request.method,
-        "device": prepared.device.type,
-        "dtype": str(prepared.dtype).removeprefix("torch."),
+        "device": context.device.type,
+        "dtype": str(context.dtype).removeprefix("torch."),
         "tool": tool_version(),
     }
 
@@ -286,23 +286,23 @@ class _Meter:
 
     @classmethod
     def open(cls, survey: Survey) -> _Meter:
-        prepared = survey.prepared
-        place = prepared.device, prepared.dtype
+        context = survey.context
+        place = context.device, context.dtype
         # One sequence at a time stays in the processor's cache; a GPU takes a micro-batch.
-        small = 1 if prepared.device.type == "cpu" else prepared.micro_batch
+        small = 1 if context.device.type == "cpu" else context.micro_batch
         calibration, measured = (
-            capture_inputs(prepared.skeleton, prepared.files, tokens, micro_batch, *place)
-            for tokens, micro_batch in ((survey.calibration, prepared.micro_batch), (survey.measured, small))
+            capture_inputs(context.skeleton, context.files, tokens, micro_batch, *place)
+            for tokens, micro_batch in ((survey.calibration, context.micro_batch), (survey.measured, small))
         )
-        model = LoadedModel(prepared.skeleton, prepared.files, measured, survey.measured, *place)
+        model = LoadedModel(context.skeleton, context.files, measured, survey.measured, *place)
         return cls(survey, calibration, model)
 
     def measure(self, index: int, wanted: Wanted, found: Found) -> None:
         """Measures the missing candidates of one block."""
-        prepared = self.survey.prepared
-        name = prepared.skeleton.block_name(index)
+        context = self.survey.context
+        name = context.skeleton.block_name(index)
         inside = {module.removeprefix(f"{name}.") for group in wanted for module in group.modules}
-        block = read_block(prepared.skeleton, prepared.files, index, inside, prepared.device)
+        block = read_block(context.skeleton, context.files, index, inside, context.device)
         block.module = self.model.blocks[index]
         statistics = self._statistics(block, index) if self.survey.request.reads_inputs else {}
         for group, candidates in wanted.items():
@@ -311,39 +311,39 @@ class _Meter:
             # Linears of one group share their input.
             changed = CandidateLayer(weights, self._scale_dtype, statistics.get(leaves[group.name]))
             for candidate in candidates:
-                for module, assignment in self.survey.assignments(group, candidate).items():
-                    block.set_weight(leaves[module], changed.values(module, assignment))
+                for module, layer_plan in self.survey.layer_plans(group, candidate).items():
+                    block.set_weight(leaves[module], changed.values(module, layer_plan))
                 found(group, candidate, 0.0 if candidate.is_dense else self.model.divergence(index))
             for module, leaf in leaves.items():
                 block.set_weight(leaf, weights[module])
 
     def measure_end(self, group: LayerGroup, candidates: Sequence[Candidate], found: Found) -> None:
         """Measures the missing candidates of the embedding or the head."""
-        prepared, (module,) = self.survey.prepared, group.modules
+        context, (module,) = self.survey.context, group.modules
         parameter = self.model.weight(module)
-        weight = prepared.files.tensor(f"{module}.weight").to(parameter.device, torch.float32)
+        weight = context.files.tensor(f"{module}.weight").to(parameter.device, torch.float32)
         seen = None
         if reads_inputs(self.survey.request.method_of(group)):
-            seen = InputStatistics(weight.shape[1], module, device=prepared.device)
-            self.model.observe_head(self.calibration.hidden.split(prepared.micro_batch), seen.update)
+            seen = InputStatistics(weight.shape[1], module, device=context.device)
+            self.model.observe_head(self.calibration.hidden.split(context.micro_batch), seen.update)
         changed = CandidateLayer({module: weight}, self._scale_dtype, seen)
         for candidate in candidates:
-            for assignment in self.survey.assignments(group, candidate).values():
-                parameter.data = changed.values(module, assignment)
+            for layer_plan in self.survey.layer_plans(group, candidate).values():
+                parameter.data = changed.values(module, layer_plan)
             found(group, candidate, 0.0 if candidate.is_dense else self.model.divergence(group.block))
         parameter.data = weight
 
     @property
     def _scale_dtype(self) -> torch.dtype:
-        return getattr(torch, self.survey.prepared.plan.scale_dtype)
+        return getattr(torch, self.survey.context.plan.scale_dtype)
 
     def _statistics(self, block: LoadedBlock, index: int) -> dict[str, InputStatistics]:
         needs = {leaf: Needs(hessian=True) for leaf in block.weights}
-        return observe(block, self.calibration, index, needs, self.survey.prepared.device).statistics
+        return observe(block, self.calibration, index, needs, self.survey.context.device).statistics
 
     def advance(self, index: int) -> None:
         """Moves both texts past a block."""
-        name = self.survey.prepared.skeleton.block_name(index)
-        device = self.survey.prepared.device
+        name = self.survey.context.skeleton.block_name(index)
+        device = self.survey.context.device
         self.calibration.hidden = run_all(self.model.blocks[index], name, self.calibration, index, device)
         self.model.advance(index)

@@ -35,11 +35,11 @@ def assignments_of(group: LayerGroup, candidate: Candidate, method: str) -> dict
     if candidate.is_dense:
         return {}
     shapes = dict(zip(group.modules, group.shapes, strict=True))
-    assignments, _ = assign(candidate.stages(method, group.modules), shapes, {})
-    for module, each in assignments.items():
+    layer_plans, _ = assign(candidate.stages(method, group.modules), shapes, {})
+    for module, each in layer_plans.items():
         if each.scheme is not None:
             compress_runtime.check(each.scheme, shapes[module])
-    return assignments
+    return layer_plans
 
 
 def candidates_for(group: LayerGroup, offered: Sequence[Candidate], method: str) -> list[Candidate]:
@@ -69,10 +69,10 @@ def group_bytes(plan: Plan, group: LayerGroup, candidate: Candidate, method: str
     if candidate.is_dense:
         dense = {f"{module}.weight" for module in group.modules}
         return sum(row.bytes_before for row in plan.rows if row.tensor in dense)
-    assignments = assignments_of(group, candidate, method)
+    layer_plans = assignments_of(group, candidate, method)
     shapes = zip(group.modules, group.shapes, strict=True)
-    packed = sum(packed_bytes(assignments[module], shape, plan.scale_dtype) for module, shape in shapes)
-    return packed - _shape_bytes(assignments)
+    packed = sum(packed_bytes(layer_plans[module], shape, plan.scale_dtype) for module, shape in shapes)
+    return packed - _shape_bytes(layer_plans)
 
 
 def fixed_bytes(
@@ -96,9 +96,9 @@ def _entries(candidate: Candidate) -> int:
     return (tensors + bool(candidate.pattern)) * (2 if candidate.factorizing else 1)
 
 
-def _shape_bytes(assignments: Mapping[str, LayerPlan]) -> int:
+def _shape_bytes(layer_plans: Mapping[str, LayerPlan]) -> int:
     """Returns the bytes of the shapes beside packed weights."""
-    return sum(shape_bytes(each.scheme) for each in assignments.values() if each.scheme)
+    return sum(shape_bytes(each.scheme) for each in layer_plans.values() if each.scheme)
 
 
 _FLOAT32 = 4
@@ -111,7 +111,7 @@ class Survey:
     Attributes:
         request: the search.
         run: model, output folder and device; its recipe is not used.
-        prepared: a run of the same layers and texts with a probing recipe.
+        context: a run of the same layers and texts with a probing recipe.
         candidates: candidates of each layer group.
         calibration, measured: int64 `[N, L]`, tokens for rounding and for measuring divergence.
         fixed_bytes: upper bound for the bytes of the weight files outside of the searched groups.
@@ -119,7 +119,7 @@ class Survey:
 
     request: SearchRequest
     run: RunRequest
-    prepared: RunContext
+    context: RunContext
     candidates: dict[LayerGroup, list[Candidate]]
     calibration: Tensor
     measured: Tensor
@@ -129,13 +129,13 @@ class Survey:
     def measurements(self) -> int:
         return sum(map(len, self.candidates.values()))
 
-    def assignments(self, group: LayerGroup, candidate: Candidate) -> dict[str, LayerPlan]:
+    def layer_plans(self, group: LayerGroup, candidate: Candidate) -> dict[str, LayerPlan]:
         """Plans each linear of a group; empty where they stay dense."""
         return assignments_of(group, candidate, self.request.method_of(group))
 
     def cost(self, group: LayerGroup, candidate: Candidate) -> int:
         """Returns the bytes of a group's weights in the file."""
-        return group_bytes(self.prepared.plan, group, candidate, self.request.method_of(group))
+        return group_bytes(self.context.plan, group, candidate, self.request.method_of(group))
 
     @property
     def smallest(self) -> int:
@@ -173,8 +173,8 @@ class Survey:
     @property
     def operations(self) -> float:
         """Floating point operations of all measurements: blocks from the changed one on, and the head."""
-        blocks = [sum(each.numel() for each in block.parameters()) for block in self.prepared.skeleton.blocks]
-        config = self.prepared.skeleton.model.config
+        blocks = [sum(each.numel() for each in block.parameters()) for block in self.context.skeleton.blocks]
+        config = self.context.skeleton.model.config
         head = config.vocab_size * config.hidden_size
         passes = sum(
             len(offered) * (sum(blocks[max(group.block, 0) :]) + head) for group, offered in self.candidates.items()
@@ -184,29 +184,29 @@ class Survey:
 
     def seconds(self) -> float:
         """Estimates the time from below, by the current speed of matrix products."""
-        return self.operations / _speed(self.prepared.device, self.prepared.dtype)
+        return self.operations / _speed(self.context.device, self.context.dtype)
 
     @property
     def peak_memory(self) -> int:
         """Peak bytes: the model, its probabilities for the measured text, and one block's statistics."""
-        skeleton, item = self.prepared.skeleton, self.prepared.dtype.itemsize
+        skeleton, item = self.context.skeleton, self.context.dtype.itemsize
         blocks = sum(each.numel() for block in skeleton.blocks for each in block.parameters())
-        everything = sum(math.prod(row.shape) for row in self.prepared.plan.rows if row.bytes_after)
+        everything = sum(math.prod(row.shape) for row in self.context.plan.rows if row.bytes_after)
         reference = 2 * _FLOAT32 * self.measured.numel() * skeleton.model.config.vocab_size
-        return self.prepared.peak_memory + blocks * item + (everything - blocks) * _FLOAT32 + reference
+        return self.context.peak_memory + blocks * item + (everything - blocks) * _FLOAT32 + reference
 
     def require_memory(self) -> None:
         """Raises CheckpointError where the model does not fit into memory."""
         from compress.common.device import require_memory
 
         remedy = "Use --dtype bfloat16 or fewer --measured sequences, or a machine with more memory"
-        require_memory("measuring holds the whole model", self.peak_memory, self.prepared.device, remedy)
+        require_memory("measuring holds the whole model", self.peak_memory, self.context.device, remedy)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON of `--dry-run --json`."""
         return {
-            "model": str(self.prepared.request.model),
-            "out": str(self.prepared.request.out),
+            "model": str(self.context.request.model),
+            "out": str(self.context.request.out),
             "search": self.request.to_dict(),
             "units": [
                 {
@@ -237,36 +237,36 @@ def survey(search: SearchRequest, run: RunRequest, dry_run: bool = False) -> Sur
         ToolkitError: as `compress.pipeline.prepare.prepare`; an unreachable size; too little text.
     """
     dtype = "float32" if run.dtype == "auto" else run.dtype
-    prepared = prepare(replace(run, recipe=search.probe(), dtype=dtype), dry_run)
-    skeleton = prepared.skeleton
+    context = prepare(replace(run, recipe=search.probe(), dtype=dtype), dry_run)
+    skeleton = context.skeleton
     blocks = [skeleton.block_name(index) for index in range(skeleton.num_blocks)]
-    searched = prepared.plan.assignments
+    searched = context.plan.layer_plans
     shapes = {
         f"{name}.{leaf}": (linear.out_features, linear.in_features)
         for name, block in zip(blocks, skeleton.blocks, strict=True)
         for leaf, linear in skeleton.linears(block).items()
         if f"{name}.{leaf}" in searched
     }
-    groups = [*layer_groups(blocks, shapes, skeleton.architecture), *(_ends(prepared) if search.ends else ())]
+    groups = [*layer_groups(blocks, shapes, skeleton.architecture), *(_ends(context) if search.ends else ())]
     candidates = {
-        group: candidates_for(group, _offered(group, prepared, search), search.method_of(group)) for group in groups
+        group: candidates_for(group, _offered(group, context, search), search.method_of(group)) for group in groups
     }
-    calibration, measured = _split(prepared, search)
-    fixed = fixed_bytes(prepared.plan, candidates, search.method_of)
-    found = Survey(search, run, prepared, candidates, calibration, measured, fixed)
+    calibration, measured = _split(context, search)
+    fixed = fixed_bytes(context.plan, candidates, search.method_of)
+    found = Survey(search, run, context, candidates, calibration, measured, fixed)
     if search.goal.kl is None:
         found.budget(search.goal)
     return found
 
 
-def _split(prepared: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]:
+def _split(context: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]:
     """Splits sequences for calibration and measurement. Where the text is short both get less."""
-    if prepared.sequences is None:
+    if context.sequences is None:
         raise ValueError("the probe of a search is calibrated")
-    tokens = prepared.sequences.tokens
+    tokens = context.sequences.tokens
     if len(tokens) < 2:
         raise DataError(
-            f"{prepared.sequences.source} gives {len(tokens)} sequence, and a search needs some to calibrate on and "
+            f"{context.sequences.source} gives {len(tokens)} sequence, and a search needs some to calibrate on and "
             "some to measure on",
             "Give more text, or use a shorter --max-seq-length",
         )
@@ -275,10 +275,10 @@ def _split(prepared: RunContext, search: SearchRequest) -> tuple[Tensor, Tensor]
     return tokens[:-measured], tokens[-measured:]
 
 
-def _ends(prepared: RunContext) -> list[LayerGroup]:
+def _ends(context: RunContext) -> list[LayerGroup]:
     """Returns groups for the token embedding and an untied head. Raises RecipeError where neither can be quantized."""
-    skeleton = prepared.skeleton
-    ends = find_embed_and_head(skeleton, prepared.files)
+    skeleton = context.skeleton
+    ends = find_embed_and_head(skeleton, context.files)
     groups = [
         LayerGroup(EMBEDDING if name == skeleton.architecture.embedding else skeleton.num_blocks, (name,), (end.shape,))
         for name, end in ends.items()
@@ -289,9 +289,9 @@ def _ends(prepared: RunContext) -> list[LayerGroup]:
     return groups
 
 
-def _offered(group: LayerGroup, prepared: RunContext, search: SearchRequest) -> list[Candidate]:
+def _offered(group: LayerGroup, context: RunContext, search: SearchRequest) -> list[Candidate]:
     """Returns the requested candidates; embedding and head are only rounded or stay dense."""
-    inside = 0 <= group.block < prepared.skeleton.num_blocks
+    inside = 0 <= group.block < context.skeleton.num_blocks
     return [candidate for candidate in search.candidates if inside or candidate.is_plain or candidate.is_dense]
 
 

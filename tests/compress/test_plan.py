@@ -24,7 +24,7 @@ SMALL = CalibrationOptions(samples=2, length=32)
 
 
 def prepared(path: Path, *stages: Stage, **options) -> RunContext:
-    return runs.prepared(path, Path("unwritten"), *stages, **{"calibration": SMALL} | options)
+    return runs.context(path, Path("unwritten"), *stages, **{"calibration": SMALL} | options)
 
 
 def plan_for(path: Path, *stages: Stage) -> Plan:
@@ -33,7 +33,7 @@ def plan_for(path: Path, *stages: Stage) -> Plan:
 
 def test_every_tensor_has_a_row_and_a_fate(tiny_model) -> None:
     plan = plan_for(tiny_model("llama_biased"), QuantizeStage("awq", Int(4, 64), ignore=("down_proj",)))
-    fates = {row.kind: (str(row.assignment.scheme) if row.assignment else row.reason) for row in plan.rows}
+    fates = {row.kind: (str(row.layer_plan.scheme) if row.layer_plan else row.reason) for row in plan.rows}
     assert fates["model.layers.*.self_attn.q_proj.weight"] == "w4a16 g64 sym"
     assert fates["model.layers.*.self_attn.q_proj.bias"] == "norm, bias or other vector"
     assert fates["model.layers.*.mlp.down_proj.weight"] == "left out by --ignore down_proj"
@@ -67,7 +67,7 @@ def test_later_stages_win(tiny_model) -> None:
     plan = plan_for(
         tiny_model(), QuantizeStage("rtn", Int(4, 128)), QuantizeStage("rtn", Int(8, None), targets=("*.down_proj",))
     )
-    schemes = {row.kind.split(".")[-2]: row.assignment.scheme for row in plan.packed}
+    schemes = {row.kind.split(".")[-2]: row.layer_plan.scheme for row in plan.packed}
     assert schemes["down_proj"] == Int(8, None)
     assert schemes["up_proj"] == Int(4, 128)
 
@@ -100,7 +100,7 @@ def test_ignoring_everything_is_an_error(tiny_model) -> None:
 
 def test_smoothing_edges_need_all_their_targets(tiny_model) -> None:
     plan = plan_for(tiny_model(), QuantizeStage("awq", Int(4, 64), ignore=("up_proj",)))
-    assert {edge.smooth_layer for edge in plan.edges[0]} == {"input_layernorm", "self_attn.v_proj"}
+    assert {edge.smooth_layer for edge in plan.smoothing_mappings[0]} == {"input_layernorm", "self_attn.v_proj"}
     assert any(
         "post_attention_layernorm -> mlp.gate_proj, mlp.up_proj is not smoothed in 3 of 3 blocks" in note
         for note in plan.notes
@@ -110,7 +110,7 @@ def test_smoothing_edges_need_all_their_targets(tiny_model) -> None:
 
 def test_unknown_family_is_quantized_without_smoothing_and_says_so(tiny_model) -> None:
     plan = plan_for(tiny_model("phi3"), QuantizeStage("awq", Int(4, 64)))
-    assert plan.edges == ((), (), ())
+    assert plan.smoothing_mappings == ((), (), ())
     assert {row.kind.split(".")[-2] for row in plan.packed} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert any("'phi3' has no known smoothing mappings" in note for note in plan.notes)
 

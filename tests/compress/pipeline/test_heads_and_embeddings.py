@@ -176,7 +176,7 @@ def test_memory_is_what_was_foreseen_and_shared_where_the_kernel_can(tiny_model,
         for kernels in ("auto", "reference"):
             decoder = load_model(tmp_path / "packed", dtype=str(dtype).removeprefix("torch."), kernels=kernels)
             target = Target(torch.device("cpu"), dtype)
-            foreseen = Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).prepared()
+            foreseen = Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).context()
             assert decoder.nbytes == foreseen
             if scheme and tied and kernels == "reference":
                 assert decoder.embedding.nbytes == 0
@@ -206,7 +206,7 @@ def test_the_plan_says_what_becomes_of_both_ends(tiny_model, tmp_path) -> None:
     source = tiny_model("llama", tie_word_embeddings=False)
     plan = prepared(source, tmp_path / "unwritten", *at_ends(embedding=Int(8, None))).plan
     fates = {row.tensor: row for row in plan.rows}
-    assert str(fates[f"{EMBEDDING}.weight"].assignment) == "rtn w8a16 channel sym"
+    assert str(fates[f"{EMBEDDING}.weight"].layer_plan) == "rtn w8a16 channel sym"
     assert fates[f"{HEAD}.weight"].reason == "output head"
     assert any("looked up by this runtime only" in note for note in plan.notes)
     assert json.dumps(plan.to_dict())

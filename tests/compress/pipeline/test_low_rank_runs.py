@@ -211,7 +211,7 @@ def test_a_model_keeps_its_share_whatever_its_layers_do(tiny_model, tmp_path, me
     assert result.structure.ok
     packed = PackedCheckpoint.open(tmp_path / "out")
     kept = whole = 0
-    for module in plan.assignments:
+    for module in plan.layer_plans:
         rows, columns = next(row.shape for row in plan.rows if row.tensor == f"{module}.weight")
         weight = packed.weight(module)
         low = isinstance(weight, LowRankWeight)

@@ -47,7 +47,7 @@ class OpenBlock:
 def test_every_edge_of_the_table_folds_exactly(tiny_model, family: str) -> None:
     opened = OpenBlock(tiny_model(family, dtype=torch.float32))
     expected = opened.output()
-    for seed, edge in enumerate(opened.job.edges):
+    for seed, edge in enumerate(opened.job.smoothing_mappings):
         layout = head_layout(opened.block, edge, opened.job.head_dim)
         width = opened.block.weights[edge.balance_layers[0]].shape[1]
         scale = torch.rand(width, generator=torch.Generator().manual_seed(seed)) * 3 + 0.3
@@ -63,7 +63,7 @@ def test_every_edge_of_the_table_folds_exactly(tiny_model, family: str) -> None:
 def test_rounding_of_a_folded_norm_is_undone_by_its_readers(tiny_model) -> None:
     opened = OpenBlock(tiny_model("llama"))
     expected = opened.output()
-    edge = opened.job.edges[0]
+    edge = opened.job.smoothing_mappings[0]
     scale = torch.rand(128, generator=torch.Generator().manual_seed(0)) + 0.5
     fold_scale(opened.block, edge, scale, HeadLayout())
     assert opened.block.dense["input_layernorm.weight"].dtype == torch.bfloat16
@@ -77,12 +77,12 @@ def test_search_finds_the_scale_that_an_outlier_channel_needs(tiny_model) -> Non
     norm = opened.block.dense["input_layernorm.weight"].clone()
     norm[5] *= 100
     opened.block.set_dense("input_layernorm.weight", norm)
-    edge = opened.job.edges[0]
-    needs = dict.fromkeys(opened.job.assignments, Needs())
+    edge = opened.job.smoothing_mappings[0]
+    needs = dict.fromkeys(opened.job.layer_plans, Needs())
     observed = observe(opened.block, opened.inputs, 1, needs, CPU)
     traces, _ = trace_modules(opened.block, opened.inputs, 1, [edge.parent], CPU)
     untouched = {name: opened.block.linear(name).weight.clone() for name in edge.balance_layers}
-    result = search_scale(opened.block, edge, traces[edge.parent], observed, opened.job.assignments, HeadLayout())
+    result = search_scale(opened.block, edge, traces[edge.parent], observed, opened.job.layer_plans, HeadLayout())
     assert result.loss_after < 0.9 * result.loss_before
     assert result.scale[5] > 3 * result.scale.median()
     assert all(torch.equal(opened.block.linear(name).weight, weight) for name, weight in untouched.items())
@@ -91,7 +91,7 @@ def test_search_finds_the_scale_that_an_outlier_channel_needs(tiny_model) -> Non
 @torch.no_grad()
 def test_siblings_share_statistics_by_what_they_receive(tiny_model) -> None:
     opened = OpenBlock(tiny_model("llama"))
-    needs = {name: Needs(hessian=name.endswith("v_proj")) for name in opened.job.assignments}
+    needs = {name: Needs(hessian=name.endswith("v_proj")) for name in opened.job.layer_plans}
     observed = observe(opened.block, opened.inputs, 1, needs, CPU)
     groups = {frozenset(group) for group in observed.groups}
     assert frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}) in groups

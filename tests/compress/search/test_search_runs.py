@@ -97,7 +97,7 @@ def test_a_rank_costs_and_loses_what_the_run_of_its_recipe_does(tiny_model, tmp_
         dense = torch.log_softmax(whole(found.measured).logits, -1)
         for module in group.modules:
             weight = whole.get_submodule(module).weight
-            rank = found.assignments(group, found.candidates[group][0])[module].scheme.rank
+            rank = found.layer_plans(group, found.candidates[group][0])[module].scheme.rank
             left, sigma, right = torch.linalg.svd(weight.double(), full_matrices=False)
             weight.copy_((left[:, :rank] * sigma[:rank]) @ right[:rank])
         changed = torch.log_softmax(whole(found.measured).logits, -1)
