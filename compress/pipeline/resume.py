@@ -61,7 +61,7 @@ class Progress:
         Raises:
             CheckpointError: there is progress of another configuration; says what differs.
         """
-        progress = cls(partial_folder(out), json.loads(json.dumps(identity)))
+        progress = cls(partial_folder(out), dict(identity))
         if restart:
             progress.discard()
         if progress.exists:
@@ -215,14 +215,15 @@ def _refuse_other(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings and lists as one level, keys joined by dots."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    """Return nested mappings and sequences as one level, keys joined by dots."""
+    is_sequence = isinstance(value, list | tuple)
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if is_sequence else None
     if items is None:
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, item in items:
         flat |= _flat(item, f"{prefix}.{key}".lstrip("."))
-    return flat or {prefix: value}
+    return flat or {prefix: list(value)}
 
 
 class RunDisplay:
