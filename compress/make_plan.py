@@ -10,7 +10,7 @@ from compress.checkpoint.config import is_embedding
 from compress.checkpoint.formats import compress_runtime
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.scheme import GROUP_SIZES
-from compress.checkpoint.weights import NM, LowRank, Scheme
+from compress.checkpoint.weights import NM, LowRank
 from compress.checkpoint.weights.base import about
 from compress.common.errors import CheckpointError, RecipeError, SchemeError
 from compress.methods import base
@@ -146,7 +146,9 @@ def _apply(stage: TensorStage, before: LayerPlan, ignored: bool, in_features: in
         method, scheme, options = None, None, None
     else:
         method, scheme, options = base.quantization(stage.method), stage.scheme_for(in_features), stage.options
-    return LayerPlan(method, _stored(scheme, pruning), options, pruning, factoring)
+    if pruning and pruning.pattern:
+        scheme = NM.of(scheme, pruning.pattern)
+    return LayerPlan(method, scheme, options, pruning, factoring)
 
 
 def _pruning(stage: PruneStage) -> Pruning:
@@ -211,11 +213,6 @@ def _with_rank(name: str, layer_plan: LayerPlan, shape: tuple[int, int]) -> Laye
     if not rank:
         return replace(layer_plan, factoring=None)
     return replace(layer_plan, scheme=LowRank.of(scheme, rank), factoring=factoring)
-
-
-def _stored(scheme: Scheme | None, pruning: Pruning | None) -> Scheme | None:
-    """Return the stored form: without the zeros of a pattern, with other zeros."""
-    return NM.of(scheme, pruning.pattern) if pruning and pruning.pattern else scheme
 
 
 def check_groups(layer_plans: Mapping[str, LayerPlan], linears: Shapes) -> None:
