@@ -24,7 +24,7 @@ SMALL = CalibrationOptions(samples=2, length=32)
 
 
 def prepared(path: Path, *stages: Stage, **options) -> RunContext:
-    return runs.context(path, Path("unwritten"), *stages, **{"calibration": SMALL} | options)
+    return runs.prepared(path, Path("unwritten"), *stages, **{"calibration": SMALL} | options)
 
 
 def plan_for(path: Path, *stages: Stage) -> Plan:

@@ -59,7 +59,7 @@ def assert_served_as_exported(packed: Path, dense: Path) -> None:
 def foreseen_bytes(packed: Path, dtype: torch.dtype = torch.bfloat16, kernels: str = "auto") -> int:
     """Bytes of prepared weights by the estimate that loads nothing."""
     checkpoint, target = PackedCheckpoint.open(packed), Target(torch.device("cpu"), dtype)
-    return Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).context()
+    return Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).prepared()
 
 
 def compared_with(dense: Path, packed: Path, tokens: int, length: int = 256) -> Evaluation:

@@ -184,7 +184,7 @@ def test_a_model_is_compressed_verified_served_and_exported(tiny_model, tmp_path
     assert isinstance(decoder.layers[0].qkv, WithOutliers)
     assert not isinstance(decoder.layers[0].qkv, SideBySide)
     target = Target(torch.device("cpu"), torch.bfloat16)
-    foreseen = Weights(packed, parse_config(packed.config, {}), target, "auto", 2**40).context()
+    foreseen = Weights(packed, parse_config(packed.config, {}), target, "auto", 2**40).prepared()
     assert decoder.nbytes == foreseen
     tokens = torch.randint(10, 4000, (1, 24), generator=torch.Generator().manual_seed(0))
     served = open_scorer(out, dtype="float32").logits(tokens)

@@ -21,7 +21,7 @@ W8A16, W8A8 = Fp8(), Fp8(Activations.FP8)
 
 
 SHORT = {"calibration": CalibrationOptions(samples=8, length=256), "dtype": "float32"}
-prepared = partial(runs.context, demo_model_path(), **SHORT)
+prepared = partial(runs.prepared, demo_model_path(), **SHORT)
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ def test_memory_is_what_was_foreseen_and_shared_where_the_kernel_can(tiny_model,
         for kernels in ("auto", "reference"):
             decoder = load_model(tmp_path / "packed", dtype=str(dtype).removeprefix("torch."), kernels=kernels)
             target = Target(torch.device("cpu"), dtype)
-            foreseen = Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).context()
+            foreseen = Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).prepared()
             assert decoder.nbytes == foreseen
             if scheme and tied and kernels == "reference":
                 assert decoder.embedding.nbytes == 0
