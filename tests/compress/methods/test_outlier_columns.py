@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import compress, foreseen_bytes, prepared, some_tokens, with_outliers
 
 from compress.checkpoint.formats import compress_runtime, stored_tensors
 from compress.checkpoint.reader import PackedCheckpoint
@@ -20,18 +21,13 @@ from compress.methods.gptq import quantize_gptq
 from compress.methods.outlier_columns import beside_outliers, highest, quantize_gptq_beside, sensitivity
 from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.pipeline.finish import compare_with_report
-from compress.pipeline.prepare import RunContext, RunRequest, prepare
-from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe, Stage
+from compress.recipe import PruneStage, QuantizeStage, Stage
 from compress.recipe_file import parse_recipe
 from runtime.backends.base import Target, WithOutliers
 from runtime.backends.registry import choose_linear
-from runtime.core.model_config import parse_config
-from runtime.memory.estimate import Weights
 from runtime.model.loader import SideBySide, load_model
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
-SMALL = CalibrationOptions(samples=6, length=48)
 
 
 def inputs_and_weight(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,14 +36,6 @@ def inputs_and_weight(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     mixed = torch.randn(512, 128, generator=generator) @ torch.randn(128, 128, generator=generator) * 0.1
     mixed[:, [3, 40, 41, 127]] *= 20
     return mixed, torch.randn(96, 128, generator=generator) * 0.05
-
-
-def prepared(model: Path, out: Path, *stages: Stage) -> RunContext:
-    return prepare(RunRequest(model, str(model), Recipe(stages, SMALL), out, measure=False))
-
-
-def compress(model: Path, out: Path, *stages: Stage) -> RunResult:
-    return run(prepared(model, out, *stages), quiet=True)
 
 
 @pytest.mark.parametrize("scheme", [Int(2, 32), Int(3, 64, False), Int(8, None, activations=Activations.INT8)])
@@ -183,10 +171,8 @@ def test_a_model_is_compressed_verified_served_and_exported(tiny_model, tmp_path
     decoder = load_model(out)
     assert isinstance(decoder.layers[0].qkv, WithOutliers)
     assert not isinstance(decoder.layers[0].qkv, SideBySide)
-    target = Target(torch.device("cpu"), torch.bfloat16)
-    foreseen = Weights(packed, parse_config(packed.config, {}), target, "auto", 2**40).prepared()
-    assert decoder.nbytes == foreseen
-    tokens = torch.randint(10, 4000, (1, 24), generator=torch.Generator().manual_seed(0))
+    assert decoder.nbytes == foreseen_bytes(out)
+    tokens = some_tokens()
     served = open_scorer(out, dtype="float32").logits(tokens)
     if stage.scheme.activation_bits is None:
         crossed = open_scorer(out, "transformers", dtype="float32").logits(tokens)
@@ -200,8 +186,8 @@ DOWN_QUERY_KEY = ("mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj")
 
 
 def test_eight_bit_inputs_lose_less_when_their_largest_columns_are_apart(tiny_model, tmp_path) -> None:
-    source = outlier_model(tiny_model("llama"), tmp_path / "outliers")
-    tokens = torch.randint(10, 4000, (2, 48), generator=torch.Generator().manual_seed(0))
+    source = with_outliers(tiny_model("llama"), tmp_path / "outliers", [3, 40, 41, 127], 64.0)
+    tokens = some_tokens(96)
     dense = open_scorer(source, dtype="float32").logits(tokens)
     error = {}
     for count in (None, 4):
@@ -214,28 +200,6 @@ def test_eight_bit_inputs_lose_less_when_their_largest_columns_are_apart(tiny_mo
 def at_least_one_pass() -> Stage:
     """A stage that needs a calibration and changes next to nothing, so that both runs have one."""
     return QuantizeStage("gptq", Int(8, None), targets=("model.layers.0.mlp.down_proj",))
-
-
-def outlier_model(source: Path, out: Path) -> Path:
-    """The same function with four channels of every norm 50 times as large, and what reads them as much smaller."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    channels = [3, 40, 41, 127]
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            for norm, readers in (
-                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-            ):
-                norm.weight[channels] *= 50
-                for reader in readers:
-                    reader.weight[:, channels] /= 50
-    model.save_pretrained(out)
-    for file in source.glob("tokenizer*"):
-        (out / file.name).write_bytes(file.read_bytes())
-    return out
 
 
 def test_recipes_and_stages_say_what_makes_no_sense(tiny_model, tmp_path) -> None:

@@ -1,10 +1,10 @@
 """The matrices at both ends of a model, packed: planned, rounded, stored, exported and served, tied and not."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from runs import compress, foreseen_bytes, prepared, same_bytes, some_tokens
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.safetensors import TensorFiles
@@ -16,26 +16,12 @@ from compress.common.errors import RecipeError
 from compress.evaluate.scorers import open_scorer
 from compress.pipeline import embed_and_head
 from compress.pipeline.finish import compare_with_report
-from compress.pipeline.prepare import RunContext, RunRequest, prepare
-from compress.pipeline.run import RunResult, run
-from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Recipe, Stage, end_stages
+from compress.recipe import CalibrationOptions, FactorizeStage, QuantizeStage, Stage, end_stages
 from compress.reporting.page import size
-from runtime.backends.base import Target
-from runtime.core.model_config import parse_config
-from runtime.memory.estimate import Weights
 from runtime.model.loader import load_model
 
-SMALL = CalibrationOptions(samples=6, length=48)
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 INSIDE = QuantizeStage("rtn", Int(4, 64))
-
-
-def prepared(model: Path, out: Path, *stages: Stage) -> RunContext:
-    return prepare(RunRequest(model, str(model), Recipe(stages, SMALL), out, measure=False))
-
-
-def compress(model: Path, out: Path, *stages: Stage) -> RunResult:
-    return run(prepared(model, out, *stages), quiet=True)
 
 
 def at_ends(*, embedding: Scheme | None = None, head: Scheme | None = None, method: str = "rtn") -> list[Stage]:
@@ -45,10 +31,6 @@ def at_ends(*, embedding: Scheme | None = None, head: Scheme | None = None, meth
     if head:
         stages.append(QuantizeStage(method, head, targets=("lm_head",)))
     return stages
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(10, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("scheme", [Int(8, None), Int(4, 32), Int(6, 64, symmetric=False)])
@@ -69,8 +51,8 @@ def test_a_tied_matrix_is_stored_once_and_serves_both(tiny_model, tmp_path, sche
     assert EMBEDDING in {each["linears"][0]["module"] for each in result.report["ends"]}
     wanted = scheme.round(TensorFiles.open(source).tensor(f"{EMBEDDING}.weight").float())
     assert torch.equal(packed.packed_weight(EMBEDDING).qweight, wanted.qweight)
-    served = open_scorer(tmp_path / "packed", dtype="float64").logits(tokens())
-    crossed = open_scorer(tmp_path / "packed", "transformers", dtype="float64").logits(tokens())
+    served = open_scorer(tmp_path / "packed", dtype="float64").logits(some_tokens())
+    crossed = open_scorer(tmp_path / "packed", "transformers", dtype="float64").logits(some_tokens())
     torch.testing.assert_close(served, crossed, rtol=1e-4, atol=1e-4)  # transformers' norms are float32
 
 
@@ -86,20 +68,19 @@ def test_a_head_of_its_own_is_a_linear_that_every_engine_reads(tiny_model, tmp_p
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     with torch.no_grad():
-        expected = loaded(tokens()).logits.float()
-    served = open_scorer(tmp_path / "packed", dtype="bfloat16").logits(tokens())
+        expected = loaded(some_tokens()).logits.float()
+    served = open_scorer(tmp_path / "packed", dtype="bfloat16").logits(some_tokens())
     assert (served - expected).abs().mean() < 0.02 * expected.abs().mean()
 
 
 def test_gptq_makes_a_head_better_than_rounding_to_nearest(tiny_model, tmp_path) -> None:
     source = tiny_model("llama", tie_word_embeddings=False)
-    dense = open_scorer(source, dtype="float32").logits(tokens())
+    dense = open_scorer(source, dtype="float32").logits(some_tokens())
     error = {}
     for method in ("rtn", "gptq"):
-        stages = [QuantizeStage(method, Int(3, 64), targets=("lm_head",))]
-        recipe = Recipe(tuple(stages), CalibrationOptions(samples=32, length=128))
-        run(prepare(RunRequest(source, str(source), recipe, tmp_path / method, measure=False)), quiet=True)
-        error[method] = (open_scorer(tmp_path / method, dtype="float32").logits(tokens()) - dense).square().mean()
+        stage = QuantizeStage(method, Int(3, 64), targets=("lm_head",))
+        compress(source, tmp_path / method, stage, calibration=CalibrationOptions(samples=32, length=128))
+        error[method] = (open_scorer(tmp_path / method, dtype="float32").logits(some_tokens()) - dense).square().mean()
     assert error["gptq"] < error["rtn"]
     stored = PackedCheckpoint.open(tmp_path / "gptq")
     assert stored.modules == ["lm_head"]
@@ -123,9 +104,7 @@ def test_rows_are_rounded_some_at_a_time_without_a_difference(tiny_model, tmp_pa
     compress(source, tmp_path / "whole", *stages)
     monkeypatch.setattr(embed_and_head, "ELEMENTS_AT_ONCE", 128 * 1000)
     compress(source, tmp_path / "chunks", *stages)
-    names = ("whole", "chunks")
-    whole, chunks = ((tmp_path / name / "model.safetensors").read_bytes() for name in names)
-    assert whole == chunks
+    assert same_bytes(tmp_path / "whole", tmp_path / "chunks")
 
 
 def test_a_killed_run_keeps_the_embedding_and_makes_the_head_from_saved_inputs(
@@ -143,19 +122,18 @@ def test_a_killed_run_keeps_the_embedding_and_makes_the_head_from_saved_inputs(
         with pytest.raises(KeyboardInterrupt):
             compress(source, tmp_path / "resumed", *stages)
     compress(source, tmp_path / "resumed", *stages)
-    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed"))
-    assert whole == resumed
+    assert same_bytes(tmp_path / "whole", tmp_path / "resumed")
 
 
 def test_exports_write_the_embedding_as_numbers(tiny_model, tmp_path) -> None:
     source = tiny_model("llama", tie_word_embeddings=True)
     compress(source, tmp_path / "packed", *at_ends(embedding=Int(8, None)))
-    logits = open_scorer(tmp_path / "packed", dtype="float32", backend="transformers").logits(tokens())
+    logits = open_scorer(tmp_path / "packed", dtype="float32", backend="transformers").logits(some_tokens())
     for name in ("compressed-tensors", "dense"):
         exported = export_checkpoint(tmp_path / "packed", name, tmp_path / name)
         assert verify_structure(exported).ok
         assert f"{EMBEDDING}.weight" in TensorFiles.open(exported)
-        again = open_scorer(exported, dtype="float32", backend="transformers").logits(tokens())
+        again = open_scorer(exported, dtype="float32", backend="transformers").logits(some_tokens())
         torch.testing.assert_close(again, logits, rtol=0, atol=0.05)  # numbers are bfloat16 there
     from transformers import AutoModelForCausalLM
 
@@ -170,14 +148,11 @@ def test_memory_is_what_was_foreseen_and_shared_where_the_kernel_can(tiny_model,
     source = tiny_model("llama", tie_word_embeddings=tied)
     head = None if tied else scheme
     compress(source, tmp_path / "packed", *at_ends(embedding=scheme, head=head))
-    checkpoint = PackedCheckpoint.open(tmp_path / "packed")
     matrix = 8192 * 128
     for dtype in (torch.bfloat16, torch.float32):
         for kernels in ("auto", "reference"):
             decoder = load_model(tmp_path / "packed", dtype=str(dtype).removeprefix("torch."), kernels=kernels)
-            target = Target(torch.device("cpu"), dtype)
-            foreseen = Weights(checkpoint, parse_config(checkpoint.config, {}), target, kernels, 2**40).prepared()
-            assert decoder.nbytes == foreseen
+            assert decoder.nbytes == foreseen_bytes(tmp_path / "packed", dtype, kernels)
             if scheme and tied and kernels == "reference":
                 assert decoder.embedding.nbytes == 0
             if scheme and not tied:

@@ -1,19 +1,32 @@
-"""Time limits: slow clients are dropped, slow requests end with an error, and other requests are not affected."""
+"""Time limits: slow clients are dropped, slow requests and hanging engines are told of, and others are not affected."""
 
 import json
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from fake_runner import FakeRunner
+from servers import events, is_idle, running, serving_engine
 from servers import post_head as head
 
+from compress.common.cli import demo_model_path
+from runtime.core.config import RuntimeConfig
+from runtime.core.step import StepOutput, StepPlan
+from runtime.engine.engine import Engine
+from runtime.server.middleware import ReadTimeoutProtocol
 from runtime.server.serving import Limits
+from runtime.text.tokenizer import Tokenizer
 
 SECONDS = 0.4
-MARGIN = 15.0  # of a busy machine
+MARGIN = 20.0  # of a busy machine
 
 
 @dataclass
@@ -135,3 +148,127 @@ def test_client_that_does_not_read_is_given_up_and_stalls_nobody(impatient: Any,
         assert waited_for <= server.engine.active, "others are served meanwhile"
         wait_until(lambda: not server.engine.active)
     assert httpx.get(f"{server.url}/health").json()["running"] == 0
+
+
+HTTP_SECONDS = 1.0
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+CHUNK = b"x" * 100_000
+NUM_CHUNKS = 300  # more than all buffers on the way hold
+
+
+async def long_answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """Sends `NUM_CHUNKS` chunks, as fast as the client takes them."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(NUM_CHUNKS):
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[uvicorn.Server]:
+    http = partial(ReadTimeoutProtocol, client_seconds=HTTP_SECONDS)
+    with running(uvicorn.Config(long_answer, http=http, lifespan="off", log_level="critical")) as server:
+        yield server
+
+
+def connect(server: uvicorn.Server) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(server.address)
+    connection.settimeout(60)
+    return connection
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD[:5], HEAD[:-2], HEAD])
+def test_all_sockets_come_back(server: uvicorn.Server, wait_until: Callable[..., None], sent: bytes) -> None:
+    """Nothing sent, a part of a head, and a request whose answer is not read."""
+    connections = [connect(server) for _ in range(20)]
+    for connection in connections:
+        connection.sendall(sent)
+    wait_until(lambda: len(server.server_state.connections) == 20)
+    start = time.monotonic()
+    wait_until(lambda: not server.server_state.connections)
+    assert time.monotonic() - start < HTTP_SECONDS + MARGIN
+    wait_until(lambda: not server.server_state.tasks)
+    for connection in connections:
+        connection.close()
+
+
+def test_a_slow_but_steady_reader_gets_everything(server: uvicorn.Server) -> None:
+    """Longer than the limit in all, never in one pause."""
+    with connect(server) as connection:
+        connection.sendall(HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        num_bytes, start = 0, time.monotonic()
+        while chunk := connection.recv(2**20):
+            num_bytes += len(chunk)
+            if time.monotonic() - start < 2 * HTTP_SECONDS:
+                time.sleep(0.002)
+        assert time.monotonic() - start > 2 * HTTP_SECONDS
+        assert num_bytes > NUM_CHUNKS * len(CHUNK)
+
+
+STALL_SECONDS = 1.0
+BODY = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 900, "ignore_eos": True}
+
+
+class HangingRunner(FakeRunner):
+    """Steps wait while `gate` is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(2000, 4, 1000)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        time.sleep(0.002)
+        self.gate.wait()
+        return super().execute(plan)
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[str, HangingRunner, Engine]]:
+    runner, tokenizer = HangingRunner(), Tokenizer.open(demo_model_path())
+    engine = Engine(runner, tokenizer, RuntimeConfig(block_size=4, max_num_batched_tokens=64, max_num_seqs=16))
+    with serving_engine(engine, tokenizer, stall_seconds=STALL_SECONDS) as url:
+        yield url, runner, engine
+        runner.gate.set()
+
+
+def test_everybody_hears_of_a_hang_and_it_ends(served: tuple[str, HangingRunner, Engine], wait_until: Any) -> None:
+    url, runner, engine = served
+
+    def ask(stream: bool) -> tuple[httpx.Response, float]:
+        response = httpx.post(f"{url}/v1/completions", json={**BODY, "stream": stream}, timeout=30)
+        return response, time.monotonic()
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, index % 2 == 0) for index in range(8)]
+        wait_until(lambda: len(engine.scheduler.running) == 8)
+        assert httpx.get(f"{url}/health").status_code == 200
+        runner.gate.clear()
+        start = time.monotonic()
+        for future in asked:
+            response, end = future.result()
+            assert end - start < STALL_SECONDS + MARGIN
+            check_told(response)
+    health = httpx.get(f"{url}/health")
+    assert health.status_code == 503
+    assert "no progress for" in health.json()["reason"]
+    late, _ = ask(stream=False)
+    assert late.status_code == 500  # at once, not after another wait
+    runner.gate.set()
+    wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)
+    assert ask(stream=False)[0].status_code == 200
+    wait_until(lambda: is_idle(engine))
+
+
+def check_told(response: httpx.Response) -> None:
+    """An error with its reason: as the answer, or as the last event of a stream."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        body = events(response.text)[-1]
+    else:
+        assert response.status_code == 500
+        body = response.json()
+    assert "no progress for" in body["error"]["message"]
+    assert body["error"]["code"] == "generation_failed"

@@ -1,9 +1,10 @@
-"""`runtime batch` with the demo model: answers as the server gives them, and no request lost or done twice."""
+"""`runtime batch`: lines, results, answers as the server gives them, and no request lost or done twice."""
 
 import json
 import re
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from runtime_command import runtime, runtime_here, start
 
 from compress.common.cli import demo_model_path
+from compress.common.errors import DataError
 from runtime.bench.run import own_server
+from runtime.cli.batch_file import Line, ResultFile, read_lines
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 EXACT = ["--dtype", "float64", "--linear-backend", "reference"]  # no token depends on who else is in the batch
@@ -150,3 +153,103 @@ def test_refusals(arguments: list[str], words: str, tmp_path: Path) -> None:
     assert result.returncode == 1
     assert re.search(words, result.stderr)
     assert "Traceback" not in result.stderr
+
+
+BODY = {"model": "demo", "prompt": "x"}
+GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": BODY}
+
+
+def parsed(tmp_path: Path, *lines: Any) -> list[Line | str]:
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return list(read_lines(file, "demo"))
+
+
+def test_good_lines_with_blank_ones_between(tmp_path: Path) -> None:
+    chat = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo"}}
+    found = parsed(tmp_path, GOOD, "", "  ", chat)
+    assert found == [Line(1, "a", "/v1/completions", BODY), Line(4, "b", "/v1/chat/completions", {"model": "demo"})]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    assert parsed(tmp_path, "\ufeff" + json.dumps(GOOD)) == [Line(1, "a", "/v1/completions", BODY)]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("3", "not a JSON object"),
+        ({"custom_id": "b"}, "lacks method, url, body"),
+        (GOOD | {"custom_id": "b", "extra": 1}, "unknown field 'extra'"),
+        (GOOD | {"custom_id": 5}, "custom_id 5 is not a non-empty string"),
+        (GOOD | {"custom_id": ""}, "is not a non-empty string"),
+        (GOOD | {"custom_id": "b", "method": "GET"}, "method 'GET' is not POST"),
+        (GOOD | {"custom_id": "b", "url": "/v1/models"}, "url '/v1/models' is none of"),
+        (GOOD | {"custom_id": "b", "body": []}, "body is not a JSON object"),
+        (GOOD | {"custom_id": "b", "body": BODY | {"stream": True}}, "stream=true"),
+        (GOOD | {"custom_id": "b", "body": BODY | {"model": "gpt"}}, "model 'gpt' is not the loaded one, 'demo'"),
+        (GOOD, "custom_id 'a' was in line 1 already"),
+    ],
+)
+def test_wrong_lines_are_named_by_number(tmp_path: Path, line: Any, words: str) -> None:
+    good, wrong = parsed(tmp_path, GOOD, line)
+    assert isinstance(good, Line)
+    assert isinstance(wrong, str)
+    assert "in.jsonl:2: " in wrong
+    assert words in wrong
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no file"):
+        list(read_lines(tmp_path / "nothing", "demo"))
+    (tmp_path / "latin").write_bytes(b"\xe9\n")
+    with pytest.raises(DataError, match="not UTF-8"):
+        list(read_lines(tmp_path / "latin", "demo"))
+
+
+def answer(status: int = 200, text: str = "hi") -> httpx.Response:
+    return httpx.Response(status, headers={"x-request-id": "r1"}, content=json.dumps({"text": text}).encode())
+
+
+def written(path: Path) -> bytes:
+    with closing(ResultFile(path)) as results:
+        results.write("a", answer())
+        results.write("b", answer(400))
+        results.write("c", answer(text="é\n"))
+    return path.read_bytes()
+
+
+def test_lines_have_the_published_shape(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in written(tmp_path / "out").splitlines()]
+    assert [set(line) for line in lines] == [{"id", "custom_id", "response", "error"}] * 3
+    assert lines[0]["response"] == {"status_code": 200, "request_id": "r1", "body": {"text": "hi"}}
+    assert len({line["id"] for line in lines}) == 3
+
+
+def test_any_cut_is_repaired(tmp_path: Path) -> None:
+    file = tmp_path / "out"
+    whole = written(file)
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in range(len(whole) + 1):
+        file.write_bytes(whole[:cut])
+        with closing(ResultFile(file)) as results:
+            kept = [end for end in ends if end <= cut]
+            assert list(results.statuses.values()) == [200, 400, 200][: len(kept)]
+            results.write("z", answer())
+        content = file.read_bytes()
+        assert content[: max(kept, default=0)] == whole[: max(kept, default=0)]
+        found = [json.loads(line)["custom_id"] for line in content.splitlines()]
+        assert found == [*["a", "b", "c"][: len(kept)], "z"]
+
+
+@pytest.mark.parametrize(
+    "content", ['{"custom_id": "a", "method": "POST"}\n', "notes\n", "notes", '{"custom_id": "a"}', "[]\n", "\n"]
+)
+def test_other_files_are_left_as_they_are(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "out"
+    file.write_text(content)
+    with pytest.raises(DataError, match="out:1"):
+        ResultFile(file)
+    assert file.read_text() == content
