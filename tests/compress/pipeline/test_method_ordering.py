@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_each_method_is_nearer_to_the_dense_model_than_the_next(name: str, tmp_p
         stages = stages if isinstance(stages, tuple) else (stages,)
         compress(model, out, *stages, calibration=calibration, dtype="float32")
         divergences.append(compared_with(demo_model_path(), out, tokens, window).kl_mean)
-    for factor, better, worse in zip(ordering.chain[1::2], divergences, divergences[1:], strict=True):
+    for factor, (better, worse) in zip(ordering.chain[1::2], pairwise(divergences), strict=True):
         assert better < factor * worse, divergences
 
 
