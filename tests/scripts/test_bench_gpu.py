@@ -1,4 +1,4 @@
-"""`bench_kernels.py gpu-models` without a GPU: its counts, its table, and a failing contender."""
+"""`bench_kernels.py` with whole models: on a CPU, and without a GPU counts, table and a failing contender."""
 
 from __future__ import annotations
 
@@ -57,6 +57,19 @@ def test_a_contender_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     figures = gpu_models.measured("engine bf16", {"dense": tmp_path}, work, "cpu")
     assert "config.json" in figures.error
     assert figures.first_token is None
+
+
+@pytest.mark.full
+def test_contenders_on_a_cpu_take_turns(tmp_path: Path) -> None:
+    import bench_kernels
+
+    sizes = ["--shape", "tiny", "--threads", "1", "--rounds", "2", "--steps", "4", "--prompt", "8"]
+    contenders = ["--contenders", "int4", "transformers bf16", "--json", str(tmp_path / "cpu.json")]
+    assert bench_kernels.main(["cpu-models", *sizes, *contenders]) == 0
+    timings = json.loads((tmp_path / "cpu.json").read_text())["timings"]
+    assert {each["contender"] for each in timings} == {"int4", "transformers bf16"}
+    assert {each["work"] for each in timings} == {"prefill 8", "decode 1", "decode 8"}
+    assert all(len(each["seconds"]) == 2 for each in timings)
 
 
 @pytest.mark.slow
