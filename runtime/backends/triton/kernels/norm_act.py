@@ -211,7 +211,7 @@ def split_k_reduce(product: PartialSums, dtype: torch.dtype) -> Tensor:
 
 
 class PackedLinear(FusedLinear):
-    """A linear with a launch before and behind its product where nobody else takes the first and the last step."""
+    """A linear that, called by itself, has a launch before and one behind its product."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x [M, K] -> x W^T + bias [M, N]` in the dtype of `x`, bfloat16 or float16, with sums in 32 bits."""
@@ -255,7 +255,7 @@ def empty_input(like: Tensor, tokens: int, inputs: int, form: ActivationLayout) 
 
 
 def input_pointers(out: QuantizedInput) -> tuple[Tensor, Tensor]:
-    """What a kernel writes an input to. An unused argument must be a pointer, too."""
+    """Tensors that a kernel writes an input to. An unused argument must be a pointer, too."""
     return out.rows, out.rows if out.beside is None else out.beside
 
 

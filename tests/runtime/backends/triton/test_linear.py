@@ -104,7 +104,7 @@ def test_a_token_does_not_see_its_neighbours(gpu, scheme: Scheme) -> None:
 @pytest.mark.parametrize("scheme", BYTES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_bytes_against_float64(gpu, tokens: int, scheme: Scheme, dtype: torch.dtype) -> None:
-    """Of 8-bit floats the products in 16 bits, which every GPU has."""
+    """8-bit floats are multiplied in 16 bits, which every GPU can."""
     weight = random_weight((70, 328 if scheme.group_size is None else 288), scheme)
     x, bias = activations(tokens, weight.shape[1], dtype, gpu), activations(1, 70, dtype, gpu)[0]
     changes = {"native": False} if scheme.numbers == "float" else {}
