@@ -1,6 +1,6 @@
 """Resumable writing: pieces appended one by one, then streamed into the final safetensors file or shards.
 
-    PieceStore.write(key, tensors)   one atomic file per finished block; a killed run keeps what it finished
+    BlockStore.write(key, tensors)   one atomic file per finished block; a killed run keeps what it finished
     assemble(store, keys, out)       pieces -> out.partial/assembled/ -> renamed to out/
 
 Pieces are private to a run: readers of a checkpoint never see them.
@@ -59,7 +59,7 @@ REWRITTEN = frozenset({CONFIG_FILE, LEGACY_QUANTIZATION_FILE, "quant_config.json
 
 
 @dataclass(frozen=True)
-class PieceStore:
+class BlockStore:
     """A folder of pieces, each a safetensors file named by its key, each complete or absent."""
 
     folder: Path
@@ -108,7 +108,7 @@ class PieceStore:
 
 
 def assemble(
-    store: PieceStore,
+    store: BlockStore,
     keys: Iterable[str],
     out: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -245,7 +245,7 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
         packed.modules,
         compression_block(packed.config) or None,
     )
-    store = PieceStore(partial_folder(target) / "pieces")
+    store = BlockStore(partial_folder(target) / "pieces")
     store.discard()
     try:
         keys = _write_pieces(packed, format, schemes, store)
@@ -256,7 +256,7 @@ def export_checkpoint(path: str | Path, format: str, out: str | Path, max_shard_
         store.discard()
 
 
-def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Scheme], store: PieceStore) -> list[str]:
+def _write_pieces(packed: PackedCheckpoint, format: str, schemes: dict[str, Scheme], store: BlockStore) -> list[str]:
     for number, module in enumerate(packed.modules):
         codec = find_format(format) if module in schemes else dense
         weight = packed.packed_weight(module).stored_as(schemes.get(module, packed.schemes[module]))

@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.checkpoint.safetensors import MappedFile, TensorFiles
-from compress.checkpoint.writer import PieceStore, assemble
+from compress.checkpoint.writer import BlockStore, assemble
 from compress.common.errors import CheckpointError
 from compress.common.files import atomic_file, partial_folder
 
@@ -84,8 +84,8 @@ class Progress:
         return replace(self, phase=SURVEY)
 
     @property
-    def pieces(self) -> PieceStore:
-        return PieceStore(self.folder / "pieces")
+    def pieces(self) -> BlockStore:
+        return BlockStore(self.folder / "pieces")
 
     @property
     def finished(self) -> Path:
@@ -173,8 +173,8 @@ class Progress:
         return self.folder / "progress.json"
 
     @property
-    def _inputs(self) -> PieceStore:
-        return PieceStore(self.folder / "inputs")
+    def _inputs(self) -> BlockStore:
+        return BlockStore(self.folder / "inputs")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from compress.checkpoint.config import packed_config, read_config
 from compress.checkpoint.formats import find_format, stored_tensors
 from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme, Weight
-from compress.checkpoint.writer import PieceStore, assemble
+from compress.checkpoint.writer import BlockStore, assemble
 
 HIDDEN, INNER, VOCAB = 128, 256, 96
 SIDE_FILES = {
@@ -87,7 +87,7 @@ def pack() -> Callable[..., dict[str, Weight]]:
                 tensors.update(stored_tensors(codec, module, weights[module], torch.bfloat16))
         ignored = sorted({"lm_head", *linears(dense)} - set(weights))
         block = codec.quantization_config({module: weight.scheme for module, weight in weights.items()}, ignored)
-        store = PieceStore(out.parent / f"{out.name}.partial" / "pieces")
+        store = BlockStore(out.parent / f"{out.name}.partial" / "pieces")
         store.write("all", tensors)
         new_config = packed_config(config, block, weights, {"source": str(dense), "seed": 0})
         assemble(store, ["all"], out, config=new_config, source=files)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from compress.checkpoint.config import packed_config, read_config
 from compress.checkpoint.safetensors import INDEX_FILE, TensorFiles
-from compress.checkpoint.writer import PieceStore, assemble
+from compress.checkpoint.writer import BlockStore, assemble
 from compress.common import files
 from compress.common.errors import CheckpointError
 from compress.common.files import atomic_file, check_out_folder
@@ -45,17 +45,17 @@ def file_size_limit(size: int):
 
 
 @pytest.fixture
-def store(tmp_path, dense_folder) -> PieceStore:
+def store(tmp_path, dense_folder) -> BlockStore:
     """The dense model cut into two pieces."""
     files = TensorFiles.open(dense_folder)
-    store = PieceStore(tmp_path / "out.partial" / "pieces")
+    store = BlockStore(tmp_path / "out.partial" / "pieces")
     store.write("rest", {name: files.tensor(name) for name in files.names() if "layers" not in name})
     store.write("blocks", {name: files.tensor(name) for name in files.names() if "layers" in name})
     return store
 
 
 def test_piece_roundtrip(tmp_path):
-    store = PieceStore(tmp_path / "pieces")
+    store = BlockStore(tmp_path / "pieces")
     assert not store.has("block-000")
     store.write("block-000", TENSORS, {"digests": {"a": "b"}, "index": 3})
     assert store.has("block-000")

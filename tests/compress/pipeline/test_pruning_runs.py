@@ -7,7 +7,7 @@ from runs import assert_served_as_exported, compress, same_bytes
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.verify import verify_structure
 from compress.checkpoint.weights import NM, Int, NMSparsity
-from compress.checkpoint.writer import PieceStore, export_checkpoint
+from compress.checkpoint.writer import BlockStore, export_checkpoint
 from compress.common.errors import CheckpointError, SchemeError
 from compress.pipeline.finish import compare_with_report
 from compress.recipe import PruneStage, QuantizeStage
@@ -134,16 +134,16 @@ def test_mixed_patterns_are_packed_with_integers(tiny_model, tmp_path) -> None:
 def test_a_run_broken_off_in_its_first_pass_continues_there(tiny_model, tmp_path, monkeypatch, write) -> None:
     stage = PruneStage("wanda", sparsity=0.6, layerwise="owl", outlier_factor=2.0)
     whole = compress(tiny_model("llama"), tmp_path / "whole", stage)
-    original, written = PieceStore.write, []
+    original, written = BlockStore.write, []
 
-    def failing(store: PieceStore, key: str, *args, **kwargs) -> None:
+    def failing(store: BlockStore, key: str, *args, **kwargs) -> None:
         written.append(key)
         if len(written) == write:
             raise CheckpointError("the disk is full")
         original(store, key, *args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PieceStore, "write", failing)
+        patched.setattr(BlockStore, "write", failing)
         with pytest.raises(CheckpointError, match="disk is full"):
             compress(tiny_model("llama"), tmp_path / "broken", stage)
     assert any(key.startswith("survey-hidden") for key in written)

@@ -10,7 +10,7 @@ from killed_runs import killed_after_block
 from runs import compress, same_bytes
 
 from compress.checkpoint.weights import Int
-from compress.checkpoint.writer import PieceStore
+from compress.checkpoint.writer import BlockStore
 from compress.common.errors import CheckpointError
 from compress.methods.rotation import RotateStage
 from compress.methods.signround import SignRoundOptions
@@ -40,7 +40,7 @@ def make_request(model: Path, out: Path, method: str = "awq", **options) -> RunR
 def run_and_die(request: RunRequest, write: int, moment: str) -> None:
     """Runs until the `write`-th piece of this process is about to be, or just was, written; then SIGKILLs itself."""
     count = 0
-    original = PieceStore.write
+    original = BlockStore.write
 
     def counting(self, *args, **kwargs) -> None:
         nonlocal count
@@ -51,7 +51,7 @@ def run_and_die(request: RunRequest, write: int, moment: str) -> None:
         if count == write and moment == "after":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    PieceStore.write = counting
+    BlockStore.write = counting
     run(prepare(request), quiet=True)
 
 
@@ -130,7 +130,7 @@ def stop_at_third_write(request: RunRequest) -> None:
 
 
 def _interrupted_run(request: RunRequest) -> None:
-    original, count = PieceStore.write, 0
+    original, count = BlockStore.write, 0
 
     def interrupting(self, *args, **kwargs) -> None:
         nonlocal count
@@ -140,7 +140,7 @@ def _interrupted_run(request: RunRequest) -> None:
         original(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PieceStore, "write", interrupting)
+        patch.setattr(BlockStore, "write", interrupting)
         run(prepare(request), quiet=True)
 
 
