@@ -17,6 +17,7 @@ def test_defaults():
     assert (config.rope.type, config.rope.theta, config.norm_eps) == ("default", 10000.0, 1e-6)
     assert not any(linear.bias for linear in config.spec.linears())
     assert config.mixer.qk_norm is None
+    assert parse_config(CONFIG | {"is_causal": True}) == config
 
 
 def test_families_differ_as_they_should():
