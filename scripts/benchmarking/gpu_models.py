@@ -127,18 +127,18 @@ class Figures:
     error: str = ""
 
 
-def measure(name: str, folders: dict[str, Path], work: Work, device: str) -> Figures:
+def measure(name: str, folder: Path, work: Work, device: str) -> Figures:
     """All figures of one contender; runs in a process of its own, so that memory and start are its own."""
     wanted, figures = MEASUREMENTS[name], Figures(name)
     started = Stopwatch()
-    with wanted.contender(folders[wanted.folder], wanted.settings(device, work.kv_memory_bytes)) as answer:
+    with wanted.contender(folder, wanted.settings(device, work.kv_memory_bytes)) as answer:
         if wanted.single:
             answer(equal_jobs(1, FIRST_PROMPT, 1))
             figures.first_token = started.read()[0]
             for batch in work.batches:
                 figures.decode[batch] = median_step_seconds(answer, batch, work)
                 context = work.prompt + work.steps // 2
-                figures.step_bytes[batch] = step_bytes(folders[wanted.folder], wanted.kv_cache, batch, context)
+                figures.step_bytes[batch] = step_bytes(folder, wanted.kv_cache, batch, context)
             prompt = equal_jobs(1, work.prefill, 1)
             figures.prefill = work.prefill / _median_seconds(answer, prompt, work.rounds)
         if wanted.mixed:
@@ -184,22 +184,25 @@ SHAPE_NAMES = ("demo", "tiny", "125m", "1.1b", "8b", "14b")
 UNKNOWN = "-"
 
 
-def prepare(work: Path, shape: str, device: str) -> dict[str, Path]:
-    """The model dense, and packed by rounding: 8 bits, and 4 bits with an 8-bit head."""
+def prepare(form: str, work: Path, shape: str, device: str) -> Path:
+    """Returns the folder of the model in one form, which its first contender makes: dense, or packed by rounding to
+    8 bits, or to 4 bits with an 8-bit head."""
     from benchmarking.models import SHAPES, compress, write_model
     from compress.checkpoint.weights import Int
     from compress.common.cli import demo_model_path
     from compress.recipe import HEAD_TARGET, CalibrationOptions, QuantizeStage
 
-    dense = demo_model_path()
-    if shape != "demo":
-        dense = work / "dense"
-        write_model(dense, SHAPES[shape], device=device)
-    folders = {"dense": dense, "int8": work / "int8", "int4": work / "int4"}
-    head = [QuantizeStage("rtn", Int(8, 64), targets=(HEAD_TARGET,))] if shape != "demo" else []
-    for name, scheme in (("int8", Int(8, None)), ("int4", Int(4, 64 if shape == "demo" else 128))):
-        compress(dense, folders[name], [QuantizeStage("rtn", scheme), *head], CalibrationOptions(), device=device)
-    return folders
+    demo, folder = shape == "demo", work / form
+    if form == "dense" and demo:
+        return demo_model_path()
+    if not folder.exists() and form == "dense":
+        write_model(folder, SHAPES[shape], device=device)
+    elif not folder.exists():
+        scheme = Int(8, None) if form == "int8" else Int(4, 64 if demo else 128)
+        head = [] if demo else [QuantizeStage("rtn", Int(8, 64), targets=(HEAD_TARGET,))]
+        dense = prepare("dense", work, shape, device)
+        compress(dense, folder, [QuantizeStage("rtn", scheme), *head], CalibrationOptions(), device=device)
+    return folder
 
 
 def stream_of(device: str) -> float | None:
@@ -232,10 +235,12 @@ def _number(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else form.format(value)
 
 
-def measured(name: str, folders: dict[str, Path], work: Work, device: str) -> Figures:
-    """A contender that fails is a row that says why; the others go on."""
+def measured(name: str, models: Path, shape: str, work: Work, device: str) -> Figures:
+    """Figures of a contender over its form of the model in the folder `models`. One that fails is a row that says why;
+    the others go on."""
     try:
-        return in_own_process(measure, name, folders, work, device)
+        folder = in_own_process(prepare, MEASUREMENTS[name].folder, models, shape, device)
+        return in_own_process(measure, name, folder, work, device)
     except Exception as error:  # whatever a contender raises is its finding
         return Figures(name, error=(str(error).splitlines() or [type(error).__name__])[0][:120])
 
@@ -267,14 +272,14 @@ def run(options: argparse.Namespace) -> int:
     facts = in_own_process(environment) | {"shape": options.shape, "read stream GB/s": stream and round(stream / 1e9)}
     console.print(describe(facts))
     with tempfile.TemporaryDirectory() as folder:
-        folders = in_own_process(prepare, Path(folder), options.shape, options.device)
-        jobs = mixed_jobs(folders["dense"], options.requests, options.shortest, options.longest)
+        dense = in_own_process(prepare, "dense", Path(folder), options.shape, options.device)
+        jobs = mixed_jobs(dense, options.requests, options.shortest, options.longest)
         kv_bytes = None if options.device == "cpu" else round(options.kv_memory * 1e9)
         sizes = options.prompt, options.steps, options.prefill
         work = Work(tuple(options.batches), *sizes, tuple(jobs), options.rounds, kv_bytes)
         figures = []
         for name in options.contenders:
-            figures.append(measured(name, folders, work, options.device))
+            figures.append(measured(name, Path(folder), options.shape, work, options.device))
             write(options, facts, figures, stream)  # after each contender: the run may be cut off
     title = f"{options.shape}: tokens/s of decode by batch, its share of the read stream, prefill and mixed requests"
     print_with_markdown(title, table(figures, options.batches, stream), console)

@@ -54,7 +54,8 @@ def test_a_contender_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     from benchmarking.gpu_models import Work
 
     work = Work((1,), 4, 2, 8, (), 1)
-    figures = gpu_models.measured("engine bf16", {"dense": tmp_path}, work, "cpu")
+    (tmp_path / "dense").mkdir()
+    figures = gpu_models.measured("engine bf16", tmp_path, "tiny", work, "cpu")
     assert "config.json" in figures.error
     assert figures.first_token is None
 
