@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.checkpoint.weights import NMSparsity
-from compress.methods.pruning import scores
+from compress.methods.pruning import wanda_score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class OutlierShares:
         Args:
             layers: weight `[O, I]` and mean square `[I]` of the inputs of each.
         """
-        return outlier_ratio([scores("wanda", weight, squares) for weight, squares in layers], self.factor)
+        return outlier_ratio([wanda_score(weight, squares) for weight, squares in layers], self.factor)
 
     def __str__(self) -> str:
         return f"owl M={self.factor:g} ±{self.spread:.1%}"

@@ -10,6 +10,7 @@ SparseGPT chooses while it compensates: see `sparsegpt`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from compress.checkpoint.weights import NMSparsity, Scheme
@@ -28,8 +29,21 @@ class MaskingMethod(PruningMethod):
 
     per_output: ClassVar[bool] = False
 
+    @abstractmethod
+    def score(self, weight: Tensor, mean_square: Tensor | None) -> Tensor:
+        """Return the score of each weight, float32 `[O, I]`; only the order counts.
+
+        Args:
+            weight: `[O, I]`.
+            mean_square: `[I]`, mean square of each input; None without calibration.
+
+        Raises:
+            NumericsError: NaN or infinity in weight or inputs.
+            ValueError: a method that needs inputs got none.
+        """
+
     def prune(self, layer: Layer, pattern: NMSparsity | None, sparsity: float, joint: Scheme | None) -> Pruned:
-        score = scores(self.name, layer.weight, layer.importance)
+        score = self.score(layer.weight, layer.importance)
         kept = keep_pattern(score, pattern) if pattern else keep_share(score, sparsity, per_output=self.per_output)
         return Pruned(layer.weight.masked_fill(~kept, 0.0), kept)
 
@@ -42,6 +56,9 @@ class Magnitude(MaskingMethod):
     help: ClassVar[str] = "smallest weights, without calibration"
     is_fallback: ClassVar[bool] = True
 
+    def score(self, weight: Tensor, mean_square: Tensor | None) -> Tensor:
+        return _sizes(weight)
+
 
 @register
 class Wanda(MaskingMethod):
@@ -52,6 +69,9 @@ class Wanda(MaskingMethod):
     per_output: ClassVar[bool] = True
     data: ClassVar[Needs] = Needs(inputs=True)
 
+    def score(self, weight: Tensor, mean_square: Tensor | None) -> Tensor:
+        return wanda_score(weight, mean_square)
+
 
 @register
 class RIA(MaskingMethod):
@@ -61,36 +81,36 @@ class RIA(MaskingMethod):
     help: ClassVar[str] = "weights relative to their row and column, times input norms"
     data: ClassVar[Needs] = Needs(inputs=True)
 
+    def score(self, weight: Tensor, mean_square: Tensor | None) -> Tensor:
+        import torch
 
-def scores(method: str, weight: Tensor, mean_square: Tensor | None) -> Tensor:
-    """Return the score of each weight, float32 `[O, I]`; only the order counts.
+        size = _sizes(weight)
+        tiny = torch.finfo(torch.float32).tiny
+        rows, columns = (size.sum(dim, keepdim=True).clamp(min=tiny) for dim in (1, 0))
+        return (size / rows + size / columns) * _norms(mean_square, size).sqrt()
 
-    Args:
-        method: magnitude, wanda or ria.
-        weight: `[O, I]`.
-        mean_square: `[I]`, mean square of each input; magnitude needs none.
 
-    Raises:
-        NumericsError: NaN or infinity in weight or inputs.
-        ValueError: a method that needs inputs got none.
-    """
-    import torch
+def wanda_score(weight: Tensor, mean_square: Tensor | None) -> Tensor:
+    """Return `|w| * ||x||`, float32 `[O, I]`; see `MaskingMethod.score`."""
+    size = _sizes(weight)
+    return size * _norms(mean_square, size)
 
+
+def _sizes(weight: Tensor) -> Tensor:
     from compress.common.device import require_finite
 
     require_finite(weight, "the weight")
-    size = weight.float().abs()
-    if method == "magnitude":
-        return size
+    return weight.float().abs()
+
+
+def _norms(mean_square: Tensor | None, size: Tensor) -> Tensor:
+    """Root mean square of each input `[I]`, on the device of `size`."""
+    from compress.common.device import require_finite
+
     if mean_square is None:
-        raise ValueError(f"{method} needs the inputs' mean squares")
+        raise ValueError("the inputs' mean squares are needed")
     require_finite(mean_square, "the mean square of the inputs")
-    norm = mean_square.to(size.device).float().sqrt()
-    if method == "wanda":
-        return size * norm
-    tiny = torch.finfo(torch.float32).tiny
-    relative = size / size.sum(1, keepdim=True).clamp(min=tiny) + size / size.sum(0, keepdim=True).clamp(min=tiny)
-    return relative * norm.sqrt()
+    return mean_square.to(size.device).float().sqrt()
 
 
 def keep_pattern(score: Tensor, sparsity: NMSparsity) -> Tensor:

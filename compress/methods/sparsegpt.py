@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from compress.checkpoint.weights import Int, NMSparsity
 from compress.methods.base import Layer, Needs, Pruned, PruningMethod, register
-from compress.methods.pruning import keep_pattern, keep_share, scores
+from compress.methods.pruning import keep_pattern, keep_share, wanda_score
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ def prune_sparsegpt(
     from compress.checkpoint.weights.integer import IntegerWeight
     from compress.methods.shared.column_solver import Choice, GPTQSolver, Grid
 
-    likely_kept = _keep(scores("wanda", weight, factor.importance), pattern, share)
+    likely_kept = _keep(wanda_score(weight, factor.importance), pattern, share)
     likely = weight.float().masked_fill(~likely_kept, 0.0)
     grid = None
     if scheme is not None:

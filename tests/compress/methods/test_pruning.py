@@ -12,7 +12,7 @@ from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import NumericsError, RecipeError
 from compress.methods.gptq import quantize_gptq
 from compress.methods.owl import block_patterns, block_shares, outlier_ratio
-from compress.methods.pruning import keep_pattern, keep_share, scores
+from compress.methods.pruning import RIA, Magnitude, Wanda, keep_pattern, keep_share
 from compress.methods.shared.hessian import HessianOptions, factorize
 from compress.methods.sparsegpt import prune_sparsegpt
 from compress.recipe import PruneStage
@@ -44,10 +44,10 @@ def values_of(result: IntegerWeight | Tensor) -> Tensor:
 def test_scores_by_their_formulas() -> None:
     weight = torch.tensor([[1.0, -4.0], [2.0, 0.0]])
     mean_square = torch.tensor([9.0, 0.25])
-    assert scores("magnitude", weight, None).tolist() == [[1, 4], [2, 0]]
-    assert scores("wanda", weight, mean_square).tolist() == [[3, 2], [6, 0]]
+    assert Magnitude().score(weight, None).tolist() == [[1, 4], [2, 0]]
+    assert Wanda().score(weight, mean_square).tolist() == [[3, 2], [6, 0]]
     expected = torch.tensor([[1 / 5 + 1 / 3, 4 / 5 + 1], [1 + 2 / 3, 0]]) * torch.tensor([3**0.5, 0.5**0.5])
-    torch.testing.assert_close(scores("ria", weight, mean_square), expected)
+    torch.testing.assert_close(RIA().score(weight, mean_square), expected)
 
 
 @given(
@@ -115,10 +115,10 @@ def test_sparsegpt_beats_wanda_beats_magnitude(pattern) -> None:
     weight = torch.randn(96, 192, generator=torch.Generator().manual_seed(2))
     mean_square = inputs.square().mean(0)
     errors = {}
-    for method in ("magnitude", "wanda"):
-        score = scores(method, weight, mean_square)
-        kept = keep_pattern(score, pattern) if pattern else keep_share(score, 0.5, per_output=method == "wanda")
-        errors[method] = output_error(weight, weight * kept, inputs)
+    for method in (Magnitude(), Wanda()):
+        score = method.score(weight, mean_square)
+        kept = keep_pattern(score, pattern) if pattern else keep_share(score, 0.5, per_output=method.per_output)
+        errors[method.name] = output_error(weight, weight * kept, inputs)
     found = prune_sparsegpt(weight, factorize(hessian_of(inputs), HessianOptions(activation_order=False)), pattern, 0.5)
     errors["sparsegpt"] = output_error(weight, found, inputs)
     assert errors["sparsegpt"] < 0.9 * errors["wanda"]
@@ -140,7 +140,7 @@ def test_zeros_are_exact_in_every_scheme(bits, symmetric, pattern, seed) -> None
     joint = values_of(
         prune_sparsegpt(weight, factorize(hessian, HessianOptions(activation_order=False)), pattern, 0.5, scheme)
     )
-    score = scores("wanda", weight, hessian.diagonal())
+    score = Wanda().score(weight, hessian.diagonal())
     kept = keep_pattern(score, pattern) if pattern else keep_share(score, 0.5, per_output=True)
     after = quantize_gptq(weight, factorize(hessian), scheme, kept=kept).dequantize()
     rounded = scheme.round(weight * kept).dequantize()
@@ -170,7 +170,7 @@ def test_without_a_usable_hessian_it_is_wanda() -> None:
 
 def test_what_is_not_finite_is_refused() -> None:
     with pytest.raises(NumericsError):
-        scores("magnitude", torch.tensor([[float("nan")]]), None)
+        Magnitude().score(torch.tensor([[float("nan")]]), None)
 
 
 RATIOS = st.lists(st.tuples(st.floats(0, 0.2), st.integers(1, 10**6)), min_size=1, max_size=40)
