@@ -75,7 +75,7 @@ def test_scales_have_the_least_error_and_clip_nothing():
     weight[3] = 0
     importance = torch.rand(96, generator=generator)
     found = W8A16.round(weight, importance)
-    assert (weight.abs().amax(1) / found.scale[:, 0].float() < MAX_FP8 * 1.01).all()
+    assert (weight.abs().amax(1) / found.scales[:, 0].float() < MAX_FP8 * 1.01).all()
     errors = [
         ((each - weight).square() * importance).sum(1) for each in (found.dequantize(), W8A16.round_in_range(weight))
     ]
