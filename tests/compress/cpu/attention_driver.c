@@ -69,7 +69,7 @@ static int attend(int set) {
     uint16_t *asked = numbers(length * queries * pages.head_dim), *norm = numbers((queries + pages.kv_heads) * pages.head_dim);
     uint16_t *cos = numbers(length * pages.head_dim), *sin = numbers(length * pages.head_dim);
     KvStep step = {.pages = &pages, .rows = length, .heads = queries, .slots = slots, .query = asked, .key = key, .value = val};
-    step.query_row = queries * pages.head_dim, step.key_row = step.value_row = row, step.eps = 1e-5f, step.turned = draw(2);
+    step.query_row = queries * pages.head_dim, step.key_row = step.value_row = row, step.eps = 1e-5f, step.hadamard = draw(2);
     if (draw(2)) step.norm = norm;
     if (draw(2)) step.cos = cos, step.sin = sin;
     if (kv_store(&step, set)) exit(FAILED_STATUS);
