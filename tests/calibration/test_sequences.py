@@ -37,21 +37,21 @@ def test_sequences_are_full_and_follow_the_text():
     assert packed.tokens.shape == (14, 7)
     text = "abcdefghij" * 10
     assert all("".join(map(chr, row)) in text for row in packed.tokens.tolist())
-    assert "fills only 14 of 100" in packed.warnings[0]
+    assert "14 of 100" in packed.warnings[0]
 
 
 def test_each_document_stands_behind_one_separator():
     packed = pack_sequences(source_of("aaa", "bbb"), LettersWithSpecials(), samples=1, length=8)
     assert sorted(packed.tokens[0].tolist()) == sorted([1, *letters("aaa"), 1, *letters("bbb")])
     assert packed.tokens[0, 0] == 1
-    assert "token 1 before each document" in packed.description
+    assert "token 1 " in packed.description
 
 
 def test_chats_go_through_the_template():
     chat = [{"role": "user", "content": "hi"}]
     packed = pack_sequences(source_of(chat), LettersWithSpecials(), samples=1, length=9)
     assert packed.tokens[0].tolist() == [1, *letters("<user>hi")]
-    with pytest.raises(DataError, match="no chat template"):
+    with pytest.raises(DataError, match=r"chats .*chat template"):
         pack_sequences(source_of(chat), letters, samples=1, length=4)
 
 
@@ -77,14 +77,14 @@ def test_what_a_template_refuses_is_one_line():
             raise TemplateError("roles must alternate\nuser and assistant")
 
     chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    with pytest.raises(DataError, match="refuses a chat with the roles user, user: roles must alternate user and"):
+    with pytest.raises(DataError, match="user, user: roles must alternate user and"):
         pack_sequences(source_of(chat), Refuses(), samples=1, length=4)
 
 
 def test_a_template_runs_in_a_sandbox():
     tokenizer = load_tokenizer(demo_model_path())
     tokenizer.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(DataError, match="refuses a chat"):
+    with pytest.raises(DataError, match=r" user: .*__class__"):
         pack_sequences(source_of([{"role": "user", "content": "a"}]), tokenizer, samples=1, length=4)
 
 
@@ -105,7 +105,7 @@ def test_seed_decides_order_and_nothing_else_does():
 
 
 def test_too_short_text_is_refused_with_the_numbers():
-    with pytest.raises(DataError, match=r"3 tokens.*16") as caught:
+    with pytest.raises(DataError, match=r"\b3 .*\b16\b") as caught:
         pack_sequences(source_of("abc"), letters, samples=1, length=16)
     assert "--max-seq-length 3" in caught.value.remedy
 

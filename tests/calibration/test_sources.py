@@ -61,11 +61,11 @@ def test_hash_follows_the_text(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("empty.txt", b"  \n ", "holds no text"),
-        ("latin.txt", "caf\xe9".encode("latin-1"), "not UTF-8"),
+        ("empty.txt", b"  \n ", r"empty\.txt .*no text"),
+        ("latin.txt", "caf\xe9".encode("latin-1"), r"latin\.txt .*UTF-8"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": ', r"broken.jsonl:2"),
-        ("fields.jsonl", b'{"body": "a"}', "neither a `text` string nor a `messages` list"),
-        ("empty.jsonl", b"", "holds no text"),
+        ("fields.jsonl", b'{"body": "a"}', r"fields\.jsonl:1 .*`text`.*`messages`"),
+        ("empty.jsonl", b"", r"empty\.jsonl .*no text"),
     ],
 )
 def test_unusable_file_is_refused(tmp_path: Path, name: str, content: bytes, problem: str):
@@ -76,7 +76,7 @@ def test_unusable_file_is_refused(tmp_path: Path, name: str, content: bytes, pro
 
 
 def test_missing_file_is_refused_with_the_names_that_exist():
-    with pytest.raises(DataError, match="does not exist") as caught:
+    with pytest.raises(DataError, match=r" \./nowhere\.txt ") as caught:
         load_texts("./nowhere.txt")
     assert "bundled" in caught.value.remedy
 
@@ -129,7 +129,7 @@ def test_missing_columns_are_refused_by_name(tmp_path: Path):
     lines = tmp_path / "a.jsonl"
     lines.write_text(json.dumps({"prompt": "x", "answer": "y"}))
     for path in (table, saved, lines):
-        with pytest.raises(DataError, match=r"neither a `text` string nor .* \(its fields: prompt, answer\)") as caught:
+        with pytest.raises(DataError, match=r"`text`.*: prompt, answer\)") as caught:
             load_texts(str(path))
         assert "text" in caught.value.remedy
 
@@ -137,11 +137,11 @@ def test_missing_columns_are_refused_by_name(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.parquet", b"PAR1 not really", "not a readable parquet file"),
-        ("a.jsonl", b"[1]", r"a.jsonl:1 has neither .* \(it is not an object\)"),
+        ("a.parquet", b"PAR1 not really", r"a\.parquet .*\bparquet\b"),
+        ("a.jsonl", b"[1]", r"a\.jsonl:1 .*`text`.* object\)"),
         ("a.jsonl", b'{"text": "caf\xe9"}', r"a.jsonl.*UTF-8"),
-        ("a.jsonl", b'{"messages": []}', "its fields: messages"),
-        ("a.jsonl.xz", lzma.compress(b'{"text": "a"}')[:-8], "no whole xz file"),
+        ("a.jsonl", b'{"messages": []}', r"a\.jsonl:1 .*: messages\)"),
+        ("a.jsonl.xz", lzma.compress(b'{"text": "a"}')[:-8], r"a\.jsonl\.xz .*\bxz\b"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, name: str, content: bytes, problem: str):
@@ -160,10 +160,10 @@ def test_a_text_that_is_null_is_refused_with_its_row(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("spec", "problem"),
-    [("self", "cannot"), ("", "no text was named"), ("a.parquet", "exist"), ("bundled:2", "no weight")],
+    [("self", "measure"), ("", "no text"), ("a.parquet", r" a\.parquet "), ("bundled:2", "^bundled:2 .*weight")],
 )
 def test_names_that_are_no_text(spec: str, problem: str):
-    with pytest.raises(DataError, match=problem.replace("cannot", "can calibrate but not measure")) as caught:
+    with pytest.raises(DataError, match=problem) as caught:
         load_texts(spec)
     assert "bundled" in caught.value.remedy
 
@@ -173,7 +173,7 @@ def test_a_dataset_that_cannot_be_reached_is_one_line(monkeypatch: pytest.Monkey
         raise ConnectionError("no network\nwith a second line")
 
     monkeypatch.setattr("datasets.load_dataset", refuse)
-    with pytest.raises(DataError, match=r"'some/dataset' is neither a file here nor .* \(no network\)") as caught:
+    with pytest.raises(DataError, match=r"'some/dataset' .*\(no network\)") as caught:
         load_texts("some/dataset")
     assert "\n" not in str(caught.value)
     assert ".parquet" in caught.value.remedy

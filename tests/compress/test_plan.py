@@ -84,7 +84,7 @@ def test_group_size_that_does_not_divide_names_every_layer_and_what_fits(tiny_mo
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(lambda weight: weight.to(torch.int8), "holds int8, not weights"), (lambda weight: weight[:, :32], "has shape")],
+    [(lambda weight: weight.to(torch.int8), " int8"), (lambda weight: weight[:, :32], r"\[128, 32\] .*\[128, 256\]")],
 )
 def test_tensors_that_are_not_the_model_s_are_refused_before_anything_runs(tiny_model, tmp_path, change, words) -> None:
     path, name = private_copy(tiny_model(), tmp_path / "changed"), "model.layers.1.mlp.down_proj.weight"
@@ -94,7 +94,7 @@ def test_tensors_that_are_not_the_model_s_are_refused_before_anything_runs(tiny_
 
 
 def test_ignoring_everything_is_an_error(tiny_model) -> None:
-    with pytest.raises(RecipeError, match="no linear layer is left"):
+    with pytest.raises(RecipeError, match="--ignore"):
         plan_for(tiny_model(), QuantizeStage("rtn", ignore=("model.layers",)))
 
 
@@ -137,8 +137,8 @@ def test_calibration_is_cut_to_the_models_context(tiny_model) -> None:
     ("change", "problem"),
     [
         ({"vision_config": {}}, r".config.json.*vision_config"),
-        ({"is_encoder_decoder": True}, "an encoder and a decoder"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "already quantized .gptq"),
+        ({"is_encoder_decoder": True}, "encoder"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"\(gptq\).*--format dense"),
         ({"model_type": ""}, "model_type"),
     ],
 )
@@ -151,10 +151,10 @@ def test_models_of_another_kind_are_refused(tiny_model, change: dict, problem: s
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"model_type": "llamma"}, "not a decoder-only language model that transformers"),
+        ({"model_type": "llamma"}, "'llamma'.*pip install -U transformers"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
-        ({"num_hidden_layers": 5}, r"18 tensors.*e.g.*model.layers.3"),
+        ({"num_hidden_layers": 5}, r"^18 .*model\.layers\.3"),
         ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, "--trust-remote-code"),
     ],
 )

@@ -19,7 +19,7 @@ W8A8, W8A16, INT8 = Fp8(Activations.FP8), Fp8(), Int(8, None, activations=Activa
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "gptaq", "signround", "hqq"])
 def test_methods_that_choose_integers_make_no_floats(method: str) -> None:
-    with pytest.raises(RecipeError, match=f"{method}.*rtn or smoothquant"):
+    with pytest.raises(RecipeError, match=f"^{method} .*rtn .*smoothquant"):
         QuantizeStage(method, W8A8)
 
 
@@ -27,10 +27,10 @@ def test_methods_that_choose_integers_make_no_floats(method: str) -> None:
     ("make", "fact"),
     [
         (lambda: PruneStage("wandaa"), "'wanda'"),
-        (lambda: PruneStage(sparsity=1.0), r"between 0.*1"),
+        (lambda: PruneStage(sparsity=1.0), r"sparsity=1\.0 "),
         (lambda: PruneStage(pattern=NMSparsity(2, 4), sparsity=0.7), "2:4"),
         (lambda: FactorizeStage("svdllm"), "'svd-llm'"),
-        (lambda: FactorizeStage(keep=1.0), r"between 0.*1"),
+        (lambda: FactorizeStage(keep=1.0), r"keep=1\.0 "),
         (lambda: FactorizeStage(allocation="layer"), "'layer'"),
         (lambda: QuantizeStage("smoothquant", Int(8, None)), "8-bit"),
         (lambda: QuantizeStage("awq", options=SmoothQuantOptions(0.5)), "awq"),
@@ -41,8 +41,8 @@ def test_methods_that_choose_integers_make_no_floats(method: str) -> None:
         (lambda: SignRoundOptions(lr=0.0), r"lr=0\.0"),
         (lambda: SignRoundOptions(lr=0.7), r"lr=0\.7"),
         (lambda: SignRoundOptions(batch=0), "batch=0"),
-        (lambda: QuantizeKeys(bits=4, fp8=True).stage(), "8 bits"),
-        (lambda: QuantizeStage("rtn", W8A8, outlier_columns=4), "outlier columns"),
+        (lambda: QuantizeKeys(bits=4, fp8=True).stage(), "8 bits.*fp8"),
+        (lambda: QuantizeStage("rtn", W8A8, outlier_columns=4), "fp8.*outlier"),
     ],
 )
 def test_what_is_wrong_in_one_stage_is_named(make: Callable[[], Stage], fact: str) -> None:
@@ -64,7 +64,7 @@ def test_what_is_wrong_in_one_stage_is_named(make: Callable[[], Stage], fact: st
         ),
         ((PruneStage("magnitude", NMSparsity(2, 4)), FactorizeStage("svd")), RecipeError, "pruned.*factorized"),
         ((FactorizeStage("svd"), QuantizeStage("awq", Int(4, 8))), RecipeError, "awq"),
-        ((FactorizeStage("svd"), QuantizeStage("rtn", Int(4, 64))), SchemeError, "multiples of 64"),
+        ((FactorizeStage("svd"), QuantizeStage("rtn", Int(4, 64))), SchemeError, " 64 .*--group-size -1"),
         ((QuantizeStage("rtn", W8A16, targets=("embed_tokens",)),), RecipeError, "8-bit"),
     ],
 )

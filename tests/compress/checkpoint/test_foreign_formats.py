@@ -116,7 +116,7 @@ def test_gptq_activation_order_is_refused(tmp_path):
     tensors = gptq_tensors(4, 32, True, 1)
     tensors["g_idx"] = tensors["g_idx"].flip(0)
     save(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True})
-    with pytest.raises(CheckpointError, match=r"activation-order group index .*Quantize again"):
+    with pytest.raises(CheckpointError, match=f"^{MODULE} .*desc_act"):
         PackedCheckpoint.open(tmp_path).weight(MODULE)
 
 
@@ -149,5 +149,5 @@ def test_unreadable_kinds_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="'exl9'"):
         PackedCheckpoint.open(tmp_path)
     save(tmp_path, {**tensors, "scales": scales(3)}, {"quant_method": "gptq", "bits": 4, "group_size": 32})
-    with pytest.raises(CheckpointError, match="contradict each other"):
+    with pytest.raises(CheckpointError, match=rf" {MODULE} .*, 3\)"):
         PackedCheckpoint.open(tmp_path).weight(MODULE)

@@ -157,14 +157,14 @@ def test_it_is_served_dequantized(packed, tmp_path, kernels) -> None:
 
 def test_formats_of_other_tools_refuse_it(packed, tmp_path) -> None:
     for format in ("compressed-tensors", "gptq", "awq"):
-        with pytest.raises(SchemeError, match="ternary layout"):
+        with pytest.raises(SchemeError, match=f"^.*{format} .*ternary.*--format dense"):
             export_checkpoint(packed, format, tmp_path / format)
     assert format_for({"a": Ternary()}).NAME == "compress-runtime"
 
 
 def test_descriptions_name_one_form() -> None:
     assert Scheme.from_dict(Ternary().to_dict()) == Ternary()
-    with pytest.raises(SchemeError, match="cannot be"):
+    with pytest.raises(SchemeError, match=f"fp8 .*{KEY}"):
         Scheme.from_dict({"bits": 8, "fp8": True, KEY: True})
     FORMS.pop(KEY)
     with pytest.raises(TypeError, match=KEY):

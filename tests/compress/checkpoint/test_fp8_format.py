@@ -48,15 +48,16 @@ def test_a_changed_code_is_noticed(dense_folder, pack, tmp_path):
 def test_codes_that_are_no_numbers_are_refused(dense_folder, pack, tmp_path, code):
     module = next(iter(pack(dense_folder, tmp_path / "packed", lambda module: W8A8)))
     change_tensors(tmp_path / "packed", lambda t: t[f"{module}.weight"].view(torch.uint8)[1].fill_(code))
-    with pytest.raises(CheckpointError, match=rf"{module}.weight holds 256 NaN codes"):
+    with pytest.raises(CheckpointError, match=rf"{module}\.weight .*\b256 NaN"):
         PackedCheckpoint.open(tmp_path / "packed").weight(module)
-    assert any("NaN codes" in problem for problem in verify_structure(tmp_path / "packed").problems)
+    problems = verify_structure(tmp_path / "packed").problems
+    assert any(f"{module}.weight" in problem and "NaN" in problem for problem in problems)
 
 
 def test_scales_that_are_not_finite_are_reported(dense_folder, pack, tmp_path):
     module = next(iter(pack(dense_folder, tmp_path / "packed", lambda module: W8A8)))
     change_tensors(tmp_path / "packed", lambda t: t[f"{module}.weight_scale"][3].fill_(float("inf")))
-    assert f"{module} has 1 scales that are not finite" in verify_structure(tmp_path / "packed").problems
+    assert any(problem.startswith(f"{module} has 1 ") for problem in verify_structure(tmp_path / "packed").problems)
 
 
 def test_one_scale_for_a_matrix_is_read(dense_folder, pack, tmp_path):
@@ -96,7 +97,7 @@ def test_other_floats_are_refused_by_name(dense_folder, pack, tmp_path, change, 
 def test_what_export_makes_of_it(dense_folder, pack, tmp_path):
     weights = pack(dense_folder, tmp_path / "packed", lambda module: W8A8)
     for format in (gptq.NAME, awq.NAME):
-        with pytest.raises(SchemeError, match=f"{format} has no codes for the float values.*--format dense"):
+        with pytest.raises(SchemeError, match=f"{format} .*float.*--format dense"):
             export_checkpoint(tmp_path / "packed", format, tmp_path / format)
         assert not (tmp_path / format).exists()
     export_checkpoint(tmp_path / "packed", "compressed-tensors", tmp_path / "again")
@@ -134,11 +135,11 @@ def test_a_scheme_survives_its_dictionary():
 
 def test_parts_that_contradict_the_scheme():
     codes, scale = torch.zeros(4, 8), torch.ones(4, 1)
-    with pytest.raises(SchemeError, match="cannot be torch"):
+    with pytest.raises(SchemeError, match=r"torch\.float32"):
         Fp8Weight(codes, scale, W8A8)
-    with pytest.raises(SchemeError, match="must be"):
+    with pytest.raises(SchemeError, match=r"\(1, 1\).*\(4, 1\)"):
         Fp8Weight(codes.to(FP8), scale[:1], W8A8)
-    with pytest.raises(SchemeError, match="cannot be"):
+    with pytest.raises(SchemeError, match=r"w8a16.*float8_e4m3fn"):
         Fp8Weight(codes.to(FP8), scale, Int(8, None))
     with pytest.raises(SchemeError, match="bfloat16"):
         stored_tensors(compressed_tensors, "m", Fp8Weight(codes.to(FP8), scale + 1e-4, W8A8), torch.bfloat16)

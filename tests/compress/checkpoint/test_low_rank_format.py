@@ -93,13 +93,13 @@ def test_config_says_every_rank() -> None:
 
 
 def test_factors_that_contradict_each_other_are_refused() -> None:
-    scheme = LowRank(None, 4)
-    with pytest.raises(SchemeError, match="rank 4"):
+    scheme, rounded = LowRank(None, 4), LowRank(Int(8, None), 4)
+    with pytest.raises(SchemeError, match=r"\(6, 4\) .*\(3, 8\) .*rank 4"):
         LowRankWeight(torch.ones(6, 4), torch.ones(3, 8), scheme)
-    with pytest.raises(SchemeError, match="not a scheme of low rank"):
+    with pytest.raises(SchemeError, match=f"^{Int()} "):
         LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), Int())
-    with pytest.raises(SchemeError, match="not stored as"):
-        LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), LowRank(Int(8, None), 4))
+    with pytest.raises(SchemeError, match=f"^factors .*{rounded}"):
+        LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), rounded)
     tensors = stored_tensors(
         compress_runtime, M, LowRankWeight(torch.ones(6, 4), torch.ones(4, 8), scheme), torch.bfloat16
     )
@@ -107,17 +107,17 @@ def test_factors_that_contradict_each_other_are_refused() -> None:
         LowRank(None, 5).read(StoredTensors(M, stored(tensors)))
     with pytest.raises(SchemeError, match="40"):
         compress_runtime.check(LowRank(None, 40), (32, 64))
-    with pytest.raises(SchemeError, match="does not divide"):
+    with pytest.raises(SchemeError, match=r" 32 .* 24 .*--ignore"):
         compress_runtime.check(LowRank(Int(4, 32), 24), (64, 64))
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"bits": 16, "group_size": None, "rank": 0}, "a rank of 0"),
+        ({"bits": 16, "group_size": None, "rank": 0}, "rank .*0 "),
         ({"bits": 16, "group_size": 32, "rank": 8}, "16-bit"),
         ({"bits": 4, "rank": 8, "sparsity": "2:4"}, "2:4"),
-        ({"bits": 8, "group_size": None, "activation_bits": 8, "rank": 8}, "8-bit activations"),
+        ({"bits": 8, "group_size": None, "activation_bits": 8, "rank": 8}, "8-bit.*activation_bits"),
         ({"bits": 9, "rank": 8}, "bits=9"),
     ],
 )
@@ -128,5 +128,5 @@ def test_schemes_that_cannot_be(options, problem) -> None:
 
 @pytest.mark.parametrize("codec", [compressed_tensors, gptq])
 def test_other_formats_refuse_factors(codec) -> None:
-    with pytest.raises(SchemeError, match="cannot hold the two factors"):
+    with pytest.raises(SchemeError, match=f"^{codec.NAME} .*factors.*--format dense"):
         codec.check(LowRank(Int(4, 32), 32), (64, 64))

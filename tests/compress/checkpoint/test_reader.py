@@ -1,6 +1,7 @@
 """Opening model folders, dense and packed: what is fine, and every way in which a folder can be wrong."""
 
 import json
+import re
 import shlex
 import shutil
 from contextlib import suppress
@@ -30,7 +31,7 @@ def test_dense(dense_folder):
     assert dense.shape(UP) == (256, 128)
     assert UP in dense.dense_linears()
     assert "model.embed_tokens" not in dense.dense_linears()
-    with pytest.raises(CheckpointError, match=r"no tensor 'nothing.weight' among its \d+ tensors"):
+    with pytest.raises(CheckpointError, match=r"'nothing\.weight' .* \d+ "):
         dense.weight("nothing")
 
 
@@ -59,7 +60,7 @@ def test_tied_when_the_config_does_not_say():
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [({"type": "float"}, "4-bit"), ({"strategy": "block"}, "by block"), ({"num_bits": 9}, "bits=9")],
+    [({"type": "float"}, "4-bit"), ({"strategy": "block"}, r"\bblock\b"), ({"num_bits": 9}, "bits=9")],
 )
 def test_schemes_out_of_reach(dense_folder, pack, tmp_path, change, complaint):
     pack(dense_folder, tmp_path / "p", lambda module: Int(4, 64))
@@ -120,7 +121,7 @@ def test_shards_and_odd_file_names(tmp_path):
     )
     assert TensorFiles.open(folder).names() == ["a", "b"]
     (folder / INDEX_FILE).unlink()
-    with pytest.raises(CheckpointError, match="2 safetensors"):
+    with pytest.raises(CheckpointError, match=rf" 2 .*{INDEX_FILE}"):
         TensorFiles.open(folder)
     (folder / "x-2.safetensors").unlink()
     assert TensorFiles.open(folder).names() == ["a"]
@@ -171,10 +172,11 @@ def test_wrong_paths(tmp_path):
     with pytest.raises(CheckpointError, match="org/name"):
         TensorFiles.open("org/name")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="is a file, not a model folder"):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/file ") as caught:
         TensorFiles.open(tmp_path / "file")
+    assert caught.value.remedy.endswith(f" {tmp_path}")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="holds no safetensors weights"):
+    with pytest.raises(CheckpointError, match=r"empty .*model\.safetensors"):
         TensorFiles.open(tmp_path / "empty")
 
 
@@ -186,7 +188,7 @@ def test_pickle_is_refused_with_the_command(tmp_path):
 
 def test_gguf_is_named(tmp_path):
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"holds no safetensors weights\. GGUF files are not read"):
+    with pytest.raises(CheckpointError, match="GGUF"):
         TensorFiles.open(tmp_path)
 
 
@@ -211,30 +213,29 @@ def test_truncated_shard(tmp_path):
     whole = (tmp_path / "model.safetensors").read_bytes()
     for size in (0, 5, 40, len(whole) - 1):
         (tmp_path / "model.safetensors").write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match=r"truncated|not a valid safetensors") as refusal:
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors .*\b{size}\b"):
             TensorFiles.open(tmp_path)
-        assert str(size) in refusal.value.problem
     (tmp_path / "model.safetensors").write_bytes(whole + b"more")
-    with pytest.raises(CheckpointError, match="4 bytes"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors .*\b4 bytes"):
         TensorFiles.open(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("header", "complaint"),
     [
-        (b"{not json", "not JSON"),
-        (b"[1]" + b" " * 5, "not a JSON object"),
-        (b'{"a": {"dtype":"U8","shape":[4],"data_offsets":[0,4]}, "a": {}}', "names a tensor twice"),
+        (b"{not json", "JSON .*char 1"),
+        (b"[1]" + b" " * 5, "JSON object"),
+        (b'{"a": {"dtype":"U8","shape":[4],"data_offsets":[0,4]}, "a": {}}', "twice"),
         ({"a": {**ENTRY, "shape": [5]}}, "4 bytes.*U8.*5"),
-        ({"a": {**ENTRY, "dtype": "Q7"}}, "unknown dtype"),
-        ({"a": {**ENTRY, "shape": [-2, -2]}}, "not counts"),
-        ({"a": {**ENTRY, "shape": [2.0, 2]}}, "not counts"),
-        ({"a": {**ENTRY, "shape": "4"}}, "not counts"),
-        ({"a": {**ENTRY, "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}, "impossible shape"),
+        ({"a": {**ENTRY, "dtype": "Q7"}}, "'a' .*'Q7'"),
+        ({"a": {**ENTRY, "shape": [-2, -2]}}, r"'a' .*\[-2, -2\]"),
+        ({"a": {**ENTRY, "shape": [2.0, 2]}}, r"'a' .*\[2\.0, 2\]"),
+        ({"a": {**ENTRY, "shape": "4"}}, r"'a' .*\['4'\]"),
+        ({"a": {**ENTRY, "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}, rf"'a' .*\[0, {2**62}, {2**62}\]"),
         ({"a": {"dtype": "U8"}}, "data_offsets"),
         ({"a": 3}, "data_offsets"),
-        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [2, 6]}}, "overlaps"),
-        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [6, 10]}}, "gap"),
+        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [2, 6]}}, r"'b' .*\b2 .*\b4\)"),
+        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [6, 10]}}, r"'b' .*\b6 .*\b4\)"),
         ({"a": {**ENTRY, "shape": [2**62], "data_offsets": [0, 2**62]}}, "truncated"),
     ],
 )
@@ -264,7 +265,7 @@ def test_corrupted_bytes_never_surprise(tmp_path_factory, changes, cut):
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "a\\b.safetensors"])
 def test_index_must_stay_in_its_folder(tmp_path, name):
     folder = write_shards(tmp_path / "m", {"x.safetensors": {"a": TENSORS["a"]}}, {"a": name})
-    with pytest.raises(CheckpointError, match="points outside of its folder"):
+    with pytest.raises(CheckpointError, match=re.escape(repr(name))):
         TensorFiles.open(folder)
 
 
@@ -275,22 +276,22 @@ def test_index_that_does_not_match(tmp_path):
     with pytest.raises(CheckpointError, match=r"'z'.*x.safetensors"):
         TensorFiles.open(write_shards(tmp_path / "absent", one, {"a": "x.safetensors", "z": "x.safetensors"}))
     twice = {"x.safetensors": {"a": TENSORS["a"]}, "y.safetensors": {"a": TENSORS["a"], "b": TENSORS["b"]}}
-    with pytest.raises(CheckpointError, match="stored twice"):
+    with pytest.raises(CheckpointError, match=r"'a' .*x\.safetensors .*y\.safetensors"):
         TensorFiles.open(write_shards(tmp_path / "twice", twice, {"a": "x.safetensors", "b": "y.safetensors"}))
     folder = write_shards(tmp_path / "garbage", one)
     for text in ("{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": [1]}'):
         (folder / INDEX_FILE).write_text(text)
-        with pytest.raises(CheckpointError, match=r"index|weight_map"):
+        with pytest.raises(CheckpointError, match=INDEX_FILE):
             TensorFiles.open(folder)
 
 
 def test_config_refusals(tmp_path):
     with pytest.raises(CheckpointError, match=r"config.json"):
         read_config(tmp_path)
-    for text, complaint in (("{", "not valid JSON"), ("[]", "not a JSON object")):
+    for text, complaint in (("{", "JSON: .*char 1"), ("[]", "JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=complaint):
             read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"compression_config": {"format_version": 2}}))
-    with pytest.raises(CheckpointError, match=r"format_version.*2.*reads 1.*1"):
+    with pytest.raises(CheckpointError, match=r"format_version 2.* 1 .*1"):
         read_config(tmp_path)

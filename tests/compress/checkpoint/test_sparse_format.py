@@ -134,7 +134,7 @@ def test_kept_values_that_are_zero_keep_their_number() -> None:
 def test_places_that_contradict_each_other_are_refused() -> None:
     scheme = NM(None, TWO_OF_FOUR)
     tensors = {f"{M}.weight_values": torch.ones(1, 4), f"{M}.weight_indices": torch.tensor([[0]], dtype=torch.int32)}
-    with pytest.raises(CheckpointError, match="do not rise"):
+    with pytest.raises(CheckpointError, match=f"{M}.weight_indices .*rise"):
         scheme.read(StoredTensors(M, stored(tensors)))
     tensors[f"{M}.weight_indices"] = torch.zeros(1, 3, dtype=torch.int32)
     with pytest.raises(CheckpointError, match="2:4"):
@@ -155,7 +155,7 @@ def test_config_says_every_scheme() -> None:
         ({"bits": 16, "group_size": None}, "bits=16"),
         ({"bits": 16, "group_size": 32, "sparsity": "2:4"}, "16-bit"),
         ({"bits": 8, "group_size": None, "activation_bits": 8, "sparsity": "2:4"}, "8-bit"),
-        ({"bits": 4, "group_size": 6, "sparsity": "2:4"}, "2:4 pattern"),
+        ({"bits": 4, "group_size": 6, "sparsity": "2:4"}, " 6 .*2:4.*--group-size"),
     ],
 )
 def test_schemes_that_cannot_be(options, problem) -> None:
@@ -164,7 +164,7 @@ def test_schemes_that_cannot_be(options, problem) -> None:
 
 
 def test_other_formats_refuse_to_leave_zeros_out() -> None:
-    with pytest.raises(SchemeError, match="omitted zeros"):
+    with pytest.raises(SchemeError, match=r"compressed-tensors.*zeros.*--format dense"):
         compressed_tensors.check(NM(Int(4, 128), TWO_OF_FOUR), (8, 128))
 
 

@@ -50,15 +50,15 @@ def test_left_out_layers_have_a_reason(dense_folder, pack, tmp_path):
 @pytest.mark.parametrize(
     ("edit", "complaint"),
     [
-        (lambda t: t[f"{DOWN}.weight_scale"].view(-1)[3:4].fill_(float("nan")), "has 1 scales that are not finite"),
-        (lambda t: t["model.norm.weight"][0:1].fill_(float("inf")), "model.norm.weight holds NaN or infinity"),
+        (lambda t: t[f"{DOWN}.weight_scale"].view(-1)[3:4].fill_(float("nan")), f"{DOWN} has 1 scales"),
+        (lambda t: t["model.norm.weight"][0:1].fill_(float("inf")), "model.norm.weight holds NaN"),
         (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
         (lambda t: t.pop(f"{DOWN}.weight_shape"), "weight_shape"),
-        (lambda t: t.update({f"{DOWN}.weight": torch.ones(128, 256)}), "stored both dense and packed"),
-        (lambda t: t.update({f"{DOWN}.weight_zero_point": torch.ones(2)}), "is symmetric, but stores zero points"),
-        (lambda t: t.update({"model.x.weight_packed": torch.ones(2)}), "belongs to no quantized module"),
-        (lambda t: t.update({"model.x.weight": torch.ones(2, 2)}), "missing from `ignore`: model.x"),
-        (lambda t: t.update({"model.x.bias": torch.ones(2)}), "model.x.bias is not in the source"),
+        (lambda t: t.update({f"{DOWN}.weight": torch.ones(128, 256)}), f"{DOWN} is stored both"),
+        (lambda t: t.update({f"{DOWN}.weight_zero_point": torch.ones(2)}), "zero points"),
+        (lambda t: t.update({"model.x.weight_packed": torch.ones(2)}), "model.x.weight_packed belongs"),
+        (lambda t: t.update({"model.x.weight": torch.ones(2, 2)}), "`ignore`: model.x"),
+        (lambda t: t.update({"model.x.bias": torch.ones(2)}), "model.x.bias is not"),
         (lambda t: t[f"{DOWN}.weight_shape"][1].fill_(128), "pack to"),
         (
             lambda t: t.update({"model.norm.weight": t.pop("model.embed_tokens.weight")}),
@@ -77,10 +77,10 @@ def test_config_that_disagrees(packed):
     folder, _ = packed
     config = read_config(folder)
     write_config(folder, {**config, "intermediate_size": 512})
-    assert any("config.json says (128, 512)" in problem for problem in verify_structure(folder).problems)
+    assert any("(128, 512)" in problem for problem in verify_structure(folder).problems)
     config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["re:.*up_proj"]
     write_config(folder, config)
-    with pytest.raises(CheckpointError, match="no config group"):
+    with pytest.raises(CheckpointError, match=r"targets model\.layers\."):
         verify_structure(folder)
 
 
@@ -158,15 +158,15 @@ def test_export_refusals(dense_folder, pack, tmp_path):
     pack(dense_folder, tmp_path / "w5", lambda module: Int(5, 64))
     pack(dense_folder, tmp_path / "mixed", lambda module: Int(8 if "down" in module else 4, 64))
     pack(dense_folder, tmp_path / "w8a8", lambda module: Int(8, None, activations=Activations.INT8))
-    refuse_export(tmp_path / "asym", "gptq", "zero points of asymmetric codes")
-    refuse_export(tmp_path / "w5", "gptq", "2, 3, 4 or 8 bits, not 5")
-    refuse_export(tmp_path / "w5", "awq", "4-bit weights")
-    refuse_export(tmp_path / "mixed", "gptq", "one scheme for all layers, not 2")
-    refuse_export(tmp_path / "w8a8", "gptq", "no 8-bit activations")
-    refuse_export(dense_folder, "gptq", "holds no quantized weights")
-    refuse_export(tmp_path / "w5", "gguf", "'gguf' is not supported")
+    refuse_export(tmp_path / "asym", "gptq", "asymmetric")
+    refuse_export(tmp_path / "w5", "gptq", r"gptq .*2, 3, 4 .*8 .* 5\. ")
+    refuse_export(tmp_path / "w5", "awq", "awq .*4-bit.* w5a16")
+    refuse_export(tmp_path / "mixed", "gptq", r"gptq .* 2\. .*compressed-tensors")
+    refuse_export(tmp_path / "w8a8", "gptq", "gptq .*8-bit")
+    refuse_export(dense_folder, "gptq", f"^{dense_folder} .*compress quantize")
+    refuse_export(tmp_path / "w5", "gguf", "'gguf'")
     export_checkpoint(tmp_path / "w8a8", "dense", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/out exists"):
         export_checkpoint(tmp_path / "w8a8", "dense", tmp_path / "out")
 
 

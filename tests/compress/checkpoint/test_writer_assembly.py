@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import resource
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from compress.checkpoint.writer import BlockStore, assemble
 from compress.common import files
 from compress.common.errors import CheckpointError
 from compress.common.files import atomic_file, check_out_folder
+
+TOO_LARGE = os.strerror(errno.EFBIG)
 
 TENSORS = {
     "blocks.0.w": torch.arange(12, dtype=torch.int32).view(3, 4),
@@ -129,7 +132,7 @@ def test_out_folder_that_exists(store, tmp_path):
         assemble(store, ["rest"], tmp_path / "out")
     assert content(tmp_path / "out") == {}
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="is not a writable folder"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/file/out: {tmp_path}/file .*--out"):
         check_out_folder(tmp_path / "file" / "out")
     assert check_out_folder(tmp_path / "a" / "new") == tmp_path / "a" / "new"
 
@@ -139,7 +142,7 @@ def test_only_what_a_run_has_written_is_named_for_removal(tmp_path, monkeypatch)
     old = tmp_path / "my model"
     old.mkdir()
     (old / "compression_report.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=rf"\(rm -r '{re.escape(str(old))}'\) or choose --out OTHER"):
+    with pytest.raises(CheckpointError, match=rf"\(rm -r '{re.escape(str(old))}'\) .*--out"):
         check_out_folder(old)
     monkeypatch.chdir(old)
     for out in (".", "", "..", "/", "~", tmp_path):
@@ -148,17 +151,17 @@ def test_only_what_a_run_has_written_is_named_for_removal(tmp_path, monkeypatch)
 
 
 def test_tensor_in_two_pieces(store, tmp_path):
-    with pytest.raises(CheckpointError, match="written twice"):
+    with pytest.raises(CheckpointError, match=r"twice.*--restart"):
         assemble(store, ["rest", "rest"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_full_disk_leaves_nothing(store, dense_folder, tmp_path):
     before = content(tmp_path)
-    with file_size_limit(200_000), pytest.raises(CheckpointError, match=r"no space left while writing .*Free space"):
+    with file_size_limit(200_000), pytest.raises(CheckpointError, match=rf"\({TOO_LARGE}\).*--out"):
         assemble(store, ["rest", "blocks"], tmp_path / "out", source=TensorFiles.open(dense_folder))
     assert content(tmp_path) == before, "no output, and the pieces are still there to resume from"
-    with file_size_limit(100), pytest.raises(CheckpointError, match="no space left"):
+    with file_size_limit(100), pytest.raises(CheckpointError, match=rf"\({TOO_LARGE}\).*--out"):
         store.write("rest", TENSORS)
     assert content(tmp_path) == before, "a piece that does not fit leaves the old one"
     assemble(store, ["rest", "blocks"], tmp_path / "out")

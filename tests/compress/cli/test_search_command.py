@@ -1,6 +1,7 @@
 """`compress search` as it is typed."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_a_recipe_alone(compress, tiny_model, tmp_path: Path) -> None:
     assert sum(len(stage.targets) for stage in recipe.stages) == 21
     assert "#   compress search" in (tmp_path / "small.yaml").read_text()
     _, said = compress("search", tiny_model(), "--target-bpw", "4.5", *QUICK, "--recipe-only", "--out", "small")
-    assert "24 of 24 sensitivities are in small.sensitivities.json already" in said
+    assert re.search(r"24 of 24 .*small\.sensitivities\.json", said)
 
 
 def test_refusals_are_one_line(compress, tiny_model) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -38,11 +39,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
 def test_without_the_library_everything_says_why(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setattr(binding, "LIBRARY", tmp_path / "libnative.so")
     assert loaded_library() is None
-    assert absence() == "the CPU kernels are not compiled: run python -m compress.cpu.build"
+    assert re.search(r"not compiled.*python -m compress\.cpu\.build", absence())
     assert binding.best_instruction_set() == -1
-    with pytest.raises(ToolkitError, match=r"no CPU kernels.*not compiled"):
+    with pytest.raises(ToolkitError, match=r"not compiled.*python -m compress\.cpu\.build"):
         binding.set_threads(1)
-    with pytest.raises(ToolkitError, match="no CPU kernels"):
+    with pytest.raises(ToolkitError, match=r"not compiled.*python -m compress\.cpu\.build"):
         CpuLinear(random_weight((64, 64), Int(4, 32)))
 
 
@@ -55,7 +56,7 @@ def test_its_absence_is_logged_once_with_the_remedy(
         assert loaded_library() is None
         assert binding.best_instruction_set() == -1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "run python -m compress.cpu.build (until then PyTorch computes" in caplog.text
+    assert "python -m compress.cpu.build" in caplog.text
 
 
 @pytest.mark.skipif(loaded_library() is None, reason=absence())
@@ -103,7 +104,7 @@ def test_a_library_older_than_its_sources_is_not_used(fresh: pytest.MonkeyPatch)
 
 def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolkitError, match=r"no C compiler on PATH.*apt install gcc"):
+    with pytest.raises(ToolkitError, match=r"PATH.*apt install gcc"):
         build.build(tmp_path / "libnative.so")
     assert not list(tmp_path.iterdir())
 
@@ -115,7 +116,7 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch: pytest.MonkeyP
     target = tmp_path / "libnative.so"
     target.write_bytes(b"before")
     monkeypatch.setattr(build, "SOURCES", tmp_path / "c")
-    with pytest.raises(ToolkitError, match=r"failed: .*broken\.c"):
+    with pytest.raises(ToolkitError, match=r"broken\.c.*GCC 11"):
         build.build(target)
     assert target.read_bytes() == b"before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "libnative.so"]
@@ -125,12 +126,12 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     if loaded_library() is None:
         pytest.skip(absence())
     linear = CpuLinear(random_weight((64, 64), Int(4, 32)), instruction_set=7)
-    with pytest.raises(ToolkitError, match="lacks the instruction set"):
+    with pytest.raises(ToolkitError, match=r"instruction set.*--linear-backend"):
         linear(torch.zeros(1, 64))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError, match=r"cannot write .*absent.*pip install"):
+    with pytest.raises(ToolkitError, match=r"absent/libnative\.so .*pip install"):
         build.build(tmp_path / "absent" / "libnative.so")
 
 

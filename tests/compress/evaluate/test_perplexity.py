@@ -110,12 +110,12 @@ def test_logits_that_are_not_numbers_are_an_error(bad: float, who: str):
     broken, good = random_table(1), random_table(2)
     broken[:, 3] = bad
     model, baseline = (broken, good) if who == "model" else (good, broken)
-    with pytest.raises(NumericsError, match=f"the {who} gave NaN or infinite logits"):
+    with pytest.raises(NumericsError, match=f"{who} .*NaN .*compress verify"):
         evaluate(TableScorer(model), random_windows(2, 4), TableScorer(baseline))
 
 
 def test_another_vocabulary_is_no_baseline():
-    with pytest.raises(CheckpointError, match=r"7 tokens.*baseline 9") as caught:
+    with pytest.raises(CheckpointError, match=r" 7 .* 9\. .*--baseline") as caught:
         evaluate(TableScorer(random_table(1)), random_windows(2, 4), TableScorer(random_table(2, vocabulary=9)))
     assert "--baseline" in caught.value.remedy
 
@@ -165,7 +165,7 @@ def test_max_tokens_keeps_the_first_windows():
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_too_short_a_text_is_refused_with_a_length_that_works(adds_bos: bool):
     tokenizer = Letters(adds_bos)
-    with pytest.raises(DataError, match=r"5 tokens.*16") as caught:
+    with pytest.raises(DataError, match=r"\b5 .*\b16\b") as caught:
         cut_windows(source_of("abcde"), tokenizer, length=16)
     advised = 6 if adds_bos else 5
     assert f"--max-seq-length {advised}" in caught.value.remedy
@@ -173,7 +173,7 @@ def test_too_short_a_text_is_refused_with_a_length_that_works(adds_bos: bool):
 
 
 def test_a_window_that_predicts_nothing_is_refused():
-    with pytest.raises(DataError, match="predict nothing"):
+    with pytest.raises(DataError, match=r" 1 .*--max-seq-length 2 "):
         cut_windows(source_of("abc"), Letters(adds_bos=False), length=1)
     with pytest.raises(DataError, match="--tokens 0"):
         cut_windows(source_of("abc"), Letters(adds_bos=False), length=2, max_tokens=0)

@@ -128,8 +128,8 @@ def test_other_text_and_vanished_text_are_no_warning(make_recorded, text: Path):
     [
         ({"backend": "vllm"}, "'vllm'", "--backend"),
         ({"dtype": "int3"}, "'int3'", "bfloat16"),
-        ({"data": "./nowhere.txt"}, "does not exist", "pydoc"),
-        ({"length": 1}, "predict nothing", "--max-seq-length 2"),
+        ({"data": "./nowhere.txt"}, r" \./nowhere\.txt ", "pydoc"),
+        ({"length": 1}, " 1 ", "--max-seq-length 2"),
         ({"backend": "transformers", "kernels": "w4a8"}, "w4a8", "--backend runtime"),
     ],
 )

@@ -210,11 +210,11 @@ def test_without_ranges_the_importance_decides() -> None:
 def test_refusals() -> None:
     weight, inputs = random_weight(4, 64), outlier_inputs(16, 64)
     inputs[0, 0] = torch.nan
-    with pytest.raises(NumericsError, match="sample inputs"):
+    with pytest.raises(NumericsError, match=r"sample .*\b1 .*1024"):
         quantize_awq(weight, Int(4, 32), inputs=inputs)
-    with pytest.raises(NumericsError, match="input magnitude"):
+    with pytest.raises(NumericsError, match=r"magnitude .*\b1 .*64"):
         smooth([weight], inputs.abs().mean(0), lambda w: w, lambda w, s: 0.0)
-    with pytest.raises(NumericsError, match="before smoothing is nan"):
+    with pytest.raises(NumericsError, match=r"smoothing .*nan"):
         smooth([weight], torch.ones(64), lambda w: w, lambda w, s: float("nan"))
     weight[0, 0] = torch.inf
     with pytest.raises(NumericsError, match="weight"):

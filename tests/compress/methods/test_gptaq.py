@@ -116,5 +116,5 @@ def test_differences_add_up_over_batches(layer) -> None:
         parts.update(left, right)
     torch.testing.assert_close(whole.moment, moments(inputs, dense)[1], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(parts.moment, whole.moment, rtol=1e-4, atol=1e-3)
-    with pytest.raises(ValueError, match="not of the same tokens"):
+    with pytest.raises(ValueError, match=f"{len(inputs)}, .*{len(inputs) - 1}, "):
         whole.update(inputs, dense[1:])

@@ -100,9 +100,9 @@ def test_what_is_no_number_is_refused() -> None:
     broken = torch.full((3, 3), float("nan"))
     with pytest.raises(NumericsError, match="weight"):
         decompose(broken, Whitening(), 2)
-    with pytest.raises(NumericsError, match="second moments"):
+    with pytest.raises(NumericsError, match=r"moments .*9"):
         whiten(broken)
-    with pytest.raises(NumericsError, match="input magnitude"):
+    with pytest.raises(NumericsError, match=r"magnitude .*3"):
         scale_inputs(broken[0])
 
 

@@ -77,15 +77,15 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
     base = without_columns(scheme.inner.round(weight), columns)
     values = weight[:, columns.long()].bfloat16()
     OutlierWeight(base, columns, values, scheme)
-    with pytest.raises(SchemeError, match="do not fit"):
+    with pytest.raises(SchemeError, match=r"\(1,\) .*\(\d+, 2\) "):
         OutlierWeight(base, columns[:1], values, scheme)
-    with pytest.raises(SchemeError, match="do not rise"):
+    with pytest.raises(SchemeError, match=r" 0 .* 127$"):
         OutlierWeight(base, columns.flip(0), values, scheme)
-    with pytest.raises(SchemeError, match="do not rise"):
+    with pytest.raises(SchemeError, match=r" 0 .* 127$"):
         OutlierWeight(base, torch.tensor([5, 128], dtype=torch.int32), values, scheme)
     with pytest.raises(SchemeError, match="zero point"):
         OutlierWeight(scheme.inner.round(weight), columns, values, scheme)
-    with pytest.raises(SchemeError, match="outlier columns"):
+    with pytest.raises(SchemeError, match=r"2:4.*outlier"):
         Scheme.from_dict({"bits": 4, "group_size": 32, "sparsity": "2:4", "outliers": 2})
     with pytest.raises(SchemeError, match="128 inputs"):
         compress_runtime.check(OutlierColumns(Int(4, 32), 128), (96, 128))
@@ -178,7 +178,7 @@ def test_a_model_is_compressed_verified_served_and_exported(tiny_model, tmp_path
         crossed = open_scorer(out, "transformers", dtype="float32").logits(tokens)
         torch.testing.assert_close(served, crossed, rtol=1e-3, atol=1e-3)
     assert not PackedCheckpoint.open(export_checkpoint(out, "dense", tmp_path / "dense")).schemes
-    with pytest.raises(SchemeError, match="16-bit columns"):
+    with pytest.raises(SchemeError, match=r"compressed-tensors .*columns.*--format dense"):
         export_checkpoint(out, "compressed-tensors", tmp_path / "other")
 
 
@@ -209,9 +209,9 @@ def test_recipes_and_stages_say_what_makes_no_sense(tiny_model, tmp_path) -> Non
     assert QuantizeStage("rtn", Int(), outlier_columns=5).scheme_for(4096).num_outliers == 5
     assert QuantizeStage("rtn", Int(), outlier_columns=5).needs_calibration
     for wrong in (0, -1, 1.5, float("nan"), float("inf")):
-        with pytest.raises(RecipeError, match="below 1"):
+        with pytest.raises(RecipeError, match=f"outlier_columns={wrong:g} "):
             QuantizeStage("gptq", Int(), outlier_columns=wrong)
-    with pytest.raises(RecipeError, match="pruned and has outlier columns"):
+    with pytest.raises(RecipeError, match=r"pruned .*outlier"):
         prepared(
             tiny_model("llama"),
             tmp_path / "unwritten",
@@ -219,5 +219,5 @@ def test_recipes_and_stages_say_what_makes_no_sense(tiny_model, tmp_path) -> Non
             QuantizeStage("gptq", Int(4, 64), outlier_columns=2),
         )
     stage = QuantizeStage("rtn", Int(8, None), outlier_columns=2, targets=("embed_tokens",))
-    with pytest.raises(RecipeError, match="has no outlier columns"):
+    with pytest.raises(RecipeError, match=r"embed_tokens.*outlier_columns"):
         prepared(tiny_model("llama"), tmp_path / "unwritten", stage)

@@ -96,5 +96,5 @@ def test_a_channel_that_is_never_excited_stays_finite() -> None:
 
 def test_what_is_not_finite_is_refused() -> None:
     weight, inputs = make_problem(1.0)
-    with pytest.raises(NumericsError, match="largest input magnitude"):
+    with pytest.raises(NumericsError, match=r"magnitude .*64"):
         search([weight], torch.full((64,), float("nan")), w8a8_loss(weight, inputs))

@@ -162,14 +162,14 @@ def test_memory_is_what_was_foreseen_and_shared_where_the_kernel_can(tiny_model,
 def test_what_cannot_be_done_at_the_ends_is_said_before_anything_runs(tiny_model, tmp_path) -> None:
     tied, own = (tiny_model("llama", tie_word_embeddings=each) for each in (True, False))
     cases = [
-        (tied, QuantizeStage("rtn", Int(8, None), targets=("lm_head",)), "lm_head, which is the embedding"),
-        (own, QuantizeStage("awq", Int(4, 64), targets=("lm_head",)), "awq cannot change lm_head"),
-        (own, QuantizeStage("gptq", Int(4, 64), targets=("embed_tokens",)), "gptq cannot change model.embed_tokens"),
-        (own, FactorizeStage("svd", targets=("lm_head",)), "factorize cannot change lm_head"),
+        (tied, QuantizeStage("rtn", Int(8, None), targets=("lm_head",)), "lm_head, .*embedding"),
+        (own, QuantizeStage("awq", Int(4, 64), targets=("lm_head",)), "^awq .*lm_head,"),
+        (own, QuantizeStage("gptq", Int(4, 64), targets=("embed_tokens",)), r"^gptq .*model\.embed_tokens,"),
+        (own, FactorizeStage("svd", targets=("lm_head",)), "^factorize .*lm_head,"),
         (
             own,
             QuantizeStage("rtn", Int(8, None, activations=Activations.INT8), targets=("lm_head",)),
-            "no 8-bit activations",
+            "lm_head, .*activation_bits",
         ),
     ]
     for source, stage, problem in cases:

@@ -67,11 +67,11 @@ def test_candidates_are_what_the_options_say() -> None:
     [
         ("{format: int5}", r"kv.yaml:2.*'int5'.*'int8'"),
         ("{max_kl: 0}", r"max_kl=0.0"),
-        ("{tokens: 1}", "2 tokens"),
-        ("{sinks: -1}", "no number of tokens"),
+        ("{tokens: 1}", " 2 .*tokens: 16384"),
+        ("{sinks: -1}", "sinks=-1 "),
         ("{format: 16bit, rotate: true}", "16-bit"),
         ("{bits: 4}", r"'bits'.*kv_cache"),
-        ("{}\n- kv_cache: {}", "two kv_cache stages"),
+        ("{}\n- kv_cache: {}", "kv_cache .*`auto`"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused(text, problem) -> None:
@@ -136,18 +136,18 @@ def test_verify_tells_a_record_that_makes_no_sense(tmp_path) -> None:
     compress(demo_model_path(), out, KVCacheStage("16bit"))
     config = read_config(out)
     for block, problem in (
-        ({"format": "int3"}, "KV cache format 'int3' is unknown"),
-        ({"format": "int4", "colour": 1}, "unknown field 'colour'"),
+        ({"format": "int3"}, "'int3'"),
+        ({"format": "int4", "colour": 1}, "'colour'"),
     ):
         config[COMPRESSION_KEY]["kv_cache"] = block
         write_config(out, config)
         assert any(problem in each for each in verify_structure(out).problems)
     config[COMPRESSION_KEY] |= {"kv_cache": INT4.to_dict(), "kv_cache_measured": record_of((INT4, 1, 0.5)).to_dict()}
     write_config(out, config)
-    assert any("not measured within a mean KL of 0.01" in each for each in verify_structure(out).problems)
+    assert any("KL of 0.01" in each for each in verify_structure(out).problems)
     config[COMPRESSION_KEY]["kv_cache_measured"] = {"candidates": 3}
     write_config(out, config)
-    assert any("kv_cache_measured cannot be read" in each for each in verify_structure(out).problems)
+    assert any("kv_cache_measured" in each for each in verify_structure(out).problems)
 
 
 def test_models_that_the_runtime_does_not_serve_are_refused_before_anything_runs(tiny_model, tmp_path) -> None:

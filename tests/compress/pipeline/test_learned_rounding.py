@@ -141,9 +141,9 @@ def test_memory_that_runs_out_halves_the_batch_of_both_streams(tiny_model, tmp_p
 
 def test_what_alpha_means_depends_on_the_method() -> None:
     assert gptaq(alpha=0.25).options.alpha == 0.25
-    with pytest.raises(RecipeError, match=r"alpha=2\.0 with gptaq"):
+    with pytest.raises(RecipeError, match=r"alpha=2\.0 .*gptaq"):
         gptaq(alpha=2.0)
-    with pytest.raises(RecipeError, match="keeps no outlier columns"):
+    with pytest.raises(RecipeError, match=r"^gptaq .*outlier.*rtn"):
         gptaq(outlier_columns=0.01)
     with pytest.raises(RecipeError, match=r"alpha=0\.5 .* gptq"):
         make_options(quantization("gptq"), {"alpha": 0.5})

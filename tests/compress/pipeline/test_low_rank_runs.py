@@ -114,7 +114,7 @@ def test_self_drafts_by_rounding_multiply_factors_out(tiny_model, tmp_path, bits
     target = load_model(out, dtype="float32")
     assert any("w4a16" in line for line in round_layers(target, out, 4).description)
     if bits:
-        with pytest.raises(ToolkitError, match="bits already"):
+        with pytest.raises(ToolkitError, match=r"q_proj .* \d\S* .* 8 .*--speculative-model"):
             round_layers(target, out, 8)
 
 
@@ -161,7 +161,7 @@ def test_layers_kept_whole_are_quantized_like_others(tmp_path) -> None:
 
 def test_factors_export_only_dense(tiny_model, tmp_path) -> None:
     compress(tiny_model("llama"), tmp_path / "packed", FactorizeStage("svd", 0.5, "uniform"))
-    with pytest.raises(SchemeError, match="two factors"):
+    with pytest.raises(SchemeError, match=r"compressed-tensors .*factors.*--format dense"):
         export_checkpoint(tmp_path / "packed", "compressed-tensors", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
@@ -172,7 +172,8 @@ def test_broken_factors_are_found(tiny_model, tmp_path) -> None:
     compress(tiny_model("llama"), out, FactorizeStage("svd", 0.5, "uniform"))
     name = "model.layers.0.mlp.up_proj.right.weight"
     change_tensors(out, lambda tensors: tensors[name][0, :1].fill_(float("nan")))
-    assert "model.layers.0.mlp.up_proj.right holds NaN or infinity" in verify_structure(out).problems
+    broken = name.removesuffix(".weight")
+    assert any(problem.startswith(f"{broken} holds NaN") for problem in verify_structure(out).problems)
     change_tensors(out, lambda tensors: tensors.update({name: tensors[name][:-1]}))
     assert any("contradict each other" in problem for problem in verify_structure(out).problems)
 
@@ -229,7 +230,7 @@ def test_a_size_decides_the_share(tiny_model, tmp_path) -> None:
     result = compress(tiny_model(), tmp_path / "out", stage)
     stored = sum(tensor.nbytes for tensor in result.structure.dense) + result.structure.quantized_bytes
     assert 0.98 * target < stored <= target
-    for size, problem in ((1000, "low rank cannot give 1,000 bytes"), (2 * dense, "Choose a smaller size")):
+    for size, problem in ((1000, " 1,000 .*quantize"), (2 * dense, f" {2 * dense:,} .*smaller")):
         with pytest.raises(RecipeError, match=problem):
             prepared(tiny_model(), tmp_path / "no", FactorizeStage("svd", allocation="model", target_size=size))
 

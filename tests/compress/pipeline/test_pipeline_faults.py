@@ -1,6 +1,7 @@
 """Faults in a run: one clear error, nothing half-written, and memory shortage is no error at all."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from folders import change_tensors, private_copy
 
 from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.weights import Int
-from compress.common.errors import CheckpointError, NumericsError, ToolkitError
+from compress.common.errors import CheckpointError, DataError, NumericsError, ToolkitError
 from compress.pipeline.memory import is_out_of_memory, with_smaller_batches
 from compress.pipeline.run import RunResult
 from compress.recipe import CalibrationOptions, QuantizeStage
@@ -40,7 +41,7 @@ def assert_nothing_written(tmp_path: Path) -> None:
 )
 def test_nan_weights_are_named_before_anything_is_written(source, tmp_path, method, name) -> None:
     damage(source, name, lambda tensor: tensor.view(-1)[7].fill_(float("nan")))
-    with pytest.raises(NumericsError, match=f"{name} holds 1 NaN or infinite values among"):
+    with pytest.raises(NumericsError, match=rf"^{name} .*\b1 NaN"):
         compress(source, tmp_path / "packed", method)
     assert_nothing_written(tmp_path)
 
@@ -55,14 +56,14 @@ def test_activations_that_overflow_are_named_and_leave_nothing(source, tmp_path)
 def test_existing_output_is_never_touched(source, tmp_path) -> None:
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "mine.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/packed exists"):
         compress(source, tmp_path / "packed")
     assert (tmp_path / "packed" / "mine.txt").read_text() == "mine"
 
 
 def test_a_disk_too_small_is_refused_at_once(source, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(CheckpointError, match=r"free, but .* are needed"):
+    with pytest.raises(CheckpointError, match=r" 0\.0 MB .* \d+\.\d MB .*--out"):
         compress(source, tmp_path / "packed")
     assert_nothing_written(tmp_path)
 
@@ -80,7 +81,7 @@ def test_a_disk_that_fills_up_keeps_finished_blocks(source, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "tensor_bytes", full_later)
-        with pytest.raises(CheckpointError, match="no space left while writing"):
+        with pytest.raises(CheckpointError, match=rf"\({os.strerror(errno.ENOSPC)}\).*--out"):
             compress(source, tmp_path / "packed", "rtn")
     assert not (tmp_path / "packed").exists()
     assert (tmp_path / "packed.partial" / "pieces" / "block-00000.safetensors").exists()
@@ -132,7 +133,7 @@ def test_out_of_memory_halves_the_micro_batch(source, tmp_path, monkeypatch, kin
 
 def test_not_even_one_sequence_fits(source, tmp_path, monkeypatch) -> None:
     starve(monkeypatch, 0)
-    with pytest.raises(ToolkitError, match="not enough memory even for one sequence") as caught:
+    with pytest.raises(ToolkitError, match="--max-seq-length") as caught:
         compress(source, tmp_path / "packed")
     assert "--max-seq-length" in caught.value.remedy
     assert_nothing_written(tmp_path)
@@ -155,6 +156,6 @@ def test_a_dead_layer_falls_back_and_the_report_says_so(source, tmp_path) -> Non
 def test_missing_tokenizer_is_one_line(source, tmp_path) -> None:
     for file in source.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ToolkitError, match="no tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
         compress(source, tmp_path / "packed")
     assert_nothing_written(tmp_path)

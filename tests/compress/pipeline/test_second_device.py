@@ -58,7 +58,7 @@ def test_tensors_of_two_devices_are_refused() -> None:
     with SecondDevice() as device:
         there = torch.ones(3).to(SECOND)
         assert torch.equal((there + 1).cpu(), torch.full((3,), 2.0))
-        with pytest.raises(RuntimeError, match="two devices"):
+        with pytest.raises(RuntimeError, match=r"add.*\(3,\).*\(3,\)"):
             there + torch.ones(3)
     assert device.arrivals == [3]
 

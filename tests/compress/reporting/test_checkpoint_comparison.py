@@ -72,23 +72,23 @@ def test_what_cannot_be_compared_is_refused(reports) -> None:
         return changed(other, quality=changed(other.quality, **changes))
 
     refused = {
-        "nothing to compare": [one],
-        "named twice": [one, one],
-        "different sources": [one, changed(other, source="elsewhere")],
-        "different sizes of the source": [one, changed(other, plan=changed(other.plan, bytes_before=7))],
-        "different evaluation texts": [one, measured(data_sha256="0" * 64)],
-        "different evaluation protocols": [one, measured(protocol="windows of 7")],
-        "different numbers of evaluated tokens": [one, measured(tokens=7)],
-        "different evaluation backends": [one, measured(backend="transformers")],
-        "different perplexities of the dense model": [one, measured(baseline_perplexity=3.0)],
-        "no perplexity and no KL": [one, changed(other, quality=None, not_measured="no room")],
-        "has no KL": [one, measured(kl_mean=None)],
+        "^1 ": [one],
+        "twice": [one, one],
+        " elsewhere": [one, changed(other, source="elsewhere")],
+        r" 7\. ": [one, changed(other, plan=changed(other.plan, bytes_before=7))],
+        "0{64}": [one, measured(data_sha256="0" * 64)],
+        r"windows of 7\. ": [one, measured(protocol="windows of 7")],
+        r" 8\. ": [one, measured(tokens=8)],
+        r" transformers\. ": [one, measured(backend="transformers")],
+        r" 3\.": [one, measured(baseline_perplexity=3.0)],
+        r" KL.*no room": [one, changed(other, quality=None, not_measured="no room")],
+        "--measure ppl": [one, measured(kl_mean=None)],
     }
     for said, pair in refused.items():
         with pytest.raises(ToolkitError, match=said):
             compare(pair)
-    for axes in (("weight", "kl"), ("size", "taste")):
-        with pytest.raises(ToolkitError, match="is unknown"):
+    for axes, wrong in ((("weight", "kl"), "'weight'"), (("size", "taste"), "'taste'")):
+        with pytest.raises(ToolkitError, match=f"^--.* {wrong}"):
             compare(reports, *axes)
     assert compare([made_of(one, "a", 1, None), made_of(one, "b", 2, None)], loss="ppl").loss_name == "ppl"
 

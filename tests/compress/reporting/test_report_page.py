@@ -11,7 +11,7 @@ import pytest
 
 from compress.checkpoint.weights import Int
 from compress.cli import main
-from compress.common.errors import ToolkitError
+from compress.common.errors import CheckpointError, ToolkitError
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, PruneStage, QuantizeStage, Recipe
@@ -208,7 +208,7 @@ def test_without_matplotlib_the_page_shows_tables(runs, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda report: report.update(format_version=2), r"format_version.*2.*reads 1"),
+        (lambda report: report.update(format_version=2), r"format_version 2.* 1"),
         (lambda report: report.pop("plan"), "plan: "),
         (lambda report: report.update(blocks="none"), "blocks: "),
         (lambda report: report["blocks"].append(3), r"blocks\[3\]: "),
@@ -241,11 +241,11 @@ def test_extreme_figures_are_drawn(damaged) -> None:
 
 
 def test_no_report_and_no_json_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError, match="does not exist"):
+    with pytest.raises(CheckpointError, match=f"{REPORT} .*exist"):
         read_report(tmp_path)
     for content in (b"{", b"\xff\xfe", b"[]", b"[" * 100_000):
         (tmp_path / REPORT).write_bytes(content)
-        with pytest.raises(ToolkitError, match=r"not valid JSON|not an object"):
+        with pytest.raises(CheckpointError, match=rf"{REPORT} .*(JSON|object)"):
             read_report(tmp_path)
 
 
@@ -263,9 +263,9 @@ def test_the_command_writes_the_page_and_spares_other_files(runs, tmp_path: Path
     (tmp_path / "letter.txt").write_text("mine")
     status, said = report("--out", "letter.txt")
     assert status == 1
-    assert "is no page of this command" in said
+    assert re.search(r"letter\.txt .*--out", said)
     assert (tmp_path / "letter.txt").read_text() == "mine"
-    with pytest.raises(ToolkitError, match="is a folder"):
+    with pytest.raises(ToolkitError, match=rf"^{tmp_path} .*--out {tmp_path}/report\.html"):
         Page("", "", "", []).write(tmp_path)
-    with pytest.raises(ToolkitError, match="does not exist"):
+    with pytest.raises(ToolkitError, match=f"{tmp_path}/nowhere .*--out"):
         Page("", "", "", []).write(tmp_path / "nowhere" / "page.html")

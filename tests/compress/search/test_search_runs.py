@@ -199,7 +199,7 @@ def test_an_interrupted_search_goes_on_with_what_it_has(tiny_model, tmp_path: Pa
 def test_figures_of_another_model_are_refused(tiny_model, tmp_path: Path) -> None:
     out = tmp_path / "out"
     find(opened(tiny_model("llama"), out, asked(Goal(kl=1.0), candidates=MENU[1:])), files(out), quiet=True)
-    with pytest.raises(CheckpointError, match=r"another configuration \(measured, texts differ\).*--restart"):
+    with pytest.raises(CheckpointError, match=r"\(measured, texts .*--restart"):
         find(opened(tiny_model("llama"), out, asked(Goal(kl=1.0), measured=3)), files(out), quiet=True)
 
 
@@ -220,10 +220,10 @@ def test_a_divergence_is_met_by_a_few_checkpoints(tiny_model, tmp_path: Path) ->
 @pytest.mark.full
 def test_what_cannot_be_reached_is_said_with_what_can(tiny_model, tmp_path: Path) -> None:
     out, model = tmp_path / "out", tiny_model("llama")
-    with pytest.raises(RecipeError, match=r"2 bits.*2.250 bits"):
+    with pytest.raises(RecipeError, match=r"\b2 .*\b2\.250 "):
         opened(model, out, asked(Goal(bits_per_weight=2.0)))
     findings = find(opened(model, out, asked(Goal(kl=1e-9), candidates=MENU[:2])), files(out), quiet=True)
-    with pytest.raises(RecipeError, match=r"1 tries.*1e-09.*w4g64"):
+    with pytest.raises(RecipeError, match=r" 1 .*1e-09.*w4g64"):
         carry_out(findings, files(out), quiet=True)
     assert not list(tmp_path.glob("out*"))
 

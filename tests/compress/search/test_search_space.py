@@ -54,13 +54,13 @@ def test_forms_know_about_how_many_bits_they_take() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("w4", "leaves nothing to choose"),
+        ("w4", " 1 .*--candidates"),
         ("w4g128,four", "'four'"),
         ("w4,", "''"),
         ("w4,2:4rank0.8", r"2:4rank0.8"),
-        ("w4,rank1.0", r"keep=1.0.*between 0.*1"),
-        ("w4,2:3", "pattern 2:3"),
-        ("w4,4:8w4g4", r"4 cut.*4:8 pattern"),
+        ("w4,rank1.0", r"keep=1\.0 .*--keep"),
+        ("w4,2:3", " 2:3 "),
+        ("w4,4:8w4g4", r" 4 .*4:8.*--group-size"),
     ],
 )
 def test_menus_that_mean_nothing(text: str, said: str) -> None:
@@ -77,13 +77,13 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["5 parsecs", "-5GB", "GB", ""])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(RecipeError, match="is no size"):
+    with pytest.raises(RecipeError, match=f"^{text!r} "):
         parse_size(text)
 
 
 @pytest.mark.parametrize("given", [{}, {"kl": 0.1, "size": 5}, {"kl": 0.0}, {"bits_per_weight": float("inf")}])
 def test_a_search_has_one_target_above_zero(given: dict) -> None:
-    with pytest.raises(RecipeError, match="target"):
+    with pytest.raises(RecipeError, match="--target-bpw"):
         Goal(**given)
 
 
@@ -110,7 +110,7 @@ def test_a_search_in_a_recipe() -> None:
         name="r",
     )
     assert parse_work(text, "r.yaml") == expected
-    with pytest.raises(RecipeError, match="searches for its stages"):
+    with pytest.raises(RecipeError, match=r"r\.yaml .*compress run"):
         parse_recipe(text, "r.yaml")
 
 
@@ -175,7 +175,7 @@ def test_rank_and_sparsity_are_written_as_stages_of_their_own() -> None:
 
 @pytest.mark.parametrize("word", ["rank0.8", "asvd0.8", "2:4"])
 def test_rounding_to_nearest_goes_with_nothing_that_looks_at_inputs(word: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{word} needs the inputs"):
+    with pytest.raises(RecipeError, match=f"^{word} .*rtn.*gptq"):
         SearchRequest(Goal(kl=0.1), parse_candidates(f"{word},w8"), "rtn")
     assert SearchRequest(Goal(kl=0.1), parse_candidates("svd0.8,w8"), "rtn").method == "rtn"
 
@@ -193,5 +193,5 @@ def test_only_recipes_of_searches_are_written_over(tmp_path) -> None:
     write_recipe(path, recipe, ["second"])
     assert "# second\n" in path.read_text()
     path.write_text("stages: []\n")
-    with pytest.raises(CheckpointError, match="is no recipe of a search"):
+    with pytest.raises(CheckpointError, match=f"^{path} .*--recipe"):
         write_recipe(path, recipe, [])

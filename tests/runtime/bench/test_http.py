@@ -116,7 +116,7 @@ def test_timeout_and_nobody_there() -> None:
         async with server:
             return await send_to(url_of(server), 0.1)
 
-    assert "within 0.1 s" in asyncio.run(hang()).error
+    assert "0.1 s" in asyncio.run(hang()).error
     gone = asyncio.run(send_to("http://127.0.0.1:1"))
     assert "ClientConnectorError" in gone.error
     assert gone.status == 0
@@ -155,9 +155,9 @@ def test_json_or_a_refusal_that_says_why() -> None:
             return await fetch_json(session, "POST", url, {})
 
     assert asyncio.run(run([b"HTTP/1.1 200 OK\r\n\r\n{}"])) == {}
-    with pytest.raises(ToolkitError, match="status 401"):
+    with pytest.raises(ToolkitError, match=r"401.*--api-key"):
         asyncio.run(run([b"HTTP/1.1 401 X\r\n\r\nno"]))
-    with pytest.raises(ToolkitError, match="no answer from"):
+    with pytest.raises(ToolkitError, match=r"127\.0\.0\.1:1\b.*--url"):
         asyncio.run(fetch("http://127.0.0.1:1/x"))
 
 
@@ -166,7 +166,7 @@ def test_addresses() -> None:
     assert server_address("https://h/a/v1") == "https://h/a"
     assert server_address("http://[::1]:80") == "http://[::1]:80"
     for url in ("h:8000", "ftp://h", "http://", ""):
-        with pytest.raises(ToolkitError, match="is not a URL"):
+        with pytest.raises(ToolkitError, match=f"^{url!r} .*--url"):
             server_address(url)
 
 

@@ -20,7 +20,7 @@ def test_lengths(text: str, low: int, high: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "9:3", "a", "3:x", "-4", "1:2:3"])
 def test_what_is_no_length(text: str) -> None:
-    with pytest.raises(ValueError, match=r"invalid literal|is not a range"):
+    with pytest.raises(ValueError, match=f"{text[-1:]}'"):
         Lengths.parse(text)
 
 
@@ -49,7 +49,7 @@ def test_text_shorter_than_a_prompt_is_repeated() -> None:
     job = Workload(Lengths(50, 50), Lengths(1, 1), 1).from_text([1, 2, 3])[0]
     assert len(job.body["prompt"]) == 50
     assert set(job.body["prompt"]) == {1, 2, 3}
-    with pytest.raises(DataError, match="no tokens"):
+    with pytest.raises(DataError, match="--prompts FILE"):
         Workload(Lengths(5, 5), Lengths(1, 1), 1).from_text([])
 
 
@@ -74,7 +74,7 @@ def test_prompt_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "has no lines"),
+        ("", r'prompts\.jsonl .*{"prompt":'),
         ('{"prompt": "a"}\n{', ":2"),
         ('{"text": "a"}', ":1"),
         ('{"prompt": "a", "messages": []}', ":1"),
@@ -86,7 +86,7 @@ def test_wrong_prompt_files_are_refused_by_line(tmp_path: Path, content: str, wo
     file.write_text(content)
     with pytest.raises(DataError, match=words):
         read_prompts(file)
-    with pytest.raises(DataError, match="there is no file"):
+    with pytest.raises(DataError, match=r"nothing.*--prompts"):
         read_prompts(tmp_path / "nothing")
     (tmp_path / "bytes").write_bytes(b"\xff")
     with pytest.raises(DataError, match="UTF-8"):

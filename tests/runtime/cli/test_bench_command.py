@@ -57,7 +57,7 @@ def test_open_loop_beyond_the_queue_counts_refusals(url: str, tmp_path: Path) ->
     assert figures["complete"] >= 3
     assert figures["refused"] > 10
     assert figures["failed"] == 0
-    assert "queue is full" in next(iter(figures["errors"]))
+    assert "queue" in next(iter(figures["errors"]))
     starts = [request["start_s"] for request in found["requests"]]
     assert starts == sorted(starts)
 
@@ -120,17 +120,17 @@ def test_refusals_are_one_line(arguments: list[str], status: int, words: str, tm
 def test_wrong_key_ends_with_the_server_s_words(url: str, tmp_path: Path) -> None:
     result = runtime_here("bench", "--url", url, "-n", "1", cwd=tmp_path)
     assert result.returncode == 1
-    assert "status 401" in result.stderr
+    assert re.search("401.*--api-key", result.stderr)
 
 
 def test_prompts_that_never_fit_are_refused_in_the_warm_up(url: str, tmp_path: Path) -> None:
     options = ["--url", url, "--api-key", "secret", "-n", "2", "--input-len", "4000"]
     result = runtime_here("bench", str(demo_model_path()), *options, cwd=tmp_path)
     assert result.returncode == 1
-    assert "every warm-up request failed: The prompt has 4000 tokens" in result.stderr
+    assert "4000 tokens" in result.stderr
     result = runtime_here("bench", str(demo_model_path()), *options, "--num-warmups", "0", cwd=tmp_path)
     assert result.returncode == 1
-    assert "no request was complete" in result.stderr
+    assert "complete" in result.stderr
     assert "2 failed" in result.stdout
 
 

@@ -29,7 +29,7 @@ def test_lines_of_a_pipe_are_turns(tmp_path: Path) -> None:
     messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert result.stdout == messages[2]["content"] + "\n" + messages[4]["content"] + "\n"
-    assert "unknown command /foo" in result.stderr
+    assert " /foo" in result.stderr
     assert result.stderr.count("generated, the first after") == 2
 
 
@@ -44,7 +44,7 @@ def test_model_without_a_template_is_refused_with_the_remedy(tmp_path: Path) -> 
     shutil.copytree(demo_model_path(), folder, ignore=shutil.ignore_patterns("chat_template*"))
     result = runtime_here("chat", str(folder), cwd=tmp_path, stdin="Hello\n")
     assert result.returncode == 1
-    assert "has no chat template. Use runtime generate" in result.stderr
+    assert "runtime generate" in result.stderr
     assert "model:" not in result.stderr  # before loading
 
 
@@ -172,7 +172,7 @@ def test_answer_nobody_reads_to_its_end_frees_the_engine(session: Session) -> No
 
 
 def test_conversation_beyond_the_context(session: Session) -> None:
-    with pytest.raises(RequestError, match=r"the conversation has \d+ tokens and the context 1024. Use /reset"):
+    with pytest.raises(RequestError, match=r" \d{4,} .* 1024\. .*/reset"):
         say(session, "word " * 2000)
     assert session.conversation.turns == []
     run_command(session.conversation, "/temperature 0")
@@ -187,7 +187,7 @@ def test_engine_failure_keeps_nothing(session: Session, monkeypatch: pytest.Monk
         raise RuntimeError("boom")
 
     monkeypatch.setattr(session.engine.runner, "execute", broken)
-    with pytest.raises(ToolkitError, match="the answer failed: the step failed: RuntimeError: boom"):
+    with pytest.raises(ToolkitError, match="RuntimeError: boom"):
         say(session, "Hello")
     assert session.conversation.turns == []
     assert is_idle(session)
@@ -215,12 +215,12 @@ def test_commands(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("/foo", "/foo"),
-        ("/", "command /"),
+        ("/", r" /\. .*/reset"),
         ("/temperature hot", "'hot'"),
         ("/temperature -1", "temperature=-1"),
         ("/temperature nan", "temperature=nan"),
         ("/save", "/save"),
-        ("/save /no/such/folder/x", "cannot be written"),
+        ("/save /no/such/folder/x", "^/no/such/folder/x "),
     ],
 )
 def test_wrong_commands_change_nothing(line: str, words: str) -> None:

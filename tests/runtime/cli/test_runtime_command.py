@@ -108,7 +108,7 @@ def test_generate_with_penalties(tmp_path: Path) -> None:
 def test_generate_refuses_an_empty_prompt(tmp_path: Path) -> None:
     result = runtime_here("generate", cwd=tmp_path, stdin="")
     assert result.returncode == 1
-    assert "the prompt is empty" in result.stderr
+    assert "--prompt TEXT" in result.stderr
 
 
 def test_serve_announces_itself_and_its_curl_line_works(tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ def test_end_tokens(config_eos, generation_eos, expected):
         ({"model_type": None}, "model_type"),
         ({"hidden_act": "xielu"}, "'xielu'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' lacks low_freq_factor, high_freq"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "lacks rope_theta"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor.*than 1"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' .*low_freq_factor, high_freq"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_theta"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor .*\b1 "),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_partial_factor": 0.5}, "partial_rotary_factor"),
         ({"partial_rotary_factor": "half"}, "partial_rotary_factor"),
@@ -82,7 +82,7 @@ def test_end_tokens(config_eos, generation_eos, expected):
         ({"vocab_size": None}, "vocab_size=None"),
         (
             {"model_type": "mistral", "sliding_window": 8, "layer_types": ["chunked_attention"] * 2},
-            r"layer_types \['chunked_attention'\] is not supported",
+            r"layer_types \['chunked_attention'\]",
         ),
     ],
 )

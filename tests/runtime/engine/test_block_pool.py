@@ -134,7 +134,7 @@ def test_rebuilding_heals_a_corrupted_pool() -> None:
     table = filled(pool, [1, 2, 3, 4])
     pool._blocks[table[0]].ref_count = 7
     pool._free[table[1]] = None
-    with pytest.raises(RuntimeError, match="7 references"):
+    with pytest.raises(RuntimeError, match=r" 7 .* 1$"):
         pool.check([table])
     pool.rebuild([table])
     pool.check([table])
@@ -179,14 +179,14 @@ def test_misuse_is_caught() -> None:
     with pytest.raises(ValueError, match=r"1 blocks.*0 free"):
         pool.allocate(1)
     pool.release(table)
-    with pytest.raises(ValueError, match="released twice"):
+    with pytest.raises(ValueError, match=f"{table[0]} .*twice"):
         pool.release(table[:1])
 
 
 def test_check_sees_a_lost_and_an_invented_reference() -> None:
     pool = BlockPool(2, 2)
     table = pool.allocate(1)
-    with pytest.raises(RuntimeError, match=r"1 references.*hold 0"):
+    with pytest.raises(RuntimeError, match=r" 1 .* 0$"):
         pool.check([])
-    with pytest.raises(RuntimeError, match=r"1 references.*hold 2"):
+    with pytest.raises(RuntimeError, match=r" 1 .* 2$"):
         pool.check([table, table])

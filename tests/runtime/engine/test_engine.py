@@ -247,12 +247,12 @@ def test_end_tokens_have_no_text_and_half_characters_are_flushed(tokenizer: Toke
 def test_impossible_requests_are_refused_before_they_are_queued() -> None:
     engine = make_engine(FakeRunner(num_blocks=4, max_model_len=12))
     for prompt, sampling, message in (
-        ([], SamplingParams(), "no tokens"),
+        ([], SamplingParams(), r"^\D+$"),
         ([1, VOCAB_SIZE], SamplingParams(max_tokens=1), f"token id {VOCAB_SIZE}.*0 to {VOCAB_SIZE - 1}"),
         ([-1], SamplingParams(max_tokens=1), "token id -1"),
-        ([1] * 12, SamplingParams(max_tokens=1), "12 tokens and the context ends at 12"),
-        ([1] * 10, SamplingParams(max_tokens=3), "max_tokens=3 exceed the context of 12"),
-        ([1], SamplingParams(max_tokens=1, stop=("x",)), "stop strings need a tokenizer"),
+        ([1] * 12, SamplingParams(max_tokens=1), r" 12 .* 12\. .* 11 "),
+        ([1] * 10, SamplingParams(max_tokens=3), r"max_tokens=3 .* 12\. "),
+        ([1], SamplingParams(max_tokens=1, stop=("x",)), "stop_token_ids"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request(prompt, sampling)

@@ -107,7 +107,7 @@ def test_without_slots_nothing_is_kept() -> None:
 def test_check_sees_lost_slots_and_moves_without_an_owner() -> None:
     tier = saved(KVOffload(2), b"a")
     tier._moves[1] = 3
-    with pytest.raises(RuntimeError, match="without an owner"):
+    with pytest.raises(RuntimeError, match="owner"):
         tier.check()
     tier._free.clear()
     with pytest.raises(RuntimeError, match=r"1 used.*0 free.*2"):

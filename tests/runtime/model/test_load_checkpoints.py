@@ -121,9 +121,9 @@ def test_weight_bytes_count_each_weight_once(dense):
         (lambda t: t.pop("model.layers.0.self_attn.k_proj.bias"), r"model.layers.0.self_attn.k_proj.bias"),
         (
             lambda t: t.update({"model.layers.0.mlp.down_proj.weight": torch.zeros(64, 95)}),
-            r"down_proj.weight has shape \(64, 95\), config.json says \(64, 96\)",
+            r"down_proj\.weight .*\(64, 95\), config\.json .*\(64, 96\)",
         ),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(63)}), r"model.norm.weight has shape \(63,\)"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(63)}), r"model\.norm\.weight .*\(63,\)"),
     ],
 )
 def test_tensors_that_do_not_fit_the_config(change, message, dense, tmp_path):
@@ -149,7 +149,7 @@ def test_generation_config_that_is_not_json(dense, tmp_path):
     ("options", "message"),
     [
         ({"device": "tpu9"}, "'tpu9'"),
-        ({"device": "cuda:99"}, r"cuda:99.*sees \d"),
+        ({"device": "cuda:99"}, r"cuda:99.* \d .*--device cpu"),
         ({"dtype": "int4"}, r"'int4'.*bfloat16"),
     ],
 )

@@ -45,7 +45,7 @@ def test_texts_far_beyond_a_limit_are_refused_and_others_read_whole(tokenizer: T
     """Also one long word, or blanks of which a token takes many."""
     ids = tokenizer.encode(word * 40_000)
     assert tokenizer.encode(word * 40_000, max_tokens=len(ids)) == ids
-    with pytest.raises(LongPromptError, match=f"of {40_000 * len(word)} characters alone have [0-9]+ tokens, but"):
+    with pytest.raises(LongPromptError, match=rf" {40_000 * len(word)} .* \d+ .* \d+ tokens"):
         tokenizer.encode(word * 40_000, max_tokens=min(1000, len(ids) // 100))
 
 
@@ -111,7 +111,7 @@ def test_variables_of_a_template_are_its_own(folder: Path) -> None:
 
 
 def test_no_template_is_refused_with_the_way_out(folder: Path) -> None:
-    with pytest.raises(RequestError, match=r"no chat template.*completions"):
+    with pytest.raises(RequestError, match=r"chat template.*completions"):
         Tokenizer.open(folder).encode_chat(MESSAGES)
 
 
@@ -175,7 +175,7 @@ def test_templates_have_the_usual_functions(template: str, expected: str) -> Non
     ],
 )
 def test_what_a_template_refuses_or_must_not_do_is_a_request_error(template: str) -> None:
-    with pytest.raises(RequestError, match="chat template refuses"):
+    with pytest.raises(RequestError, match="roles"):
         ChatTemplate(template, {}).render(MESSAGES)
 
 
