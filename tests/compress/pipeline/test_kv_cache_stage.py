@@ -1,6 +1,7 @@
 """The recipe stage kv_cache: what it measures, what it chooses, and what the checkpoint then says of itself."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_nothing_within_the_limit_leaves_16_bits_and_says_so() -> None:
     assert "nearest: k8v4, 0.015" in choice.warning
     choice = choose_kv_cache(KVCacheStage("int4"), record_of((INT4, 144, 0.02)))
     assert choice.scheme == UNCOMPRESSED
-    assert "int4 rotated costs a mean KL of 0.02, more than max_kl=0.01" in choice.warning
+    assert re.search(r"int4 .*0\.02, .*max_kl=0\.01", choice.warning)
     assert choose_kv_cache(KVCacheStage("16bit"), None).warning == ""
 
 
@@ -113,11 +114,11 @@ def test_a_named_format_above_the_limit_is_not_the_default(tmp_path) -> None:
     stage = KVCacheStage("int4", max_kl=1e-6, tokens=128, length=64)
     result = compress(demo_model_path(), tmp_path / "out", stage)
     assert stored_kv_cache(read_config(tmp_path / "out")) == UNCOMPRESSED
-    assert "serve with --kv-cache int4 all the same" in result.kv_cache.warnings[0]
+    assert "--kv-cache int4 " in result.kv_cache.warnings[0]
     record = measured_kv_caches(read_config(tmp_path / "out"))
     warning = kv_cache_warning(record, INT4)
     assert warning is not None
-    assert "126 tokens of pydoc), more than the 1e-06 its recipe allows" in warning
+    assert re.search(r"126 .*pydoc.*1e-06", warning)
     assert kv_cache_warning(record, K8V4) is None
     assert kv_cache_warning(None, INT4) is None
 
