@@ -17,8 +17,10 @@ from benchmarking.tables import Row
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may have, by architecture."""
-SPILL_LIMIT = {80: 24, 90: 56}
-"""Bytes of stack that pass, by architecture: what the worst builds of attention have until they are tuned on a GPU."""
+SPILL_LIMIT = {80: 16}
+"""Bytes of stack that pass, by architecture: norms of sums in 16 splits have as many on an A100."""
+ATTENTION_SPILL_LIMIT = {80: 24, 90: 56}
+"""The same for attention: what its worst builds have until they are tuned on a GPU."""
 TENSOR_CORES = ("HMMA", "HGMMA", "IMMA", "IGMMA")
 CONVERSIONS = ("I2F", "I2FP")
 MAX_CONVERSIONS = 16
@@ -168,7 +170,8 @@ def find_problems(
     if rules is None:
         yield f"{launch.kernel} has no rules in benchmarking/builds.py"
         return
-    if stack > SPILL_LIMIT.get(wanted.arch, 0) and not launch.tried:
+    limits = ATTENTION_SPILL_LIMIT if launch.kernel == "paged_attention" else SPILL_LIMIT
+    if stack > limits.get(wanted.arch, 0) and not launch.tried:
         yield f"spills: {stack} bytes of stack, {counts['LDL']} loads, {counts['STL']} stores"
     if shared_bytes > SHARED_MEMORY_LIMIT[wanted.arch] and not launch.tried:
         yield f"{shared_bytes} bytes of shared memory, {SHARED_MEMORY_LIMIT[wanted.arch]} are there"
