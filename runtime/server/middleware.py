@@ -26,11 +26,11 @@ OPEN_PATHS = PAGE_PATHS | {"/health"}
 
 
 class ApiKeyGuard:
-    """Requires `Authorization: Bearer KEY`, except for health checks and the page."""
+    """Requires `Authorization: Bearer KEY`, except for health checks and the page. Schemes have no case (RFC 9110)."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
-        self.expected = f"Bearer {api_key}".encode()
+        self.expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self.allows(Headers(scope=scope)):
@@ -41,8 +41,8 @@ class ApiKeyGuard:
         await response(scope, receive, send)
 
     def allows(self, headers: Headers) -> bool:
-        given = headers.get("authorization", "").encode("latin-1")
-        return hmac.compare_digest(given, self.expected)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip(" ").encode("latin-1"), self.expected)
 
 
 class SiteGuard:

@@ -178,7 +178,13 @@ def test_unknown_model_and_path(api: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     "headers",
-    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "open sesame"}, {"Authorization": b"Bearer \xff"}],
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "open sesame"},
+        {"Authorization": b"Bearer \xff"},
+        {"Authorization": "Basic open sesame"},
+    ],
 )
 def test_missing_or_wrong_api_key(guarded_api: httpx.Client, headers: dict[str, Any]) -> None:
     for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
@@ -188,8 +194,9 @@ def test_missing_or_wrong_api_key(guarded_api: httpx.Client, headers: dict[str, 
     refusal(guarded_api.post("/v1/completions", json=COMPLETION, headers=headers), 401)
 
 
-def test_right_api_key(guarded_api: httpx.Client) -> None:
-    headers = {"Authorization": "Bearer open sesame"}
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
+def test_right_api_key(guarded_api: httpx.Client, scheme: str) -> None:
+    headers = {"Authorization": f"{scheme} open sesame"}
     assert guarded_api.post("/v1/completions", json=COMPLETION, headers=headers).status_code == 200
 
 
