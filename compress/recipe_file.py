@@ -212,12 +212,13 @@ class Document:
         """Check a mapping against the fields of a data class, and build it.
 
         Raises:
-            RecipeError: no mapping, an unknown key, or a value of another type.
+            RecipeError: no mapping, an unknown key, a value of another type, or one that the class refuses.
         """
         known = tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
         if not isinstance(data, dict):
             raise self.refusal(path, f"{what} must be a mapping", f"Keys: {', '.join(known)}")
-        return kind(**self._validated(kind, data, path, what, known))
+        values = self._validated(kind, data, path, what, known)
+        return self.at(path, lambda: kind(**values))
 
     def _validated(
         self, kind: type[Any], data: Mapping[str, Any], path: Path_, what: str, known: tuple[str, ...]

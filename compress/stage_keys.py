@@ -10,8 +10,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from compress.checkpoint.scheme import FLOAT_BITS, Scheme
 from compress.methods import base
-from compress.methods.kv_cache import KVCacheKeys
-from compress.methods.rotation import RotateKeys
+from compress.methods.kv_cache import KVCacheStage
+from compress.methods.rotation import RotateStage
 from compress.recipe import (
     PER_CHANNEL,
     FactorizeKeys,
@@ -29,17 +29,17 @@ PATTERN_STAGES = ("quantize", "prune", "factorize")
 def stage_keys() -> dict[str, type[Any]]:
     """Return the keys of every kind of stage."""
     return {
-        "rotate": RotateKeys,
+        "rotate": RotateStage,
         "quantize": quantize_keys(),
         "prune": PruneKeys,
         "factorize": FactorizeKeys,
-        "kv_cache": KVCacheKeys,
+        "kv_cache": KVCacheStage,
     }
 
 
 def build_stage(kind: str, keys: Any, targets: tuple[str, ...], ignore: tuple[str, ...]) -> Stage:
-    """Build a stage from its keys. Raises RecipeError, SchemeError."""
-    stage: Stage = keys.stage(targets, ignore) if kind in PATTERN_STAGES else keys.stage()
+    """Build a stage from its keys; a stage without patterns is its own keys. Raises RecipeError, SchemeError."""
+    stage: Stage = keys.stage(targets, ignore) if kind in PATTERN_STAGES else keys
     return stage
 
 

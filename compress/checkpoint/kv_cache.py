@@ -20,8 +20,8 @@ EXACT = "16bit"
 KV_FORMATS = (EXACT, "fp8", "int8", "k8v4", "int4")
 _SPLIT = {"k8v4": ("int8", "int4")}
 """Formats of keys and of values where they differ."""
-STORED_RESIDUAL_LENGTH = "recent"
-"""Name of `residual_length` in config.json, recorded recipes and reports."""
+STORED_NAMES = {"residual_length": "recent", "max_seq_length": "length"}
+"""Names in config.json, recorded recipes and reports, where they differ from the code."""
 CODE_BITS = {"fp8": 8, "int8": 8, "int4": 4}
 METADATA_BITS = {"fp8": 16, "int8": 32, "int4": 32}
 """Bits of the parameters of one token and head: a float16 scale, and for integers a float16 offset."""
@@ -50,7 +50,7 @@ class KVCacheScheme:
             raise SchemeError(f"KV cache format {self.format!r} is unknown", "Use " + ", ".join(KV_FORMATS))
         if not isinstance(self.rotate, bool):
             raise SchemeError(f"kv_cache.rotate={self.rotate!r} is neither true nor false", "Use true or false")
-        for name, count in (("sinks", self.sinks), (STORED_RESIDUAL_LENGTH, self.residual_length)):
+        for name, count in (("sinks", self.sinks), (STORED_NAMES["residual_length"], self.residual_length)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise SchemeError(f"kv_cache.{name}={count!r} is no number of tokens", "Use 0 or more")
         if self.format == EXACT and (self.rotate or self.sinks or self.residual_length):
@@ -121,7 +121,7 @@ class KVCacheScheme:
 
 def with_stored_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a scheme or a stage under the names that config.json and recorded recipes have for them."""
-    return {STORED_RESIDUAL_LENGTH if name == "residual_length" else name: value for name, value in values.items()}
+    return {STORED_NAMES.get(name, name): value for name, value in values.items()}
 
 
 UNCOMPRESSED = KVCacheScheme()

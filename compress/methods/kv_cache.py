@@ -34,7 +34,7 @@ class KVCacheStage:
         max_kl: most mean KL, in nats, between the checkpoint with a 16-bit cache and with this one.
         data: text to measure on, see `calibration.sources.load_texts`.
         tokens: how many of it.
-        length: tokens of a window; None takes the model's context, up to `LONGEST_WINDOW`.
+        max_seq_length: tokens of a window; None takes the model's context, up to `LONGEST_WINDOW`.
     """
 
     format: str = AUTO
@@ -44,7 +44,7 @@ class KVCacheStage:
     max_kl: float = 0.01
     data: str = "pydoc"
     tokens: int = 16384
-    length: int | None = None
+    max_seq_length: int | None = None
 
     def __post_init__(self) -> None:
         if self.format not in (AUTO, *KV_FORMATS):
@@ -53,7 +53,7 @@ class KVCacheStage:
             )
         if not self.max_kl > 0:
             raise RecipeError(f"max_kl={self.max_kl} lets no format pass", "Use 0.01, or format: 16bit")
-        if self.tokens < 2 or (self.length is not None and self.length < 2):
+        if self.tokens < 2 or (self.max_seq_length is not None and self.max_seq_length < 2):
             raise RecipeError("a KV cache cannot be measured on less than 2 tokens", "Use tokens: 16384")
         # Raises SchemeError for what makes no sense together.
         _ = self.candidates
@@ -75,27 +75,8 @@ class KVCacheStage:
 
     def window_length(self, context: int | None) -> int:
         """Tokens of a window for a model of this context."""
-        wanted = self.length or LONGEST_WINDOW
+        wanted = self.max_seq_length or LONGEST_WINDOW
         return min(wanted, context or wanted)
-
-
-@dataclass(frozen=True)
-class KVCacheKeys:
-    """Keys of a kv_cache stage; see `KVCacheStage`."""
-
-    format: str = "auto"
-    rotate: bool | None = None
-    sinks: int = 0
-    residual_length: int = 0
-    max_kl: float = 0.01
-    data: str = "pydoc"
-    tokens: int = 16384
-    max_seq_length: int | None = None
-
-    def stage(self) -> KVCacheStage:
-        """Build the stage. Raises RecipeError, SchemeError."""
-        cache = self.format, self.rotate, self.sinks, self.residual_length
-        return KVCacheStage(*cache, self.max_kl, self.data, self.tokens, self.max_seq_length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,3 @@ class RotateStage:
     @property
     def needs_calibration(self) -> bool:
         return False
-
-
-@dataclass(frozen=True)
-class RotateKeys:
-    """Keys of a rotate stage."""
-
-    heads: bool = True
-
-    def stage(self) -> RotateStage:
-        """Build the stage."""
-        return RotateStage(self.heads)

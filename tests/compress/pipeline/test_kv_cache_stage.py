@@ -94,7 +94,7 @@ def test_figures_are_those_of_the_scorer_with_such_a_cache() -> None:
 
 
 def test_the_default_is_stored_measured_and_verified(tmp_path) -> None:
-    stage = KVCacheStage("auto", max_kl=0.5, tokens=256, length=128)
+    stage = KVCacheStage("auto", max_kl=0.5, tokens=256, max_seq_length=128)
     result = compress(demo_model_path(), tmp_path / "out", QuantizeStage("rtn", Int(4, 128)), stage)
     assert result.structure.ok
     config = read_config(tmp_path / "out")
@@ -111,7 +111,7 @@ def test_the_default_is_stored_measured_and_verified(tmp_path) -> None:
 
 
 def test_a_named_format_above_the_limit_is_not_the_default(tmp_path) -> None:
-    stage = KVCacheStage("int4", max_kl=1e-6, tokens=128, length=64)
+    stage = KVCacheStage("int4", max_kl=1e-6, tokens=128, max_seq_length=64)
     result = compress(demo_model_path(), tmp_path / "out", stage)
     assert stored_kv_cache(read_config(tmp_path / "out")) == UNCOMPRESSED
     assert "--kv-cache int4 " in result.kv_cache.warnings[0]
@@ -125,7 +125,7 @@ def test_a_named_format_above_the_limit_is_not_the_default(tmp_path) -> None:
 
 def test_the_stage_alone_leaves_every_tensor_as_it_is(tmp_path) -> None:
     out = tmp_path / "out"
-    result = compress(demo_model_path(), out, KVCacheStage("int8", tokens=64, length=64))
+    result = compress(demo_model_path(), out, KVCacheStage("int8", tokens=64, max_seq_length=64))
     assert result.structure.format == "dense"
     before, after = RuntimeScorer(demo_model_path()), RuntimeScorer(out)
     tokens = torch.arange(10, 40).unsqueeze(0)

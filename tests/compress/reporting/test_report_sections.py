@@ -75,7 +75,7 @@ REPORT = "compression_report.json"
 @pytest.fixture(scope="module")
 def folder(shared_store) -> Path:
     """The demo model with a default for its cache, nothing else done to it; quality measured."""
-    recipe = Recipe((KVCacheStage("auto", max_kl=0.5, tokens=128, length=128),))
+    recipe = Recipe((KVCacheStage("auto", max_kl=0.5, tokens=128, max_seq_length=128),))
     return shared_store.folder(
         "out", recipe, lambda out: run(prepare(RunRequest(demo_model_path(), "demo", recipe, out)), quiet=True)
     )
