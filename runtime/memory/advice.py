@@ -27,8 +27,6 @@ MOST_SEQUENCES = 256
 """Computed together: beyond it a step takes longer and little is won."""
 KV_REMEDIES = ("int8", "int4")
 BIT_WIDTHS = (4, 3, 2)
-PLANNED = ("kv_bytes", "num_blocks", "tokens", "max_model_len", "reason")
-"""Fields of a `MemoryPlan` in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
