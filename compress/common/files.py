@@ -1,4 +1,5 @@
-"""Writing that either happens whole or not at all, and lines of JSON: full disks and damaged text become refusals."""
+"""Writing that either happens whole or not at all, lines of JSON, and YAML as text: full disks and damaged text become
+refusals."""
 
 from __future__ import annotations
 
@@ -10,10 +11,14 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from compress.common.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    import yaml
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL_SUFFIX = ".partial"
@@ -130,3 +135,59 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             raise DataError(f"{path}:{number} is not JSON: {error.msg}", "Write one JSON object per line") from error
         except (lzma.LZMAError, EOFError) as error:
             raise DataError(f"{path} is no whole xz file: {error}", "Compress it again with xz") from error
+
+
+@dataclass(frozen=True, slots=True)
+class YamlPart:
+    """A text, list or mapping of a YAML file.
+
+    Attributes:
+        place: `file:line`.
+    """
+
+    place: str
+    value: str | list[YamlPart] | dict[str, YamlPart]
+
+    def text(self, name: str) -> str:
+        """Returns a text, which `name` describes. Raises DataError for a list or mapping."""
+        if isinstance(self.value, str):
+            return self.value
+        raise DataError(f"{self.place}: {name} is a {type(self.value).__name__}", f"Write '{name}: VALUE'")
+
+
+def read_yaml(path: Path) -> YamlPart:
+    """Reads a YAML file. All scalars stay text: `0123` and `16e3` are no numbers. An empty file is an empty mapping.
+
+    Errors quote no values, which may be secrets.
+
+    Raises:
+        DataError: the file cannot be read, is no UTF-8 text or no YAML, or gives a key twice.
+    """
+    import yaml
+
+    try:
+        with utf8_text(path):
+            root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        return _yaml_part(path, root) if root is not None else YamlPart(str(path), {})
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "Name a YAML file") from error
+    except RecursionError as error:
+        raise DataError(f"{path} is nested too deeply", "Correct the file") from error
+    except yaml.YAMLError as error:
+        mark, reason = getattr(error, "problem_mark", None), getattr(error, "problem", "invalid characters")
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise DataError(f"{place} is not YAML: {reason}", "Correct the file") from None
+
+
+def _yaml_part(path: Path, node: yaml.Node) -> YamlPart:
+    place = f"{path}:{node.start_mark.line + 1}"
+    if node.id == "sequence":  # type: ignore[attr-defined]  # every kind of node has it
+        return YamlPart(place, [_yaml_part(path, item) for item in node.value])
+    if node.id == "scalar":  # type: ignore[attr-defined]
+        return YamlPart(place, str(node.value))
+    found: dict[str, YamlPart] = {}
+    for key, value in node.value:
+        if (name := str(key.value)) in found:
+            raise DataError(f"{path}:{key.start_mark.line + 1}: {name!r} is given twice", "Keep one of them")
+        found[name] = _yaml_part(path, value)
+    return YamlPart(place, found)

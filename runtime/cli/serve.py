@@ -21,7 +21,14 @@ import typer
 
 from compress.common.cli import demo_model_path, with_groups
 from compress.common.errors import ToolkitError
-from runtime.cli.options import AddressOptions, ModelArgument, resolve_model, runtime_config
+from runtime.cli.options import (
+    AddressOptions,
+    ConfigOption,
+    ModelArgument,
+    resolve_model,
+    runtime_config,
+    warn_of_readers,
+)
 from runtime.core.config import (
     BatchOptions,
     ComputeOptions,
@@ -41,8 +48,11 @@ if TYPE_CHECKING:
     from runtime.core.config import RuntimeConfig
     from runtime.engine.engine import Engine
     from runtime.runner.runner import ModelRunner
+    from runtime.server.keys import ApiKeys
     from runtime.text.tokenizer import Tokenizer
 
+
+logger = logging.getLogger("runtime.server")
 
 BACKLOG = 2048
 PORTS = range(2**16)
@@ -122,14 +132,14 @@ def load_served_model(
     config: RuntimeConfig,
     limits: Callable[[int], Limits],
     *,
-    api_key: str | None = None,
+    keys: ApiKeys | None = None,
     allowed_hosts: Collection[str] = (),
 ) -> ServedModel:
     """Loads a checkpoint and wraps it. Imports torch; the engine's thread starts with the application.
 
     Args:
         limits: makes the limits of the server from the context length of the loaded model.
-        api_key: key that clients must send; None requires none.
+        keys: one of them is required; None requires none.
         allowed_hosts: host names by which clients may address the server; empty allows any.
 
     Raises:
@@ -147,7 +157,7 @@ def load_served_model(
         name,
         limits(engine.runner.max_model_len),
         render_metrics=engine.render_metrics,
-        api_key=api_key,
+        keys=keys,
         allowed_hosts=allowed_hosts,
     )
     return ServedModel(name, engine, tokenizer, app)
@@ -160,6 +170,7 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 def serve(
     *,
     model: ModelArgument = None,
+    config: ConfigOption = None,
     address: AddressOptions,
     compute: ComputeOptions,
     seed: SeedOptions,
@@ -190,31 +201,52 @@ def serve(
 
     After Ctrl-C or SIGTERM running requests finish before the server stops.
     """
-    host, api_key = address.host, address.api_key
-    check_key(api_key)
+    host, keys = address.host, load_keys(address)
     path, where = resolve_model(model)
     listener = listen(host, address.port)  # before the model loads, so that a taken port costs no time
     print(f"model     {where}", flush=True)
-    config = runtime_config(compute, kv, context, drafts, kv_memory, offload, batching, seed)
+    settings = runtime_config(compute, kv, context, drafts, kv_memory, offload, batching, seed)
     print(f"weights   {describe_scheme(path)}", flush=True)
     served = load_served_model(
         path,
         address.name or name_of(path),
-        config,
+        settings,
         partial(Limits, **asdict(limits)),
-        api_key=api_key,
+        keys=keys,
         allowed_hosts=names_of_server(host, allowed_host or []),
     )
     print(*describe_engine(served.engine), sep="\n")
-    announce(url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, api_key=api_key)
-    warn_of_open_door(host, api_key)
+    announce(
+        url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, needs_key=keys is not None
+    )
+    warn_of_open_door(host, needs_key=keys is not None)
     run(served.app, listener, drain_seconds, limits.client_seconds)
 
 
-def check_key(api_key: str | None) -> None:
-    """Raises ToolkitError for an empty key, such as an unset variable of a shell: it would protect nothing."""
-    if api_key is not None and not api_key.strip():
-        raise ToolkitError("--api-key is empty", "Use --api-key KEY, or leave it out to serve without a key")
+def load_keys(address: AddressOptions) -> ApiKeys | None:
+    """Returns the API keys of the options, None if there are none. SIGHUP reads the file again.
+
+    Raises:
+        ToolkitError: a key is empty, such as an unset variable of a shell, or the file is wrong.
+    """
+    if address.api_key is None and address.api_keys is None:
+        return None
+    from runtime.server.keys import ApiKeys, load_accounts
+
+    keys = ApiKeys(partial(load_accounts, address.api_key, address.api_keys))
+    if address.api_keys is not None:
+        warn_of_readers(address.api_keys)
+        signal.signal(signal.SIGHUP, lambda *_: reload(keys))
+    return keys
+
+
+def reload(keys: ApiKeys) -> None:
+    """Loads API keys again; a wrong file changes nothing and is logged."""
+    try:
+        keys.reload()
+        logger.info("%d API keys are valid now", len(keys.accounts))
+    except ToolkitError as error:
+        logger.error("the API keys stay as they were: %s", error)
 
 
 def names_of_server(host: str, allowed: list[str]) -> list[str]:
@@ -236,22 +268,22 @@ def describe_engine(engine: Engine) -> Iterator[str]:
         yield f"{drafting}, {config.spec_verify}"
 
 
-def warn_of_open_door(host: str, api_key: str | None) -> None:
+def warn_of_open_door(host: str, needs_key: bool) -> None:
     """Warns of a server that is reachable from elsewhere without a key."""
-    if api_key is None and host not in LOCAL_HOSTS:
+    if not needs_key and host not in LOCAL_HOSTS:
         print(
             f"warning: everyone who can connect to {host} may use this server; restrict it with --api-key KEY",
             file=sys.stderr,
         )
 
 
-def announce(url: str, name: str, has_chat: bool, api_key: str | None) -> None:
+def announce(url: str, name: str, has_chat: bool, needs_key: bool) -> None:
     """Prints the URL of the server and a command that uses it."""
     message = {"messages": [{"role": "user", "content": "Hello"}]} if has_chat else {"prompt": "Hello"}
     body = json.dumps({"model": name, **message, "max_tokens": 32})
     command = ["curl", f"{url}/v1/{'chat/completions' if has_chat else 'completions'}"]
     command += ["-H", "Content-Type: application/json"]
-    if api_key is not None:
+    if needs_key:
         command += ["-H", "Authorization: Bearer KEY"]
     print(
         f"serving   {name} at {url} (Ctrl-C stops)\npage      {url}/ in a browser\n"

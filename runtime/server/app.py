@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from runtime.server.chat import chat_router
 from runtime.server.completions import completions_router, embeddings_router
 from runtime.server.errors import JsonResponse, add_error_handlers
+from runtime.server.keys import ApiKeys
 from runtime.server.middleware import ApiKeyGuard, BodyLimit, RequestId, SiteGuard, origins_of
 from runtime.server.page import page_router
 from runtime.server.response_models import (
@@ -93,7 +94,7 @@ def create_app(
     limits: Limits,
     *,
     render_metrics: Callable[[], str],
-    api_key: str | None = None,
+    keys: ApiKeys | None = None,
     allowed_hosts: Collection[str] = (),
 ) -> FastAPI:
     """Creates the application, which starts the engine's thread when it starts and stops it when it ends.
@@ -104,14 +105,14 @@ def create_app(
         model_name: model name that requests must have.
         limits: context, queue, body size and times.
         render_metrics: returns the text of `/metrics`.
-        api_key: required on every path except `/health` and the files of the page; None requires none.
+        keys: one is required on every path except `/health` and the files of the page; None requires none.
         allowed_hosts: host names by which clients may address the server, and whose pages may use it; empty allows any
             name, and only pages of the server itself.
     """
     service = Service(engine, tokenizer, model_name, limits, render_metrics)
     app = DescribedApi(
         model_name=model_name,
-        needs_key=bool(api_key),
+        needs_key=keys is not None,
         open_paths=("/health",),
         title=f"runtime: {model_name}",
         lifespan=partial(running, engine),
@@ -122,15 +123,15 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router(service))
     app.include_router(page_router())
-    _add_guards(app, limits, api_key, allowed_hosts)
+    _add_guards(app, limits, keys, allowed_hosts)
     return app
 
 
-def _add_guards(app: FastAPI, limits: Limits, api_key: str | None, allowed_hosts: Collection[str]) -> None:
+def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_hosts: Collection[str]) -> None:
     """Adds the middleware; the last one added runs first."""
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)
-    if api_key:
-        app.add_middleware(ApiKeyGuard, api_key=api_key)
+    if keys is not None:
+        app.add_middleware(ApiKeyGuard, keys=keys)
     if allowed_hosts:  # before the key is asked for: browsers ask without it
         app.add_middleware(
             CORSMiddleware,

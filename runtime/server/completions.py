@@ -26,7 +26,7 @@ from runtime.server.response_models import (
     json_number,
     token_text,
 )
-from runtime.server.serving import Job, Service, Tokenizer, respond_at_once
+from runtime.server.serving import Job, Service, Tokenizer, account_of, respond_at_once
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -236,17 +236,17 @@ def embeddings_router(service: Service) -> APIRouter:
         request_id = f"embd-{request.state.request_id}"
         logger.info("request %s: user %r, inputs of %s tokens", request_id, body.user, [len(p) for p in prompts])
         jobs = [Job(f"{request_id}-{i}", prompt, NOTHING_SAMPLED, EMBED) for i, prompt in enumerate(prompts)]
-        return await respond_at_once(request, embed(service, jobs, body.encoding_format))
+        return await respond_at_once(request, embed(service, request, jobs, body.encoding_format))
 
     return router
 
 
-async def embed(service: Service, jobs: list[Job], encoding: str | None) -> EmbeddingResponse:
+async def embed(service: Service, request: Request, jobs: list[Job], encoding: str | None) -> EmbeddingResponse:
     """Computes embeddings, a few at once, and returns the answer in the order of the inputs. Raises ApiError."""
     found: list[Delta] = []
-    at_once = min(INPUTS_AT_ONCE, service.limits.max_requests)
+    at_once = min(INPUTS_AT_ONCE, service.limits.max_requests, account_of(request).max_requests)
     for first in range(0, len(jobs), at_once):
-        found += await run_all(service, jobs[first : first + at_once])
+        found += await run_all(service, request, jobs[first : first + at_once])
     num_tokens = sum(delta.num_prompt_tokens for delta in found)
     return {
         "object": "list",
@@ -259,9 +259,9 @@ async def embed(service: Service, jobs: list[Job], encoding: str | None) -> Embe
     }
 
 
-async def run_all(service: Service, jobs: list[Job]) -> list[Delta]:
+async def run_all(service: Service, request: Request, jobs: list[Job]) -> list[Delta]:
     """Returns the only delta of each job, in order."""
-    async with aclosing(service.run(jobs)) as deltas:
+    async with aclosing(service.run(jobs, request)) as deltas:
         return [delta for _, delta in sorted([pair async for pair in deltas], key=lambda pair: pair[0])]
 
 

@@ -31,6 +31,10 @@ class ApiError(HTTPException):
         self.param = param
         self.code = code
 
+    def response(self) -> JsonResponse:
+        """Returns the answer."""
+        return error_response(self.status_code, self.detail, self.param, self.code, self.headers)
+
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Returns the `error` object of OpenAI's API."""
@@ -106,7 +110,7 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(AnyHttpException)
     async def http(request: Request, error: AnyHttpException) -> Response:
         if isinstance(error, ApiError):
-            return error_response(error.status_code, error.detail, error.param, error.code, error.headers)
+            return error.response()
         message = f"{request.method} {request.url.path}: {error.detail}"
         return error_response(error.status_code, message, headers=error.headers)
 

@@ -6,10 +6,10 @@ Plain ASGI, so streams pass unchanged.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import socket
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
@@ -20,29 +20,44 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.server.errors import ApiError, error_response
+from runtime.server.keys import ApiKeys, TokenCount
 from runtime.server.page import PAGE_PATHS
 
 OPEN_PATHS = PAGE_PATHS | {"/health"}
 
 
 class ApiKeyGuard:
-    """Requires `Authorization: Bearer KEY`, except for health checks and the page. Schemes have no case (RFC 9110)."""
+    """Requires `Authorization: Bearer KEY`, except for health checks and the page, and keeps the limits of each key.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    Sets `request.state.account`, and `request.state.key_name` to its name.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, clock: Callable[[], float] = time.monotonic) -> None:
         self.app = app
-        self.expected = api_key.encode()
+        self.keys = keys
+        self.clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self.allows(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)
             return
-        message = "Missing or incorrect API key. Send it as 'Authorization: Bearer KEY'."
-        response = error_response(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        await response(scope, receive, send)
-
-    def allows(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip(" ").encode("latin-1"), self.expected)
+        account = self.keys.find(Headers(scope=scope).get("authorization", ""))
+        if account is None:
+            message = "Missing or incorrect API key. Send it as 'Authorization: Bearer KEY'."
+            response = error_response(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            await response(scope, receive, send)
+            return
+        scope["state"] |= {"account": account, "key_name": account.name}
+        try:
+            if scope["method"] not in ("GET", "HEAD"):
+                account.start_request(self.clock())
+        except ApiError as refusal:
+            await refusal.response()(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            account.charge(scope["state"]["tokens"], self.clock())
 
 
 class SiteGuard:
@@ -103,9 +118,7 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         if int(Headers(scope=scope).get("content-length", "0")) > self.max_bytes:
-            refusal = self.refusal()
-            response = error_response(refusal.status_code, refusal.detail, code=refusal.code)
-            await response(scope, receive, send)
+            await self.refusal().response()(scope, receive, send)
             return
         await self.app(scope, self.counting(receive), send)
 
@@ -136,7 +149,8 @@ class BodyLimit:
 
 
 class RequestId:
-    """Sets `request.state.request_id` and returns it as header `x-request-id`, also of errors."""
+    """Sets `request.state.request_id` and returns it as header `x-request-id`, also of errors. Sets
+    `request.state.tokens`, where the request's tokens are counted."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -146,7 +160,7 @@ class RequestId:
             await self.app(scope, receive, send)
             return
         request_id = uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, tokens=TokenCount())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

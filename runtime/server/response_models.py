@@ -256,7 +256,7 @@ BODY_ERRORS = _errors(
     status_404="Another model is served",
     status_408="The body was not complete in time",
     status_413="The body is too long",
-    status_429="The queue is full",
+    status_429="The queue is full, or a limit of the API key is reached",
     status_503="The server is stopping, or the request got no token in time",
     status_504="The request took too long",
 )

@@ -23,6 +23,7 @@ from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingPa
 from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
 from runtime.server.errors import ApiError, JsonResponse, error_body
+from runtime.server.keys import Account
 from runtime.server.protocol import GenerationRequest
 from runtime.server.response_models import Usage
 
@@ -306,6 +307,11 @@ async def until_disconnected(receive: Receive) -> None:
         pass
 
 
+def account_of(request: Request) -> Account:
+    """Returns the account of the request's API key; a new one without limits if the server asks for none."""
+    return getattr(request.state, "account", None) or Account("")
+
+
 async def chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     async with aclosing(rest):
         yield first
@@ -397,7 +403,7 @@ class Service:
         logger.info("request %s: user %r, prompts of %s tokens", request_id, body.user, [len(p) for p in prompts])
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
         answer = Answer(envelope, shape, len(jobs) * body.num_answers, body.include_usage)
-        deltas = self.run(jobs)
+        deltas = self.run(jobs, request)
         if not body.stream:
             return await respond_at_once(request, answer.whole(deltas))
         try:
@@ -426,17 +432,19 @@ class Service:
         finally:
             self.num_active -= count
 
-    async def run(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def run(self, jobs: list[Job], request: Request) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yields deltas of all jobs as they arrive, with the index of their choice, in order of prompts and answers.
 
-        Closing it frees all jobs.
+        Closing it frees all jobs. Counts tokens in `request.state.tokens`.
 
         Raises:
-            ApiError: 429 if the queue is full; 500 if a sequence fails; 503 if the engine stops, or returns no token
-                within `queue_seconds`; 504 after `request_seconds`.
+            ApiError: 429 if the queue or the places of the key are full; 500 if a sequence fails; 503 if the engine
+                stops, or returns no token within `queue_seconds`; 504 after `request_seconds`.
             RequestError: the engine refuses a job.
         """
-        with self.admit(sum(job.sampling.n for job in jobs)):
+        count, tokens = sum(job.sampling.n for job in jobs), request.state.tokens
+        with self.admit(count), account_of(request).hold(count):
+            tokens.prompt += sum(len(job.prompt_token_ids) for job in jobs)
             streams = [
                 self.engine.generate(job.prompt_token_ids, job.sampling, job.request_id, options=job.options)
                 for job in jobs
@@ -444,4 +452,5 @@ class Service:
             async with aclosing(in_time(merge(streams), self.limits)) as deltas:
                 async for index, delta in deltas:
                     check_delta(delta)
+                    tokens.output += len(delta.token_ids)
                     yield index * jobs[index].sampling.n + delta.index, delta

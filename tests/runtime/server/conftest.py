@@ -17,6 +17,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.engine_thread import Health
 from runtime.engine.metrics import Metrics
 from runtime.server.app import create_app
+from runtime.server.keys import ApiKeys, load_accounts
 from runtime.server.serving import Limits
 from runtime.text.tokenizer import Tokenizer
 
@@ -153,7 +154,11 @@ def engine(shared_engine: AlphabetEngine) -> Iterator[AlphabetEngine]:
     shared_engine.reset()
 
 
-def alphabet_app(engine: AlphabetEngine, limits: Limits = LIMITS, **options: Any) -> FastAPI:
+def alphabet_app(
+    engine: AlphabetEngine, limits: Limits = LIMITS, api_key: str | None = None, **options: Any
+) -> FastAPI:
+    if api_key is not None:
+        options["keys"] = ApiKeys(lambda: load_accounts(api_key, None))
     return create_app(engine, ByteTokenizer(), "alphabet", limits, render_metrics=Metrics().render, **options)
 
 

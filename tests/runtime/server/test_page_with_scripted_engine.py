@@ -13,6 +13,7 @@ from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogpr
 from runtime.engine.engine_thread import Health
 from runtime.engine.metrics import Metrics
 from runtime.server.app import create_app
+from runtime.server.keys import ApiKeys, load_accounts
 from runtime.server.serving import Limits
 
 MARKUP = '<img src=x onerror=alert(1)><script>alert(2)</script><b>bold</b> & "quoted" ü 🙂 日本\n  two  spaces'
@@ -92,7 +93,8 @@ def engine() -> ScriptedEngine:
 def serve(tokens: ByteTokens, engine: ScriptedEngine) -> Callable[..., Any]:
     def make(api_key: str | None = None) -> Any:
         limits = Limits(max_model_len=2000)
-        return serving(create_app(engine, tokens, "scripted", limits, render_metrics=Metrics().render, api_key=api_key))
+        keys = ApiKeys(lambda: load_accounts(api_key, None)) if api_key else None
+        return serving(create_app(engine, tokens, "scripted", limits, render_metrics=Metrics().render, keys=keys))
 
     return make
 
