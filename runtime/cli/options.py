@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.common.cli import DEMO_NAME, demo_model_path, nearest
+from compress.common.cli import DEMO_NAME, demo_model_path, nearest, option
 from compress.common.errors import CheckpointError, RequestError, ToolkitError
 from compress.common.files import YamlPart, read_yaml
 from runtime.core.config import RuntimeConfig
@@ -164,6 +164,18 @@ class AddressOptions:
     name: Annotated[
         str | None, typer.Option("--served-model-name", help="Model name in the API. Default: the name of the folder.")
     ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """Logs of a server."""
+
+    log_level: str = option(
+        "--log-level",
+        default="info",
+        choices=("error", "warning", "info", "debug"),
+        help="Least level of log lines on standard error. info: a line per request, except /health and /metrics.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -24,6 +24,7 @@ from compress.common.errors import ToolkitError
 from runtime.cli.options import (
     AddressOptions,
     ConfigOption,
+    LogOptions,
     ModelArgument,
     resolve_model,
     runtime_config,
@@ -172,6 +173,7 @@ def serve(
     model: ModelArgument = None,
     config: ConfigOption = None,
     address: AddressOptions,
+    logs: LogOptions,
     compute: ComputeOptions,
     seed: SeedOptions,
     kv: KVCacheOptions,
@@ -220,6 +222,7 @@ def serve(
         url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, needs_key=keys is not None
     )
     warn_of_open_door(host, needs_key=keys is not None)
+    configure_logs(logs.log_level.upper())
     run(served.app, listener, drain_seconds, limits.client_seconds)
 
 
@@ -292,6 +295,31 @@ def announce(url: str, name: str, has_chat: bool, needs_key: bool) -> None:
     )
 
 
+class LogFormatter(logging.Formatter):
+    """Escapes control characters, so that text from a request can neither begin a line nor reach the terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
+        return escape(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """Indents the lines of a traceback, whose last ones may be text from a request."""
+        return "\n".join(f"  {escape(line)}" for line in super().formatException(ei).split("\n"))
+
+
+def escape(text: str) -> str:
+    """Returns a line of printable characters: `\\n` in place of a line's end."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def configure_logs(level: str) -> None:
+    """Writes logs to standard error: of this package from `level` on, of libraries warnings and errors only, unless
+    `level` is DEBUG."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level="WARNING" if level == "INFO" else level)
+    logging.getLogger("runtime").setLevel(level)
+
+
 def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float) -> None:
     """Serves until SIGINT or SIGTERM, then waits at most `drain_seconds` for running requests.
 
@@ -301,9 +329,6 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     import uvicorn
 
     from runtime.server.middleware import IDLE_SECONDS, ReadTimeoutProtocol
-
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("runtime").setLevel(logging.INFO)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -316,7 +341,8 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     config = uvicorn.Config(
         app,
         http=partial(ReadTimeoutProtocol, client_seconds=client_seconds),  # type: ignore[arg-type]  # any factory will do
-        log_level="warning",
+        log_config=None,  # its loggers use ours
+        access_log=False,
         timeout_graceful_shutdown=drain_seconds,
         timeout_keep_alive=IDLE_SECONDS,
     )

@@ -11,13 +11,14 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
 from runtime.server.chat import chat_router
 from runtime.server.completions import completions_router, embeddings_router
 from runtime.server.errors import JsonResponse, add_error_handlers
 from runtime.server.keys import ApiKeys
-from runtime.server.middleware import ApiKeyGuard, BodyLimit, RequestId, SiteGuard, origins_of
+from runtime.server.middleware import AccessLog, ApiKeyGuard, BodyLimit, RequestId, ServerMetrics, SiteGuard, origins_of
 from runtime.server.page import page_router
 from runtime.server.response_models import (
     ANY_ERRORS,
@@ -53,8 +54,8 @@ def health_router(service: Service) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Metrics of the engine in Prometheus' text format."""
-        return PlainTextResponse(service.render_metrics(), media_type="text/plain; version=0.0.4")
+        """Metrics of the engine, of requests and of the process in Prometheus' text format."""
+        return PlainTextResponse(service.render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
     return router
 
@@ -104,12 +105,13 @@ def create_app(
         tokenizer: tokenizer of the served model.
         model_name: model name that requests must have.
         limits: context, queue, body size and times.
-        render_metrics: returns the text of `/metrics`.
+        render_metrics: returns the engine's part of `/metrics`.
         keys: one is required on every path except `/health` and the files of the page; None requires none.
         allowed_hosts: host names by which clients may address the server, and whose pages may use it; empty allows any
             name, and only pages of the server itself.
     """
-    service = Service(engine, tokenizer, model_name, limits, render_metrics)
+    metrics = ServerMetrics(model_name)
+    service = Service(engine, tokenizer, model_name, limits, lambda: render_metrics() + metrics.render())
     app = DescribedApi(
         model_name=model_name,
         needs_key=keys is not None,
@@ -124,6 +126,8 @@ def create_app(
         app.include_router(router(service))
     app.include_router(page_router())
     _add_guards(app, limits, keys, allowed_hosts)
+    app.add_middleware(AccessLog, metrics=metrics)
+    app.add_middleware(RequestId)
     return app
 
 
@@ -141,7 +145,6 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
             expose_headers=("x-request-id", "retry-after"),
         )
     app.add_middleware(SiteGuard, hosts=allowed_hosts)
-    app.add_middleware(RequestId)
 
 
 @asynccontextmanager

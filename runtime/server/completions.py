@@ -234,7 +234,8 @@ def embeddings_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         prompts = await asyncio.to_thread(service.encode_prompts, separate_prompts(body.input))
         request_id = f"embd-{request.state.request_id}"
-        logger.info("request %s: user %r, inputs of %s tokens", request_id, body.user, [len(p) for p in prompts])
+        logger.debug("request %s: inputs of %s tokens", request_id, [len(p) for p in prompts])
+        request.state.user = body.user
         jobs = [Job(f"{request_id}-{i}", prompt, NOTHING_SAMPLED, EMBED) for i, prompt in enumerate(prompts)]
         return await respond_at_once(request, embed(service, request, jobs, body.encoding_format))
 

@@ -69,6 +69,10 @@ class TokenCount:
     prompt: int = 0
     output: int = 0
 
+    @property
+    def total(self) -> int:
+        return self.prompt + self.output
+
 
 @dataclass(slots=True)
 class Account:
@@ -94,7 +98,7 @@ class Account:
     def charge(self, tokens: TokenCount, now: float) -> None:
         """Charges the tokens of a request that ended."""
         if "tokens" in self.buckets:
-            self.buckets["tokens"].spend(tokens.prompt + tokens.output, now)
+            self.buckets["tokens"].spend(tokens.total, now)
 
     @property
     def max_requests(self) -> int:

@@ -6,23 +6,34 @@ Plain ASGI, so streams pass unchanged.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 from uuid import uuid4
 
 import h11
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from compress.common.cli import tool_version
+from runtime.engine.metrics import PREFIX
 from runtime.server.errors import ApiError, error_response
 from runtime.server.keys import ApiKeys, TokenCount
 from runtime.server.page import PAGE_PATHS
+from runtime.server.serving import CLIENT_CLOSED_REQUEST
 
+logger = logging.getLogger("runtime.server")
+
+QUIET_PATHS = frozenset({"/health", "/metrics"})
 OPEN_PATHS = PAGE_PATHS | {"/health"}
 
 
@@ -168,6 +179,84 @@ class RequestId:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+
+
+class ServerMetrics(Collector):
+    """Metrics of the process and of its HTTP requests. No client can add labels: they are known routes and keys."""
+
+    def __init__(self, model_name: str) -> None:
+        self.build = {"version": tool_version(), "model": model_name}
+        self.num_requests: Counter[tuple[str, ...]] = Counter()
+        self.num_tokens: Counter[tuple[str, ...]] = Counter()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def count(self, scope: Scope, status: int) -> None:
+        """Counts a request that ended."""
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self.num_requests[method, getattr(scope.get("route"), "path", "unknown"), str(status)] += 1
+        if key_name := scope["state"].get("key_name"):
+            self.num_tokens[key_name,] += scope["state"]["tokens"].total
+
+    def collect(self) -> Iterator[Metric]:
+        yield InfoMetricFamily(f"{PREFIX}build", "Version of the toolkit and name of the model.", self.build)
+        labels, text = ("method", "route", "status"), "HTTP requests ended; 499: the client left before the answer."
+        yield _counts(f"{PREFIX}http_requests_total", text, labels, self.num_requests)
+        yield _counts(f"{PREFIX}api_key_tokens_total", "Tokens of prompts and answers.", ("key",), self.num_tokens)
+
+    def render(self) -> str:
+        """Renders Prometheus' text format."""
+        return generate_latest(self.registry).decode()
+
+
+def _counts(name: str, text: str, labels: Sequence[str], counts: Counter[tuple[str, ...]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in sorted(counts.items()):
+        family.add_metric(values, count)
+    return family
+
+
+class AccessLog:
+    """Logs a line per request when it ends, at level debug for `QUIET_PATHS`, and counts it in `metrics`."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), CLIENT_CLOSED_REQUEST
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception:
+            status = 500  # the server's outermost layer answers so
+            raise
+        finally:
+            self.metrics.count(scope, status)
+            self.log(scope, status, time.perf_counter() - start)
+
+    def log(self, scope: Scope, status: int, seconds: float) -> None:
+        """Logs the key's name or the address, the path without its query, tokens of prompt and answer, and the user."""
+        state, level = scope["state"], logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+        client = state.get("key_name") or (scope["client"] or ["-"])[0]
+        what = (state["request_id"], client, scope["method"], quote(scope["path"]), status, 1000 * seconds)
+        tokens, user = state["tokens"], state.get("user")
+        more = f", {tokens.prompt}+{tokens.output} tokens" if tokens.total else ""
+        more += f", user {user!r:.100}" if user else ""
+        logger.log(level, "request %s: %s %s %.200s %d in %.0f ms%s", *what, more)
 
 
 SEND_BUFFER_BYTES = 2**18

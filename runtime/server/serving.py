@@ -400,7 +400,8 @@ class Service:
         request_id = f"{shape.id_prefix}-{request.state.request_id}"
         options = RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")
         jobs = [Job(f"{request_id}-{i}", *job, options) for i, job in enumerate(zip(prompts, samplings, strict=True))]
-        logger.info("request %s: user %r, prompts of %s tokens", request_id, body.user, [len(p) for p in prompts])
+        logger.debug("request %s: prompts of %s tokens", request_id, [len(p) for p in prompts])
+        request.state.user = body.user
         envelope = {"id": request_id, "created": int(time.time()), "model": self.model_name}
         answer = Answer(envelope, shape, len(jobs) * body.num_answers, body.include_usage)
         deltas = self.run(jobs, request)

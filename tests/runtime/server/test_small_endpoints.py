@@ -9,8 +9,12 @@ from typing import Any
 import httpx
 import pytest
 from openai_schema import validate
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.parser import text_string_to_metric_families
 from servers import answer
 from servers import answer as post
+
+from compress.common.cli import tool_version
 
 
 def test_models(api: httpx.Client) -> None:
@@ -33,10 +37,40 @@ def test_watchers_may_ask_for_the_head_only(api: httpx.Client) -> None:
     assert (response.status_code, response.content) == (200, b"")
 
 
-def test_metrics_are_prometheus_text(api: httpx.Client) -> None:
-    response = api.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert "# TYPE runtime_generation_tokens_total counter" in response.text
+def samples(api: httpx.Client, **headers: str) -> dict[tuple[str, ...], float]:
+    """Values of `/metrics` by name and labels."""
+    response = api.get("/metrics", headers=headers)
+    assert response.headers["content-type"] == CONTENT_TYPE_LATEST
+    families = list(text_string_to_metric_families(response.text))
+    assert all(family.documentation and family.type != "unknown" for family in families)
+    names = [sample.name for family in families for sample in family.samples]
+    assert all(re.fullmatch(r"(runtime|process)_[a-z0-9_]+", name) for name in names)
+    for family in families:
+        assert family.type != "histogram" or family.name.endswith("_seconds")
+        assert family.type != "counter" or {sample.name for sample in family.samples} <= {f"{family.name}_total"}
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+def test_metrics_are_prometheus_text_of_engine_requests_and_process(api: httpx.Client) -> None:
+    before = samples(api)
+    for name in ("generation_tokens_total", "prefix_cache_hits_total", "preemptions_total", "kv_cache_usage_perc"):
+        assert (f"runtime_{name}",) in before
+    assert before["process_resident_memory_bytes",] > 1e6
+    assert before["runtime_build_info", "alphabet", tool_version()] == 1
+    for path in ("/v1/models", "/v1/models/nothing", "/v1/models/others", "/nowhere", "/nor/here"):
+        api.get(path)
+    api.post("/v1/completions", json={"model": "alphabet", "prompt": "Z", "max_tokens": 2})
+    api.request("BREW", "/v1/models")
+    after = samples(api, accept="application/openmetrics-text; version=nonsense")
+    added = {key[1:]: after[key] - before.get(key, 0) for key in after if key[0] == "runtime_http_requests_total"}
+    assert {key: count for key, count in added.items() if count} == {
+        ("GET", "/v1/models", "200"): 1,
+        ("GET", "/v1/models/{name:path}", "404"): 2,
+        ("GET", "unknown", "404"): 2,
+        ("POST", "/v1/completions", "200"): 1,
+        ("other", "/v1/models", "405"): 1,
+        ("GET", "/metrics", "200"): 1,
+    }
 
 
 def test_openapi_describes_all_routes(api: httpx.Client) -> None:
