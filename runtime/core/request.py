@@ -158,10 +158,11 @@ class RequestOptions:
     """Serving options of a request, independent of sampling.
 
     Attributes:
-        priority: lower values are served earlier; each unit is worth a fixed number of places in the queue.
+        priority: lower values are served earlier; each unit is worth a fixed number of places in the client's queue.
         time_limit: seconds, waiting included, after which the request ends with its output so far; None is no limit.
         cache_salt: requests share cached prefixes only with requests of the same salt.
         embed: return the mean of the prompt's hidden states instead of tokens.
+        client: who asks; the engine is shared equally between clients. Requests of the same name are one client's.
 
     Raises:
         RequestError: a value outside of its range, by name.
@@ -171,6 +172,7 @@ class RequestOptions:
     time_limit: float | None = None
     cache_salt: str = ""
     embed: bool = False
+    client: str = ""
 
     def __post_init__(self) -> None:
         if abs(self.priority) > MAX_PRIORITY:
@@ -278,6 +280,10 @@ class Sequence:
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def client(self) -> str:
+        return self.request.options.client
 
     @property
     def num_tokens(self) -> int:

@@ -5,7 +5,10 @@ order: sequences one token behind (decodes), sequences in the middle of their pr
 tokens. These rules make scheduling fair and free of deadlocks:
 
 * `running` and `waiting` are sorted by `Sequence.order`: first come, first served, where a unit of priority is worth
-  `PRIORITY_PLACES` places. No sequence overtakes the head of `waiting`.
+  `PRIORITY_PLACES` places. No sequence overtakes the head of `waiting`, unless a step has no tokens for the latter.
+* Several clients take turns (`runtime.engine.fairness`): the head of `waiting` is the first sequence of the client
+  whose turn it is, and the last running sequence is the last one of the client that holds most. Order and priority
+  count among the sequences of one client.
 * Blocks for all known tokens are allocated at admission, so only decodes can run out of blocks; then the last running
   sequence is preempted, never the first.
 * With an attention window (`runtime.core.attention_window`), blocks outside it are returned to the pool, and at
@@ -14,16 +17,22 @@ tokens. These rules make scheduling fair and free of deadlocks:
 * Draft tokens (`Sequence.draft_token_ids`) get only tokens and blocks that nothing else needs in this step, and those
   blocks are returned after it. So speculation neither preempts nor delays a sequence.
 
-Hence the first running sequence computes at least one token in every step. Without priorities and forks all running
-sequences precede all waiting ones, and a sequence ends after at most the sum of `prompt + max_tokens` over itself and
-those before it. With them the first of all sequences may have to wait, but only for those that run already: each
-sequence ends after at most `(max_num_seqs + 1) * max_model_len` steps for itself and for each one before it.
+Hence the first running sequence, and the first one of every other client, computes at least one token in every step.
+With one client and without priorities and forks all running sequences precede all waiting ones, and a sequence ends
+after at most the sum of `prompt + max_tokens` over itself and those before it. With them the first of all sequences may
+have to wait, but only for those that run already: each sequence ends after at most
+`(max_num_seqs + 1) * max_model_len` steps for itself and for each one before it.
+
+With C clients the first of all sequences may also have to wait until its client holds no place, and then for one turn
+of every other: each sequence ends after at most `((C + 1) * max_num_seqs + 1) * max_model_len` steps for itself and for
+each one before it.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
@@ -33,6 +42,7 @@ from runtime.core.config import RuntimeConfig
 from runtime.core.request import Request, Sequence, Status
 from runtime.core.step import BlockCopy, BlockRestore, ScheduledSequence, StepPlan
 from runtime.engine.block_pool import BlockPool
+from runtime.engine.fairness import Clients, count_places, first_of_each, in_prompt, in_turns, token_shares
 from runtime.engine.kv_cache_manager import KVCacheManager
 
 PRIORITY_PLACES = 64
@@ -52,16 +62,43 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class _Step:
-    """A plan under construction; `budget` is the number of tokens left."""
+    """A plan under construction.
+
+    Attributes:
+        budget: number of tokens left.
+        turns: running sequences whose turn is now or later; the last one is the next to be preempted.
+        prompts: entries with prompt tokens, by sequence id.
+        shares: most prompt tokens of each client that are left to it; None does not limit them.
+    """
 
     budget: int
+    turns: list[Sequence] = field(default_factory=list)
     entries: list[ScheduledSequence] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     restores: list[BlockRestore] = field(default_factory=list)
+    prompts: dict[str, ScheduledSequence] = field(default_factory=dict)
+    shares: dict[str, int] | None = None
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self.entries.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens))
+    def add(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+        entry = ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens)
+        self.entries.append(entry)
         self.budget -= num_tokens
+        return entry
+
+    def room(self, client: str) -> int:
+        """Returns the most prompt tokens of a client that the step has room for."""
+        return self.budget if self.shares is None else min(self.budget, self.shares[client])
+
+    def add_chunk(self, sequence: Sequence, longest: int) -> None:
+        """Adds as many tokens of a prompt as there is room for, to at most `longest` in all."""
+        entry = self.prompts.get(sequence.id) or self.add(sequence, 0)
+        self.prompts[sequence.id] = entry
+        rest = min(sequence.num_tokens - sequence.num_computed_tokens, longest) - entry.num_tokens
+        count = min(rest, self.room(sequence.client))
+        entry.num_tokens += count
+        self.budget -= count
+        if self.shares is not None:
+            self.shares[sequence.client] -= count
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:
@@ -95,6 +132,7 @@ class Scheduler:
         self.shares_blocks = shares_blocks
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.clients = Clients()
         self.stats = SchedulerStats()
         self._num_added = 0
         # Every running sequence gets a token per step, so more of them than the budget has tokens is never useful.
@@ -141,6 +179,7 @@ class Scheduler:
         place = self._num_added + request.options.priority * PRIORITY_PLACES
         sequence = Sequence(request, list(request.prompt_token_ids), order=(place, self._num_added, 0))
         self._num_added += 1
+        self.clients.join(sequence.client)
         insort(self.waiting, sequence, key=_order)
         return sequence
 
@@ -155,22 +194,28 @@ class Scheduler:
         """
         child = Sequence(request, list(request.prompt_token_ids), order=(*parent.order[:2], index))
         child.num_cached_tokens = parent.num_cached_tokens
-        overtakes = bool(self.waiting) and self.waiting[0].order < child.order
+        self.clients.join(child.client)
         no_room = len(self.running) >= self._max_running or self.pool.num_free <= len(self.running)
-        if overtakes or no_room or not self.shares_blocks:
+        if no_room or not self.shares_blocks or self._overtakes(child):
             insort(self.waiting, child, key=_order)
             return child
         self.blocks.share(parent, child)
-        child.status = Status.RUNNING
-        insort(self.running, child, key=_order)
+        self._run(child)
         return child
 
     def schedule(self) -> StepPlan:
         """Plans one step and allocates its blocks. Call `complete` or `fail` after the step."""
         step = _Step(self.config.max_num_batched_tokens)
+        is_shared = self.clients.are_several
+        if is_shared:
+            self._claim_places(step)
+        step.turns = in_turns(self.running) if is_shared else self.running.copy()
         self._schedule_decodes(step)
-        self._schedule_prefills(step)
-        self._admit(step)
+        if is_shared:
+            step.shares = self._share_tokens(step)
+            self._schedule_prompts(step)
+            step.shares = None  # what some cannot use, the others get
+        self._schedule_prompts(step)
         self._schedule_drafts(step)
         self.stats.num_copies += len(step.copies)
         if not step.entries:
@@ -236,6 +281,7 @@ class Scheduler:
         if not trusted:
             self.blocks.forget(sequence)
         self.blocks.release(sequence)
+        self.clients.leave(sequence.client)
         sequence.status = Status.FINISHED
 
     def heal(self) -> None:
@@ -256,38 +302,90 @@ class Scheduler:
             self.blocks.check(sequence)
         if any(sequence.block_ids or sequence.num_computed_tokens for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
+        if {name: c.num_sequences for name, c in self.clients.by_name.items()} != count_places(
+            self.running + self.waiting
+        ):
+            raise RuntimeError("the numbers of sequences of the clients are wrong")
+
+    def _key(self, places: Mapping[str, int]) -> Callable[[Sequence], tuple[int, int, tuple[int, int, int]]]:
+        """Returns the key by which waiting sequences are sorted, given the places that each client holds."""
+        return lambda s: (places[s.client], self.clients.by_name[s.client].turn, s.order)
+
+    def _overtakes(self, sequence: Sequence) -> bool:
+        """Returns whether a waiting sequence is before this one."""
+        if not self.waiting or not self.clients.are_several:
+            return bool(self.waiting) and self.waiting[0].order < sequence.order
+        key = self._key(count_places(self.running))
+        return min(map(key, first_of_each(self.waiting))) < key(sequence)
+
+    def _head(self, step: _Step) -> Sequence | None:
+        """Returns the waiting sequence that is next, of a client that the step has tokens for."""
+        if not self.clients.are_several:
+            return self.waiting[0] if self.waiting else None
+        heads = [sequence for sequence in first_of_each(self.waiting) if step.room(sequence.client)]
+        return min(heads, key=self._key(count_places(self.running)), default=None)
+
+    def _claim_places(self, step: _Step) -> None:
+        """Lets in clients that hold at least two places fewer than another, before anything is planned."""
+        busy = in_prompt(self.running)
+        claims = [sequence for sequence in first_of_each(self.waiting) if sequence.client not in busy]
+        for sequence in sorted(claims, key=self._key(count_places(self.running))):
+            self._claim_place(sequence, step)
+
+    def _claim_place(self, sequence: Sequence, step: _Step) -> None:
+        while self.running:
+            places, last = count_places(self.running), in_turns(self.running)[-1]
+            if places[last.client] < places[sequence.client] + 2:
+                return
+            if len(self.running) < self._max_running and self._enter(sequence, step):
+                return
+            self.preempt(last)
+
+    def _share_tokens(self, step: _Step) -> dict[str, int]:
+        """Returns the most prompt tokens of each client, given the decodes of the step."""
+        prompts = in_prompt(self.running)
+        decodes = Counter(entry.sequence.client for entry in step.entries)
+        asking = prompts.union(sequence.client for sequence in self.waiting)
+        return token_shares(step.budget, decodes, prompts, asking)
 
     def _schedule_decodes(self, step: _Step) -> None:
-        # Oldest first, and the youngest is preempted, so no sequence preempted here has been planned yet. Prompts in
-        # progress take their blocks in the same order, and are planned later.
-        for sequence in list(self.running):
-            if sequence.status is not Status.RUNNING:
-                continue
+        # In turns, and the last one is preempted, so no sequence preempted here has been planned yet: it leaves
+        # `step.turns` before the loop comes to it. Prompts in progress take their blocks in the same order, and are
+        # planned later.
+        for sequence in step.turns:
             self.blocks.release_evictable(sequence)
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
-                self._extend(sequence)
+                self._extend(sequence, step)
             elif self._make_writable(sequence, step):
                 step.add(sequence, 1)
 
-    def _schedule_prefills(self, step: _Step) -> None:
+    def _schedule_prompts(self, step: _Step) -> None:
+        """Plans prompts in progress, then waiting sequences."""
         for sequence in self.running:
-            if step.budget and sequence.num_tokens - sequence.num_computed_tokens > 1:
-                step.add(sequence, self._chunk(sequence, step))
-
-    def _admit(self, step: _Step) -> None:
-        while self.waiting and step.budget and len(self.running) < self._max_running:
-            sequence = self.waiting[0]
-            # About one block per running sequence stays free, so that admission causes no preemption in the next step.
-            taken = self.blocks.take(sequence, len(self.running))
-            if taken is None:
+            if sequence.num_tokens - sequence.num_computed_tokens > 1 and step.room(sequence.client):
+                step.add_chunk(sequence, self.config.prefill_chunk)
+        while step.budget and len(self.running) < self._max_running and (head := self._head(step)):
+            if not self._enter(head, step):
                 break
-            step.copies += taken.copies
-            step.restores += taken.restores
-            self._count_prefix(sequence)
-            del self.waiting[0]
-            sequence.status = Status.RUNNING
-            insort(self.running, sequence, key=_order)
-            step.add(sequence, self._chunk(sequence, step))
+            step.add_chunk(head, self.config.prefill_chunk)
+
+    def _enter(self, sequence: Sequence, step: _Step) -> bool:
+        """Gives a waiting sequence a place and blocks. Returns False without room for its blocks."""
+        # About one block per running sequence stays free, so that admission causes no preemption in the next step.
+        taken = self.blocks.take(sequence, len(self.running))
+        if taken is None:
+            return False
+        step.copies += taken.copies
+        step.restores += taken.restores
+        self._count_prefix(sequence)
+        self.waiting.remove(sequence)
+        self._run(sequence)
+        return True
+
+    def _run(self, sequence: Sequence) -> None:
+        self.clients.note_place(sequence.client)
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_order)
 
     def _schedule_drafts(self, step: _Step) -> None:
         # Last, so that drafts get only what nothing else needs.
@@ -299,28 +397,24 @@ class Scheduler:
                 entry.num_tokens += num_drafts
                 step.budget -= num_drafts
 
-    def _chunk(self, sequence: Sequence, step: _Step) -> int:
-        rest = sequence.num_tokens - sequence.num_computed_tokens
-        return min(rest, step.budget, self.config.prefill_chunk)
-
     def _make_writable(self, sequence: Sequence, step: _Step) -> bool:
         """Gives the next token a slot of its own. Returns False if the sequence itself had to be preempted."""
         while self.blocks.lacks_slot(sequence) and self.pool.num_free < 1:
-            if not self._make_room(sequence):
+            if not self._make_room(sequence, step):
                 return False
         step.copies += self.blocks.make_writable(sequence)
         return True
 
-    def _extend(self, sequence: Sequence) -> None:
+    def _extend(self, sequence: Sequence, step: _Step) -> None:
         """Allocates the blocks of a prompt's next span, unless the sequence itself has to be preempted."""
         while self.blocks.num_missing(sequence) > self.pool.num_free:
-            if not self._make_room(sequence):
+            if not self._make_room(sequence, step):
                 return
         self.blocks.extend(sequence)
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _make_room(self, sequence: Sequence, step: _Step) -> bool:
         """Preempts the last running sequence. Returns False if that is `sequence` itself."""
-        victim = self.running[-1]
+        victim = step.turns.pop()
         self.preempt(victim)
         return victim is not sequence
 

@@ -30,6 +30,7 @@ from runtime.speculative.proposer import Speculator
 
 MAX_MODEL_LEN = 30
 END_TOKENS = frozenset({0, 1})
+CLIENTS = ["", "", "b", "c"]
 
 
 @dataclass
@@ -98,7 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.faults = trouble is not None
         self.plain = plain and trouble is None
-        self.longest_wait = (num_sequences + 1) * MAX_MODEL_LEN
+        self.longest_wait = ((len(set(CLIENTS)) + 1) * num_sequences + 1) * MAX_MODEL_LEN
         self.num_added = 0
         self.live: dict[str, Expected] = {}
 
@@ -111,6 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 2, 3]),
         priority=st.sampled_from([0, 0, -1, 1]),
         time_limit=st.sampled_from([None, None, None, 1, 5, 20]),
+        client=st.sampled_from(CLIENTS),
     )
     def add(
         self,
@@ -122,11 +124,12 @@ class EngineMachine(RuleBasedStateMachine):
         n: int,
         priority: int,
         time_limit: int | None,
+        client: str,
     ) -> None:
-        n, priority = (1, 0) if self.plain else (n, priority)
+        n, priority, client = (1, 0, "") if self.plain else (n, priority, client)
         prompt = [i % 3 for i in range(prefix)] + suffix
         sampling = SamplingParams(max_tokens=max_tokens, seed=seed, n=n)
-        options = RequestOptions(priority=priority, time_limit=time_limit, cache_salt=salt)
+        options = RequestOptions(priority=priority, time_limit=time_limit, cache_salt=salt, client=client)
         try:
             request_id = self.engine.add_request(prompt, sampling, None, options)
         except RequestError:
@@ -147,7 +150,7 @@ class EngineMachine(RuleBasedStateMachine):
         """The step in which a new request must have ended; moves the bounds of those that it overtakes.
 
         Plain requests: in every step the first one computes at least one token, and is not preempted. With several
-        answers, priorities and faults, the first of all sequences may wait until those that run have ended.
+        answers, priorities, faults and clients, the first of all sequences may wait until those that run have ended.
         """
         if self.plain:
             return max([self.num_steps, *(other.bound for other in self.live.values())]) + num_tokens

@@ -1,0 +1,134 @@
+"""Shares the engine between clients: places among the running sequences, and the tokens of a step. Pure; no torch.
+
+A client is a name in `RequestOptions.client`. These rules share places as equally as requests allow (max-min fairness),
+in turns (round robin), and tokens likewise:
+
+* The next place goes to the client that holds the fewest; among equals to the one whose last turn is longest ago. A new
+  client's turn is after all others. Among the sequences of one client their order decides.
+* A client that holds at least two places fewer than another does not wait for a free one: it takes the last place of
+  whoever holds most, with one sequence per step and only when its other prompts are computed. So only clients lose a
+  place that still hold more than the one that comes in: no displacement undoes another, and what has to be computed
+  again is at the expense of whoever holds more than its share.
+* The tokens that decodes leave of a step's budget are divided between the clients that have prompts to compute, so that
+  decodes and prompts together become as equal as possible. What a client cannot use, the others get.
+
+Let T be the token budget of a step, S the most running sequences and C the number of clients, with C <= S and
+S + C <= T, and let the pool hold S blocks more than C whole contexts. Then whatever the others send, the first running
+sequence of a client computes at least one token in each step, and a request of a client that has no other begins with
+the next step and computes at least `min(prefill_chunk, (T - S) // C)` tokens of its prompt per step. No step is longer
+than T tokens.
+
+Source: Y. Sheng et al., "Fairness in serving large language models" (2024). Here no counter of served tokens is needed,
+because every client is served in every step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from runtime.core.request import Sequence
+
+
+@dataclass(slots=True)
+class Client:
+    """A client with sequences that have not ended.
+
+    Attributes:
+        turn: number of its last turn; the lowest is next among clients that hold equally many places.
+        num_sequences: running and waiting ones.
+    """
+
+    turn: int
+    num_sequences: int = 0
+
+
+@dataclass(slots=True)
+class Clients:
+    """The clients that have sequences, by name, and the number of turns so far."""
+
+    by_name: dict[str, Client] = field(default_factory=dict)
+    num_turns: int = 0
+
+    @property
+    def are_several(self) -> bool:
+        return len(self.by_name) > 1
+
+    def join(self, name: str) -> None:
+        """Adds a sequence; a new client's turn is after all others."""
+        if name not in self.by_name:
+            self.by_name[name] = Client(self._turn())
+        self.by_name[name].num_sequences += 1
+
+    def leave(self, name: str) -> None:
+        """Removes a sequence, and its client with the last one."""
+        client = self.by_name[name]
+        client.num_sequences -= 1
+        if not client.num_sequences:
+            del self.by_name[name]
+
+    def note_place(self, name: str) -> None:
+        """Records that a client got a place: its next turn is after all others."""
+        self.by_name[name].turn = self._turn()
+
+    def _turn(self) -> int:
+        self.num_turns += 1
+        return self.num_turns
+
+
+def count_places(running: Iterable[Sequence]) -> Counter[str]:
+    """Returns the number of running sequences by client."""
+    return Counter(sequence.client for sequence in running)
+
+
+def in_prompt(running: Iterable[Sequence]) -> set[str]:
+    """Returns the clients that have a prompt in progress."""
+    return {s.client for s in running if s.num_tokens - s.num_computed_tokens > 1}
+
+
+def first_of_each(waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Returns the first waiting sequence of each client."""
+    first: dict[str, Sequence] = {}
+    for sequence in waiting:
+        first.setdefault(sequence.client, sequence)
+    return list(first.values())
+
+
+def in_turns(running: Iterable[Sequence]) -> list[Sequence]:
+    """Sorts running sequences: the first of every client, then the second of every client, and so on. The last one is
+    the last of a client that holds most."""
+    ranks: Counter[str] = Counter()
+    ranked = []
+    for sequence in running:
+        ranked.append((ranks[sequence.client], sequence.order, sequence))
+        ranks[sequence.client] += 1
+    return [sequence for _, _, sequence in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def token_shares(budget: int, decodes: Mapping[str, int], prompts: Collection[str], asking: set[str]) -> dict[str, int]:
+    """Divides the prompt tokens of a step.
+
+    Args:
+        budget: tokens that decodes leave; at least one for each of `prompts`.
+        decodes: tokens of decodes by client.
+        prompts: clients that have a prompt in progress; each gets at least one token.
+        asking: clients that have a prompt in progress or one that waits.
+
+    Returns:
+        Most prompt tokens by client; their sum is at most `budget`.
+    """
+    used = {name: decodes.get(name, 0) + (name in prompts) for name in asking}
+    level = _water_level(budget - len(prompts), sorted(used.values()))
+    return {name: max(0, level - used[name]) + (name in prompts) for name in asking}
+
+
+def _water_level(amount: int, ground: list[int]) -> int:
+    """Returns the level to which `amount` fills places of ascending heights."""
+    level, total = 0, amount
+    for count, height in enumerate(ground, start=1):
+        if count > 1 and level <= height:
+            break
+        total += height
+        level = total // count
+    return level
