@@ -82,9 +82,9 @@ def key_option(text: str) -> Any:
 
 
 def warn_of_readers(file: Path) -> None:
-    """Warns of a file with API keys that other users of this machine may read."""
+    """Warns of a file with secrets that other users of this machine may read."""
     if file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        print(f"warning: other users can read the API keys in {file}; run chmod 600 {file}", file=sys.stderr)
+        print(f"warning: other users can read the secrets in {file}; run chmod 600 {file}", file=sys.stderr)
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -98,7 +98,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         context.default_map = dict(
             _defaults(context, file, {name: params[name] for name in params if name != "config"})
         )
-        if "api_key" in context.default_map:
+        if context.default_map.keys() & {"api_key", "ssl_keyfile_password"}:
             warn_of_readers(file)
     return file
 
@@ -164,6 +164,68 @@ class AddressOptions:
     name: Annotated[
         str | None, typer.Option("--served-model-name", help="Model name in the API. Default: the name of the folder.")
     ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """Encryption of a server's connections. The fields have the names of uvicorn's options."""
+
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssl-certfile",
+            metavar="FILE",
+            help="Certificate of this server in PEM, followed by those that sign it. Default: http without encryption.",
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option("--ssl-keyfile", metavar="FILE", help="Private key in PEM. Default: that in --ssl-certfile."),
+    ] = None
+    ssl_keyfile_password: Annotated[
+        str | None, typer.Option(help="Password of the private key; better kept in the file of --config.")
+    ] = None
+    ssl_ca_certs: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssl-ca-certs",
+            metavar="FILE",
+            help="Accept only clients with a certificate that one of these signs. Default: clients need none.",
+        ),
+    ] = None
+
+    def checked(self) -> dict[str, Any]:
+        """Returns the options of uvicorn; none without a certificate.
+
+        Raises:
+            ToolkitError: a file cannot be read or used, or an option lacks the certificate.
+        """
+        import ssl
+
+        files = {"--ssl-certfile": self.ssl_certfile, "--ssl-keyfile": self.ssl_keyfile}
+        files["--ssl-ca-certs"] = self.ssl_ca_certs
+        given = {flag: file for flag, file in files.items() if file is not None}
+        if self.ssl_certfile is None:
+            if given or self.ssl_keyfile_password is not None:
+                flags = ", ".join(given) or "--ssl-keyfile-password"
+                raise ToolkitError(f"{flags} has no use without a certificate", "Add --ssl-certfile FILE")
+            return {}
+        for flag, file in given.items():
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                raise ToolkitError(f"{flag} {file} cannot be read: {error.strerror}", "Name another file") from error
+        context, password = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.ssl_keyfile_password or ""
+        try:
+            # Without a password OpenSSL would ask for it in the terminal.
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: password)
+            if self.ssl_ca_certs is not None:
+                context.load_verify_locations(self.ssl_ca_certs)
+        except ssl.SSLError as error:
+            problem = f"{' '.join(f'{flag} {file}' for flag, file in given.items())} cannot be used: {error.reason}"
+            raise ToolkitError(problem, "Name PEM files: a certificate, its own key, and the key's password") from error
+        warn_of_readers(self.ssl_keyfile or self.ssl_certfile)
+        return asdict(self) | {"ssl_cert_reqs": ssl.CERT_REQUIRED if self.ssl_ca_certs else ssl.CERT_NONE}
 
 
 @dataclass(frozen=True, slots=True)

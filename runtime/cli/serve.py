@@ -26,6 +26,7 @@ from runtime.cli.options import (
     ConfigOption,
     LogOptions,
     ModelArgument,
+    TlsOptions,
     resolve_model,
     runtime_config,
     warn_of_readers,
@@ -105,11 +106,11 @@ def _free_port(host: str, port: int) -> int:
     return 0
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """Returns the URL of a socket for clients on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,7 @@ def serve(
     model: ModelArgument = None,
     config: ConfigOption = None,
     address: AddressOptions,
+    tls: TlsOptions,
     logs: LogOptions,
     compute: ComputeOptions,
     seed: SeedOptions,
@@ -203,7 +205,7 @@ def serve(
 
     After Ctrl-C or SIGTERM running requests finish before the server stops.
     """
-    host, keys = address.host, load_keys(address)
+    host, keys, encryption = address.host, load_keys(address), tls.checked()
     path, where = resolve_model(model)
     listener = listen(host, address.port)  # before the model loads, so that a taken port costs no time
     print(f"model     {where}", flush=True)
@@ -223,7 +225,7 @@ def serve(
     )
     warn_of_open_door(host, needs_key=keys is not None)
     configure_logs(logs.log_level.upper())
-    run(served.app, listener, drain_seconds, limits.client_seconds)
+    run(served.app, listener, drain_seconds, limits.client_seconds, **encryption)
 
 
 def load_keys(address: AddressOptions) -> ApiKeys | None:
@@ -320,11 +322,12 @@ def configure_logs(level: str) -> None:
     logging.getLogger("runtime").setLevel(level)
 
 
-def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float) -> None:
+def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float, **encryption: Any) -> None:
     """Serves until SIGINT or SIGTERM, then waits at most `drain_seconds` for running requests.
 
     Args:
         client_seconds: time for a client to send the head of a request, and to read on.
+        encryption: uvicorn's options of TLS.
     """
     import uvicorn
 
@@ -345,6 +348,7 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
         access_log=False,
         timeout_graceful_shutdown=drain_seconds,
         timeout_keep_alive=IDLE_SECONDS,
+        **encryption,
     )
     Server(config).run(sockets=[listener])
     print("stopped", file=sys.stderr)

@@ -162,6 +162,12 @@ def alphabet_app(
     return create_app(engine, ByteTokenizer(), "alphabet", limits, render_metrics=Metrics().render, **options)
 
 
+@pytest.fixture(scope="session")
+def new_alphabet_app() -> Callable[..., FastAPI]:
+    """Takes `alphabet_app`'s options, for tests that serve the application in their own way."""
+    return lambda **options: alphabet_app(AlphabetEngine(), **options)
+
+
 @pytest.fixture
 def serve_alphabet() -> Iterator[Callable[..., tuple[str, AlphabetEngine]]]:
     """Starts servers of their own: takes `alphabet_app`'s options, and returns the URL and the engine."""
