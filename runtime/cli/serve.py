@@ -203,7 +203,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint through OpenAI's HTTP API.
 
-    After Ctrl-C or SIGTERM running requests finish before the server stops.
+    After Ctrl-C or SIGTERM running requests finish before the server stops, and new ones get a 503; a second signal
+    ends the running ones with an error.
     """
     host, keys, encryption = address.host, load_keys(address), tls.checked()
     path, where = resolve_model(model)
@@ -323,34 +324,18 @@ def configure_logs(level: str) -> None:
 
 
 def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float, **encryption: Any) -> None:
-    """Serves until SIGINT or SIGTERM, then waits at most `drain_seconds` for running requests.
+    """Serves until SIGINT or SIGTERM, then waits at most `drain_seconds` for running requests, or until a second one.
 
     Args:
         client_seconds: time for a client to send the head of a request, and to read on.
         encryption: uvicorn's options of TLS.
     """
-    import uvicorn
+    from runtime.server.drain import create_server
 
-    from runtime.server.middleware import IDLE_SECONDS, ReadTimeoutProtocol
-
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            print(f"stopping: waiting up to {drain_seconds} s for running requests", file=sys.stderr, flush=True)
-            await super().shutdown(sockets)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn raises the signal again after draining; for this command that is a normal end.
-        signal.signal(number, lambda *_: None)
-    config = uvicorn.Config(
-        app,
-        http=partial(ReadTimeoutProtocol, client_seconds=client_seconds),  # type: ignore[arg-type]  # any factory will do
-        log_config=None,  # its loggers use ours
-        access_log=False,
-        timeout_graceful_shutdown=drain_seconds,
-        timeout_keep_alive=IDLE_SECONDS,
-        **encryption,
-    )
-    Server(config).run(sockets=[listener])
+    server = create_server(app, drain_seconds, client_seconds, **encryption)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn's own handlers end before this command does
+        signal.signal(number, server.handle_exit)
+    server.run(sockets=[listener])
     print("stopped", file=sys.stderr)
 
 

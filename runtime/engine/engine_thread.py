@@ -124,6 +124,7 @@ class EngineThread:
         self.stall_seconds = stall_seconds
         self._messages: SimpleQueue[_Add | _Abort | _Stop] = SimpleQueue()
         self._streams: dict[str, _RequestStream] = {}
+        self._open: set[_RequestStream] = set()  # under the lock: `generate` and `stop` run in different threads
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._lock = threading.Lock()
         self._accepting = False
@@ -139,11 +140,15 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout: float = 30.0) -> bool:
-        """Ends the thread after the current step; requests in flight get a last delta with reason `abort`.
+        """Ends the thread after the current step; requests in flight get a last delta with reason `abort` at once.
 
         Returns:
             Whether the thread has ended within `timeout` seconds.
         """
+        with self._lock:
+            self._accepting = False
+            for stream in self._open:
+                post(stream.loop, [(stream.queue, self._farewell())])
         return self._end_thread(_Stop(when_idle=False), timeout)
 
     def drain(self, timeout: float) -> bool:
@@ -197,6 +202,8 @@ class EngineThread:
         finally:
             if stream.timer is not None:
                 stream.timer.cancel()
+            with self._lock:
+                self._open.discard(stream)
             if is_sent and unfinished:
                 self._messages.put(_Abort(request_id, stream))
 
@@ -204,6 +211,7 @@ class EngineThread:
         """Returns False if the thread takes no more requests; the lock ensures that none is queued after its end."""
         with self._lock:
             if self._accepting:
+                self._open.add(message.stream)
                 self._messages.put(message)
             else:
                 message.stream.queue.put_nowait(self._farewell())

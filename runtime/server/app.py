@@ -16,9 +16,20 @@ from starlette.responses import PlainTextResponse, Response
 
 from runtime.server.chat import chat_router
 from runtime.server.completions import completions_router, embeddings_router
+from runtime.server.drain import Drain, DrainGuard
 from runtime.server.errors import JsonResponse, add_error_handlers
 from runtime.server.keys import ApiKeys
-from runtime.server.middleware import AccessLog, ApiKeyGuard, BodyLimit, RequestId, ServerMetrics, SiteGuard, origins_of
+from runtime.server.middleware import (
+    AccessLog,
+    ApiKeyGuard,
+    BodyLimit,
+    ConnectionEnd,
+    HeadAsGet,
+    RequestId,
+    ServerMetrics,
+    SiteGuard,
+    origins_of,
+)
 from runtime.server.page import page_router
 from runtime.server.response_models import (
     ANY_ERRORS,
@@ -32,25 +43,26 @@ from runtime.server.response_models import (
 from runtime.server.serving import Engine, Limits, Service, Tokenizer
 from runtime.server.tokenize import tokenization_router
 
-UNHEALTHY: Responses = {503: {"model": HealthResponse, "description": "Unhealthy"}}
+UNHEALTHY: Responses = {
+    503: {"model": HealthResponse, "description": "Unhealthy, or draining: it stops after the last answer"}
+}
 
 
-def health_router(service: Service) -> APIRouter:
+def health_router(service: Service, drain: Drain) -> APIRouter:
     """Routes for health and metrics."""
     router = APIRouter()
 
-    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=HealthResponse, responses=UNHEALTHY)
     async def health() -> Response:
-        """Status 200 while the engine is healthy, else 503 with the reason."""
+        """Status 200 while the engine is healthy and the server takes requests, else 503 with the reason."""
         state = service.engine.check()
         body: HealthResponse = {
-            "status": "ok" if state.healthy else "unhealthy",
-            "reason": state.reason,
+            "status": "draining" if drain.has_begun else "ok" if state.healthy else "unhealthy",
+            "reason": state.reason or ("the server is stopping" if drain.has_begun else ""),
             "running": state.num_running,
             "waiting": state.num_waiting,
         }
-        return JsonResponse(body, 200 if state.healthy else 503)
+        return JsonResponse(body, 200 if body["status"] == "ok" else 503)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -85,7 +97,7 @@ def models_router(service: Service) -> APIRouter:
     return router
 
 
-ROUTERS = (completions_router, chat_router, embeddings_router, tokenization_router, models_router, health_router)
+ROUTERS = (completions_router, chat_router, embeddings_router, tokenization_router, models_router)
 
 
 def create_app(
@@ -121,9 +133,11 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.state.drain = Drain(engine.stop)
     add_error_handlers(app)
     for router in ROUTERS:
         app.include_router(router(service))
+    app.include_router(health_router(service, app.state.drain))
     app.include_router(page_router())
     _add_guards(app, limits, keys, allowed_hosts)
     app.add_middleware(AccessLog, metrics=metrics)
@@ -136,6 +150,7 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, seconds=limits.client_seconds)
     if keys is not None:
         app.add_middleware(ApiKeyGuard, keys=keys)
+    app.add_middleware(DrainGuard, drain=app.state.drain)
     if allowed_hosts:  # before the key is asked for: browsers ask without it
         app.add_middleware(
             CORSMiddleware,
@@ -145,6 +160,8 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
             expose_headers=("x-request-id", "retry-after"),
         )
     app.add_middleware(SiteGuard, hosts=allowed_hosts)
+    app.add_middleware(ConnectionEnd, is_draining=lambda: app.state.drain.has_begun)
+    app.add_middleware(HeadAsGet)
 
 
 @asynccontextmanager

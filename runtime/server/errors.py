@@ -62,6 +62,20 @@ def error_response(
     return JsonResponse(error_body(status, message, param, code), status, headers)
 
 
+RETRY_LATER = {"Retry-After": "1"}
+
+
+def draining() -> ApiError:
+    """Returns the error for a request that comes after the server was told to stop."""
+    return ApiError(503, "The server is stopping. Try again later.", code="draining", headers=RETRY_LATER)
+
+
+def aborted() -> ApiError:
+    """Returns the error for a request that the server ends because it stops."""
+    message = "The server ended this request before it was complete: it is stopping. Try again later."
+    return ApiError(503, message, code="aborted", headers=RETRY_LATER)
+
+
 def field_name(location: Sequence[str | int]) -> str:
     """Formats `("body", "messages", 0, "content")` as `messages[0].content`."""
     name = ""

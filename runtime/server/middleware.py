@@ -12,6 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 from uuid import uuid4
@@ -34,6 +35,7 @@ from runtime.server.serving import CLIENT_CLOSED_REQUEST
 logger = logging.getLogger("runtime.server")
 
 QUIET_PATHS = frozenset({"/health", "/metrics"})
+CLOSE = {"Connection": "close"}
 OPEN_PATHS = PAGE_PATHS | {"/health"}
 
 
@@ -75,7 +77,8 @@ class SiteGuard:
     """Refuses requests of other sites' pages, which run in the browser of a user who can connect to this server.
 
     Such a page may send simple requests (its `Origin` differs from our `Host`), or point its own name to this server's
-    address (DNS rebinding: the `Host` is not ours). Clients other than browsers send no `Origin`.
+    address (DNS rebinding: the `Host` is not ours). Clients other than browsers send no `Origin`, and no `Host` in
+    HTTP/1.0, which browsers always send.
 
     Args:
         hosts: allowed host names; empty allows any. Pages of these hosts may use the server.
@@ -93,8 +96,8 @@ class SiteGuard:
 
     def objection(self, headers: Headers) -> str:
         """Returns the reason for a refusal with a remedy, or an empty string."""
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if self.hosts and parts(f"//{host}").hostname not in self.hosts:
+        host, origin = headers.get("host"), headers.get("origin")
+        if self.hosts and host is not None and parts(f"//{host}").hostname not in self.hosts:
             return f"This server is not called {host!r}. Start it with --allowed-host NAME to permit a name."
         if origin is None or parts(origin).netloc == host or parts(origin).hostname in self.hosts:
             return ""
@@ -145,7 +148,7 @@ class BodyLimit:
                     message = await receive()
             except TimeoutError:
                 late = f"The body was not complete after {self.seconds:g} s."
-                raise ApiError(408, late, code="body_timeout", headers={"Connection": "close"}) from None
+                raise ApiError(408, late, code="body_timeout", headers=CLOSE) from None
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_bytes:
                 raise self.refusal()
@@ -156,7 +159,86 @@ class BodyLimit:
         return counted
 
     def refusal(self) -> ApiError:
-        return ApiError(413, f"The body is longer than {self.max_bytes} bytes. Send less.", code="body_too_large")
+        message = f"The body is longer than {self.max_bytes} bytes. Send less."
+        return ApiError(413, message, code="body_too_large", headers=CLOSE)
+
+
+class HeadAsGet:
+    """Answers HEAD wherever GET is answered. The connection leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+        as_get = {**scope, "method": "GET"}
+        await self.app(as_get, receive, send)
+        scope["route"] = as_get.get("route")  # for the log and the metrics
+
+
+class RequestBody:
+    """The body of a request as it is received.
+
+    Attributes:
+        is_read: nothing is left of it.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        headers = Headers(scope=scope)
+        self.is_read = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        self.is_awaited = headers.get("expect", "").lower() == "100-continue"
+        self._receive = receive
+
+    async def receive(self) -> Message:
+        self.is_awaited = False
+        message = await self._receive()
+        self.is_read = not message.get("more_body", False)
+        return message
+
+    async def discard(self, seconds: float) -> None:
+        """Reads the rest for at most some seconds; 0 reads what has arrived."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.is_read:
+                    await self.receive()
+
+
+LINGER_SECONDS = 2
+
+
+class ConnectionEnd:
+    """States `Connection: close` where a connection ends: when the server stops, and when an answer leaves a part of
+    the body unread.
+
+    The rest of such a body is discarded for up to `LINGER_SECONDS`. Closing a socket with unread bytes resets the
+    connection, and the client might lose the answer.
+    """
+
+    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
+        self.app = app
+        self.is_draining = is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        body = RequestBody(scope, receive)
+
+        async def send_and_end(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if not (body.is_read or body.is_awaited):
+                    await body.discard(0)
+                if self.is_draining() or not body.is_read:
+                    MutableHeaders(scope=message)["connection"] = "close"
+            elif not (body.is_read or message.get("more_body", False)):
+                await send({**message, "more_body": True})
+                await body.discard(LINGER_SECONDS)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self.app(scope, body.receive, send_and_end)
 
 
 class RequestId:
@@ -311,6 +393,17 @@ class ReadTimeoutProtocol(H11Protocol):
     def resume_writing(self) -> None:
         self.met("reading")
         super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers bytes that are no HTTP in JSON; only ends the connection if it already has an answer."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        body = error_response(400, msg)
+        headers = [*body.raw_headers, (b"connection", b"close")]
+        answer = (h11.Response(status_code=400, headers=headers), h11.Data(data=bytes(body.body)), h11.EndOfMessage())
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in answer))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.met("head")

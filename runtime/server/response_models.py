@@ -191,9 +191,9 @@ class ModelList(TypedDict):
 
 @closed
 class HealthResponse(TypedDict):
-    """Answer of `/health`: numbers of sequences, and the reason when the engine is unhealthy."""
+    """Answer of `/health`: numbers of sequences, and the reason when the server should get no requests."""
 
-    status: Literal["ok", "unhealthy"]
+    status: Literal["ok", "unhealthy", "draining"]
     reason: str
     running: int
     waiting: int

@@ -22,14 +22,12 @@ from runtime.core.config import Limits
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
-from runtime.server.errors import ApiError, JsonResponse, error_body
+from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted, error_body
 from runtime.server.keys import Account
 from runtime.server.protocol import GenerationRequest
 from runtime.server.response_models import Usage
 
 logger = logging.getLogger("runtime.server")
-
-RETRY_AFTER_SECONDS = 1
 
 
 class Engine(Protocol):
@@ -68,7 +66,7 @@ def check_delta(delta: Delta) -> None:
         logger.error("request %s failed: %s", delta.request_id, delta.error)
         raise ApiError(500, f"Generation failed: {delta.error}.", code="generation_failed")
     if delta.finish_reason is FinishReason.ABORT:
-        raise ApiError(503, "The server ended this request before it was complete: it is stopping.", code="aborted")
+        raise aborted()
 
 
 async def in_time(
@@ -99,7 +97,7 @@ def out_of_time(limits: Limits, is_first: bool) -> ApiError:
     """Returns the error 503 for a request without a first token, 504 for one in progress."""
     if is_first:
         message = f"No token after {limits.queue_seconds:g} s: the server is overloaded. Try again later."
-        return ApiError(503, message, code="queue_timeout", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        return ApiError(503, message, code="queue_timeout", headers=RETRY_LATER)
     message = f"The request took longer than {limits.request_seconds:g} s. Ask for fewer tokens."
     return ApiError(504, message, code="request_timeout")
 
@@ -425,7 +423,7 @@ class Service:
                 429,
                 f"The queue is full: {self.num_active} of {limit} requests are running or waiting. Try again later.",
                 code="queue_full",
-                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+                headers=RETRY_LATER,
             )
         self.num_active += count
         try:

@@ -1,6 +1,7 @@
 """Servers over real sockets in a thread of the test, and what is sent to them and comes out of them."""
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -17,15 +18,15 @@ from runtime.core.config import RuntimeConfig
 from runtime.engine.engine import Engine
 from runtime.engine.engine_thread import EngineThread
 from runtime.llm import load_engine
-from runtime.server import middleware
 from runtime.server.app import create_app
+from runtime.server.drain import create_server
 from runtime.server.serving import Limits
 
 
 @contextmanager
-def running(config: uvicorn.Config) -> Iterator[uvicorn.Server]:
-    """Runs uvicorn; `address` is where it listens."""
-    server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+def running(server: uvicorn.Server) -> Iterator[uvicorn.Server]:
+    """Runs a server; `address` is where it listens."""
+    listener = socket.create_server(("127.0.0.1", 0))
     server.address = listener.getsockname()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -35,17 +36,20 @@ def running(config: uvicorn.Config) -> Iterator[uvicorn.Server]:
             time.sleep(0.01)
         yield server
     finally:
-        server.should_exit = True
+        server.handle_exit(signal.SIGTERM, None)
         thread.join(20)
         assert not thread.is_alive(), "the server did not stop"
 
 
 @contextmanager
 def serving(app: FastAPI) -> Iterator[str]:
-    """Runs the application; yields its URL."""
-    seconds = {"timeout_graceful_shutdown": 5, "timeout_keep_alive": middleware.IDLE_SECONDS}
-    with running(uvicorn.Config(app, log_level="warning", **seconds)) as server:
-        yield f"http://127.0.0.1:{server.address[1]}"
+    """Runs the application as `runtime serve` does; yields its URL."""
+    with running(create_server(app, drain_seconds=5, client_seconds=60)) as server:
+        yield url_of(server)
+
+
+def url_of(server: uvicorn.Server) -> str:
+    return f"http://127.0.0.1:{server.address[1]}"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+import time
 from pathlib import Path
 
 import httpx
@@ -143,13 +143,18 @@ def test_signal_lets_running_requests_end(tmp_path: Path, number: signal.Signals
 
 
 @pytest.mark.full
-def test_drain_has_a_time_limit(tmp_path: Path) -> None:
-    with serving("--drain-seconds", "1", cwd=tmp_path) as (process, url, _):
+@pytest.mark.parametrize(("seconds", "signals"), [("1", 1), ("600", 2)])
+def test_drain_has_a_time_limit(tmp_path: Path, seconds: str, signals: int) -> None:
+    with serving("--drain-seconds", seconds, cwd=tmp_path) as (process, url, _):
         body = {"model": "demo", "prompt": "The", "max_tokens": 2000, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
-            with suppress(httpx.RemoteProtocolError):
-                assert not any('"finish_reason":"length"' in line for line in lines)
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.1)  # signals that are pending at once are one
+            *_, error, done = [line for line in lines if line]
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "aborted"
+        assert done == "data: [DONE]"
         assert process.wait(120) == 0
+        assert "Traceback" not in process.stderr.read()

@@ -227,6 +227,20 @@ def test_stopping_ends_requests_in_flight_and_later_ones(thread: EngineThread) -
     assert thread.engine.scheduler.pool.num_free == 2000
 
 
+def test_stopping_does_not_wait_for_a_step_to_tell_requests(thread: EngineThread) -> None:
+    async def main() -> None:
+        thread.engine.runner.gate.clear()
+        running = asyncio.create_task(collect(thread, [1, 2]))
+        await until(thread.engine.runner.held.is_set)
+        stopped = asyncio.create_task(asyncio.to_thread(thread.stop))
+        assert (await running)[-1].finish_reason is FinishReason.ABORT
+        assert not stopped.done()
+        thread.engine.runner.gate.set()
+        assert await stopped
+
+    asyncio.run(main())
+
+
 def test_draining_lets_requests_end_and_takes_no_new_ones(thread: EngineThread) -> None:
     async def main() -> None:
         thread.engine.runner.gate.clear()

@@ -23,14 +23,19 @@ from runtime.text.tokenizer import Tokenizer
 
 
 class ByteTokenizer:
-    """Token ids are the bytes of the text. Its chat template knows no tools."""
+    """Token ids are the bytes of the text. Its chat template knows no tools. Tests close `gate` to make it slow."""
 
     chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     special_ids: ClassVar[dict[str, int]] = {}
     special_tokens: ClassVar[dict[str, str]] = {"eos_token": "~"}
     vocab_size = 256
 
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        self.gate.wait(60)
         return list(text.encode())
 
     def render_chat(self, messages: list[dict[str, str]], **variables: object) -> str:
@@ -92,9 +97,13 @@ class AlphabetEngine:
             for i in range(0 if options.embed else sampling.max_tokens):
                 if i == self.close_gate_at:
                     self.gate.clear()
-                while not self.gate.is_set():
+                while self.running and not self.gate.is_set():
                     await asyncio.sleep(0.005)
                 await asyncio.sleep(0)
+                if not self.running:
+                    for index in range(sampling.n):
+                        yield Delta(request_id, finish_reason=FinishReason.ABORT, index=index)
+                    return
                 if i == self.fail_after:
                     yield Delta(request_id, finish_reason=FinishReason.ERROR, error="logits are not finite")
                     return
@@ -155,11 +164,27 @@ def engine(shared_engine: AlphabetEngine) -> Iterator[AlphabetEngine]:
 
 
 def alphabet_app(
-    engine: AlphabetEngine, limits: Limits = LIMITS, api_key: str | None = None, **options: Any
+    engine: AlphabetEngine,
+    limits: Limits = LIMITS,
+    api_key: str | None = None,
+    tokenizer: ByteTokenizer | None = None,
+    **options: Any,
 ) -> FastAPI:
     if api_key is not None:
         options["keys"] = ApiKeys(lambda: load_accounts(api_key, None))
-    return create_app(engine, ByteTokenizer(), "alphabet", limits, render_metrics=Metrics().render, **options)
+    tokenizer = tokenizer or ByteTokenizer()
+    return create_app(engine, tokenizer, "alphabet", limits, render_metrics=Metrics().render, **options)
+
+
+@pytest.fixture
+def alphabet_parts() -> Callable[..., tuple[FastAPI, AlphabetEngine, ByteTokenizer]]:
+    """Makes applications that are not served yet, with what is behind them; takes `alphabet_app`'s options."""
+
+    def make(**options: Any) -> tuple[FastAPI, AlphabetEngine, ByteTokenizer]:
+        engine, tokenizer = AlphabetEngine(), ByteTokenizer()
+        return alphabet_app(engine, tokenizer=tokenizer, **options), engine, tokenizer
+
+    return make
 
 
 @pytest.fixture(scope="session")
