@@ -229,6 +229,10 @@ class Constraint(Protocol):
         """Advances by tokens while they are allowed; returns their number."""
         ...
 
+    def prepare(self, token_id: int) -> None:
+        """Does the work of the next `accept` of this token, and of the mask after it, without the interpreter lock."""
+        ...
+
     def rollback(self, num_tokens: int) -> None:
         """Undoes the last `num_tokens` tokens."""
         ...
@@ -241,6 +245,11 @@ class Constraint(Protocol):
     @property
     def is_stuck(self) -> bool:
         """Whether no token is allowed although the grammar is not complete, because it is too complex to follow."""
+        ...
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether following the grammar would hold up a step."""
         ...
 
 
@@ -258,6 +267,7 @@ class Sequence:
         draft_token_ids: draft tokens after `token_ids`, for one step: the drafter sets them, the scheduler may drop
             some, the runner verifies them.
         draft_parents: parents of draft tokens that form a tree; empty for a chain.
+        is_held: the last sampled token is not in `token_ids` yet, because `constraint` is slow; no step may continue.
     """
 
     request: Request
@@ -276,6 +286,7 @@ class Sequence:
     draft_token_ids: list[int] = field(default_factory=list)
     draft_parents: list[int] = field(default_factory=list)
     constraint: Constraint | None = None
+    is_held: bool = False
 
     @property
     def id(self) -> str:

@@ -16,13 +16,15 @@ from runtime.engine.block_pool import BlockPool
 from runtime.engine.metrics import Metrics
 from runtime.engine.output_processor import OutputProcessor, TextLayer, derive_seed
 from runtime.engine.scheduler import Scheduler
-from runtime.text.grammar import GrammarCompiler
+from runtime.text.grammar import CompiledGrammar, GrammarCompiler
 
 logger = logging.getLogger("runtime.engine.engine")
 
 UNHEALTHY_AFTER = 3
 """Consecutive failed steps after which the engine is unhealthy."""
 
+HELD_SECONDS = 0.005
+"""Longest wait for slow grammars when there is nothing else to compute."""
 
 NO_OPTIONS = RequestOptions()
 
@@ -92,9 +94,12 @@ class Engine:
         """False after several consecutive failed steps, until one succeeds."""
         return self.num_failed_steps < UNHEALTHY_AFTER
 
-    def check_request(self, prompt_token_ids: TokenIds[int], sampling: SamplingParams) -> None:
+    def check_request(self, prompt_token_ids: TokenIds[int], sampling: SamplingParams) -> CompiledGrammar | None:
         """Refuses a request that could never be answered. Any thread may call it; compiling a new grammar takes a
         while.
+
+        Returns:
+            The compiled grammar, which `add_request` finds while it is referenced.
 
         Raises:
             RequestError: token ids outside of the vocabulary, more tokens than the context or the block pool hold, an
@@ -111,10 +116,11 @@ class Engine:
                 raise RequestError(problem, f"ids go from 0 to {size - 1}")
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer", "Use stop_token_ids")
-        if sampling.grammar is not None:
-            if self.grammars is None:
-                raise RequestError("grammars need a tokenizer", "Leave the grammar out")
-            self.grammars.check(sampling.grammar)
+        if sampling.grammar is None:
+            return None
+        if self.grammars is None:
+            raise RequestError("grammars need a tokenizer", "Leave the grammar out")
+        return self.grammars.compile(sampling.grammar)
 
     def add_request(
         self,
@@ -156,10 +162,11 @@ class Engine:
             RuntimeError: requests are waiting but nothing was planned, which is a bug.
         """
         deltas = self.output_processor.end_late() + (self._before_step(self) if self._before_step else [])
+        deltas += self.output_processor.release(timeout=0)
         self._speculate()
         plan = self._plan()
         if not plan.entries:
-            return deltas
+            return deltas + self.output_processor.release(HELD_SECONDS)
         self.output_processor.note_start(plan)
         sampling = [entry.sequence for entry in plan.entries if entry.samples]
         try:
@@ -217,7 +224,7 @@ class Engine:
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        if self.has_work and not plan.entries:
+        if self.has_work and not plan.entries and not self.output_processor.has_held:
             self.check()  # lost blocks may be the reason
             plan = self.scheduler.schedule()
             if not plan.entries:

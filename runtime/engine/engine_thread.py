@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as TokenIds
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from uuid import uuid4
@@ -16,6 +17,7 @@ from uuid import uuid4
 from compress.common.errors import RequestError
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams
 from runtime.engine.engine import NO_OPTIONS, Engine
+from runtime.text.grammar import NUM_LANES, CompiledGrammar, lane_of
 
 
 class _EngineDeadError(Exception):
@@ -33,12 +35,14 @@ class _RequestStream:
     Attributes:
         loop: event loop of `queue`.
         num_unfinished: answers that have not ended; only the engine's thread uses it.
+        grammar: keeps the request's grammar compiled.
         timer: watches for stalls; only the event loop uses it.
     """
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Delta | _EngineDeadError | RequestError]
     num_unfinished: int
+    grammar: CompiledGrammar | None = None
     timer: asyncio.TimerHandle | None = None
 
 
@@ -126,6 +130,7 @@ class EngineThread:
         self._streams: dict[str, _RequestStream] = {}
         self._open: set[_RequestStream] = set()  # under the lock: `generate` and `stop` run in different threads
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._compilers = [ThreadPoolExecutor(1, thread_name_prefix="grammar compiler") for _ in range(NUM_LANES)]
         self._lock = threading.Lock()
         self._accepting = False
         self._stop: _Stop | None = None
@@ -181,11 +186,14 @@ class EngineThread:
         Raises:
             RequestError: the engine refuses the request.
         """
-        if sampling.grammar is None:
-            self.engine.check_request(prompt_token_ids, sampling)
-        else:  # compiling must not block the event loop
-            await asyncio.to_thread(self.engine.check_request, prompt_token_ids, sampling)
-        stream = _RequestStream(asyncio.get_running_loop(), asyncio.Queue(), sampling.n)
+        loop = asyncio.get_running_loop()
+        grammars = self.engine.grammars
+        if sampling.grammar is None or grammars is None or grammars.find(sampling.grammar):
+            compiled = self.engine.check_request(prompt_token_ids, sampling)
+        else:  # compiling must block neither the event loop nor the threads that tokenize
+            threads = self._compilers[lane_of(sampling.grammar)]
+            compiled = await loop.run_in_executor(threads, self.engine.check_request, prompt_token_ids, sampling)
+        stream = _RequestStream(loop, asyncio.Queue(), sampling.n, compiled)
         request_id = uuid4().hex if request_id is None else request_id
         is_sent = self._send(_Add(request_id, tuple(prompt_token_ids), sampling, options, stream))
         self._watch(request_id, stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from collections.abc import Sequence as TokenIds
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import isfinite, isnan
@@ -226,6 +227,16 @@ class _ParentRequest:
     prompt: PromptResults | None = field(default_factory=PromptResults)
 
 
+@dataclass(frozen=True, slots=True)
+class _HeldTokens:
+    """Sampled tokens of an answer whose grammar is slow, until a thread has followed the first of them."""
+
+    answer: RequestState
+    sampled: list[SampledToken]
+    prompt: PromptResults | None
+    work: Future[None]
+
+
 class OutputProcessor:
     """Tracks requests from the prompt to the last delta of their answers. Single-threaded.
 
@@ -252,6 +263,12 @@ class OutputProcessor:
         self._requests: dict[str, _ParentRequest] = {}
         self._by_sequence: dict[str, _ParentRequest] = {}
         self._times: dict[str, RequestTimes] = {}
+        self._held: list[_HeldTokens] = []
+
+    @property
+    def has_held(self) -> bool:
+        """Whether answers wait for their grammars."""
+        return bool(self._held)
 
     def ids(self) -> list[str]:
         """Returns the ids of all requests that have not ended."""
@@ -286,6 +303,25 @@ class OutputProcessor:
                 deltas += self._extend(entry.sequence, sampled)
         return deltas
 
+    def release(self, timeout: float) -> list[Delta]:
+        """Continues the held answers whose grammars are ready; waits for the first at most `timeout` seconds.
+
+        Returns:
+            Their deltas; none for an answer that has ended meanwhile.
+        """
+        ready = wait([held.work for held in self._held], timeout, FIRST_COMPLETED).done if self._held else ()
+        released = [held for held in self._held if held.work in ready]
+        self._held = [held for held in self._held if held.work not in ready]
+        return [delta for held in released for delta in self._release(held)]
+
+    def _release(self, held: _HeldTokens) -> list[Delta]:
+        held.work.result()
+        sequence = held.answer.sequence
+        sequence.is_held = False
+        if sequence.finish_reason is not None:
+            return []
+        return [self._append(held.answer, held.sampled, held.prompt)]
+
     def _add_prompts(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         """Collects results about prompts, and ends requests that need nothing else."""
         deltas: list[Delta] = []
@@ -309,9 +345,17 @@ class OutputProcessor:
         for index, request in enumerate(parent.forks, start=1):
             self._add_answer(parent, self._scheduler.fork(sequence, request, index), index)
         parent.forks = []
-        answer = parent.answers[sequence.id]
-        delta = self._publish(parent, answer, answer.extend(sampled))
-        return [prompt.put_into(delta) if prompt else delta]
+        answer, constraint = parent.answers[sequence.id], sequence.constraint
+        if constraint is not None and constraint.is_slow and self._grammars is not None:
+            work = self._grammars.prepare(constraint, sampled[0].token_id)
+            self._held.append(_HeldTokens(answer, sampled, prompt, work))
+            sequence.is_held = True
+            return []
+        return [self._append(answer, sampled, prompt)]
+
+    def _append(self, answer: RequestState, sampled: list[SampledToken], prompt: PromptResults | None) -> Delta:
+        delta = self._publish(self._by_sequence[answer.sequence.id], answer, answer.extend(sampled))
+        return prompt.put_into(delta) if prompt else delta
 
     def end(self, request_ids: Iterable[str], reason: FinishReason, error: str = "") -> list[Delta]:
         """Ends requests and returns the last delta of each answer. Unknown and ended ids are ignored."""

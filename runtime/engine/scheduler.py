@@ -232,7 +232,9 @@ class Scheduler:
         chunk, budget = self.config.prefill_chunk, self.config.max_num_batched_tokens
         if sum(min(s.num_tokens - s.num_computed_tokens, chunk) for s in self.running) >= budget:
             return []
-        return [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1 and s.num_output_tokens]
+        decodes = [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1 and s.num_output_tokens]
+        # Drafts would make a slow grammar slower.
+        return [s for s in decodes if not s.is_held and (s.constraint is None or not s.constraint.is_slow)]
 
     def complete(self, plan: StepPlan, accepted: Mapping[str, TokenIds[int]] | None = None) -> None:
         """Records that the plan's spans are computed. Call it before appending the sampled tokens.
@@ -328,7 +330,7 @@ class Scheduler:
     def _claim_places(self, step: _Step) -> None:
         """Lets in clients that hold at least two places fewer than another, before anything is planned."""
         busy = in_prompt(self.running)
-        claims = [sequence for sequence in first_of_each(self.waiting) if sequence.client not in busy]
+        claims = [s for s in first_of_each(self.waiting) if s.client not in busy and not s.is_held]
         for sequence in sorted(claims, key=self._key(count_places(self.running))):
             self._claim_place(sequence, step)
 
@@ -353,6 +355,8 @@ class Scheduler:
         # `step.turns` before the loop comes to it. Prompts in progress take their blocks in the same order, and are
         # planned later.
         for sequence in step.turns:
+            if sequence.is_held:
+                continue
             self.blocks.release_evictable(sequence)
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 self._extend(sequence, step)
@@ -370,9 +374,9 @@ class Scheduler:
             step.add_chunk(head, self.config.prefill_chunk)
 
     def _enter(self, sequence: Sequence, step: _Step) -> bool:
-        """Gives a waiting sequence a place and blocks. Returns False without room for its blocks."""
+        """Gives a waiting sequence a place and blocks. Returns False if it is held, or without room for its blocks."""
         # About one block per running sequence stays free, so that admission causes no preemption in the next step.
-        taken = self.blocks.take(sequence, len(self.running))
+        taken = None if sequence.is_held else self.blocks.take(sequence, len(self.running))
         if taken is None:
             return False
         step.copies += taken.copies

@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
-from threading import Lock
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from compress.common.errors import RequestError
-from runtime.core.request import Grammar, GrammarKind
+from runtime.core.request import Constraint, Grammar, GrammarKind
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLimit:
+    """Seconds that following a grammar may take: `seconds`, and `per_token` more for each token."""
+
+    seconds: float
+    per_token: float
+
+    def is_exceeded(self, seconds: float, num_tokens: int) -> bool:
+        return seconds > self.seconds + num_tokens * self.per_token
+
+
+MAX_WORK = WorkLimit(seconds=2.0, per_token=0.05)
+"""Limit of one answer; beyond it the grammar is too complex. Enough for objects with 2,000 optional properties."""
+
+INLINE_WORK = WorkLimit(seconds=0.1, per_token=0.001)
+"""Work that the engine's thread does; a grammar that needs more is followed in threads of its own."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class CompiledGrammar:
+    """A compiled grammar.
+
+    Attributes:
+        tokens: vocabulary that it was compiled for.
+        matcher: matcher at the start of the grammar; it is copied, never advanced.
+        is_slow: whether following it exceeded `INLINE_WORK` in any answer.
+    """
+
+    tokens: LLTokenizer
+    matcher: LLMatcher
+    is_slow: bool = False
 
 
 class TokenConstraint:
@@ -25,18 +63,31 @@ class TokenConstraint:
     sequence take its place, so a model may have any number of end tokens, or none.
 
     Args:
-        matcher: matcher at the start of the grammar, used by this object only.
+        grammar: the grammar to follow.
         vocab_size: vocabulary size of the model.
         end_token_ids: tokens that end the sequence; allowed wherever the grammar may end.
+        threads: threads for slow grammars; None keeps the interpreter lock.
+        max_work: limit beyond which no token is allowed.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: Collection[int]) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        vocab_size: int,
+        end_token_ids: Collection[int],
+        threads: LLExecutor | None = None,
+        max_work: WorkLimit = MAX_WORK,
+    ) -> None:
+        self._grammar, self._matcher = grammar, grammar.matcher.deep_copy()
         self._vocab_size = vocab_size
         self._end_token_ids = frozenset(token for token in end_token_ids if token < vocab_size)
+        self._threads, self._max_work = threads, max_work
         self._has_ended = False
         self._mask: bytes | None = None
+        self._text_mask = b""
         self._is_complete = False
+        self._prepared: tuple[int, bool] | None = None
+        self._seconds, self._num_tokens = 0.0, 0
 
     def mask(self) -> bytes:
         """Returns `ceil(vocab_size / 8)` bytes. All bits are zero if the grammar cannot continue, as at a limit."""
@@ -46,17 +97,19 @@ class TokenConstraint:
 
     def accept(self, token_ids: list[int]) -> int:
         for count, token_id in enumerate(token_ids):
-            is_taken = self._accept(token_id)
-            if is_taken or self._matcher.is_error():
-                self._mask = None
-            if not is_taken:
+            if not self._take(token_id):
                 return count
         return len(token_ids)
+
+    def prepare(self, token_id: int) -> None:
+        is_taken = self._take(token_id)
+        self.mask()
+        self._prepared = token_id, is_taken
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens == 0:
             return
-        self._mask = None
+        self._mask = self._prepared = None
         num_matched = num_tokens - self._has_ended
         self._has_ended = False
         if num_matched:
@@ -71,30 +124,77 @@ class TokenConstraint:
     def is_stuck(self) -> bool:
         return not self.is_complete and is_empty(self.mask())
 
+    @property
+    def is_slow(self) -> bool:
+        return self._grammar.is_slow
+
+    def _take(self, token_id: int) -> bool:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == token_id:
+            return prepared[1]
+        is_taken = self._accept(token_id)
+        if is_taken or self._matcher.is_error():
+            self._mask = None
+        return is_taken
+
     def _accept(self, token_id: int) -> bool:
         if self._has_ended or not 0 <= token_id < self._vocab_size:
             return False
-        if self._matcher.try_consume_tokens([token_id]):
+        if self._consume(token_id):
             return True
         self._has_ended = token_id in self._end_token_ids and self._matcher.is_accepting()
         return self._has_ended
 
+    def _consume(self, token_id: int) -> bool:
+        if self._threads and self.is_slow:
+            return self._consume_in_threads(self._threads, token_id)
+        begin = time.thread_time()
+        is_taken = self._matcher.try_consume_tokens([token_id])
+        self._count(time.thread_time() - begin, 1)
+        return bool(is_taken)
+
+    def _consume_in_threads(self, threads: LLExecutor, token_id: int) -> bool:
+        """Consumes a token without the interpreter lock, which llguidance releases for two matchers or more."""
+        from llguidance import LLMatcher
+
+        self.mask()
+        if not _has_bit(self._text_mask, token_id):
+            return False  # consuming it would break the matcher
+        stopped = LLMatcher(self._grammar.tokens, "", log_level=0)
+        begin = time.perf_counter()  # other threads do the work
+        is_taken, _ = threads.consume_token_par([(self._matcher, token_id), (stopped, self._vocab_size)])
+        self._count(time.perf_counter() - begin, 1)
+        return is_taken
+
+    def _count(self, seconds: float, num_tokens: int) -> None:
+        self._seconds += seconds
+        self._num_tokens += num_tokens
+        if INLINE_WORK.is_exceeded(self._seconds, self._num_tokens):
+            self._grammar.is_slow = True
+
     def _compute(self) -> tuple[bytes, bool]:
         """Returns the mask, and whether the text is complete and cannot be continued."""
         size = self._vocab_size
+        self._text_mask = bytes((size + 7) // 8)
         if self._has_ended:
-            return _with_bits(bytes((size + 7) // 8), self._end_token_ids), True
-        if self._matcher.is_error():
-            return bytes((size + 7) // 8), False
+            return _with_bits(self._text_mask, self._end_token_ids), True
+        if self._matcher.is_error() or self._max_work.is_exceeded(self._seconds, self._num_tokens):
+            return self._text_mask, False
+        begin = time.thread_time()
         found = self._matcher.compute_bitmask()
         may_end = self._matcher.is_accepting()
-        text = _without_bit(found[: size // 8 + 1], size)[: (size + 7) // 8]
+        self._count(time.thread_time() - begin, 0)
+        self._text_mask = text = _without_bit(found[: size // 8 + 1], size)[: (size + 7) // 8]
         return (_with_bits(text, self._end_token_ids) if may_end else text), may_end and is_empty(text)
 
 
 def is_empty(mask: bytes) -> bool:
     """Returns whether no token is allowed."""
     return mask.count(0) == len(mask)
+
+
+def _has_bit(mask: bytes, token_id: int) -> bool:
+    return bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
 def _with_bits(mask: bytes, token_ids: Collection[int]) -> bytes:
@@ -117,8 +217,8 @@ T = TypeVar("T")
 _lock = threading.Lock()
 
 
-def call_on_deep_stack(function: Callable[[], T]) -> T:
-    """Calls a function in a thread with a stack of 256 MiB; returns its result or raises its exception."""
+def start_on_deep_stack(function: Callable[[], T]) -> Future[T]:
+    """Calls a function in a new thread with a stack of 256 MiB; returns its future."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -127,15 +227,14 @@ def call_on_deep_stack(function: Callable[[], T]) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="deep stack")
+    thread = threading.Thread(target=run, name="deep stack", daemon=True)
     with _lock:  # the setting is global; a thread started elsewhere meanwhile gets the larger stack too
         before = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
         finally:
             threading.stack_size(before)
-    thread.join()
-    return future.result()
+    return future
 
 
 NAMES = {
@@ -155,8 +254,9 @@ keywords are errors."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Forced text is not tokenized in advance: the model chooses among all tokens that fit."""
 
-LIMITS: dict[str, Any] = {"max_grammar_size": 30_000, "max_items_in_row": 10_000, "step_max_items": 200_000}
-"""Limits on the work: seconds to compile, about 50 ms per token. Objects may have 2,000 optional properties."""
+LIMITS: dict[str, Any] = {"max_grammar_size": 30_000, "max_items_in_row": 10_000, "step_max_items": 100_000}
+"""Limits on single calls, which cannot be interrupted: seconds to compile, half a second to compute a mask. Objects may
+have 2,000 optional properties."""
 
 EXCERPT = re.compile(r"\s*(\d+ \|.*|\^*|<non-verbose/>)\s*$")
 """Lines of an error message that quote the grammar."""
@@ -165,8 +265,8 @@ POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 """Position of an error in the generated grammar, which is not the user's text."""
 
 
-def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
-    """Compiles a grammar to a matcher, and computes its first mask.
+def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
+    """Compiles a grammar and follows it for a few tokens. Needs a deep stack.
 
     Raises:
         RequestError: the grammar is invalid, unsupported or too large, or allows no text.
@@ -181,13 +281,29 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
     except (ValueError, RecursionError) as error:
         raise _refusal(grammar, str(error)) from error
     limits = LLParserLimits(verbose_errors=False, **LIMITS)
-    matcher = call_on_deep_stack(lambda: LLMatcher(tokens, source, log_level=0, limits=limits))
+    matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(grammar, matcher.get_error())
-    first = TokenConstraint(matcher, tokens.vocab_size - 1, ())
-    if is_empty(first.mask()):
+    matcher.compute_bitmask()  # copies of the matcher need not do it again
+    compiled = CompiledGrammar(tokens, matcher)
+    trial = TokenConstraint(compiled, tokens.vocab_size - 1, ())
+    if is_empty(trial.mask()):
         raise _refusal(grammar, "it allows no text at all")
-    return matcher
+    _follow(trial, TRIAL_TOKENS)
+    return compiled
+
+
+TRIAL_TOKENS = 4
+"""Tokens after which a grammar that is slow from the start is known to be."""
+
+
+def _follow(trial: TokenConstraint, num_tokens: int) -> None:
+    """Follows a grammar over the last allowed tokens, which are rather long in most vocabularies."""
+    for _ in range(num_tokens):
+        mask = trial.mask().rstrip(b"\0")
+        if not mask or trial.is_slow:
+            return
+        trial.accept([8 * len(mask) - 9 + mask[-1].bit_length()])
 
 
 def _lark(grammar: Grammar) -> str:
@@ -223,6 +339,21 @@ def _refusal(grammar: Grammar, reason: str) -> RequestError:
 CACHE_SIZE = 128
 """Compiled grammars in the cache."""
 
+COMPILE_SECONDS = 10.0
+"""Limit of compiling a grammar. The limits above let none take as long on a machine with time for it."""
+
+SHORT_GRAMMAR = 2048
+NUM_LANES = 2
+
+
+def lane_of(grammar: Grammar) -> int:
+    """Returns the queue in which a grammar waits to be compiled: short ones do not wait for long ones."""
+    return int(len(grammar.text) > SHORT_GRAMMAR)
+
+
+NUM_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Threads that follow slow grammars."""
+
 SPECIAL_MARK = b"\xff"
 """First byte of special tokens, so that they match no text of a grammar. Not a byte of UTF-8."""
 
@@ -247,48 +378,82 @@ class GrammarCompiler:
     Args:
         tokenizer: tokenizer of the model.
         vocab_size: vocabulary size of the model; ids unknown to the tokenizer are never allowed.
+        max_work: limit of one answer.
+        compile_seconds: limit of compiling a grammar.
     """
 
-    def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Vocabulary,
+        vocab_size: int,
+        *,
+        max_work: WorkLimit = MAX_WORK,
+        compile_seconds: float = COMPILE_SECONDS,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._max_work, self._compile_seconds = max_work, compile_seconds
         self._tokens: LLTokenizer | None = None  # created on first use: it takes a second for large vocabularies
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._recent: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._compiled: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
         self._lock = Lock()
-        self._compiling = Lock()
+        self._slots = [BoundedSemaphore() for _ in range(NUM_LANES)]
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._executor = cache(_new_executor)
 
-    def check(self, grammar: Grammar) -> None:
-        """Compiles a new grammar.
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles a new grammar, which stays compiled at least while the result is referenced.
 
         Raises:
-            RequestError: the grammar is invalid, unsupported or too large, or allows no text; llguidance is missing.
+            RequestError: the grammar is invalid, unsupported or too large, allows no text, or takes too long to
+                compile; llguidance is missing.
         """
-        self._matcher(grammar)
+        if compiled := self.find(grammar):
+            return compiled
+        slot = self._slots[lane_of(grammar)]
+        slot.acquire()  # one at a time, until its thread has ended; compiled grammars do not wait
+        if compiled := self.find(grammar):
+            slot.release()
+            return compiled
+        work = start_on_deep_stack(lambda: self._compile(grammar))
+        work.add_done_callback(lambda _: slot.release())
+        try:
+            return work.result(self._compile_seconds)
+        except TimeoutError:
+            problem = f"the {NAMES[grammar.kind]} takes more than {self._compile_seconds:g} s to compile"
+            raise RequestError(problem, "Simplify it") from None
+
+    def find(self, grammar: Grammar) -> CompiledGrammar | None:
+        """Returns a grammar if it is compiled."""
+        with self._lock:
+            if grammar in self._recent:
+                self._recent.move_to_end(grammar)
+            return self._compiled.get(grammar)
 
     def constraint(self, grammar: Grammar, end_token_ids: Collection[int]) -> TokenConstraint:
-        """Returns a constraint for one sequence that ends with any of these tokens. Raises RequestError as `check`
+        """Returns a constraint for one sequence that ends with any of these tokens. Raises RequestError as `compile`
         does."""
-        return TokenConstraint(self._matcher(grammar).deep_copy(), self._vocab_size, end_token_ids)
+        compiled = self.compile(grammar)
+        return TokenConstraint(compiled, self._vocab_size, end_token_ids, self._executor(), self._max_work)
 
-    def _matcher(self, grammar: Grammar) -> LLMatcher:
-        if matcher := self._find(grammar):
-            return matcher
-        with self._compiling:  # one at a time; cached grammars do not wait
-            if matcher := self._find(grammar):
-                return matcher
-            self._tokens = self._tokens or _read_vocabulary(self._tokenizer, self._vocab_size)
-            matcher = compile_grammar(grammar, self._tokens)
-            with self._lock:
-                self._compiled[grammar] = matcher
-                if len(self._compiled) > CACHE_SIZE:
-                    self._compiled.popitem(last=False)
-            return matcher
+    def prepare(self, constraint: Constraint, token_id: int) -> Future[None]:
+        """Prepares a token of a slow grammar in a thread; nothing else may use the constraint meanwhile."""
+        return self._threads.submit(constraint.prepare, token_id)
 
-    def _find(self, grammar: Grammar) -> LLMatcher | None:
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        self._tokens = self._tokens or _read_vocabulary(self._tokenizer, self._vocab_size)
+        compiled = compile_grammar(grammar, self._tokens)
         with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-            return self._compiled.get(grammar)
+            self._compiled[grammar] = self._recent[grammar] = compiled
+            if len(self._recent) > CACHE_SIZE:
+                self._recent.popitem(last=False)
+        return compiled
+
+
+def _new_executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(NUM_THREADS)
 
 
 def _read_vocabulary(tokenizer: Vocabulary, vocab_size: int) -> LLTokenizer:

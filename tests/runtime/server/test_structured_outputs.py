@@ -149,8 +149,9 @@ def test_compiling_does_not_hold_up_other_requests(
         check_request(*arguments)
 
     monkeypatch.setattr(engine, "check_request", held)
+    unknown = {**SCHEMA, "title": "Not compiled yet"}
     with ThreadPoolExecutor() as pool, httpx.Client(base_url=url, timeout=30) as other:
-        slow = pool.submit(api.post, "/v1/completions", json={**COMPLETION, "guided_json": SCHEMA, "max_tokens": 1})
+        slow = pool.submit(api.post, "/v1/completions", json={**COMPLETION, "guided_json": unknown, "max_tokens": 1})
         try:
             assert compiling.wait(60)
             assert other.get("/health").status_code == 200

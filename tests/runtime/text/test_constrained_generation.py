@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,8 @@ from compress.common.errors import RequestError
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import FinishReason, Grammar, GrammarKind, SamplingParams
 from runtime.llm import LLM, Completion
-from runtime.text.grammar import NAMES
+from runtime.text import grammar as grammars
+from runtime.text.grammar import NAMES, TokenConstraint
 
 PERSON = {
     "type": "object",
@@ -202,3 +204,46 @@ def test_the_same_tokens_whatever_the_engine_does(expected: list[list[int]], cha
     assert tokens(exact) == expected
     is_scarce = changes.get("num_blocks", 256) < 20
     assert (exact.engine.scheduler.stats.num_preemptions > 0) == is_scarce
+
+
+NO_WORK = grammars.WorkLimit(seconds=-1.0, per_token=0.0)
+
+
+@pytest.mark.full
+def test_slow_grammars_change_no_tokens(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "INLINE_WORK", NO_WORK)
+    exact = LLM(demo_model_path(), replace(EXACT, num_blocks=9))
+    assert tokens(exact) == expected
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_others_continue_while_a_slow_grammar_is_followed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, aborted: bool
+) -> None:
+    gate, prepare = threading.Event(), TokenConstraint.prepare
+
+    def gated(self: TokenConstraint, token_id: int) -> None:
+        assert gate.wait(60)
+        prepare(self, token_id)
+
+    monkeypatch.setattr(grammars, "INLINE_WORK", NO_WORK)
+    monkeypatch.setattr(TokenConstraint, "prepare", gated)
+    engine, prompt = llm.engine, llm.tokenizer.encode(PROMPTS[0])
+    slow = engine.add_request(prompt, SamplingParams(max_tokens=400, grammar=grammar(GrammarKind.REGEX, "(ab|ac){3}")))
+    free = engine.add_request(prompt, SamplingParams(max_tokens=5, ignore_eos=True))
+    deltas = []
+    while not any(delta.finish_reason for delta in deltas):
+        deltas += engine.step()
+    assert {delta.request_id for delta in deltas} == {free}
+    if aborted:
+        engine.abort(slow)
+    gate.set()
+    while engine.has_work or engine.output_processor.has_held:
+        deltas += engine.step()
+    rest = [delta for delta in deltas if delta.request_id == slow]
+    if aborted:
+        assert not rest
+    else:
+        assert re.fullmatch("(ab|ac){3}", "".join(delta.text for delta in rest))
+        assert rest[-1].finish_reason is FinishReason.STOP
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 from tiers import examples
 from tokenizers import decoders, models
 
@@ -19,7 +19,7 @@ from compress.common.cli import demo_model_path
 from compress.common.errors import RequestError
 from runtime.core.request import Grammar, GrammarKind
 from runtime.text import grammar as module
-from runtime.text.grammar import GrammarCompiler, TokenConstraint
+from runtime.text.grammar import CompiledGrammar, GrammarCompiler, TokenConstraint
 from runtime.text.tokenizer import Tokenizer
 
 PADDED_VOCAB = 8203  # more than the tokenizer's 8192, and no multiple of eight
@@ -158,7 +158,7 @@ def test_special_tokens_are_no_text() -> None:
 )
 def test_what_cannot_be_followed_is_refused_in_one_line(grammar: Grammar, words: str) -> None:
     with pytest.raises(RequestError, match=re.escape(words)) as refusal:
-        COMPILER.check(grammar)
+        COMPILER.compile(grammar)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 500
 
@@ -229,7 +229,7 @@ def test_each_grammar_is_compiled_once_and_few_are_kept(monkeypatch: pytest.Monk
     compiled: list[Grammar] = []
     compile_grammar = module.compile_grammar
 
-    def counting(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
+    def counting(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
         compiled.append(grammar)
         return compile_grammar(grammar, tokens)
 
@@ -239,8 +239,55 @@ def test_each_grammar_is_compiled_once_and_few_are_kept(monkeypatch: pytest.Monk
         for _ in range(3):
             compiler.constraint(regex(f"a{{{number + 1}}}"), {END})
     assert len(compiled) == module.CACHE_SIZE + 5
-    compiler.check(regex("a{1}"))  # the oldest is gone
+    compiler.compile(regex("a{1}"))  # the oldest is gone
     assert len(compiled) == module.CACHE_SIZE + 6
+
+
+def test_a_grammar_that_somebody_holds_stays_compiled() -> None:
+    compiler = GrammarCompiler(TOKENIZER, PADDED_VOCAB)
+    held = compiler.compile(JSON)
+    for number in range(module.CACHE_SIZE):
+        compiler.compile(regex(f"a{{{number + 1}}}"))
+    assert compiler.compile(JSON) is held
+
+
+def test_a_grammar_that_compiles_for_too_long_is_refused_and_the_next_one_is_not() -> None:
+    compiler = GrammarCompiler(TOKENIZER, PADDED_VOCAB, compile_seconds=0)
+    with pytest.raises(RequestError, match="0 s"):
+        compiler.compile(JSON)
+    compiler._compile_seconds = 60
+    assert compiler.compile(regex("a")) is compiler.find(regex("a"))
+
+
+AMBIGUOUS = lark('start: a\na: a a | "x"')
+
+
+def test_an_ambiguous_grammar_stops_when_its_work_exceeds_the_limit() -> None:
+    limit = module.WorkLimit(seconds=0.01, per_token=0.0001)
+    compiler = GrammarCompiler(TOKENIZER, PADDED_VOCAB, max_work=limit)
+    constraint = compiler.constraint(AMBIGUOUS, {END})
+    (token,) = TOKENIZER.encode("x")
+    num_tokens = 0
+    while not constraint.is_stuck:
+        num_tokens += constraint.accept([token])
+    assert limit.is_exceeded(constraint._seconds, num_tokens)
+    assert num_tokens < 1000
+
+
+@given(seed=st.integers(0, 10**6))
+@examples(10)
+def test_tokens_prepared_in_threads_are_those_followed_at_once(seed: int) -> None:
+    choose = random.Random(seed)
+    fast, slow = COMPILER.constraint(schema(CITY), {END}), COMPILER.constraint(schema(CITY), {END})
+    while not fast.is_complete and fast._num_tokens < 25:
+        inside = allowed(fast)
+        token = choose.choice([*inside, *inside, choose.randrange(PADDED_VOCAB), END])
+        slow._grammar.is_slow = True
+        COMPILER.prepare(slow, token).result()
+        slow._grammar.is_slow = False
+        assert slow.accept([token]) == fast.accept([token]) == (token in inside)
+        assert slow.mask() == fast.mask()
+        assert slow.is_complete == fast.is_complete
 
 
 def test_constraints_of_one_grammar_do_not_share_state() -> None:
@@ -254,6 +301,6 @@ def test_constraints_of_one_grammar_do_not_share_state() -> None:
 def test_without_llguidance_grammars_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="pip install llguidance"):
-        GrammarCompiler(TOKENIZER, PADDED_VOCAB).check(JSON)
+        GrammarCompiler(TOKENIZER, PADDED_VOCAB).compile(JSON)
     code = "import sys; sys.modules['llguidance'] = None; import runtime.server.app, runtime.llm"
     subprocess.run([sys.executable, "-c", code], check=True)
