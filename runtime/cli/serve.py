@@ -221,9 +221,8 @@ def serve(
         allowed_hosts=names_of_server(host, allowed_host or []),
     )
     print(*describe_engine(served.engine), sep="\n")
-    announce(
-        url_of(listener), served.name, has_chat=served.tokenizer.chat_template is not None, needs_key=keys is not None
-    )
+    url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
+    announce(url, served.name, has_chat, needs_key=keys is not None)
     warn_of_open_door(host, needs_key=keys is not None)
     configure_logs(logs.log_level.upper())
     run(served.app, listener, drain_seconds, limits.client_seconds, **encryption)

@@ -72,7 +72,7 @@ def serving(*options: str, cwd: Path, port: int = 0) -> Iterator[tuple[subproces
             line = process.stdout.readline()
             assert line, process.stderr.read()
             printed += line
-        yield process, re.search(r"serving .* at (http://\S+)", printed)[1], printed
+        yield process, re.search(r"serving .* at (https?://\S+)", printed)[1], printed
     finally:
         process.kill()
         process.communicate()

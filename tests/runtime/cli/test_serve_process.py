@@ -2,6 +2,8 @@
 
 import signal
 import socket
+import ssl
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -96,3 +98,36 @@ def test_sigterm_refuses_new_requests_and_lets_streams_end(tmp_path: Path) -> No
         assert "Traceback" not in process.stderr.read()
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
+
+
+@pytest.mark.full
+def test_settings_of_a_file_with_keys_and_encryption(tmp_path: Path) -> None:
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost"
+    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run([*words.split(), *files], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "keys.yaml").write_text("- {name: ann, key: first, requests_per_minute: 1}")
+    settings = {"ssl-certfile": "cert.pem", "ssl-keyfile": "key.pem", "api-keys": "keys.yaml", "log-level": "debug"}
+    (tmp_path / "serve.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+    body = ENDLESS | {"max_tokens": 2, "stream": False}
+    with serving("--config", "serve.yaml", "--log-level", "info", cwd=tmp_path) as (process, url, printed):
+        assert f"page      {url}/" in printed
+        with httpx.Client(base_url=url, verify=ssl.create_default_context(cafile=tmp_path / "cert.pem")) as client:
+            ann = {"Authorization": "Bearer first"}
+            statuses = [client.post("/v1/completions", json=body, headers=ann).status_code for _ in range(2)]
+            assert statuses == [200, 429]
+            (tmp_path / "keys.yaml").write_text("- {name: ann, key: second}")
+            process.send_signal(signal.SIGHUP)
+            end = time.monotonic() + MARGIN
+            while client.get("/v1/models", headers=ann).status_code == 200:
+                assert time.monotonic() < end, "the first key is still valid"
+            ann = {"Authorization": "Bearer second"}
+            assert client.post("/v1/completions", json=body, headers=ann).status_code == 200
+            assert client.get("/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+        log = process.stderr.read()
+    assert "chmod 600 keys.yaml" in log
+    assert log.count(" INFO request ") >= 4
+    assert " ann POST /v1/completions 429 " in log
+    assert "/health" not in log
+    assert not [key for key in ("first", "second") if key in log]
