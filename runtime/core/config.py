@@ -200,7 +200,14 @@ class LimitOptions:
         "--max-requests",
         default=256,
         min=1,
-        help="Most sequences running and waiting; further requests get status 429.",
+        help="Most sequences of one client running and waiting, and half of the most of all clients together; further "
+        "requests get status 429.",
+    )
+    fair: bool = option(
+        "--fair/--first-come",
+        default=True,
+        help="Share the engine equally between clients (API keys, else addresses), or serve all requests in the order "
+        "of their arrival.",
     )
     max_body_bytes: int = option(
         "--max-body",

@@ -164,7 +164,10 @@ class SteeringFields(Strict):
     )
     stop_token_ids: list[TokenId] | None = Field(None, max_length=128, description="tokens that end the answer")
     priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower values are served earlier; 0 is the default"
+        None,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="lower values are served earlier among the requests of a client; 0 is the default",
     )
     cache_salt: str | None = Field(
         None, max_length=256, description="cached prefixes are shared only with requests of the same salt"

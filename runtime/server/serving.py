@@ -9,9 +9,10 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -56,6 +57,27 @@ class Job:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     options: RequestOptions
+
+
+def client_of(request: Request) -> str:
+    """Names who asks: the holder of the API key, else the peer's address, else this request alone."""
+    if key_name := getattr(request.state, "key_name", ""):
+        return key_name
+    return request.client.host if request.client else request.state.request_id
+
+
+def places_left(limit: int, held: int, total: int) -> int:
+    """Returns how many more places in the queue a client may take.
+
+    A client may hold as many as it leaves free for others, of `2 * limit`: `limit` if it is alone, and however many
+    others hold, half of what is free for the next one. So one client alone never fills the queue for others.
+
+    Args:
+        limit: most places of one client.
+        held: places that it holds.
+        total: places that all hold.
+    """
+    return max(0, (2 * limit - total - held + 1) // 2)
 
 
 def check_delta(delta: Delta) -> None:
@@ -361,7 +383,7 @@ class Service:
         self.model_name = model_name
         self.limits = limits
         self.render_metrics = render_metrics
-        self.num_active = 0
+        self.places: Counter[str] = Counter()
 
     def check_model(self, name: str) -> None:
         """Raises ApiError with status 404 unless `name` is the served model."""
@@ -412,24 +434,25 @@ class Service:
         return EventStream(answer.events(first, deltas), deltas, self.limits.client_seconds)
 
     @contextmanager
-    def admit(self, count: int) -> Iterator[None]:
+    def admit(self, count: int, client: str) -> Iterator[None]:
         """Holds `count` places in the queue. Raises ApiError: 429 if it is full, 400 if `count` exceeds its size."""
-        limit = self.limits.max_requests
+        limit, held, total = self.limits.max_requests, self.places[client], self.places.total()
         if count > limit:
             message = f"{count} answers in one request; this server takes at most {limit}."
             raise ApiError(400, message, "prompt", "too_many_answers")
-        if self.num_active + count > limit:
+        if count > (left := places_left(limit, held, total)):
             raise ApiError(
                 429,
-                f"The queue is full: {self.num_active} of {limit} requests are running or waiting. Try again later.",
+                f"The queue is full: of {total} requests running or waiting {held} are yours, and there is room for "
+                f"{left} more of yours. Try again later.",
                 code="queue_full",
                 headers=RETRY_LATER,
             )
-        self.num_active += count
+        self.places[client] += count
         try:
             yield
         finally:
-            self.num_active -= count
+            self.places -= Counter({client: count})  # forgets clients without any
 
     async def run(self, jobs: list[Job], request: Request) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yields deltas of all jobs as they arrive, with the index of their choice, in order of prompts and answers.
@@ -442,10 +465,13 @@ class Service:
             RequestError: the engine refuses a job.
         """
         count, tokens = sum(job.sampling.n for job in jobs), request.state.tokens
-        with self.admit(count), account_of(request).hold(count):
+        client = client_of(request) if self.limits.fair else ""
+        with self.admit(count, client), account_of(request).hold(count):
             tokens.prompt += sum(len(job.prompt_token_ids) for job in jobs)
             streams = [
-                self.engine.generate(job.prompt_token_ids, job.sampling, job.request_id, options=job.options)
+                self.engine.generate(
+                    job.prompt_token_ids, job.sampling, job.request_id, options=replace(job.options, client=client)
+                )
                 for job in jobs
             ]
             async with aclosing(in_time(merge(streams), self.limits)) as deltas:
