@@ -338,7 +338,7 @@ class AccessLog:
         tokens, user = state["tokens"], state.get("user")
         more = f", {tokens.prompt}+{tokens.output} tokens" if tokens.total else ""
         more += f", user {user!r:.100}" if user else ""
-        logger.log(level, "request %s: %s %s %.200s %d in %.0f ms%s", *what, more)
+        logger.log(level, "request %s: %.100s %s %.200s %d in %.0f ms%s", *what, more)
 
 
 SEND_BUFFER_BYTES = 2**18
