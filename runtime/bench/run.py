@@ -319,9 +319,29 @@ DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux' prctl."""
 
 
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A server in a process of its own.
+
+    Attributes:
+        log: its standard error. Read it by position: the server writes where this file stands.
+    """
+
+    url: str
+    pid: int
+    log: IO[str]
+
+
 @contextmanager
 def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[str]:
-    """Runs `runtime serve MODEL` on a free port; yields its URL and stops it at the end.
+    """Yields the URL of `run_server`."""
+    with run_server(model, options) as server:
+        yield server.url
+
+
+@contextmanager
+def run_server(model: Path, options: Sequence[str] = ()) -> Iterator[OwnServer]:
+    """Runs `runtime serve MODEL` on a free port and stops it at the end.
 
     Args:
         options: further options of `runtime serve`.
@@ -335,7 +355,7 @@ def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[str]:
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, preexec_fn=_die_with_parent
         )
         try:
-            yield _wait_until_ready(server, log)
+            yield OwnServer(_wait_until_ready(server, log), server.pid, log)
         finally:
             _stop(server)
 

@@ -206,6 +206,9 @@ def serve(
     After Ctrl-C or SIGTERM running requests finish before the server stops, and new ones get a 503; a second signal
     ends the running ones with an error.
     """
+    from runtime.server.native_memory import share_arenas
+
+    share_arenas()  # before there are threads
     host, keys, encryption = address.host, load_keys(address), tls.checked()
     path, where = resolve_model(model)
     listener = listen(host, address.port)  # before the model loads, so that a taken port costs no time

@@ -112,6 +112,10 @@ class Health:
     num_waiting: int
     seconds_since_progress: float
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_running and not self.num_waiting
+
 
 class EngineThread:
     """Runs an engine in a thread of its own and serves any number of asyncio tasks.

@@ -30,6 +30,7 @@ from runtime.server.middleware import (
     SiteGuard,
     origins_of,
 )
+from runtime.server.native_memory import trim_at_times
 from runtime.server.page import page_router
 from runtime.server.response_models import (
     ANY_ERRORS,
@@ -168,9 +169,11 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
 async def running(engine: Engine, _: FastAPI) -> AsyncIterator[None]:
     """Runs the engine's thread as long as the application."""
     engine.start()
+    trimmer = asyncio.create_task(trim_at_times(lambda: engine.check().is_idle))
     try:
         yield
     finally:
+        trimmer.cancel()
         await asyncio.to_thread(engine.stop)
 
 
