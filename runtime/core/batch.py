@@ -256,8 +256,12 @@ def upload_columns(
     integers: Sequence[Sequence[int]], floats: Sequence[Sequence[float]], device: torch.device
 ) -> list[Tensor]:
     """Columns of equally many numbers in one transfer: int64 `[n]` each, then float64 `[n]` each."""
-    packed = array("q", chain.from_iterable(integers))
-    packed.frombytes(array("d", chain.from_iterable(floats)).tobytes())
+    packed, numbers = array("q"), array("d")
+    for column in integers:
+        packed.extend(column)
+    for values in floats:
+        numbers.extend(values)
+    packed.frombytes(numbers.tobytes())
     columns = to_device(torch.frombuffer(packed, dtype=torch.int64), device).chunk(len(integers) + len(floats))
     return [*columns[: len(integers)], *(column.view(torch.float64) for column in columns[len(integers) :])]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -63,6 +65,47 @@ class PenaltyParams:
     )
 
 
+MAX_BIAS = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitBias:
+    """Values to add to logits, as two columns: a bias may name the whole vocabulary, and every step reads it.
+
+    Attributes:
+        token_ids: int64 `[n]`.
+        values: float64 `[n]`.
+    """
+
+    token_ids: array[int]
+    values: array[float]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, float]]) -> LogitBias:
+        """Splits pairs of a token id and a value into columns.
+
+        Raises:
+            RequestError: a value outside of its range.
+        """
+        token_ids, values = zip(*pairs, strict=True) if (pairs := tuple(pairs)) else ((), ())
+        if wrong := [value for value in values if not -MAX_BIAS <= value <= MAX_BIAS]:
+            rule = f"logit_bias must be between -{MAX_BIAS} and {MAX_BIAS} each"
+            raise RequestError(f"logit_bias={wrong[0]!r} is not allowed", rule)
+        return cls(array("q", token_ids), array("d", values))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.token_ids, self.values, strict=True)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, LogitBias | tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True)
 class SamplingParams(TruncationParams, PenaltyParams):
     """Sampling parameters of a request.
@@ -76,7 +119,7 @@ class SamplingParams(TruncationParams, PenaltyParams):
         ignore_eos: continue after the model's end tokens.
         logprobs: number of alternatives reported per token, before sampling parameters apply; None reports none.
         n: number of answers; the first is the same as with `n=1`.
-        logit_bias: pairs of a token id and the value added to its logit.
+        logit_bias: values added to logits by token id; pairs are converted.
         prompt_logprobs: as `logprobs`, for the prompt's tokens; they come with the first delta.
         grammar: constraint on the answer.
         skip_special_tokens: omit special tokens, such as those that announce tool calls, from the text.
@@ -93,7 +136,7 @@ class SamplingParams(TruncationParams, PenaltyParams):
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: LogitBias | tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
@@ -109,6 +152,8 @@ class SamplingParams(TruncationParams, PenaltyParams):
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def __post_init__(self) -> None:
+        if self.logit_bias and not isinstance(self.logit_bias, LogitBias):
+            object.__setattr__(self, "logit_bias", LogitBias.of(self.logit_bias))
         checks = (
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
@@ -123,7 +168,6 @@ class SamplingParams(TruncationParams, PenaltyParams):
             ("repetition_penalty", 0 < self.repetition_penalty <= 2, "above 0 and at most 2"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "between -100 and 100 each"),
             ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "between 0 and 20"),
         )
         for name, fits, rule in checks:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from compress.common.errors import RequestError
 from runtime.core.config import RuntimeConfig
-from runtime.core.request import Delta, FinishReason, Request, RequestOptions, SamplingParams, Sequence
+from runtime.core.request import Delta, FinishReason, LogitBias, Request, RequestOptions, SamplingParams, Sequence
 from runtime.core.step import Runner, SampledToken, StepPlan
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.metrics import Metrics
@@ -110,10 +110,11 @@ class Engine:
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= size:
             wrong = next(token for token in prompt_token_ids if not 0 <= token < size)
             raise RequestError(f"token id {wrong} is outside of the vocabulary", f"ids go from 0 to {size - 1}")
-        for token_id, _ in sampling.logit_bias:
-            if not 0 <= token_id < size:
-                problem = f"logit_bias names token id {token_id}, which is outside of the vocabulary"
-                raise RequestError(problem, f"ids go from 0 to {size - 1}")
+        biased = sampling.logit_bias.token_ids if isinstance(sampling.logit_bias, LogitBias) else ()
+        if biased and not 0 <= min(biased) <= max(biased) < size:
+            wrong = next(token for token in biased if not 0 <= token < size)
+            problem = f"logit_bias names token id {wrong}, which is outside of the vocabulary"
+            raise RequestError(problem, f"ids go from 0 to {size - 1}")
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer", "Use stop_token_ids")
         if sampling.grammar is None:

@@ -6,8 +6,10 @@ All of it is elementwise within a row and depends on that row's request and hist
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from runtime.backends.base import UNDECIDED
 from runtime.backends.torch.ops import gumbel_argmax
 from runtime.core.batch import SamplingMetadata, SamplingTensors, to_device, upload, upload_columns
+from runtime.core.request import LogitBias
 
 MIN_REPETITION_PENALTY = 1e-10
 """Lower ones are as good as this, and what is divided by it stays finite."""
@@ -39,10 +42,14 @@ def adjust_logits(logits: Tensor, draws: Sequence[SamplingMetadata]) -> Tensor:
 
 
 def _add_bias(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> None:
-    pairs = [(row, *pair) for row in rows for pair in draws[row].sampling.logit_bias]
-    places = [row * scores.shape[-1] + token_id for row, token_id, _ in pairs]
-    index, bias = upload_columns((places,), ([bias for *_, bias in pairs],), scores.device)
-    scores.view(-1).index_add_(0, index, bias.to(scores.dtype))
+    row_of, token_ids, values = array("q"), array("q"), array("d")
+    for row in rows:
+        bias = cast("LogitBias", draws[row].sampling.logit_bias)
+        row_of += array("q", (row,)) * len(bias)
+        token_ids += bias.token_ids
+        values += bias.values
+    row_index, column_index, added = upload_columns((row_of, token_ids), (values,), scores.device)
+    scores.view(-1).index_add_(0, row_index * scores.shape[-1] + column_index, added.to(scores.dtype))
 
 
 def _forbid(scores: Tensor, rows: list[int], draws: Sequence[SamplingMetadata]) -> None:

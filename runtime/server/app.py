@@ -12,12 +12,14 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 from starlette.responses import PlainTextResponse, Response
 
 from runtime.server.chat import chat_router
-from runtime.server.completions import completions_router, embeddings_router
+from runtime.server.completions import EmbeddingRequest, completions_router, embeddings_router
 from runtime.server.drain import Drain, DrainGuard
 from runtime.server.errors import JsonResponse, add_error_handlers
+from runtime.server.intake import Intake, Tokenizer
 from runtime.server.keys import ApiKeys
 from runtime.server.middleware import (
     AccessLog,
@@ -32,6 +34,8 @@ from runtime.server.middleware import (
 )
 from runtime.server.native_memory import trim_at_times
 from runtime.server.page import page_router
+from runtime.server.protocol import CompletionRequest
+from runtime.server.protocol_chat import ChatRequest
 from runtime.server.response_models import (
     ANY_ERRORS,
     KEY_ERRORS,
@@ -41,8 +45,8 @@ from runtime.server.response_models import (
     ModelList,
     Responses,
 )
-from runtime.server.serving import Engine, Limits, Service, Tokenizer
-from runtime.server.tokenize import tokenization_router
+from runtime.server.serving import Engine, Limits, Service
+from runtime.server.tokenize import DetokenizeRequest, TokenizeRequest, tokenization_router
 
 UNHEALTHY: Responses = {
     503: {"model": HealthResponse, "description": "Unhealthy, or draining: it stops after the last answer"}
@@ -92,7 +96,7 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", response_model=Model, responses=PARAMETER_ERRORS)
     async def get_model(name: str) -> Response:
-        service.check_model(name)
+        service.intake.served.check_model(name)
         return JsonResponse(model)
 
     return router
@@ -130,7 +134,7 @@ def create_app(
         needs_key=keys is not None,
         open_paths=("/health",),
         title=f"runtime: {model_name}",
-        lifespan=partial(running, engine),
+        lifespan=partial(running, engine, service.intake),
         docs_url=None,
         redoc_url=None,
     )
@@ -166,7 +170,7 @@ def _add_guards(app: FastAPI, limits: Limits, keys: ApiKeys | None, allowed_host
 
 
 @asynccontextmanager
-async def running(engine: Engine, _: FastAPI) -> AsyncIterator[None]:
+async def running(engine: Engine, intake: Intake, _: FastAPI) -> AsyncIterator[None]:
     """Runs the engine's thread as long as the application."""
     engine.start()
     trimmer = asyncio.create_task(trim_at_times(lambda: engine.check().is_idle))
@@ -174,9 +178,12 @@ async def running(engine: Engine, _: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         trimmer.cancel()
+        intake.close()
         await asyncio.to_thread(engine.stop)
 
 
+BODIES = (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
+"""Bodies that routes read themselves."""
 UNUSED = ("HTTPValidationError", "ValidationError")
 """Schemas of FastAPI's own answer 422, which this server never sends."""
 
@@ -205,6 +212,8 @@ class DescribedApi(FastAPI):
         schemas = components.setdefault("schemas", {})
         for name in UNUSED:
             schemas.pop(name, None)
+        template = "#/components/schemas/{model}"
+        schemas |= models_json_schema([(kind, "validation") for kind in BODIES], ref_template=template)[1]["$defs"]
         for schema in schemas.values():
             name_model(schema, self.model_name)
             write_whole_bounds(schema)

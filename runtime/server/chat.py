@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -12,33 +12,31 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, SamplingParams, TokenLogprobs
+from runtime.server.intake import ServedText, Tokenizer, described
+from runtime.server.protocol import Delivery
 from runtime.server.protocol_chat import ChatRequest, Function
 from runtime.server.response_models import (
     MAY_STREAM,
     ChatCompletionResponse,
-    ChatLogprobs,
     TokenLogprob,
     TopLogprob,
     json_number,
     token_text,
 )
-from runtime.server.serving import Service, Tokenizer
+from runtime.server.serving import Service
 from runtime.text.tool_parser import Piece, ToolCall, ToolCallParser
 from runtime.text.tools import ToolFormat, allowed_calls, describe_tools, find_format, forced_calls, mentions_tools
 
 
-def chat_logprobs(tokenizer: Tokenizer, pairs: Iterable[tuple[int, TokenLogprobs]]) -> ChatLogprobs:
-    """Returns `logprobs` of a chat choice."""
+def chat_logprobs(tokenizer: Tokenizer, pairs: Iterable[tuple[int, TokenLogprobs]]) -> Iterator[TokenLogprob]:
+    """Yields the `content` of a chat choice's `logprobs`."""
 
     def entry(token_id: int, logprob: float) -> TopLogprob:
         raw = tokenizer.token_bytes(token_id)
         return {"token": token_text(raw), "logprob": json_number(logprob), "bytes": list(raw)}
 
-    content: list[TokenLogprob] = [
-        {**entry(token_id, found.logprob), "top_logprobs": [entry(*alternative) for alternative in found.top]}
-        for token_id, found in pairs
-    ]
-    return {"content": content, "refusal": None}
+    for token_id, found in pairs:
+        yield {**entry(token_id, found.logprob), "top_logprobs": [entry(*alternative) for alternative in found.top]}
 
 
 @dataclass
@@ -55,10 +53,13 @@ class ChatShape:
     def opening(self) -> list[dict[str, Any]]:
         return [self.chunk(index, {"role": "assistant", "content": ""}) for index in range(self.num_choices)]
 
+    def prelude(self, index: int, delta: Delta) -> None:
+        return None
+
     def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         if not (delta.text or delta.logprobs):
             return []
-        return [self.chunk(index, {"content": delta.text}, self.write_logprobs(delta.token_ids, delta.logprobs))]
+        return [self.chunk(index, {"content": delta.text}, self.write_logprobs(delta))]
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self.chunk(index, {}, None, reason)
@@ -67,18 +68,26 @@ class ChatShape:
         return {
             "index": index,
             "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": self.write_logprobs(output.token_ids, output.logprobs),
+            "logprobs": self.logprobs(output),
             "finish_reason": output.finish_reason,
         }
 
-    def write_logprobs(self, token_ids: list[int], found: list[TokenLogprobs]) -> ChatLogprobs | None:
-        return chat_logprobs(self.tokenizer, zip(token_ids, found, strict=True)) if self.with_logprobs else None
+    def logprobs(self, found: Delta) -> dict[str, Any] | None:
+        """Returns log-probabilities whose `content` is an iterator."""
+        if not self.with_logprobs:
+            return None
+        content = chat_logprobs(self.tokenizer, zip(found.token_ids, found.logprobs, strict=True))
+        return {"content": content, "refusal": None}
+
+    def write_logprobs(self, found: Delta) -> dict[str, Any] | None:
+        logprobs = self.logprobs(found)
+        return logprobs and {**logprobs, "content": list(logprobs["content"])}
 
     def chunk(
         self,
         index: int,
         delta: dict[str, Any],
-        logprobs: ChatLogprobs | None = None,
+        logprobs: dict[str, Any] | None = None,
         reason: str | None = None,
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -148,7 +157,7 @@ class ToolShape(ChatShape):
         content = self.describe(parser.push(delta.text), num_before)
         if not (content or delta.logprobs):
             return []
-        return [self.chunk(index, content, self.write_logprobs(delta.token_ids, delta.logprobs))]
+        return [self.chunk(index, content, self.write_logprobs(delta))]
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         parser = self.parsers.setdefault(index, self.new_parser())
@@ -192,30 +201,55 @@ def called(reason: FinishReason, parser: ToolCallParser) -> str:
     return "tool_calls" if parser.num_calls and reason is FinishReason.STOP else reason
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A checked body of `/v1/chat/completions`.
+
+    Attributes:
+        tool_format: what calls look like in the text; None without tools.
+        several: report more than one call per choice.
+    """
+
+    delivery: Delivery
+    token_ids: array[int]
+    sampling: SamplingParams
+    with_logprobs: bool
+    tool_format: ToolFormat | None
+    several: bool
+
+    def shape(self, tokenizer: Tokenizer) -> ChatShape:
+        common = (tokenizer, self.with_logprobs, self.delivery.num_answers)
+        if self.tool_format is None:
+            return ChatShape(*common)
+        return ToolShape(*common, tool_format=self.tool_format, several=self.several)
+
+
+def prepare_chat(served: ServedText, raw: bytes) -> PreparedChat:
+    """Checks a body, renders its conversation and tokenizes it; templates write special tokens themselves.
+
+    Raises ApiError or RequestError.
+    """
+    body = served.parse(raw, ChatRequest)
+    served.check_model(body.model)
+    tokenizer = served.tokenizer
+    tool_format = find_tool_format(tokenizer, body)
+    token_ids = served.encode(render_conversation(tokenizer, body), add_special_tokens=False)
+    sampling = body.sampling_params(len(token_ids), served.limits.max_model_len, None)
+    if tool_format is not None:
+        sampling = call_sampling(sampling, tool_format, tokenizer, body)
+    return PreparedChat(body.delivery, token_ids, sampling, bool(body.logprobs), tool_format, body.allows_several_calls)
+
+
 def chat_router(service: Service) -> APIRouter:
     """The route of chat completions."""
     router = APIRouter()
-    tokenizer = service.tokenizer
+    options: dict[str, Any] = {"responses": MAY_STREAM, "openapi_extra": described(ChatRequest)}
 
-    @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=MAY_STREAM)
-    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, **options)
+    async def create_chat_completion(request: Request) -> Response:
         """Answers a conversation."""
-        service.check_model(body.model)
-        tool_format = find_tool_format(tokenizer, body)
-        token_ids = await asyncio.to_thread(encode_conversation, service, body)
-        sampling = body.sampling_params(len(token_ids), service.limits.max_model_len, None)
-        shape = ChatShape(tokenizer, bool(body.logprobs), body.num_answers)
-        if tool_format is not None:
-            sampling = call_sampling(sampling, tool_format, tokenizer, body)
-            several = body.allows_several_calls
-            shape = ToolShape(
-                tokenizer, bool(body.logprobs), body.num_answers, tool_format=tool_format, several=several
-            )
-        return await service.respond(request, body, shape, [token_ids], [sampling])
+        body = await service.intake.read(request, prepare_chat)
+        shape = body.shape(service.tokenizer)
+        return await service.respond(request, body.delivery, shape, [body.token_ids], [body.sampling])
 
     return router
-
-
-def encode_conversation(service: Service, body: ChatRequest) -> list[int]:
-    """Returns the token ids of the prompt; templates write special tokens themselves."""
-    return service.encode(render_conversation(service.tokenizer, body), add_special_tokens=False)

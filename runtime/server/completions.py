@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import struct
+from array import array
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from itertools import chain
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 from starlette.responses import Response
 
 from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
-from runtime.server.protocol import CompletionRequest, Prompt, Strict, check_prompt, separate_prompts
+from runtime.server.intake import ServedText, Tokenizer, described
+from runtime.server.protocol import (
+    CompletionRequest,
+    Delivery,
+    Prompt,
+    Strict,
+    check_lengths,
+    check_texts,
+    is_several,
+    separate_prompts,
+)
 from runtime.server.response_models import (
     BODY_ERRORS,
     MAY_STREAM,
@@ -26,7 +37,7 @@ from runtime.server.response_models import (
     json_number,
     token_text,
 )
-from runtime.server.serving import Job, Service, Tokenizer, account_of, respond_at_once
+from runtime.server.serving import Job, Service, account_of, respond_at_once
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -35,63 +46,70 @@ MAX_SKIPPED_BYTES = 8
 """Distance up to which a prompt token is searched in the text."""
 
 
-class CompletionLogprobsWriter:
+Columns = dict[str, Iterator[Any]]
+"""The lists of `CompletionLogprobs`, each computed as it is written: a long prompt has a million alternatives."""
+
+
+class LogprobsWriter:
     """Writes `logprobs` of one completion choice incrementally; offsets count characters from the start of its text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.offset = 0
 
-    def write(self, pairs: Iterable[tuple[int, TokenLogprobs]]) -> CompletionLogprobs:
+    def write(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         """Returns the log-probabilities of new tokens of the answer."""
-        written = empty_logprobs()
-        for token_id, found in pairs:
-            self.add(written, token_id, found)
-            self.offset += count_characters(self.tokenizer.token_bytes(token_id))
-        return written
+        columns = self.columns(token_ids, found, self.offsets(token_ids))
+        return cast("CompletionLogprobs", {name: list(column) for name, column in columns.items()})
 
-    def write_prompt(self, text: str, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+    def columns(
+        self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None], offsets: Iterator[int]
+    ) -> Columns:
+        return {
+            "tokens": (self.text(token_id) for token_id in token_ids),
+            "token_logprobs": (json_number(each.logprob) if each else None for each in found),
+            "top_logprobs": (
+                self.top(token_id, each) if each else None for token_id, each in zip(token_ids, found, strict=True)
+            ),
+            "text_offset": offsets,
+        }
+
+    def prompt_columns(self, text: str, token_ids: Sequence[int], found: Sequence[TokenLogprobs]) -> Columns:
         """Returns the log-probabilities of a prompt that precedes the answer as `text`; the first token has none.
 
         Args:
             found: log-probabilities of every token but the first.
         """
-        written = empty_logprobs()
-        raw_text, place = text.encode(), 0
-        for token_id, scored in zip(token_ids, (None, *found), strict=True):
-            self.add(written, token_id, scored)
-            stop = end_of(self.tokenizer.token_bytes(token_id), raw_text, place)
-            self.offset += count_characters(raw_text[place:stop])
-            place = stop
         self.offset = len(text)
-        return written
+        return self.columns(token_ids, (None, *found), self.prompt_offsets(text.encode(), token_ids))
 
-    def add(self, written: CompletionLogprobs, token_id: int, found: TokenLogprobs | None) -> None:
-        written["tokens"].append(token_text(self.tokenizer.token_bytes(token_id)))
-        written["token_logprobs"].append(json_number(found.logprob) if found else None)
-        written["top_logprobs"].append(self.top(token_id, found) if found else None)
-        written["text_offset"].append(self.offset)
+    def offsets(self, token_ids: Sequence[int]) -> Iterator[int]:
+        for token_id in token_ids:
+            yield self.offset
+            self.offset += count_characters(self.tokenizer.token_bytes(token_id))
+
+    def prompt_offsets(self, raw_text: bytes, token_ids: Sequence[int]) -> Iterator[int]:
+        offset = place = 0
+        for token_id in token_ids:
+            yield offset
+            stop = end_of(self.tokenizer.token_bytes(token_id), raw_text, place)
+            offset += count_characters(raw_text[place:stop])
+            place = stop
+
+    def text(self, token_id: int) -> str:
+        return token_text(self.tokenizer.token_bytes(token_id))
 
     def top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
         """Returns alternatives by text, best first, with the sampled token; the best of tokens with equal text
         counts."""
         entries: dict[str, float] = {}
         for alternative, logprob in (*found.top, (token_id, found.logprob)):
-            entries.setdefault(token_text(self.tokenizer.token_bytes(alternative)), json_number(logprob))
+            entries.setdefault(self.text(alternative), json_number(logprob))
         return entries
 
 
-def empty_logprobs() -> CompletionLogprobs:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
-def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return {
-        "tokens": first["tokens"] + second["tokens"],
-        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
-        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
-        "text_offset": first["text_offset"] + second["text_offset"],
-    }
+def join_columns(first: Columns | None, second: Columns) -> Columns:
+    return second if first is None else {name: chain(first[name], column) for name, column in second.items()}
 
 
 def end_of(token: bytes, text: bytes, place: int) -> int:
@@ -115,7 +133,7 @@ class EchoedPrompt:
     """A prompt to return before its answers. They share it: only the first delivers its log-probabilities."""
 
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -131,8 +149,7 @@ class CompletionShape:
     tokenizer: Tokenizer
     echoed: list[EchoedPrompt]
     with_logprobs: bool
-    writers: dict[int, CompletionLogprobsWriter] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
+    writers: dict[int, LogprobsWriter] = field(default_factory=dict)
     id_prefix: str = "cmpl"
     whole_object: str = "text_completion"
     chunk_object: str = "text_completion"
@@ -140,64 +157,91 @@ class CompletionShape:
     def opening(self) -> list[dict[str, Any]]:
         return []
 
+    def prelude(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        if not self.echoed:
+            return None
+        return self.choice(index, self.echoed[index].text, self.prompt_logprobs(index, delta))
+
     def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        parts = []
-        if self.echoed and index not in self.begun:
-            self.begun.add(index)
-            parts.append(self.choice(index, self.echoed[index].text, self.prompt_logprobs(index, delta)))
-        if delta.text or delta.logprobs:
-            parts.append(self.choice(index, delta.text, self.logprobs(index, delta)))
-        return parts
+        if not (delta.text or delta.logprobs):
+            return []
+        logprobs = self.writer(index).write(delta.token_ids, delta.logprobs) if self.with_logprobs else None
+        return [self.choice(index, delta.text, logprobs)]
 
     def finish(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self.choice(index, "", None, reason)
 
     def whole(self, index: int, output: Delta) -> dict[str, Any]:
         text = self.echoed[index].text if self.echoed else ""
-        prompt, answer = self.prompt_logprobs(index, output), self.logprobs(index, output)
-        joined = join_logprobs(prompt, answer) if prompt and answer else answer
-        return self.choice(index, text + output.text, joined, output.finish_reason)
+        return self.choice(index, text + output.text, self.all_logprobs(index, output), output.finish_reason)
 
-    def prompt_logprobs(self, index: int, found: Delta) -> CompletionLogprobs | None:
+    def all_logprobs(self, index: int, output: Delta) -> Columns | None:
+        if not self.with_logprobs:
+            return None
+        prompt, writer = self.prompt_logprobs(index, output), self.writer(index)
+        return join_columns(prompt, writer.columns(output.token_ids, output.logprobs, writer.offsets(output.token_ids)))
+
+    def prompt_logprobs(self, index: int, found: Delta) -> Columns | None:
         """Returns those of an echoed prompt, which the engine delivers with the first answer only."""
         if not self.with_logprobs or not self.echoed:
             return None
         prompt = self.echoed[index]
         prompt.logprobs = prompt.logprobs or found.prompt_logprobs
-        return self.writer(index).write_prompt(prompt.text, prompt.token_ids, prompt.logprobs)
+        return self.writer(index).prompt_columns(prompt.text, prompt.token_ids, prompt.logprobs)
 
-    def logprobs(self, index: int, found: Delta) -> CompletionLogprobs | None:
-        if not self.with_logprobs:
-            return None
-        return self.writer(index).write(zip(found.token_ids, found.logprobs, strict=True))
-
-    def writer(self, index: int) -> CompletionLogprobsWriter:
-        return self.writers.setdefault(index, CompletionLogprobsWriter(self.tokenizer))
+    def writer(self, index: int) -> LogprobsWriter:
+        return self.writers.setdefault(index, LogprobsWriter(self.tokenizer))
 
     def choice(
-        self, index: int, text: str, logprobs: CompletionLogprobs | None = None, reason: FinishReason | None = None
+        self,
+        index: int,
+        text: str,
+        logprobs: CompletionLogprobs | Columns | None = None,
+        reason: FinishReason | None = None,
     ) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCompletion:
+    """A checked body of `/v1/completions`.
+
+    Attributes:
+        texts: prompts to echo; empty for no echo.
+    """
+
+    delivery: Delivery
+    prompts: list[array[int]]
+    samplings: list[SamplingParams]
+    texts: list[str]
+    with_logprobs: bool
+
+
+def prepare_completion(served: ServedText, raw: bytes) -> PreparedCompletion:
+    """Checks a body and tokenizes its prompts. Raises ApiError or RequestError."""
+    body = served.parse(raw, CompletionRequest)
+    served.check_model(body.model)
+    prompts = separate_prompts(body.prompt)
+    token_ids = served.encode_prompts(prompts)
+    context = served.limits.max_model_len
+    samplings = [body.sampling_params(len(ids), context, DEFAULT_MAX_TOKENS) for ids in token_ids]
+    texts = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in prompts] if body.echo else []
+    return PreparedCompletion(body.delivery, token_ids, samplings, texts, body.logprobs is not None)
 
 
 def completions_router(service: Service) -> APIRouter:
     """The route of completions."""
     router = APIRouter()
-    tokenizer = service.tokenizer
+    options: dict[str, Any] = {"responses": MAY_STREAM, "openapi_extra": described(CompletionRequest)}
 
-    @router.post("/v1/completions", response_model=CompletionResponse, responses=MAY_STREAM)
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    @router.post("/v1/completions", response_model=CompletionResponse, **options)
+    async def create_completion(request: Request) -> Response:
         """Continues one or several prompts."""
-        service.check_model(body.model)
-        prompts = separate_prompts(body.prompt)
-        token_ids = await asyncio.to_thread(service.encode_prompts, prompts)
-        context = service.limits.max_model_len
-        samplings = [body.sampling_params(len(ids), context, DEFAULT_MAX_TOKENS) for ids in token_ids]
-        texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
-        echoed = [EchoedPrompt(*prompt) for prompt in zip(texts, token_ids, strict=True)] if body.echo else []
-        each = [prompt for prompt in echoed for _ in range(body.num_answers)]
-        shape = CompletionShape(tokenizer, each, body.logprobs is not None)
-        return await service.respond(request, body, shape, token_ids, samplings)
+        body = await service.intake.read(request, prepare_completion)
+        echoed = [EchoedPrompt(*prompt) for prompt in zip(body.texts, body.prompts, strict=False)]
+        each = [prompt for prompt in echoed for _ in range(body.delivery.num_answers)]
+        shape = CompletionShape(service.tokenizer, each, body.with_logprobs)
+        return await service.respond(request, body.delivery, shape, body.prompts, body.samplings)
 
     return router
 
@@ -207,42 +251,73 @@ logger = logging.getLogger("runtime.server")
 INPUTS_AT_ONCE = 32
 """Inputs of one request in flight at once; the others wait outside of the queue."""
 
+MAX_INPUTS = 2048
+"""Inputs of one request, as in OpenAI's API."""
+
 NOTHING_SAMPLED = SamplingParams(max_tokens=0)
 EMBED = RequestOptions(embed=True)
+
+
+def check_input(value: Any, info: ValidationInfo) -> Any:
+    """Validates the inputs of embeddings. Raises ApiError: 400 for more token ids than the context."""
+    if is_several(value) and len(value) > MAX_INPUTS:
+        raise ValueError(f"has {len(value)} inputs, and at most {MAX_INPUTS} are allowed")
+    if info.context:
+        check_lengths(value, info.context.limits.max_model_len, "input")
+    return check_texts(value)
 
 
 class EmbeddingRequest(Strict):
     """Body of `/v1/embeddings`."""
 
     model: str
-    input: Annotated[Prompt, BeforeValidator(check_prompt)]
+    input: Annotated[Prompt, BeforeValidator(check_input)] = Field(
+        description=f"one or several; at most {MAX_INPUTS}, each of at most as many tokens as the context"
+    )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of float32 numbers, little-endian"
     )
     user: str | None = Field(None, description="written to the server's log beside the request's id")
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedInputs:
+    """A checked body of `/v1/embeddings`."""
+
+    inputs: list[array[int]]
+    encoding_format: str | None
+    user: str | None
+
+
+def prepare_inputs(served: ServedText, raw: bytes) -> PreparedInputs:
+    """Checks a body and tokenizes its inputs. Raises ApiError or RequestError."""
+    body = served.parse(raw, EmbeddingRequest)
+    served.check_model(body.model)
+    return PreparedInputs(served.encode_prompts(separate_prompts(body.input)), body.encoding_format, body.user)
+
+
 def embeddings_router(service: Service) -> APIRouter:
     """The route of embeddings."""
     router = APIRouter()
 
-    @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=BODY_ERRORS)
-    async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
+    options: dict[str, Any] = {"responses": BODY_ERRORS, "openapi_extra": described(EmbeddingRequest)}
+
+    @router.post("/v1/embeddings", response_model=EmbeddingResponse, **options)
+    async def create_embedding(request: Request) -> Response:
         """Mean-pooled hidden states: of each input the mean over all its tokens of the model's hidden states after the
         final norm, not normalized to length 1. A model that was trained to continue text was not trained for this:
         one made for embeddings finds similar texts better."""
-        service.check_model(body.model)
-        prompts = await asyncio.to_thread(service.encode_prompts, separate_prompts(body.input))
+        body = await service.intake.read(request, prepare_inputs)
         request_id = f"embd-{request.state.request_id}"
-        logger.debug("request %s: inputs of %s tokens", request_id, [len(p) for p in prompts])
+        logger.debug("request %s: inputs of %s tokens", request_id, [len(p) for p in body.inputs])
         request.state.user = body.user
-        jobs = [Job(f"{request_id}-{i}", prompt, NOTHING_SAMPLED, EMBED) for i, prompt in enumerate(prompts)]
+        jobs = [Job(f"{request_id}-{i}", prompt, NOTHING_SAMPLED, EMBED) for i, prompt in enumerate(body.inputs)]
         return await respond_at_once(request, embed(service, request, jobs, body.encoding_format))
 
     return router
 
 
-async def embed(service: Service, request: Request, jobs: list[Job], encoding: str | None) -> EmbeddingResponse:
+async def embed(service: Service, request: Request, jobs: list[Job], encoding: str | None) -> dict[str, Any]:
     """Computes embeddings, a few at once, and returns the answer in the order of the inputs. Raises ApiError."""
     found: list[Delta] = []
     at_once = min(INPUTS_AT_ONCE, service.limits.max_requests, account_of(request).max_requests)
@@ -251,10 +326,10 @@ async def embed(service: Service, request: Request, jobs: list[Job], encoding: s
     num_tokens = sum(delta.num_prompt_tokens for delta in found)
     return {
         "object": "list",
-        "data": [
+        "data": (
             {"object": "embedding", "index": index, "embedding": write_numbers(delta.embedding or [], encoding)}
             for index, delta in enumerate(found)
-        ],
+        ),
         "model": service.model_name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as AnyHttpException
 from starlette.responses import Response
 
 from compress.common.errors import LongPromptError, RequestError
+from runtime.server.response_models import to_json
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -31,6 +30,10 @@ class ApiError(HTTPException):
         self.param = param
         self.code = code
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        headers = dict(self.headers) if self.headers else None
+        return ApiError, (self.status_code, self.detail, self.param, self.code, headers)
+
     def response(self) -> JsonResponse:
         """Returns the answer."""
         return error_response(self.status_code, self.detail, self.param, self.code, self.headers)
@@ -48,7 +51,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+        return to_json(content).encode("ascii")
 
 
 def error_response(
@@ -76,20 +79,21 @@ def aborted() -> ApiError:
     return ApiError(503, message, code="aborted", headers=RETRY_LATER)
 
 
+NO_OBJECT = "The body must be a JSON object, sent with 'Content-Type: application/json'."
+
+
 def field_name(location: Sequence[str | int]) -> str:
-    """Formats `("body", "messages", 0, "content")` as `messages[0].content`."""
+    """Formats `("messages", 0, "content")` as `messages[0].content`."""
     name = ""
-    for part in location[1:]:
+    for part in location:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     return name
 
 
-def describe_invalid(error: dict[str, Any]) -> tuple[str, str | None, str | None]:
+def describe_invalid(error: Mapping[str, Any]) -> tuple[str, str | None, str | None]:
     """Returns message, field and code of a pydantic error."""
     name = field_name(error["loc"])
     match error["type"]:
-        case "json_invalid":
-            return f"The body is not valid JSON: {error['ctx']['error']} at character {error['loc'][-1]}.", None, None
         case "extra_forbidden":
             return f"Unknown or unsupported field '{name}'. Remove it.", name, "unknown_field"
         case "missing" if name:
@@ -101,17 +105,13 @@ def describe_invalid(error: dict[str, Any]) -> tuple[str, str | None, str | None
         case "string_unicode" if not name:
             return "A field name is not valid Unicode: it has half a surrogate pair.", None, "unknown_field"
         case _ if not name:
-            return "The body must be a JSON object, sent with 'Content-Type: application/json'.", None, None
+            return NO_OBJECT, None, None
         case _:
             return f"{name}: {error['msg'].removeprefix('Value error, ')}.", name, "invalid_value"
 
 
 def add_error_handlers(app: FastAPI) -> None:
     """Turns every exception into OpenAI's error object."""
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(400, *describe_invalid(error.errors()[0]))
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> Response:

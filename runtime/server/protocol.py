@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
@@ -12,21 +13,37 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from runtime.core.request import MAX_ANSWERS, MAX_PRIORITY, MAX_SEED, MAX_TOP_K, Grammar, GrammarKind, SamplingParams
+from runtime.core.request import (
+    MAX_ANSWERS,
+    MAX_BIAS,
+    MAX_PRIORITY,
+    MAX_SEED,
+    MAX_TOP_K,
+    Grammar,
+    GrammarKind,
+    LogitBias,
+    SamplingParams,
+)
 from runtime.server.errors import ApiError
 
 CONTRADICTION = "contradiction"
 
 
-def whole_numbers(value: Any) -> Any:
-    """Converts integral floats to integers, in lists too: JSON has one kind of number."""
+NEST = {float, list}
+
+
+def whole_numbers(value: Any, depth: int = 2) -> Any:
+    """Converts integral floats to integers, in lists and lists of lists too: JSON has one kind of number."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
-    return [whole_numbers(item) for item in value] if isinstance(value, list) else value
+    if depth and isinstance(value, list) and not NEST.isdisjoint(map(type, value)):
+        return [whole_numbers(item, depth - 1) for item in value]
+    return value
 
 
 class Strict(BaseModel):
@@ -52,13 +69,25 @@ class Strict(BaseModel):
         return {name: whole_numbers(value) for name, value in data.items() if value is not None or name in known}
 
 
+def at_most(limit: int) -> BeforeValidator:
+    """Refuses longer lists before their items are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > limit:
+            raise ValueError(f"has {len(value)} items, and at most {limit} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
 def contradiction(message: str) -> PydanticCustomError:
     """Returns an error about a field that contradicts another one."""
     return PydanticCustomError(CONTRADICTION, "{message}", {"message": message})
 
 
 Schema = dict[str, Any] | str
-Choices = Annotated[list[str], Field(min_length=1, max_length=1000)]
+MAX_CHOICES = 1000
+Choices = Annotated[list[str], at_most(MAX_CHOICES), Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class StructuredOutputs(Strict):
@@ -125,7 +154,6 @@ def choice_grammar(choices: list[str]) -> Grammar:
     return Grammar(GrammarKind.LARK, f"start: {' | '.join(quoted)}")
 
 
-MAX_BIAS = 100
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 TOKEN_IDS = range(2**31)
 """Possible token ids; the engine checks them against the vocabulary."""
@@ -148,6 +176,9 @@ def check_bias(value: Any) -> Any:
     return value
 
 
+MAX_STOP_TOKENS = 128
+
+
 class SteeringFields(Strict):
     """Sampling fields of completions and chat. A field that is null has its default."""
 
@@ -160,9 +191,11 @@ class SteeringFields(Strict):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[Bias | None, BeforeValidator(check_bias)] = Field(
-        None, description="added to logits, by token id"
+        None, description="added to logits, by token id; may name the whole vocabulary"
     )
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=128, description="tokens that end the answer")
+    stop_token_ids: Annotated[list[TokenId] | None, at_most(MAX_STOP_TOKENS)] = Field(
+        None, max_length=MAX_STOP_TOKENS, description="tokens that end the answer"
+    )
     priority: int | None = Field(
         None,
         ge=-MAX_PRIORITY,
@@ -184,10 +217,26 @@ Prompt = str | Annotated[list[str], Field(min_length=1)] | TokenList | Annotated
 
 def is_token_list(value: Any) -> bool:
     """Returns whether a value is one prompt of token ids."""
-    return isinstance(value, list) and bool(value) and all(type(item) is int and item in TOKEN_IDS for item in value)
+    if not (isinstance(value, list) and value and type(value[0]) is int and set(map(type, value)) == {int}):
+        return False
+    return min(value) >= 0 and max(value) < TOKEN_IDS.stop
 
 
-def check_prompt(value: Any) -> Any:
+def check_prompt(value: Any, info: ValidationInfo) -> Any:
+    """Validates the prompts of completions.
+
+    Raises:
+        ApiError: 400 for more prompts than the queue holds, or more token ids than the context.
+    """
+    if info.context:
+        limits = info.context.limits
+        if is_several(value) and len(value) > limits.max_requests:
+            raise too_many_answers(len(value), limits.max_requests)
+        check_lengths(value, limits.max_model_len, "prompt")
+    return check_texts(value)
+
+
+def check_texts(value: Any) -> Any:
     """Validates a text, a list of texts, a list of token ids, or a list of lists of token ids."""
     if isinstance(value, str) or is_token_list(value):
         return value
@@ -197,9 +246,36 @@ def check_prompt(value: Any) -> Any:
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
 
 
+def is_several(value: Any) -> bool:
+    """Returns whether a value looks like a list of prompts, by its first item."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+
+
+def check_lengths(value: Any, context: int, name: str) -> None:
+    """Raises ApiError with status 400 for a list of more token ids than the context, without looking at them."""
+    for prompt in value if is_several(value) else [value]:
+        if isinstance(prompt, list) and len(prompt) > context:
+            raise long_prompt(len(prompt), context, name)
+
+
+def too_many_answers(count: int, limit: int) -> ApiError:
+    message = f"{count} answers in one request; this server takes at most {limit}."
+    return ApiError(400, message, "prompt", "too_many_answers")
+
+
+def long_prompt(num_tokens: int, context: int, name: str = "prompt") -> ApiError:
+    return ApiError(
+        400,
+        f"The prompt has {num_tokens} tokens, but the context is {context} tokens and one must be left for the answer. "
+        "Shorten the prompt.",
+        name,
+        "context_length_exceeded",
+    )
+
+
 def separate_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """Returns the prompts of a field that holds one or several."""
-    return [prompt] if isinstance(prompt, str) or is_token_list(prompt) else prompt
+    return list(prompt) if is_several(prompt) else [prompt]
 
 
 def check_stop(value: Any) -> Any:
@@ -214,6 +290,18 @@ def check_stop(value: Any) -> Any:
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """How the answers to a request are queued and sent."""
+
+    priority: int
+    cache_salt: str
+    user: str | None
+    num_answers: int
+    stream: bool
+    include_usage: bool
 
 
 class GenerationRequest(StructuredFields, SteeringFields):
@@ -242,6 +330,17 @@ class GenerationRequest(StructuredFields, SteeringFields):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def delivery(self) -> Delivery:
+        return Delivery(
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            user=self.user,
+            num_answers=self.num_answers,
+            stream=bool(self.stream),
+            include_usage=self.include_usage,
+        )
 
     @property
     def num_answers(self) -> int:
@@ -280,7 +379,7 @@ class GenerationRequest(StructuredFields, SteeringFields):
             repetition_penalty=self.repetition_penalty or 1.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=tuple((int(token_id), float(bias)) for token_id, bias in (self.logit_bias or {}).items()),
+            logit_bias=LogitBias.of((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -295,13 +394,7 @@ class GenerationRequest(StructuredFields, SteeringFields):
         if num_prompt_tokens == 0:
             raise ApiError(400, "The prompt is empty: it has no tokens.", "prompt", "empty_prompt")
         if rest < (0 if self.token_limit == 0 else 1):
-            raise ApiError(
-                400,
-                f"The prompt has {num_prompt_tokens} tokens, but the context is {context} tokens and one must be left "
-                "for the answer. Shorten the prompt.",
-                "prompt",
-                "context_length_exceeded",
-            )
+            raise long_prompt(num_prompt_tokens, context)
         if self.token_limit and self.token_limit > rest:
             raise ApiError(
                 400,
@@ -315,7 +408,10 @@ class GenerationRequest(StructuredFields, SteeringFields):
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
 
-    prompt: Annotated[Prompt, BeforeValidator(check_prompt)]
+    prompt: Annotated[Prompt, BeforeValidator(check_prompt)] = Field(
+        description="one or several; at most as many as the server's queue holds (--max-requests), "
+        "each of at most as many tokens as the context"
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
     max_tokens: int | None = Field(None, ge=0, description="0 only computes the prompt, to score it with echo")
     echo: bool | None = Field(None, description="return the prompt before the answer; with logprobs, score it too")

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from runtime.core.request import Grammar, GrammarKind
-from runtime.server.protocol import GenerationRequest, Strict, contradiction, schema_grammar
+from runtime.server.protocol import GenerationRequest, Strict, at_most, contradiction, schema_grammar
 
 
 class JsonSchemaFormat(Strict):
@@ -114,7 +114,7 @@ class AssistantCall(Strict):
 class ToolFields(Strict):
     """The fields of a chat request about tools."""
 
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], at_most(MAX_TOOLS), Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -151,6 +151,9 @@ class TextPart(Strict):
     text: str
 
 
+MAX_PARTS = 2**14
+
+
 class Message(Strict):
     """One message. Tool calls are in messages of the assistant, their results in messages of role `tool`."""
 
@@ -158,7 +161,7 @@ class Message(Strict):
     name: str | None = Field(None, description="name of the author or function; templates may omit it")
     tool_calls: Annotated[list[AssistantCall], Field(min_length=1)] | None = Field(None, validate_default=True)
     tool_call_id: str | None = Field(None, validate_default=True)
-    content: str | list[TextPart] | None = Field(None, validate_default=True)
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = Field(None, validate_default=True)
     refusal: None = Field(None, description="as in answers, so that they can be sent back unchanged")
 
     @field_validator("tool_calls")
@@ -186,6 +189,8 @@ class Message(Strict):
             return value
         if not isinstance(value, list):
             raise ValueError("must be a string or a list of text parts")
+        if len(value) > MAX_PARTS:
+            raise ValueError(f"has {len(value)} parts, and at most {MAX_PARTS} are allowed")
         for i, part in enumerate(value):
             given = {key for key, held in part.items() if held is not None} if isinstance(part, dict) else set()
             if given != {"type", "text"} or part["type"] != "text":
@@ -209,6 +214,9 @@ class Message(Strict):
         return {"role": role, **name, "content": self.text, **calls, **answer_to}
 
 
+MAX_MESSAGES = 2**14
+Messages = Annotated[list[Message], at_most(MAX_MESSAGES), Field(min_length=1, max_length=MAX_MESSAGES)]
+
 TAKEN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt"}
 
 
@@ -222,7 +230,7 @@ def check_template_variables(value: Any) -> Any:
 class ChatRequest(ToolFields, GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     response_format: ResponseFormat | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_template_variables)] = Field(

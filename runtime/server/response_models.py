@@ -6,6 +6,9 @@ when one is written: a stream pays only for its JSON.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from math import isfinite
 from typing import Any, Literal, NotRequired
 
@@ -266,6 +269,42 @@ MAY_STREAM: Responses = BODY_ERRORS | {
         "content": {"text/event-stream": {}},
     }
 }
+ITEMS_AT_ONCE = 64
+
+
+def to_json(value: Any) -> str:
+    """Returns JSON in ASCII, which can hold text with lone surrogates; NaN and infinity raise ValueError."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """Yields JSON in short pieces. Iterators become arrays, written as they go on; nothing else may be long."""
+    if isinstance(value, dict) and any(isinstance(item, dict | Iterator) for item in value.values()):
+        for number, (name, item) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{to_json(name)}:"
+            yield from json_pieces(item)
+        yield "}"
+    elif isinstance(value, Iterator):
+        yield "["
+        separator = ""
+        while items := list(islice(value, ITEMS_AT_ONCE)):
+            for piece in _array_pieces(items):
+                yield separator
+                yield from piece
+                separator = ","
+        yield "]"
+    else:
+        yield to_json(value)
+
+
+def _array_pieces(items: list[Any]) -> Iterator[Iterable[str]]:
+    """Yields the pieces of one or several items: numbers and texts are written together."""
+    if any(isinstance(item, dict) for item in items):
+        yield from map(json_pieces, items)
+    else:
+        yield (to_json(items)[1:-1],)
+
+
 LOWEST_LOGPROB = -9999.0
 
 

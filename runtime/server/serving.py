@@ -6,11 +6,10 @@ A client that disconnects frees its request.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -24,9 +23,10 @@ from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingPa
 from runtime.engine.engine_thread import Health
 from runtime.engine.output_processor import GRAMMAR_TOO_COMPLEX
 from runtime.server.errors import RETRY_LATER, ApiError, JsonResponse, aborted, error_body
+from runtime.server.intake import Intake, ServedText, Tokenizer
 from runtime.server.keys import Account
-from runtime.server.protocol import GenerationRequest
-from runtime.server.response_models import Usage
+from runtime.server.protocol import Delivery, too_many_answers
+from runtime.server.response_models import Usage, json_pieces, to_json
 
 logger = logging.getLogger("runtime.server")
 
@@ -54,7 +54,7 @@ class Job:
     """One prompt with its sampling parameters and serving options."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     options: RequestOptions
 
@@ -199,6 +199,10 @@ class Shape(Protocol):
     def opening(self) -> list[dict[str, Any]]:
         """Returns choices to send before the first token."""
 
+    def prelude(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """Returns a choice to send before the first part of a sequence, such as its prompt. Long lists in it are
+        iterators."""
+
     def parts(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Returns the choices for a delta, each in a chunk of its own; none for an empty delta."""
 
@@ -206,7 +210,8 @@ class Shape(Protocol):
         """Returns the choice of the chunk that ends a sequence."""
 
     def whole(self, index: int, output: Delta) -> dict[str, Any]:
-        """Returns the choice of an answer that is not streamed, whose deltas are joined in `output`."""
+        """Returns the choice of an answer that is not streamed, whose deltas are joined in `output`. Long lists in it
+        are iterators."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ class Answer:
     include_usage: bool = False
 
     async def whole(self, deltas: Deltas) -> dict[str, Any]:
-        """Collects all deltas and returns one JSON object."""
+        """Collects all deltas and returns one JSON object, whose long lists are iterators."""
         outputs = [Delta(self.envelope["id"]) for _ in range(self.num_choices)]
         usage = UsageCounter()
         async with aclosing(deltas):
@@ -233,7 +238,7 @@ class Answer:
                 outputs[index].append(delta)
         for output in outputs:
             usage.add(output)
-        choices = [self.shape.whole(index, output) for index, output in enumerate(outputs)]
+        choices = (self.shape.whole(index, output) for index, output in enumerate(outputs))
         return {**self.envelope, "object": self.shape.whole_object, "choices": choices, "usage": usage.as_json()}
 
     async def events(self, first: tuple[int, Delta], deltas: Deltas) -> AsyncGenerator[bytes, None]:
@@ -242,11 +247,16 @@ class Answer:
         An error after the first token can no longer change the status; it is sent as an event and ends the stream.
         """
         usage = UsageCounter()
+        begun: set[int] = set()
         for choice in self.shape.opening():
             yield self.chunk([choice])
         try:
             async with aclosing(chain(first, deltas)) as rest:
                 async for index, delta in rest:
+                    if index not in begun:
+                        begun.add(index)
+                        async for piece in self.prelude(index, delta):
+                            yield piece
                     for choice in self.shape.parts(index, delta):
                         yield self.chunk([choice])
                     if delta.finish_reason is not None:
@@ -259,11 +269,22 @@ class Answer:
                 yield self.chunk([], usage)
         yield DONE
 
+    async def prelude(self, index: int, delta: Delta) -> AsyncGenerator[bytes, None]:
+        """Yields the chunk before the first part of a sequence in pieces, if there is one."""
+        if choice := self.shape.prelude(index, delta):
+            yield EVENT_BEGINS
+            async for piece in blocks(json_pieces(self.payload(iter([choice])))):
+                yield piece
+            yield EVENT_ENDS
+
     def chunk(self, choices: list[dict[str, Any]], usage: UsageCounter | None = None) -> bytes:
+        return event(self.payload(choices, usage))
+
+    def payload(self, choices: Iterable[dict[str, Any]], usage: UsageCounter | None = None) -> dict[str, Any]:
         payload = {**self.envelope, "object": self.shape.chunk_object, "choices": choices}
         if self.include_usage:
             payload["usage"] = usage.as_json() if usage else None
-        return event(payload)
+        return payload
 
 
 class EventStream(StreamingResponse):
@@ -296,11 +317,19 @@ class EventStream(StreamingResponse):
 
 
 async def respond_at_once(request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
-    """Returns an answer that is not streamed; cancels it if the client disconnects."""
+    """Returns an answer that is not streamed; cancels it if the client disconnects.
+
+    A long answer is written while it is sent, so it has no `Content-Length`.
+    """
     try:
-        return JsonResponse(await unless_disconnected(request, body))
+        written = blocks(json_pieces(await unless_disconnected(request, body)))
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
+    first = await anext(written)
+    second = await anext(written, None)
+    if second is None:
+        return Response(first, media_type=JsonResponse.media_type)
+    return StreamingResponse(chain(first, chain(second, written)), media_type=JsonResponse.media_type)
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
@@ -339,32 +368,31 @@ async def chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, No
             yield item
 
 
+EVENT_BEGINS, EVENT_ENDS = b"data: ", b"\n\n"
+
+
 def event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(payload, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n\n"
+    return EVENT_BEGINS + to_json(payload).encode("ascii") + EVENT_ENDS
 
 
-class Tokenizer(Protocol):
-    """The tokenizer as the server uses it."""
+SLICE_SECONDS = 0.002
+"""Time after which writing a long answer pauses, for as long again: the event loop and the engine go on meanwhile."""
+BLOCK_CHARACTERS = 2**16
 
-    special_tokens: Mapping[str, str]
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def special_ids(self) -> Mapping[str, int]: ...
-
-    def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to the text, which may be part of a character."""
+async def blocks(pieces: Iterable[str]) -> AsyncGenerator[bytes, None]:
+    """Joins pieces of ASCII to blocks of at least `BLOCK_CHARACTERS`, the last one excepted. Pauses in between."""
+    block, num_characters, pause_at = [], 0, time.monotonic() + SLICE_SECONDS
+    for piece in pieces:
+        block.append(piece)
+        num_characters += len(piece)
+        if num_characters >= BLOCK_CHARACTERS:
+            yield "".join(block).encode("ascii")
+            block, num_characters = [], 0
+        if time.monotonic() >= pause_at:
+            await asyncio.sleep(SLICE_SECONDS)
+            pause_at = time.monotonic() + SLICE_SECONDS
+    yield "".join(block).encode("ascii")
 
 
 class Service:
@@ -383,42 +411,23 @@ class Service:
         self.model_name = model_name
         self.limits = limits
         self.render_metrics = render_metrics
+        self.intake = Intake(ServedText(tokenizer, model_name, limits))
         self.places: Counter[str] = Counter()
-
-    def check_model(self, name: str) -> None:
-        """Raises ApiError with status 404 unless `name` is the served model."""
-        if name != self.model_name:
-            raise ApiError(
-                404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
-            )
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of a prompt. Slow for long prompts; refuses far too long ones early.
-
-        Raises:
-            LongPromptError: it far exceeds the context.
-        """
-        limit = self.limits.max_model_len
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit)
-
-    def encode_prompts(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        """Returns the token ids of each prompt. Raises the errors of `encode`."""
-        return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     async def respond(
         self,
         request: Request,
-        body: GenerationRequest,
+        body: Delivery,
         shape: Shape,
-        prompts: list[list[int]],
-        samplings: list[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingParams],
     ) -> Response:
         """Generates `n` choices per prompt and answers, as one body or as a stream.
 
         If the engine refuses the request, raises before the first byte of a stream.
         """
         request_id = f"{shape.id_prefix}-{request.state.request_id}"
-        options = RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")
+        options = RequestOptions(priority=body.priority, cache_salt=body.cache_salt)
         jobs = [Job(f"{request_id}-{i}", *job, options) for i, job in enumerate(zip(prompts, samplings, strict=True))]
         logger.debug("request %s: prompts of %s tokens", request_id, [len(p) for p in prompts])
         request.state.user = body.user
@@ -438,8 +447,7 @@ class Service:
         """Holds `count` places in the queue. Raises ApiError: 429 if it is full, 400 if `count` exceeds its size."""
         limit, held, total = self.limits.max_requests, self.places[client], self.places.total()
         if count > limit:
-            message = f"{count} answers in one request; this server takes at most {limit}."
-            raise ApiError(400, message, "prompt", "too_many_answers")
+            raise too_many_answers(count, limit)
         if count > (left := places_left(limit, held, total)):
             raise ApiError(
                 429,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated
-
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from runtime.server.chat import render_conversation
 from runtime.server.errors import ApiError, JsonResponse
+from runtime.server.intake import ServedText, described
 from runtime.server.protocol import Strict, TokenId
-from runtime.server.protocol_chat import ChatRequest, Message
-from runtime.server.response_models import BODY_ERRORS, DetokenizeResponse, TokenizeResponse, token_text
+from runtime.server.protocol_chat import ChatRequest, Messages
+from runtime.server.response_models import BODY_ERRORS, DetokenizeResponse, TokenizeResponse, to_json, token_text
 from runtime.server.serving import Service
 
 
@@ -22,7 +20,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         None, description="let the tokenizer add its own to a prompt, such as a beginning token; true is the default"
     )
@@ -50,19 +48,12 @@ def tokenization_router(service: Service) -> APIRouter:
     router = APIRouter()
     tokenizer = service.tokenizer
 
-    @router.post("/tokenize", response_model=TokenizeResponse, responses=BODY_ERRORS)
-    async def tokenize(body: TokenizeRequest) -> Response:
+    @router.post(
+        "/tokenize", response_model=TokenizeResponse, responses=BODY_ERRORS, openapi_extra=described(TokenizeRequest)
+    )
+    async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation up to where the answer begins."""
-        service.check_model(service.model_name if body.model is None else body.model)
-        tokens = await asyncio.to_thread(encode, service, body)
-        answer: TokenizeResponse = {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": service.limits.max_model_len,
-        }
-        if body.return_token_strs:
-            answer["token_strs"] = [token_text(tokenizer.token_bytes(token_id)) for token_id in tokens]
-        return JsonResponse(answer)
+        return Response(await service.intake.read(request, answer_tokenize), media_type=JsonResponse.media_type)
 
     @router.get("/tokenizer_info")
     async def describe_tokenizer() -> Response:
@@ -70,25 +61,50 @@ def tokenization_router(service: Service) -> APIRouter:
         known = {"chat_template": tokenizer.chat_template, "vocab_size": tokenizer.vocab_size}
         return JsonResponse({**tokenizer.special_tokens, **known})
 
-    @router.post("/detokenize", response_model=DetokenizeResponse, responses=BODY_ERRORS)
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    @router.post(
+        "/detokenize",
+        response_model=DetokenizeResponse,
+        responses=BODY_ERRORS,
+        openapi_extra=described(DetokenizeRequest),
+    )
+    async def detokenize(request: Request) -> Response:
         """Text of token ids."""
-        service.check_model(service.model_name if body.model is None else body.model)
-        check_ids(body.tokens, tokenizer.vocab_size)
-        skip = bool(body.skip_special_tokens)
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=skip)
-        return JsonResponse({"prompt": text})
+        return Response(await service.intake.read(request, answer_detokenize), media_type=JsonResponse.media_type)
 
     return router
 
 
-def encode(service: Service, body: TokenizeRequest) -> list[int]:
+def answer_tokenize(served: ServedText, raw: bytes) -> bytes:
+    """Returns the answer to `/tokenize` in JSON. Raises ApiError or RequestError."""
+    body = served.parse(raw, TokenizeRequest)
+    served.check_model(served.model_name if body.model is None else body.model)
+    tokens = encode(served, body)
+    answer: TokenizeResponse = {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": served.limits.max_model_len,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [token_text(served.tokenizer.token_bytes(token_id)) for token_id in tokens]
+    return to_json(answer).encode("ascii")
+
+
+def answer_detokenize(served: ServedText, raw: bytes) -> bytes:
+    """Returns the answer to `/detokenize` in JSON. Raises ApiError."""
+    body = served.parse(raw, DetokenizeRequest)
+    served.check_model(served.model_name if body.model is None else body.model)
+    check_ids(body.tokens, served.tokenizer.vocab_size)
+    text = served.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+    return to_json({"prompt": text}).encode("ascii")
+
+
+def encode(served: ServedText, body: TokenizeRequest) -> list[int]:
     """Returns the token ids of a body. Slow for long texts."""
     if body.prompt is not None:
-        return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    conversation = {"model": service.model_name, "messages": body.messages}
-    text = render_conversation(service.tokenizer, ChatRequest.model_validate(conversation))
-    return service.tokenizer.encode(text, add_special_tokens=False)
+        return served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    conversation = {"model": served.model_name, "messages": body.messages}
+    text = render_conversation(served.tokenizer, ChatRequest.model_validate(conversation))
+    return served.tokenizer.encode(text, add_special_tokens=False)
 
 
 def check_ids(token_ids: list[int], vocab_size: int) -> None:

@@ -32,16 +32,22 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class TokenByteTable:
-    """Bytes of tokens, for byte-level vocabularies and for those with U+2581 for spaces and `<0xAB>` for bytes."""
+class TokenByteTable(dict[int, bytes]):
+    """Bytes of tokens, for byte-level vocabularies and for those with U+2581 for spaces and `<0xAB>` for bytes; each is
+    computed once."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         self._is_byte_level = "ByteLevel" in repr(backend.decoder)
 
-    def __getitem__(self, token_id: int) -> bytes:
-        """Returns the bytes of a token; none for an id outside of the vocabulary."""
+    def __missing__(self, token_id: int) -> bytes:
+        """Adds and returns the bytes of a token; none for an id outside of the vocabulary."""
+        self[token_id] = found = self._spell(token_id)
+        return found
+
+    def _spell(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._backend.id_to_token(token_id) or ""
@@ -186,6 +192,9 @@ class Detokenizer:
         return length
 
 
+LONG_TOKENS = 1024
+"""Tokens from which on decoding releases the interpreter lock, which costs more than decoding a few tokens."""
+
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -209,6 +218,13 @@ class Tokenizer:
         self.chat_template = chat_template
         self._chat: ChatTemplate | None = None
         self._bytes = TokenByteTable(backend)
+        self._folder: Path | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process reads the folder again, which is faster than to copy a vocabulary."""
+        if self._folder is not None:
+            return Tokenizer.open, (self._folder,)
+        return Tokenizer, (self._backend, self.special_tokens, self.chat_template)
 
     @classmethod
     def open(cls, path: str | Path) -> Tokenizer:
@@ -220,7 +236,9 @@ class Tokenizer:
         folder = Path(path)
         config = _read_json(folder / "tokenizer_config.json")
         special_tokens = _named_tokens(_read_json(folder / "special_tokens_map.json") | config)
-        return cls(_open_backend(folder), special_tokens, _read_template(folder, config))
+        opened = cls(_open_backend(folder), special_tokens, _read_template(folder, config))
+        opened._folder = folder.absolute()
+        return opened
 
     @property
     def vocab_size(self) -> int:
@@ -259,11 +277,14 @@ class Tokenizer:
             raise RequestError(problem, "Send valid Unicode") from error
         if max_tokens is not None:
             self._check_length(text, max_tokens)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids; bytes of incomplete characters become U+FFFD."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) < LONG_TOKENS:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to the text, maybe part of a character; special tokens are spelled
@@ -299,11 +320,15 @@ class Tokenizer:
         """Raises LongPromptError by tokenizing prefixes of growing length."""
         num_characters = 8 * max_tokens
         while num_characters < len(text):
-            num_tokens = len(self._backend.encode(text[:num_characters], add_special_tokens=False).ids)
+            num_tokens = len(self._encode(text[:num_characters], add_special_tokens=False))
             if num_tokens > 1.25 * max_tokens:  # the rest of the text may change the last few tokens
                 problem = f"the first {num_characters} of {len(text)} characters alone have {num_tokens} tokens"
                 raise LongPromptError(f"{problem}, but the context is {max_tokens} tokens", "Shorten the prompt")
             num_characters *= 4
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Unlike `encode`, a batch releases the interpreter lock.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

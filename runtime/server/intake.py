@@ -1,0 +1,257 @@
+"""Bodies of requests, read without delaying other requests.
+
+Parsing, validating, rendering and tokenizing one long body takes seconds, most of them with the interpreter lock held,
+so that not even a thread would leave the event loop and the engine alone. Long bodies are therefore prepared in a
+process of their own, which starts with the first of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from email.message import Message
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, Protocol, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from compress.common.errors import ToolkitError
+from runtime.core.config import Limits
+from runtime.server.errors import NO_OBJECT, RETRY_LATER, ApiError, describe_invalid
+from runtime.server.protocol import Strict
+
+logger = logging.getLogger("runtime.server")
+
+LONG_BYTES = 2**16
+"""Bodies from this length on are prepared in the other process; shorter ones hold the interpreter lock briefly."""
+LONGEST_WAIT = 86400.0
+"""Seconds; what an operating system accepts."""
+
+Body = TypeVar("Body", bound=Strict)
+T = TypeVar("T")
+
+
+class Tokenizer(Protocol):
+    """The tokenizer as the server uses it."""
+
+    special_tokens: Mapping[str, str]
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    @property
+    def special_ids(self) -> Mapping[str, int]: ...
+
+    def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that a token adds to the text, which may be part of a character."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedText:
+    """Properties of the served model that bodies are checked against."""
+
+    tokenizer: Tokenizer
+    model_name: str
+    limits: Limits
+
+    def parse(self, raw: bytes, kind: type[Body]) -> Body:
+        """Returns a validated body. Raises ApiError with status 400 for an invalid one."""
+        try:
+            return kind.model_validate(json.loads(raw), context=self)
+        except json.JSONDecodeError as error:
+            message = f"The body is not valid JSON: {error.msg} at character {error.pos}." if raw else NO_OBJECT
+            raise ApiError(400, message) from None
+        except ValidationError as error:
+            raise ApiError(400, *describe_invalid(error.errors(include_url=False, include_input=False)[0])) from None
+        except ValueError as error:  # bytes that are no text, or an integer of thousands of digits
+            raise ApiError(400, f"The body cannot be read: {error}.") from None
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError with status 404 unless `name` is the served model."""
+        if name != self.model_name:
+            raise ApiError(
+                404, f"The model '{name}' is not served here. Use '{self.model_name}'.", "model", "model_not_found"
+            )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> array[int]:
+        """Returns the token ids of a prompt, int32; refuses far too long ones early.
+
+        Raises:
+            LongPromptError: it far exceeds the context.
+        """
+        limit = self.limits.max_model_len
+        return array("i", self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit))
+
+    def encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[array[int]]:
+        """Returns the token ids of each prompt. Raises the errors of `encode`."""
+        return [self.encode(prompt) if isinstance(prompt, str) else array("i", prompt) for prompt in prompts]
+
+
+def is_json(content_type: str) -> bool:
+    """Returns whether a header announces JSON."""
+    header = Message()
+    header["content-type"] = content_type
+    subtype = header.get_content_subtype()
+    return header.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def described(kind: type[Strict]) -> dict[str, Any]:
+    """Returns the published description of a route's body, which the route reads itself."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+
+
+Prepare = Callable[[ServedText, bytes], T]
+"""Turns a raw body into what a route needs. A function of a module, so that another process can import it."""
+
+
+class Intake:
+    """Prepares bodies: short ones in a thread, long ones one after the other in another process."""
+
+    def __init__(self, served: ServedText) -> None:
+        self.served = served
+        self._num_waiting = 0
+        self._caller = ThreadPoolExecutor(1, "long bodies")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    async def read(self, request: Request, prepare: Prepare[T]) -> T:
+        """Returns what `prepare` makes of the body of a request.
+
+        Raises:
+            ApiError: the body is invalid, or too many long ones are waiting.
+            RequestError: the model's tokenizer or chat template refuses it.
+        """
+        raw = await request.body()
+        if not is_json(request.headers.get("content-type", "text/plain")):
+            raise ApiError(400, NO_OBJECT)
+        if len(raw) < LONG_BYTES:
+            return await asyncio.to_thread(attempt, prepare, self.served, raw)
+        with self._place():
+            return await asyncio.get_running_loop().run_in_executor(self._caller, self._ask, prepare, raw)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._caller.shutdown(wait=False, cancel_futures=True)
+        self._end_process()
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        limit = self.served.limits.max_requests
+        if self._num_waiting >= limit:
+            message = f"The queue is full: {limit} long bodies are waiting to be read. Try again later."
+            raise ApiError(429, message, code="queue_full", headers=RETRY_LATER)
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+
+    def _ask(self, prepare: Prepare[T], raw: bytes) -> T:
+        """Has the process prepare a body. Runs in the only thread that uses the process."""
+        seconds = min(self.served.limits.queue_seconds, LONGEST_WAIT)
+        try:
+            connection = self._connect()
+            connection.send((prepare, raw))
+            if not connection.poll(seconds):
+                self._end_process()
+                raise ApiError(
+                    503, f"The body was not read after {seconds:g} s.", code="queue_timeout", headers=RETRY_LATER
+                )
+            outcome = connection.recv()
+        except (EOFError, OSError) as error:
+            self._end_process()
+            logger.error("the process that reads long bodies ended: %r", error)
+            raise ApiError(
+                503, "The body could not be read. Try again.", code="aborted", headers=RETRY_LATER
+            ) from error
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _connect(self) -> Connection:
+        """Returns the connection to the process, which is started if there is none."""
+        if self._connection is None:
+            self._connection, theirs = Pipe()
+            self._process = start_worker(theirs)
+            self._connection.send(self.served)
+        return self._connection
+
+    def _end_process(self) -> None:
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        if process is not None and connection is not None:
+            process.kill()
+            process.wait()
+            connection.close()
+
+
+def start_worker(connection: Connection) -> subprocess.Popen[bytes]:
+    """Starts the process, and hands its end of a connection over. It imports what this process can import.
+
+    Unlike a child of `multiprocessing` it does not import the main module again, which may be anyone's script.
+    """
+    end = connection.fileno()
+    command = [sys.executable, "-c", f"from runtime.server.intake import work; work({end})"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with connection:
+        return subprocess.Popen(command, pass_fds=(end,), stdin=subprocess.DEVNULL, env=environment)
+
+
+def work(end: int) -> None:
+    """Prepares bodies until the other end of the connection is closed. Runs in a process of its own.
+
+    Args:
+        end: file descriptor of this end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    os.nice(NICENESS)
+    with Connection(end) as connection, suppress(EOFError):
+        served = connection.recv()
+        while True:
+            prepare, raw = connection.recv()
+            connection.send(outcome_of(prepare, served, raw))
+
+
+NICENESS = 10
+"""The engine's threads come first."""
+
+
+def attempt(prepare: Prepare[T], served: ServedText, raw: bytes) -> T:
+    """Returns the prepared body. Raises ApiError with status 400 for one that is nested too deeply."""
+    try:
+        return prepare(served, raw)
+    except RecursionError:
+        message = "The body is nested too deeply to be read. Send a flatter one."
+        raise ApiError(400, message, code="nested_too_deeply") from None
+
+
+def outcome_of(prepare: Prepare[T], served: ServedText, raw: bytes) -> T | Exception:
+    """Returns the prepared body, or the error, in a form that can be sent to another process."""
+    try:
+        return attempt(prepare, served, raw)
+    except (ApiError, ToolkitError) as error:
+        return error
+    except Exception:
+        return RuntimeError(traceback.format_exc())
