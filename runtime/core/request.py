@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from compress.common.cli import option
 from compress.common.errors import RequestError
@@ -234,6 +235,40 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(slots=True)
+class LogprobColumns(Items[TokenLogprobs]):
+    """Log-probabilities of many tokens in a few arrays: a million objects would take long to collect and to free.
+
+    Attributes:
+        num_top: K, alternatives per token.
+        logprobs: float64 `[T]`.
+        top_ids: int64 `[T * K]`, best first.
+        top_logprobs: float64 `[T * K]`.
+    """
+
+    num_top: int = 0
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    top_ids: array[int] = field(default_factory=lambda: array("q"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("d"))
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        logprob, rank = self.logprobs[index], index % len(self) * self.num_top
+        top = slice(rank, rank + self.num_top)
+        return TokenLogprobs(logprob, tuple(zip(self.top_ids[top], self.top_logprobs[top], strict=True)))
+
+    def extend(self, later: LogprobColumns) -> None:
+        """Appends the log-probabilities of the tokens that follow."""
+        self.num_top = self.num_top or later.num_top
+        self.logprobs += later.logprobs
+        self.top_ids += later.top_ids
+        self.top_logprobs += later.top_logprobs
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and the parameters of one answer, immutable.
@@ -394,7 +429,7 @@ class Delta:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     index: int = 0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Items[TokenLogprobs] = ()
     embedding: list[float] | None = None
 
     def append(self, later: Delta) -> None:
@@ -402,7 +437,7 @@ class Delta:
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
-        self.prompt_logprobs += later.prompt_logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.finish_reason, self.error, self.embedding = later.finish_reason, later.error, later.embedding
         self.num_prompt_tokens, self.num_cached_tokens = later.num_prompt_tokens, later.num_cached_tokens
         self.num_output_tokens, self.index = later.num_output_tokens, later.index

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from runtime.core.attention_window import AttentionWindow
 from runtime.core.draft_tree import chain
-from runtime.core.request import Sequence, TokenLogprobs
+from runtime.core.request import LogprobColumns, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True)  # one per token, as deltas
@@ -107,7 +107,7 @@ class StepOutput:
     """
 
     tokens: dict[str, list[SampledToken]]
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, LogprobColumns] = field(default_factory=dict)
     hidden_sums: dict[str, list[float]] = field(default_factory=dict)
     path: str = ""
 

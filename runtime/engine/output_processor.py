@@ -11,7 +11,7 @@ from math import isfinite, isnan
 from typing import Protocol
 
 from compress.common.errors import RequestError
-from runtime.core.request import MAX_SEED, Delta, FinishReason, Request, Sequence, TokenLogprobs
+from runtime.core.request import MAX_SEED, Delta, FinishReason, LogprobColumns, Request, Sequence, TokenLogprobs
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.engine.metrics import Metrics, RequestTimes
 from runtime.engine.scheduler import Scheduler
@@ -183,23 +183,24 @@ class RequestState:
 class PromptResults:
     """Log-probabilities of all prompt tokens but the first, and the sum of the prompt's final hidden states."""
 
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     hidden_sum: list[float] = field(default_factory=list)
 
     def add(self, entry: ScheduledSequence, output: StepOutput) -> None:
         """Adds the results of a span. Spans come in order, and from the start again after a preemption."""
         sequence_id = entry.sequence.id
-        logprobs, sums = output.prompt_logprobs.get(sequence_id, []), output.hidden_sums.get(sequence_id, [])
+        logprobs, sums = output.prompt_logprobs.get(sequence_id), output.hidden_sums.get(sequence_id, [])
         if entry.start == 0:
-            self.logprobs, self.hidden_sum = list(logprobs), list(sums)
+            self.logprobs, self.hidden_sum = LogprobColumns(), list(sums)
         else:
-            self.logprobs += logprobs
             self.hidden_sum = [total + new for total, new in zip(self.hidden_sum, sums, strict=True)]
+        if logprobs is not None:
+            self.logprobs.extend(logprobs)
 
     @property
     def error(self) -> str:
         """Reason why the results are unusable, or an empty string."""
-        if all(map(isfinite, self.hidden_sum)) and not any(isnan(found.logprob) for found in self.logprobs):
+        if all(map(isfinite, self.hidden_sum)) and not any(map(isnan, self.logprobs.logprobs)):
             return ""
         return "the model's hidden states are not finite (NaN or infinity)"
 

@@ -21,13 +21,13 @@ from runtime.core.batch import Batch, build_batch, build_sampling_metadata, fres
 from runtime.core.config import RuntimeConfig
 from runtime.core.draft_tree import follow
 from runtime.core.memory_plan import MemoryPlan
-from runtime.core.request import Request, SamplingParams, Sequence, TokenLogprobs
+from runtime.core.request import LogprobColumns, Request, SamplingParams, Sequence
 from runtime.core.step import SampledToken, ScheduledSequence, StepOutput, StepPlan
 from runtime.memory.plan import plan_memory
 from runtime.model.decoder import Decoder
 from runtime.runner.cuda_graphs import Capture, CudaCapture, StepBuffers, StepGraphs
 from runtime.sampling.logits_processors import NUM_LIKELY
-from runtime.sampling.sampler import choose_sampler, sample_step, sample_tokens, token_logprobs
+from runtime.sampling.sampler import choose_sampler, logprob_columns, sample_step, sample_tokens
 from runtime.speculative.verify import verify_by_match
 
 logger = logging.getLogger("runtime.runner.runner")
@@ -81,7 +81,7 @@ LOGITS_AT_ONCE = 2**23
 """Logits that exist at a time at most, one row at least: those of a whole long prompt would fill the memory."""
 
 
-def prompt_logprobs(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str, list[TokenLogprobs]]:
+def prompt_logprobs(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str, LogprobColumns]:
     """By sequence id, of the tokens that follow those of the span inside the prompt.
 
     Args:
@@ -107,16 +107,16 @@ def hidden_sums(decoder: Decoder, hidden: Tensor, batch: Batch) -> dict[str, lis
     }
 
 
-def _span_logprobs(decoder: Decoder, hidden: Tensor, entry: ScheduledSequence, num_top: int) -> list[TokenLogprobs]:
+def _span_logprobs(decoder: Decoder, hidden: Tensor, entry: ScheduledSequence, num_top: int) -> LogprobColumns:
     """Log-probabilities of the tokens after those of `hidden [T, H]`; the prompt's last token has none after it."""
     start = entry.start + 1
     following = entry.sequence.request.prompt_token_ids[start : start + len(hidden)]
     step = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
-    found: list[TokenLogprobs] = []
+    found = LogprobColumns()
     for first in range(0, len(following), step):
         chosen = following[first : first + step]
         logits = decoder.logits(hidden[first : first + len(chosen)])
-        found += token_logprobs(logits, chosen, num_top)
+        found.extend(logprob_columns(logits, chosen, num_top))
     return found
 
 

@@ -6,6 +6,7 @@ sends there goes in one transfer, or one for each way of drawing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from runtime.backends.base import FORBIDDEN, INFINITE, UNDECIDED, FusedSampling,
 from runtime.backends.registry import choose_sampling
 from runtime.backends.torch.ops import gumbel_argmax
 from runtime.core.batch import SamplingMetadata, SamplingTensors, upload, upload_sampling_tensors
-from runtime.core.request import TokenLogprobs
+from runtime.core.request import LogprobColumns, TokenLogprobs
 from runtime.core.step import SampledToken
 from runtime.sampling.logits_processors import adjust_logits, candidates, draw_likely, likely_candidates
 
@@ -139,11 +140,24 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
 
     Chosen and top values are read from the same tensor: the most likely token has exactly the top's first value.
     """
+    chosen, ids, values = _top_logprobs(logits, token_ids, num_top)
+    rows = zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
+    return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]
+
+
+def logprob_columns(logits: Tensor, token_ids: Sequence[int], num_top: int) -> LogprobColumns:
+    """As `token_logprobs`, for many rows."""
+    chosen, ids, values = _top_logprobs(logits, token_ids, num_top)
+    columns = (array("q", ids.flatten().tolist()), array("d", values.flatten().tolist()))
+    return LogprobColumns(ids.shape[-1], array("d", chosen.tolist()), *columns)
+
+
+def _top_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities `[R]` of tokens, and the most likely ids `[R, K]` with theirs."""
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(-1, upload(token_ids, logits.device).unsqueeze(-1))
     values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
-    rows = zip(chosen.squeeze(-1).tolist(), ids.tolist(), values.tolist(), strict=True)
-    return [TokenLogprobs(value, tuple(zip(top_ids, top, strict=True))) for value, top_ids, top in rows]
+    return chosen.squeeze(-1), ids, values
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[SamplingMetadata], *, truncated: bool) -> Tensor:

@@ -9,7 +9,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Request
@@ -62,15 +62,14 @@ class LogprobsWriter:
         columns = self.columns(token_ids, found, self.offsets(token_ids))
         return cast("CompletionLogprobs", {name: list(column) for name, column in columns.items()})
 
-    def columns(
-        self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None], offsets: Iterator[int]
-    ) -> Columns:
+    def columns(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs], offsets: Iterator[int]) -> Columns:
+        """Writes null for the first token if nothing was found for it."""
+        first = len(token_ids) - len(found)
+        top = (self.top(token_id, each) for token_id, each in zip(token_ids[first:], found, strict=True))
         return {
             "tokens": (self.text(token_id) for token_id in token_ids),
-            "token_logprobs": (json_number(each.logprob) if each else None for each in found),
-            "top_logprobs": (
-                self.top(token_id, each) if each else None for token_id, each in zip(token_ids, found, strict=True)
-            ),
+            "token_logprobs": chain(repeat(None, first), (json_number(each.logprob) for each in found)),
+            "top_logprobs": chain(repeat(None, first), top),
             "text_offset": offsets,
         }
 
@@ -81,7 +80,7 @@ class LogprobsWriter:
             found: log-probabilities of every token but the first.
         """
         self.offset = len(text)
-        return self.columns(token_ids, (None, *found), self.prompt_offsets(text.encode(), token_ids))
+        return self.columns(token_ids, found, self.prompt_offsets(text.encode(), token_ids))
 
     def offsets(self, token_ids: Sequence[int]) -> Iterator[int]:
         for token_id in token_ids:
@@ -134,7 +133,7 @@ class EchoedPrompt:
 
     text: str
     token_ids: Sequence[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass

@@ -151,7 +151,7 @@ class TextPart(Strict):
     text: str
 
 
-MAX_PARTS = 2**14
+MAX_PARTS = 2048
 
 
 class Message(Strict):
@@ -214,7 +214,8 @@ class Message(Strict):
         return {"role": role, **name, "content": self.text, **calls, **answer_to}
 
 
-MAX_MESSAGES = 2**14
+MAX_MESSAGES = 2048
+"""As in OpenAI's API."""
 Messages = Annotated[list[Message], at_most(MAX_MESSAGES), Field(min_length=1, max_length=MAX_MESSAGES)]
 
 TAKEN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt"}

@@ -1,13 +1,14 @@
 """Whatever preempts, evicts and waits: what comes out about a prompt is joined from spans that cover it once."""
 
 import random
+from array import array
 
 import pytest
 from fake_runner import FakeRunner, expected_tokens
 from fault_injection import FaultInjection
 
 from runtime.core.config import RuntimeConfig
-from runtime.core.request import Delta, FinishReason, RequestOptions, SamplingParams, TokenLogprobs
+from runtime.core.request import Delta, FinishReason, LogprobColumns, RequestOptions, SamplingParams
 from runtime.core.step import StepOutput, StepPlan
 from runtime.engine.engine import Engine
 
@@ -29,7 +30,8 @@ class ScoringRunner(FakeRunner):
                 output.hidden_sums[sequence.id] = sums
             else:
                 followed = [slot for slot in slots if slot[1] + 1 < sequence.num_prompt_tokens]
-                output.prompt_logprobs[sequence.id] = [TokenLogprobs(-float(100 * p + t)) for t, p in followed]
+                scores = array("d", (-float(100 * p + t) for t, p in followed))
+                output.prompt_logprobs[sequence.id] = LogprobColumns(0, scores)
         return output
 
 
