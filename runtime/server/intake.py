@@ -152,9 +152,11 @@ class Intake:
             return await asyncio.get_running_loop().run_in_executor(self._caller, self._ask, prepare, raw)
 
     def close(self) -> None:
-        """Ends the process."""
-        self._caller.shutdown(wait=False, cancel_futures=True)
-        self._end_process()
+        """Ends the process, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+        self._caller.submit(self._end_process)
+        self._caller.shutdown(wait=False)
 
     @contextmanager
     def _place(self) -> Iterator[None]:
