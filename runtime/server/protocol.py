@@ -294,7 +294,7 @@ class StreamOptions(Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """How the answers to a request are queued and sent."""
+    """Queueing and sending of the answers to a request."""
 
     priority: int
     cache_salt: str
