@@ -12,10 +12,13 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("runtime.server")
 
 BACKLOG = 2048
+MOST_LINES = 2000
 PORTS = range(2**16)
 PORTS_TO_TRY = 50
 
@@ -227,8 +231,9 @@ def serve(
     url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
     announce(url, served.name, has_chat, needs_key=keys is not None)
     warn_of_open_door(host, needs_key=keys is not None)
-    configure_logs(logs.log_level.upper())
-    run(served.app, listener, drain_seconds, limits.client_seconds, **encryption)
+    with writing_logs(logs.log_level.upper()):
+        run(served.app, listener, drain_seconds, limits.client_seconds, **encryption)
+    print("stopped", file=sys.stderr)
 
 
 def load_keys(address: AddressOptions) -> ApiKeys | None:
@@ -316,13 +321,36 @@ def escape(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def configure_logs(level: str) -> None:
-    """Writes logs to standard error: of this package from `level` on, of libraries warnings and errors only, unless
-    `level` is DEBUG."""
-    handler = logging.StreamHandler()
+class LogQueue(QueueHandler):
+    """Hands lines to a thread that writes them, so that a full pipe does not stop the server.
+
+    Lines beyond `MOST_LINES` unwritten ones are dropped.
+    """
+
+    queue: SimpleQueue[logging.LogRecord]  # a signal handler may log, too: it can be interrupted at any point
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self.queue.qsize() < MOST_LINES:
+            self.queue.put_nowait(record)
+
+
+@contextmanager
+def writing_logs(level: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Writes logs to `stream`, by default standard error: of this package from `level` on, of libraries warnings and
+    errors only, unless `level` is DEBUG."""
+    lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    handler, writer = LogQueue(lines), QueueListener(lines, logging.StreamHandler(stream))
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(handlers=[handler], level="WARNING" if level == "INFO" else level)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel("WARNING" if level == "INFO" else level)
     logging.getLogger("runtime").setLevel(level)
+    writer.start()
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        writer.stop()
 
 
 def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_seconds: float, **encryption: Any) -> None:
@@ -338,7 +366,6 @@ def run(app: FastAPI, listener: socket.socket, drain_seconds: int, client_second
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn's own handlers end before this command does
         signal.signal(number, server.handle_exit)
     server.run(sockets=[listener])
-    print("stopped", file=sys.stderr)
 
 
 def describe_scheme(path: Path) -> str:

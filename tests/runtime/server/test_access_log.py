@@ -2,13 +2,15 @@
 
 import logging
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from io import StringIO
 from typing import Any
 
 import httpx
 import pytest
 
-from runtime.cli.serve import LogFormatter
+from runtime.cli.serve import MOST_LINES, LogFormatter, writing_logs
 
 COMPLETION = {"model": "alphabet", "prompt": "Z", "max_tokens": 3}
 FORGED = "Ann\n2030-01-01 00:00:00 INFO request 0: root GET / 200\r\x1b[2J\u202e\x00\ud800\u2028"
@@ -71,3 +73,53 @@ def test_text_in_messages_and_tracebacks_is_escaped() -> None:
     assert first.startswith("ERROR failed: Ann\\n2030")
     assert first.isprintable()
     assert all(line.isprintable() and line.startswith("  ") for line in traceback)
+
+
+class FullPipe(StringIO):
+    """Text that cannot be written until `room` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = threading.Event()
+
+    def write(self, text: str) -> int:
+        assert self.room.wait(60)
+        return super().write(text)
+
+
+@pytest.fixture
+def levels() -> Iterator[None]:
+    loggers = [logging.getLogger(), logging.getLogger("runtime")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("levels")
+def test_logging_does_not_wait_for_a_full_pipe() -> None:
+    pipe, logger = FullPipe(), logging.getLogger("runtime.server")
+    with writing_logs("INFO", pipe):
+        for number in range(MOST_LINES + 100):
+            logger.info("line %d", number)
+        pipe.room.set()
+    lines = pipe.getvalue().splitlines()
+    assert MOST_LINES <= len(lines) <= MOST_LINES + 1  # one is in the writer's hands
+    assert lines[0].endswith(" INFO line 0")
+
+
+@pytest.mark.usefixtures("levels")
+@pytest.mark.parametrize(
+    ("level", "written"),
+    [("ERROR", "x"), ("WARNING", "wWx"), ("INFO", "iwWx"), ("DEBUG", "diwIWx")],
+)
+def test_levels(level: str, written: str) -> None:
+    stream, ours, library = StringIO(), logging.getLogger("runtime.server"), logging.getLogger("uvicorn.error")
+    with writing_logs(level, stream):
+        ours.debug("d")
+        ours.info("i")
+        ours.warning("w")
+        library.info("I")
+        library.warning("W")
+        ours.error("x")
+    assert "".join(line[-1] for line in stream.getvalue().splitlines()) == written
