@@ -20,7 +20,7 @@ from compress.methods.owl import OutlierShares
 from compress.pipeline.rotated_source import RotatedFiles
 from compress.pipeline.skeleton import Skeleton
 from compress.plan import Factoring, LayerPlan, Plan, PlanRow, Pruning, shape_bytes
-from compress.plan_notes import cost_notes, scheme_notes, sibling_notes, usable_mappings
+from compress.plan_notes import CARRIED, carried_notes, cost_notes, scheme_notes, sibling_notes, usable_mappings
 from compress.recipe import (
     STAGE_NAMES,
     FactorizeStage,
@@ -300,9 +300,13 @@ def _plan(skeleton: Skeleton, files: TensorFiles, recipe: Recipe, scale_dtype: s
     matrices = linears | {name: end.shape for name, end in ends.items() if end.shape}
     check_groups(layer_plans, matrices)
     _check_stored(layer_plans, matrices)
-    rows = _Rows(skeleton, files, linears, layer_plans, reasons, scale_dtype)
+    carried = skeleton.carried(files.names())
+    rows = _Rows(
+        skeleton, files, linears, layer_plans, reasons | dict.fromkeys(map(_module, carried), CARRIED), scale_dtype
+    )
     smoothing_mappings, notes = usable_mappings(skeleton, layer_plans)
     notes += sibling_notes(skeleton, layer_plans) + scheme_notes(layer_plans)
+    notes += carried_notes(files, carried, skeleton.num_blocks)
     notes += kv_notes(recipe.kv_cache, getattr(skeleton.model.config, "max_position_embeddings", None))
     planned = tuple(map(rows.row, files.names()))
     plan = Plan(planned, (*notes, *cost_notes(recipe, planned)), smoothing_mappings, scale_dtype)
@@ -322,7 +326,7 @@ class _Rows:
 
     def row(self, name: str) -> PlanRow:
         shape, before = self.files.shape(name), self.files.tensor_nbytes(name)
-        module = name.removesuffix(".weight")
+        module = _module(name)
         layer_plan = self.layer_plans.get(module) if name.endswith(".weight") else None
         if layer_plan is not None and layer_plan.scheme is not None:
             after = packed_bytes(layer_plan, shape, self.scale_dtype)
@@ -347,6 +351,11 @@ class _Rows:
             return "no stage targets it"
         inside = name.startswith(f"{architecture.blocks}.")
         return "not a linear layer" if inside else "outside of the transformer blocks"
+
+
+def _module(tensor: str) -> str:
+    """Return the name of a weight's module; that of another tensor as it is."""
+    return tensor.removesuffix(".weight")
 
 
 def packed_bytes(layer_plan: LayerPlan, shape: tuple[int, ...], scale_dtype: str) -> int:
@@ -381,6 +390,13 @@ def _check_stored(layer_plans: Mapping[str, LayerPlan], linears: Shapes) -> None
 def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
     tied = f"{skeleton.architecture.head}.weight" if skeleton.ties_head else ""
     missing = [name for name, _ in skeleton.model.named_parameters() if name not in files and name != tied]
+    stored = _stored_blocks(skeleton, files)
+    if missing and 0 < stored < skeleton.num_blocks:
+        raise CheckpointError(
+            f"{len(missing)} tensors of the model are not in {files.path}, {missing[0]} first: config.json says "
+            f"{skeleton.num_blocks} layers, the files hold {stored}",
+            "Use the config.json that belongs to these weights, or download the missing files",
+        )
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of the model are not in {files.path} under the name transformers gives them, "
@@ -390,6 +406,13 @@ def _check_present(skeleton: Skeleton, files: TensorFiles) -> None:
     for name, parameter in skeleton.model.named_parameters():
         if name in files:
             _check_weight(files, name, tuple(parameter.shape))
+
+
+def _stored_blocks(skeleton: Skeleton, files: TensorFiles) -> int:
+    """Return how many of the model's blocks have any tensor in the files."""
+    prefix = f"{skeleton.architecture.blocks}."
+    found = {name.removeprefix(prefix).partition(".")[0] for name in files.names() if name.startswith(prefix)}
+    return sum(str(index) in found for index in range(skeleton.num_blocks))
 
 
 def _check_weight(files: TensorFiles, name: str, shape: tuple[int, ...]) -> None:

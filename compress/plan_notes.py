@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from compress.checkpoint.config import is_embedding
+from compress.checkpoint.safetensors import TensorFiles
 from compress.checkpoint.weights import Scheme
 from compress.models.spec import SmoothingMapping
 from compress.pipeline.skeleton import Skeleton
@@ -55,6 +56,21 @@ def _mapping_fits(
 
 def _smooths(plan: LayerPlan) -> bool:
     return plan.method is not None and plan.method.smooths
+
+
+CARRIED = "of no layer in config.json: carried along unchanged"
+"""Reason in the plan for tensors that the model does not run."""
+
+
+def carried_notes(files: TensorFiles, carried: Sequence[str], num_blocks: int) -> list[str]:
+    """Return a note on tensors that the model does not run: other engines may look for them."""
+    if not carried:
+        return []
+    size = sum(map(files.tensor_nbytes, carried)) / 1e6
+    return [
+        f"{len(carried)} tensors ({size:,.2f} MB, e.g. {carried[0]}) are of no layer in config.json, which has "
+        f"{num_blocks}: multi-token prediction or left over, carried along unchanged"
+    ]
 
 
 def sibling_notes(skeleton: Skeleton, layer_plans: Mapping[str, LayerPlan]) -> list[str]:

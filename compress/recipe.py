@@ -351,6 +351,8 @@ STAGE_NAMES = {
 
 
 DEFAULT_SAMPLES, DEFAULT_LENGTH = 64, 512
+MAX_TOKENS = 2**27
+"""Most tokens of a calibration: the hidden states of a model with 4,096 channels would take a terabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +377,11 @@ class CalibrationOptions:
             )
         if self.length < 2:
             raise RecipeError(f"length={self.length} is too short a sequence", "Use --max-seq-length 512")
+        if self.samples * self.length > MAX_TOKENS:
+            raise RecipeError(
+                f"{self.samples} samples of length {self.length} are more than {MAX_TOKENS:,} tokens",
+                f"Use --num-calibration-samples {DEFAULT_SAMPLES} and --max-seq-length {DEFAULT_LENGTH}",
+            )
         share_out(self.parts, self.samples)
 
     @property

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from compress.common.errors import CheckpointError
+from compress.common.files import read_json
+from compress.models.config import block
 
 CONFIG_FILE = "config.json"
 """Beside it, in checkpoints that `compress` made."""
@@ -71,9 +73,8 @@ def packed_config(
 
 
 def quantization_block(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`quantization_config`, empty for a dense model."""
-    block = config.get(QUANTIZATION_KEY) or {}
-    return block if isinstance(block, dict) else {}
+    """`quantization_config`, empty for a dense model. Raises CheckpointError when it is no object."""
+    return block(config, QUANTIZATION_KEY)
 
 
 def format_name(block: Mapping[str, Any]) -> str:
@@ -82,9 +83,8 @@ def format_name(block: Mapping[str, Any]) -> str:
 
 
 def compression_block(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`compression_config`, empty when another tool wrote the checkpoint."""
-    block = config.get(COMPRESSION_KEY) or {}
-    return block if isinstance(block, dict) else {}
+    """`compression_config`, empty when another tool wrote the checkpoint. Raises CheckpointError for no object."""
+    return block(config, COMPRESSION_KEY)
 
 
 def is_tied(config: Mapping[str, Any], names: Iterable[str]) -> bool:
@@ -108,13 +108,11 @@ def dtype_name(config: Mapping[str, Any]) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} does not exist", "Name a Hugging Face model folder with a config.json"
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}", "Download this file again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object", "Download this file again")
     return config

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.common.errors import CheckpointError
-from compress.common.files import PARTIAL_SUFFIX
+from compress.common.files import PARTIAL_SUFFIX, read_json
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -164,7 +164,7 @@ def _parse_entry(path: Path, name: str, fields: Any) -> TensorEntry:
         code, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, f"the entry of {name!r} lacks dtype, shape or data_offsets") from error
-    if code not in DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise _broken(path, f"{name!r} has the unknown dtype {code!r}")
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise _broken(path, f"{name!r} has shape {list(shape)} and offsets {[begin, end]}, which are not counts")
@@ -247,6 +247,8 @@ class TensorFiles:
                         "Remove the shard that does not belong to this model",
                     )
                 owner[name] = file
+        if not owner:
+            raise CheckpointError(f"the weight files of {folder} hold no tensor", "Download them again")
         for name, file_name in index.items():
             if name not in owner or owner[name].path.name != file_name:
                 raise CheckpointError(
@@ -333,7 +335,7 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     if (folder / INDEX_FILE).is_file():
         index = _read_index(folder)
         return sorted(set(index.values())), index
-    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    found = sorted(file.name for file in folder.glob("*.safetensors") if file.is_file())
     if len(found) == 1:
         return found, {}
     if found:
@@ -346,9 +348,9 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX_FILE
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         valid = all(isinstance(name, str) for name in weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a valid index: {error!r}", "Download this file again") from error
     if not valid or not weight_map:
         raise CheckpointError(f"{path} has no usable weight_map", "Download this file again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -164,8 +165,28 @@ def verify_structure(path: str | Path, source: TensorFiles | None = None) -> Str
         num_quantized=num_quantized,
         quantized_bytes=sum(packed.weight_bytes(module) for module in shapes),
         total_bytes=packed.files.file_bytes,
-        notes=(f"shapes were not compared with the config: {unknown}",) if unknown else (),
+        notes=(f"shapes were not compared with the config: {unknown}",) if unknown else _carried_note(packed, implied),
     )
+
+
+def _carried_note(packed: PackedCheckpoint, implied: Shapes) -> tuple[str, ...]:
+    """A note on tensors that config.json says nothing of: layers beyond its last, heads of multi-token prediction."""
+    parts = {_part(name) for name in implied}
+    carried = [name for name in _stored(packed) if implied and _part(name) not in parts]
+    found = f"{len(carried)} tensors are of no layer in config.json, and are not read"
+    return (f"{found}, e.g. {min(carried)}",) if carried else ()
+
+
+def _part(name: str) -> str:
+    """The block of a tensor, `model.layers.3.`; its own name outside of blocks."""
+    block = re.match(r".+?\.\d+\.", name)
+    return block[0] if block else name
+
+
+def _stored(packed: PackedCheckpoint) -> set[str]:
+    """Stored weights by the names that they have in a dense checkpoint, a tied head among them."""
+    stored = {*packed.dense_names(), *(f"{module}.weight" for module in packed.modules)}
+    return stored | {"lm_head.weight"} if packed.tied else stored
 
 
 def _read_weights(packed: PackedCheckpoint, problems: list[str], implied: Shapes) -> dict[str, tuple[int, int]]:
@@ -220,9 +241,7 @@ def _name_problems(packed: PackedCheckpoint, source: TensorFiles | None, implied
     for module in packed.modules:
         found = {name.removeprefix(module) for name in packed.packed_names(module)}
         yield from packed.schemes[module].name_problems(module, found)
-    stored = {*packed.dense_names(), *(f"{module}.weight" for module in packed.modules)}
-    if packed.tied:
-        stored.add("lm_head.weight")
+    stored = _stored(packed)
     yield from (f"{name} is missing" for name in implied if name not in stored)
     if source is not None:
         yield from (f"{name} of the source is missing" for name in source.names() if name not in stored)

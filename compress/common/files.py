@@ -106,6 +106,14 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
+def read_json(path: Path, remedy: str = "Download this file again") -> Any:
+    """Read a JSON file. Raises CheckpointError when it is none, or nested deeper than any such file."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}", remedy) from error
+
+
 @contextmanager
 def utf8_text(path: Path) -> Iterator[None]:
     """Turns bytes that are no UTF-8 into a DataError that names the file."""
@@ -133,6 +141,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}:{number}", json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}:{number} is not JSON: {error.msg}", "Write one JSON object per line") from error
+        except RecursionError as error:
+            raise DataError(f"{path}:{number} is nested too deeply", "Write one JSON object per line") from error
         except (lzma.LZMAError, EOFError) as error:
             raise DataError(f"{path} is no whole xz file: {error}", "Compress it again with xz") from error
 

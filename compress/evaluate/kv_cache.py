@@ -61,6 +61,11 @@ def check_measurable(config: dict[str, Any], nbytes: int, device: str) -> None:
     require_memory("KV caches are measured with the finished model in memory", nbytes, resolve_device(device), remedy)
 
 
+def measured_windows(path: Path, *, data: str, tokens: int, length: int) -> Windows:
+    """Cuts the text to measure on by the tokenizer in the folder `path`. Raises DataError for either."""
+    return cut_windows(load_texts(data), load_tokenizer(path), length=length, max_tokens=tokens)
+
+
 def measure_kv_caches(
     path: Path,
     schemes: Sequence[KVCacheScheme],
@@ -84,7 +89,7 @@ def measure_kv_caches(
     from runtime.memory.estimate import kv_token_bytes
     from runtime.model.loader import load_model
 
-    windows = cut_windows(load_texts(data), load_tokenizer(path), length=length, max_tokens=tokens)
+    windows = measured_windows(path, data=data, tokens=tokens, length=length)
     decoder = load_model(path, device=device)
     found: list[list[Positions]] = [[] for _ in schemes]
     for index, window in enumerate(windows.tokens):

@@ -19,6 +19,7 @@ from compress.common.errors import DataError
 from compress.evaluate.checks import Domain, SeenText, compare_domains, overlap_warning, shared_spans
 from compress.evaluate.perplexity import Evaluation, Windows, cut_windows, evaluate
 from compress.evaluate.scorers import BACKENDS, open_scorer
+from compress.models.config import context_length
 
 DEFAULT_DATA = "pydoc"
 DEFAULT_LENGTH = 512
@@ -103,7 +104,9 @@ def run_evaluation(
     config = read_config(request.model)
     baseline, warnings = _find_baseline(request, config)
     tokenizer = load_tokenizer(request.model)
-    length = min(request.length, config.get("max_position_embeddings") or request.length)
+    length = min(request.length, context_length(config) or request.length)
+    if length < request.length:
+        warnings += (f"windows have {length} tokens, the model's context, not --max-seq-length {request.length}",)
     windows = cut_windows(load_texts(request.data), tokenizer, length=length, max_tokens=request.max_tokens)
     seen = SeenText.of(calibration) if calibration else SeenText.recorded(compression_block(config), tokenizer)
     shared = shared_spans(seen, windows)
@@ -161,7 +164,8 @@ def quick_check(
         CheckpointError: the packed checkpoint does not compute, or both models do not fit in memory.
     """
     _require_memory(source)
-    request = EvaluationRequest(model=packed, baseline=source, max_tokens=tokens)
+    length = min(DEFAULT_LENGTH, context_length(read_config(packed)) or DEFAULT_LENGTH)
+    request = EvaluationRequest(model=packed, baseline=source, length=length, max_tokens=tokens)
     return run_evaluation(request, calibration=calibration).to_dict()
 
 

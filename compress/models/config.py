@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,17 +13,87 @@ Config = Mapping[str, Any]
 """A parsed config.json, of transformers 4 or 5."""
 
 
-def positive(config: Config, key: str, default: int | None = None) -> int:
-    """Reads a size. Raises CheckpointError unless it is a positive integer."""
+MAX_SIZE = 2**31 - 1
+"""Largest size of a dimension: engines count rows, columns and positions in 32 bits."""
+MAX_LAYERS = 10_000
+"""Far above any model; a config.json with more would be described layer by layer for hours."""
+
+
+def refusal(key: str, value: object, expected: str) -> CheckpointError:
+    """Build the error for a value of config.json that cannot be used."""
+    return CheckpointError(f"config.json has {key}={reprlib.repr(value)}, not {expected}", "Correct config.json")
+
+
+def positive(config: Config, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    """Reads a size. Raises CheckpointError unless it is an integer from 1 to `most`."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json has {key}={value!r}, not a positive integer", "Check config.json")
+        raise refusal(key, value, "a positive integer")
+    if value > most:
+        raise refusal(key, value, f"at most {most:,}")
     return value
 
 
+MAX_NUMBER = 1e30
+"""Largest base, factor or eps, which float32 can hold."""
+
+
+def number(config: Config, key: str, default: float | None = None) -> float:
+    """Reads a number of at least 0. Raises CheckpointError for anything else, NaN and infinity among it."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= MAX_NUMBER:
+        raise refusal(key, value, "a number of 0 or more")
+    return float(value)
+
+
 def flag(config: Config, key: str) -> bool:
-    return bool(config.get(key, False))
+    """Reads a switch, off where it is missing or null. Raises CheckpointError unless it is true or false."""
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise refusal(key, value, "true or false")
+    return bool(value)
+
+
+def text(config: Config, key: str, default: str) -> str:
+    """Reads a name. Raises CheckpointError unless it is a string."""
+    value = config.get(key, default)
+    if not isinstance(value, str):
+        raise refusal(key, value, "a name")
+    return value
+
+
+def block(config: Config, key: str) -> dict[str, Any]:
+    """Reads an object, empty where it is missing or null. Raises CheckpointError for anything else."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise refusal(key, value, "an object")
+    return dict(value)
+
+
+def num_layers(config: Config) -> int:
+    """Reads the number of transformer blocks. Raises CheckpointError."""
+    return positive(config, "num_hidden_layers", most=MAX_LAYERS)
+
+
+def context_length(config: Config) -> int | None:
+    """Reads the longest sequence that the model was made for; None where it is not said. Raises CheckpointError."""
+    key = "max_position_embeddings"
+    return None if config.get(key) is None else positive(config, key)
+
+
+ROPE_PARAMETERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
+"""Numbers among the parameters of rotary embeddings."""
 
 
 def rope(config: Config) -> Rope:
@@ -32,21 +103,25 @@ def rope(config: Config) -> Rope:
     outside of them.
 
     Raises:
-        CheckpointError: a base or a share of channels that is no number.
+        CheckpointError: no object, or a parameter of it that is no number.
     """
-    block = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    kind = block.pop("rope_type", block.pop("type", "default"))
-    theta = block.pop("rope_theta", config.get("rope_theta", 10000.0))
-    if not isinstance(theta, int | float):
-        raise CheckpointError(f"rotary embedding {kind!r} lacks rope_theta", "Check config.json")
+    options = block(config, "rope_scaling") or block(config, "rope_parameters")
+    kind = text(options, "rope_type", text(options, "type", "default"))
+    theta = number({"rope_theta": config.get("rope_theta", 10000.0)} | options, "rope_theta")
+    if theta <= 1:
+        raise refusal("rope_theta", theta, "above 1")
     outer = config.get("partial_rotary_factor", config.get("rope_partial_factor"))
-    partial = block.pop("partial_rotary_factor", outer)
-    partial = 1.0 if partial is None else partial
-    if not isinstance(partial, int | float):
-        raise CheckpointError(f"partial_rotary_factor is {partial!r}, not a number", "Check config.json")
+    partial = number({"partial_rotary_factor": outer} | options, "partial_rotary_factor", 1.0)
+    for key in ROPE_PARAMETERS:
+        number(options, key, 0.0)
+    if options.get("factor") == 0:
+        raise refusal("factor", 0, "above 0")
     length = "original_max_position_embeddings"
-    block[length] = config.get(length) or block.get(length) or config.get("max_position_embeddings", 2048)
-    return Rope(kind, float(theta), block, float(partial))
+    options[length] = positive(
+        {length: config.get(length) or options.get(length)}, length, context_length(config) or 2048
+    )
+    read = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    return Rope(kind, theta, {key: value for key, value in options.items() if key not in read}, partial)
 
 
 def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:
@@ -58,15 +133,17 @@ def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:
     Raises:
         CheckpointError: layers that are neither of full nor of sliding attention, or not one kind for each.
     """
-    num_layers = positive(config, "num_hidden_layers")
+    count = num_layers(config)
     if config.get("sliding_window") is None:
-        return (None,) * num_layers
+        return (None,) * count
     window = positive(config, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(count)]
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise refusal("layer_types", kinds, "a list of names")
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown or len(kinds) != num_layers:
+    if unknown or len(kinds) != count:
         raise CheckpointError(f"layer_types {sorted(unknown) or len(kinds)} is not supported", "Check config.json")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -74,12 +151,12 @@ def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:
 def switched_windows(config: Config) -> tuple[int | None, ...]:
     """Windows that hold only with `use_sliding_window`, from layer `max_window_layers` on."""
     if not flag(config, "use_sliding_window"):
-        return (None,) * positive(config, "num_hidden_layers")
-    return windows(config, config.get("max_window_layers", 28))
+        return (None,) * num_layers(config)
+    return windows(config, int(number(config, "max_window_layers", 28)))
 
 
 def norm(config: Config, name: str, size: int | None = None) -> RMSNorm:
-    return RMSNorm(name, size or positive(config, "hidden_size"), float(config.get("rms_norm_eps", 1e-6)))
+    return RMSNorm(name, size or positive(config, "hidden_size"), number(config, "rms_norm_eps", 1e-6))
 
 
 def attention(
@@ -130,7 +207,7 @@ def gated_mlp(config: Config, *, bias: bool = False, fused: bool = False) -> Gat
     return GatedMLP(
         tuple(Linear(f"mlp.{name}", size, hidden, bias) for name, size in parts.items()),
         Linear("mlp.down_proj", hidden, inner, bias, split="rows"),
-        str(config.get("hidden_act", "silu")),
+        text(config, "hidden_act", "silu"),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.models.config import Config, attention, decoder, flag, gated_mlp, positive
+from compress.models.config import Config, attention, decoder, flag, gated_mlp, num_layers
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
@@ -13,4 +13,4 @@ def llama(config: Config) -> ModelSpec:
     bias = flag(config, "attention_bias")
     mixer = attention(config, qkv_bias=bias, output_bias=bias)
     mlp = gated_mlp(config, bias=flag(config, "mlp_bias"))
-    return decoder(config, [mixer] * positive(config, "num_hidden_layers"), mlp)
+    return decoder(config, [mixer] * num_layers(config), mlp)

@@ -18,9 +18,10 @@ from compress.checkpoint.verify import StructureReport, verify_against, verify_s
 from compress.checkpoint.weights import Scheme
 from compress.common.cli import DISTRIBUTION, tool_version
 from compress.common.errors import CheckpointError, ToolkitError
-from compress.common.files import REPORT_FILE, sync
+from compress.common.files import REPORT_FILE, read_json, sync
 from compress.methods.kv_cache import KVCacheStage, KVChoice, choose_kv_cache
 from compress.methods.shared.column_solver import column_kernel
+from compress.models.config import context_length
 from compress.pipeline.block import check_finite
 from compress.pipeline.prepare import RunContext, describe_calibration
 from compress.pipeline.resume import REST, Progress, RunDisplay
@@ -98,7 +99,7 @@ def environment(context: RunContext) -> dict[str, Any]:
 
 def save_rest(context: RunContext, progress: Progress) -> None:
     """Writes everything outside of the blocks, bit for bit as it was. Raises NumericsError on NaN or infinity."""
-    blocks = f"{context.skeleton.architecture.blocks}."
+    blocks = tuple(f"{context.skeleton.block_name(index)}." for index in range(context.skeleton.num_blocks))
     outside = [row for row in context.plan.rows if row.bytes_after and not row.tensor.startswith(blocks)]
     names = [row.tensor for row in outside if row.layer_plan is None]
     tensors = {name: context.files.tensor(name) for name in names}
@@ -194,10 +195,10 @@ def compare_with_report(folder: Path) -> list[str] | None:
     if not path.is_file():
         return None
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = read_json(path, "Remove it to skip this")
         finished = [*report["blocks"], *report.get("ends", ())]
         digests = {module: value for block in finished for module, value in block["digests"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a report of this toolkit: {error!r}", "Remove it to skip this") from error
     return verify_against(folder, digests)
 
@@ -262,7 +263,7 @@ def choose_default(context: RunContext, folder: Path, quiet: bool) -> KVResult |
 def _measure(context: RunContext, stage: KVCacheStage, folder: Path, quiet: bool) -> KVCacheRecord:
     from compress.evaluate.kv_cache import measure_kv_caches
 
-    length = stage.window_length(context.config.get("max_position_embeddings"))
+    length = stage.window_length(context_length(context.config))
     with RunDisplay(1, 0, quiet, unit="KV cache") as display:
         display.say(f"measuring {len(stage.candidates)} KV caches on {stage.tokens:,} tokens, {length:,} in a window")
         found = measure_kv_caches(

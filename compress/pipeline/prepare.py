@@ -21,6 +21,7 @@ from compress.common.device import resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import check_out_folder
 from compress.make_plan import make_plan
+from compress.models.config import context_length
 from compress.pipeline.memory import estimate_peak, first_micro_batch, return_freed_memory
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.rotated_source import RotatedSource
@@ -274,7 +275,7 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
     micro_batch = request.micro_batch or min(first_micro_batch(length, device.type), max(count, 1))
     peak = estimate_peak(skeleton, plan, count, length, micro_batch, dtype.itemsize) + turning
     if request.recipe.kv_cache and request.recipe.kv_cache.candidates:
-        _check_kv_measurable(config, plan, device)
+        _check_kv_measurable(request, config, plan, device)
     streams = 2 if plan.needs.dense_model else 1
     disk = _disk_bytes(files, plan, streams * count * length * skeleton.model.config.hidden_size * dtype.itemsize)
     return RunContext(request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk)
@@ -303,16 +304,23 @@ def _calibration(
 ) -> SequenceSet:
     """Return the calibration text as tokens, in sequences within the model's context."""
     options = request.recipe.calibration
-    length = min(options.length, config.get("max_position_embeddings") or options.length)
+    length = min(options.length, context_length(config) or options.length)
     source = SourceModel(request.model, device, dtype, request.trust_remote_code)
-    return calibration_sequences(replace(options, length=length), source, request.recipe.seed, dry_run)
+    found = calibration_sequences(replace(options, length=length), source, request.recipe.seed, dry_run)
+    if length == options.length:
+        return found
+    cut = f"sequences have {length} tokens, the model's context, not --max-seq-length {options.length}"
+    return replace(found, warnings=(cut, *found.warnings))
 
 
-def _check_kv_measurable(config: dict[str, Any], plan: Plan, device: torch.device) -> None:
+def _check_kv_measurable(request: RunRequest, config: dict[str, Any], plan: Plan, device: torch.device) -> None:
     """Refuse before the run, rather than after the last block."""
-    from compress.evaluate.kv_cache import check_measurable
+    from compress.evaluate.kv_cache import check_measurable, measured_windows
 
     check_measurable(config, plan.bytes_after, str(device))
+    if stage := request.recipe.kv_cache:
+        length = stage.window_length(context_length(config))
+        measured_windows(request.model, data=stage.data, tokens=stage.tokens, length=length)
 
 
 def _model_dtype(config: dict[str, Any], files: TensorFiles) -> str:

@@ -29,7 +29,7 @@ from torch import Tensor
 from compress.checkpoint.safetensors import MappedFile, TensorFiles
 from compress.checkpoint.writer import BlockStore, assemble
 from compress.common.errors import CheckpointError
-from compress.common.files import atomic_file, partial_folder
+from compress.common.files import atomic_file, partial_folder, read_json
 
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 BLOCK, SURVEY = "block", "survey"
@@ -65,7 +65,7 @@ class Progress:
         if restart:
             progress.discard()
         if progress.exists:
-            _refuse_other(progress.folder, json.loads(progress._record.read_text(encoding="utf-8")), progress.identity)
+            _refuse_other(progress.folder, read_json(progress._record, "Add --restart"), progress.identity)
         return progress
 
     @property

@@ -130,7 +130,8 @@ def rotate_files(files: TensorFiles, skeleton: Skeleton, stage: RotateStage, see
         seed: decides the signs.
 
     Raises:
-        RecipeError: a family whose norms and linears around the residual stream are not known here.
+        RecipeError: a family whose norms and linears around the residual stream are not known here, or tensors that the
+            model does not run, as those of multi-token prediction.
         CheckpointError: the final norm's weight is missing.
     """
     stream = skeleton.architecture.stream
@@ -139,6 +140,11 @@ def rotate_files(files: TensorFiles, skeleton: Skeleton, stage: RotateStage, see
             f"model type {skeleton.model.config.model_type!r} cannot be rotated: the layers around its residual "
             "stream are not known",
             "Leave the rotate stage out",
+        )
+    if carried := [name for name in skeleton.carried(files.names()) if len(files.shape(name)) > 1]:
+        raise RecipeError(
+            f"{carried[0]} is of no layer in config.json and may read the residual stream, which a rotation changes",
+            "Leave the rotate stage out, or take a checkpoint without such tensors",
         )
     return _Builder(files, skeleton, stream, stage, seed).build()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from compress.common.errors import CheckpointError
+from compress.models.config import MAX_LAYERS, block, positive, refusal, text
 from compress.models.generic import architecture_by_structure
 from compress.models.registry import find_family
 from compress.models.spec import Architecture, architecture_of
@@ -54,6 +56,12 @@ class Skeleton:
     def block_name(self, index: int) -> str:
         return f"{self.architecture.blocks}.{index}"
 
+    def carried(self, names: Iterable[str]) -> list[str]:
+        """Returns the tensors of no part of this model: layers beyond its last, heads of multi-token prediction."""
+        blocks = tuple(f"{self.block_name(index)}." for index in range(self.num_blocks))
+        known = self.model.state_dict().keys()
+        return [name for name in names if name not in known and not name.startswith(blocks)]
+
     def linears(self, block: nn.Module) -> dict[str, nn.Linear]:
         """Returns the linears of a block by relative name, in the order of definition."""
         from torch import nn
@@ -80,10 +88,10 @@ def open_skeleton(path: Path, config: dict[str, Any], trust_remote_code: bool = 
 
 def check_supported(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
     """Refuses what config.json alone can rule out. Raises CheckpointError."""
-    model_type = config.get("model_type", "")
+    model_type = text(config, "model_type", "")
     if not model_type:
         raise CheckpointError(f"config.json of {path} has no model_type", "Use a Hugging Face model folder")
-    if quantization := config.get("quantization_config"):
+    if quantization := block(config, "quantization_config"):
         raise CheckpointError(
             f"{path} is already quantized ({quantization.get('quant_method', 'unknown method')})",
             f"Start from the dense model, or first run: compress export {path} --format dense --out dense",
@@ -116,6 +124,8 @@ def _load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) ->
     from transformers import AutoConfig
 
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise refusal("architectures", architectures, "a list of names")
     decoders = [name for name in architectures if name.endswith(("ForCausalLM", "LMHeadModel"))]
     known = trust_remote_code or _is_known(config["model_type"])
     if not known or (architectures and not decoders):
@@ -124,14 +134,30 @@ def _load_config(path: Path, config: dict[str, Any], trust_remote_code: bool) ->
             f"language model that transformers {transformers.__version__} knows",
             "Check config.json, or upgrade transformers if the model is newer: pip install -U transformers",
         )
+    _check_sizes(config)
     try:
         loaded = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"config.json of {path} cannot be used: {reason}", "Correct config.json") from error
+    # transformers and its validators raise unrelated types, and the code of a model folder any.
+    except Exception as error:
+        raise CheckpointError(
+            f"config.json of {path} cannot be used: {_reason(error)}", "Correct config.json"
+        ) from error
     # A rotated source has a head of its own where the stored one has none.
     loaded.tie_word_embeddings = config.get("tie_word_embeddings", loaded.tie_word_embeddings)
     return loaded
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    """Refuse what names its key in our words, and numbers of layers that would be built for hours."""
+    if describe := find_family(config["model_type"]):
+        describe(config)
+    for key in ("num_hidden_layers", "n_layer"):
+        if config.get(key) is not None:
+            positive(config, key, most=MAX_LAYERS)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _build(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
@@ -146,9 +172,10 @@ def _build(path: Path, config: PretrainedConfig, trust_remote_code: bool) -> Pre
         with init_empty_weights(include_buffers=False), no_init_weights():
             # In float32 whatever the checkpoint's dtype: buffers are rounded where they are used, not here.
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"the model of {path} cannot be built: {reason}", "Correct config.json") from error
+    except Exception as error:  # Any of many types, as above.
+        raise CheckpointError(
+            f"the model of {path} cannot be built: {_reason(error)}", "Correct config.json"
+        ) from error
 
 
 def find_architecture(model: PreTrainedModel) -> Architecture:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from compress.common.errors import CheckpointError, RecipeError
-from compress.common.files import atomic_file
+from compress.common.files import atomic_file, read_json
 from compress.search.space import Candidate, LayerGroup
 
 STEPS = 1 << 16
@@ -274,10 +274,10 @@ class Sensitivities:
         if restart or not path.is_file():
             return cls(path, now)
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = read_json(path, "Remove it, or add --restart")
             version, before, values = stored["format_version"], stored["identity"], stored["values"]
             values = {name: {key: float(value) for key, value in each.items()} for name, each in values.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} holds no sensitivities: {error!r}", "Remove it, or add --restart") from error
         differing = [key for key in now | before if now.get(key) != before.get(key)]
         if version != FORMAT_VERSION or differing:

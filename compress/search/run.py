@@ -11,7 +11,7 @@ from typing import Any
 
 from compress.checkpoint.verify import verify_structure
 from compress.common.errors import CheckpointError, RecipeError, ToolkitError
-from compress.common.files import REPORT_FILE, atomic_file, sync
+from compress.common.files import REPORT_FILE, atomic_file, read_json, sync
 from compress.pipeline.prepare import prepare
 from compress.pipeline.resume import RunDisplay
 from compress.pipeline.run import RunResult, run
@@ -71,9 +71,9 @@ def made_before(folder: Path, recipe: Recipe) -> RunResult | None:
     if not folder.exists():
         return None
     try:
-        report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+        report = read_json(folder / REPORT_FILE)
         same = json.dumps(report["recipe"]) == json.dumps(recipe.to_dict())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, CheckpointError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} is no checkpoint of a search", "Remove it, or choose another --out") from error
     if not same:
         shutil.rmtree(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 from compress.checkpoint.config import dtype_name
 from compress.checkpoint.kv_cache import KVCacheRecord, KVCacheScheme, measured_kv_caches, stored_kv_cache
 from compress.common.errors import CheckpointError
-from compress.models.config import positive
+from compress.common.files import read_json
+from compress.models.config import context_length, refusal
 from compress.models.registry import find_family, known_families
 from compress.models.spec import Attention, GatedMLP, ModelSpec, Rope
 
@@ -118,14 +118,14 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
             f"the runtime cannot serve model_type {model_type!r}; it knows {', '.join(known_families())}",
             "Serve it with transformers or vLLM: compressed-tensors checkpoints load there unchanged",
         )
-    if not config.get("is_causal", True):
+    if config.get("is_causal") is False:
         _refuse("attention that is not causal (is_causal) is not supported")
     spec = describe(config)
     _refuse(unsupported_reason(spec))
     return DecoderConfig(
         model_type=str(model_type),
         spec=spec,
-        context_length=positive(config, "max_position_embeddings", 2048),
+        context_length=context_length(config) or 2048,
         dtype=dtype_name(config),
         eos_token_ids=_eos_token_ids(config, generation or {}),
         kv_cache=stored_kv_cache(config),
@@ -167,16 +167,14 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     path = folder / GENERATION_FILE
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}", "Download this file again or remove it") from error
+    content = read_json(path, "Download this file again or remove it")
     return content if isinstance(content, dict) else {}
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
     """Reads end-of-text ids. generation_config.json wins, as it lists the end of a chat turn too."""
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    if eos is None:
-        return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int for token in ids):
+        raise refusal("eos_token_id", eos, "a token id or a list of them")
+    return frozenset(ids)
