@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Built = TypeVar("Built")
 Path_ = tuple[str | int, ...]
+MAX_VALUES = 100_000
+"""Far above any recipe; a few aliases of aliases would grow without bound."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,8 @@ def parse_work(text: str, origin: str) -> Recipe | SearchRequest:
         document.data = document.plain(root, ())
     except yaml.YAMLError as error:
         raise RecipeError(f"{origin} is not YAML: {' '.join(str(error).split())}", "Correct the file") from error
+    except RecursionError as error:
+        raise RecipeError(f"{origin} is nested too deeply, or an alias holds itself", "Correct the file") from error
     return document.work()
 
 
@@ -177,13 +182,24 @@ class Document:
     lines: dict[Path_, int] = field(default_factory=dict)
 
     def plain(self, node: yaml.Node, path: Path_) -> Any:
-        """Return a node as plain data. Raises RecipeError for a key that is given twice, YAMLError for a bad scalar."""
+        """Return a node as plain data, aliases as copies of what they name.
+
+        Raises:
+            RecipeError: a key that is given twice, a bad scalar, or more than `MAX_VALUES` values.
+        """
         self.lines.setdefault(path, node.start_mark.line + 1)
+        if len(self.lines) > MAX_VALUES:
+            problem = f"{self.origin} has more than {MAX_VALUES:,} values, aliases written out"
+            raise RecipeError(problem, "Write fewer stages, with patterns for targets")
         if node.id == "mapping":  # type: ignore[attr-defined]  # every kind of node has it
             return dict(self._items(node, path))
         if node.id == "sequence":  # type: ignore[attr-defined]
             return [self.plain(item, (*path, index)) for index, item in enumerate(node.value)]
-        return _scalar(node)
+        try:
+            return _scalar(node)
+        except (ValueError, KeyError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]  # type: ignore[attr-defined]
+            raise self.refusal(path, f"{reprlib.repr(node.value)} is no {kind}", "Correct the value") from error
 
     def _items(self, node: yaml.Node, path: Path_) -> Iterator[tuple[str, Any]]:
         seen: set[str] = set()
@@ -226,7 +242,7 @@ class Document:
         from pydantic import ValidationError
 
         try:
-            return _schema(kind).model_validate(data).model_dump(exclude_unset=True)
+            return _schema(kind).model_validate(data).model_dump(exclude_unset=True)  # type: ignore[arg-type]  # types are hashable
         except ValidationError as error:
             # An unknown key explains a missing one.
             found = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
@@ -300,6 +316,7 @@ def _scalar(node: yaml.Node) -> Any:
     return _loader()("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
 
 
+@cache
 def _schema(kind: type[Any]) -> type[pydantic.BaseModel]:
     """Return a strict schema with the fields of a data class."""
     from pydantic import ConfigDict, Field, create_model

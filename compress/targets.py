@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
@@ -57,8 +58,10 @@ def without_indices(module: str) -> str:
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern.removeprefix(REGEX_PREFIX))
-    except re.error as error:
-        raise RecipeError(f"{pattern!r} is not a regular expression: {error}", "Correct it, or use a glob") from error
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RecipeError(
+            f"{reprlib.repr(pattern)} is not a regular expression: {error}", "Correct it, or use a glob"
+        ) from error
 
 
 def _suggestion(pattern: str, modules: Sequence[str]) -> str:

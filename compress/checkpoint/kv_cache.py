@@ -11,6 +11,7 @@ from typing import Any
 
 from compress.checkpoint.config import compression_block
 from compress.common.errors import CheckpointError, SchemeError
+from compress.models.config import MAX_SIZE
 
 KV_CACHE_KEY = "kv_cache"
 AUTO = "auto"
@@ -51,8 +52,8 @@ class KVCacheScheme:
         if not isinstance(self.rotate, bool):
             raise SchemeError(f"kv_cache.rotate={self.rotate!r} is neither true nor false", "Use true or false")
         for name, count in (("sinks", self.sinks), (STORED_NAMES["residual_length"], self.residual_length)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise SchemeError(f"kv_cache.{name}={count!r} is no number of tokens", "Use 0 or more")
+            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_SIZE:
+                raise SchemeError(f"kv_cache.{name}={count!r} is no number of tokens", f"Use 0 to {MAX_SIZE:,}")
         if self.format == EXACT and (self.rotate or self.sinks or self.residual_length):
             raise SchemeError(
                 "a 16-bit KV cache is exact already: rotation, sinks and a recent window change nothing",

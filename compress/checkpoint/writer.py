@@ -90,7 +90,10 @@ class BlockStore:
         """The piece, memory-mapped. Raises CheckpointError when it is absent or damaged."""
         if not self.has(key):
             raise CheckpointError(f"piece {key!r} is missing from {self.folder}", "Run the same command with --restart")
-        return MappedFile.open(self._path(key))
+        try:
+            return MappedFile.open(self._path(key))
+        except CheckpointError as error:
+            raise CheckpointError(error.problem, "Run the same command again, which makes it anew") from error
 
     def read_metadata(self, key: str) -> dict[str, Any]:
         return json.loads(self.open(key).metadata["piece"])

@@ -105,8 +105,10 @@ def print_result(context: RunContext, result: RunResult, with_tip: bool = True) 
     warnings = [*result.quality.get("warnings", ()), *(result.kv_cache.warnings if result.kv_cache else ())]
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    console.print("Next:", highlight=False)
-    for command in _next_commands(result.out):
+    console.print(
+        "Next:" if context.has_tokenizer else "Next, as there is no tokenizer to serve with:", highlight=False
+    )
+    for command in _next_commands(result.out, context.has_tokenizer):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -157,8 +159,10 @@ def _quality(quality: dict) -> list[tuple[str, str]]:
     ]
 
 
-def _next_commands(out: Path) -> list[str]:
+def _next_commands(out: Path, has_tokenizer: bool) -> list[str]:
     folder = shlex.quote(f"{out}/")
+    if not has_tokenizer:
+        return [f"compress verify {folder}"]
     return [f"compress eval --ppl {folder}", f"runtime serve {folder}"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def measure_kv_caches(
 
     Args:
         tokens, length: tokens of the text and of a window; one window at least.
-        on_progress: called with (windows done, windows in all).
+        on_progress: called with (passes done, passes in all): one of each window with 16 bits and with each form.
 
     Raises:
         ToolkitError: a path or text that cannot be used.
@@ -92,22 +93,27 @@ def measure_kv_caches(
     windows = measured_windows(path, data=data, tokens=tokens, length=length)
     decoder = load_model(path, device=device)
     found: list[list[Positions]] = [[] for _ in schemes]
-    for index, window in enumerate(windows.tokens):
-        for positions, part in zip(found, _score(decoder, window.unsqueeze(0), schemes), strict=True):
+    passes = count(1)
+    total = len(windows.tokens) * (len(schemes) + 1)
+    for window in windows.tokens:
+        scored = _score(decoder, window.unsqueeze(0), schemes, lambda: on_progress(next(passes), total))
+        for positions, part in zip(found, scored, strict=True):
             positions.append(part)
-        on_progress(index + 1, len(windows.tokens))
     results = tuple(Evaluation.of(Positions(*map(torch.cat, zip(*parts, strict=True))), True) for parts in found)
     size = partial(kv_token_bytes, decoder.config, itemsize=decoder.dtype.itemsize)
     return KVCacheMeasurement(windows, results, size(UNCOMPRESSED), tuple(map(size, schemes)))
 
 
 @torch.inference_mode()
-def _score(decoder: Decoder, tokens: Tensor, schemes: Sequence[KVCacheScheme]) -> list[Positions]:
+def _score(
+    decoder: Decoder, tokens: Tensor, schemes: Sequence[KVCacheScheme], on_pass: Callable[[], None]
+) -> list[Positions]:
     """Scores one window `[1, T]` with each form, a slice of logits at a time: long windows of large vocabularies would
-    not fit otherwise."""
+    not fit otherwise. Calls `on_pass` after each pass over the window."""
     from runtime.model.scoring import hidden_states
 
     exact = hidden_states(decoder, tokens)
+    on_pass()
     size = max(1, BATCH_LOGITS // decoder.config.vocab_size)
     parts: list[list[Positions]] = []
     for scheme in schemes:
@@ -120,4 +126,5 @@ def _score(decoder: Decoder, tokens: Tensor, schemes: Sequence[KVCacheScheme]) -
                 for states in (hidden, exact)
             )
             parts[-1].append(compare_positions(logp, reference, tokens[:, begin : end + 1]))
+        on_pass()
     return [Positions(*(torch.cat(each, -1) for each in zip(*slices, strict=True))) for slices in parts]

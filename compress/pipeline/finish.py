@@ -124,14 +124,22 @@ def check_checkpoint(context: RunContext, folder: Path, digests: dict[str, str])
     Raises:
         CheckpointError: anything is not as it should be.
     """
-    structure = verify_structure(folder, context.files)
-    problems = [*structure.problems, *verify_against(folder, digests)]
+    try:
+        structure = verify_structure(folder, context.files)
+        problems = [*structure.problems, *verify_against(folder, digests)]
+    except CheckpointError as error:
+        raise _unverified([error.problem]) from error
     if problems:
-        raise CheckpointError(
-            f"the checkpoint just written does not verify: {_first(problems)}",
-            "Nothing was put in place; please report this, and try again with --restart",
-        )
+        raise _unverified(problems)
     return structure
+
+
+def _unverified(problems: Iterable[str]) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint just written does not verify: {_first(problems)}",
+        "Nothing was put in place. Run the same command again: it keeps what is intact. If that is refused too, report "
+        "it",
+    )
 
 
 def check_quality(folder: Path, context: RunContext) -> dict[str, Any]:
@@ -266,6 +274,7 @@ def _measure(context: RunContext, stage: KVCacheStage, folder: Path, quiet: bool
     length = stage.window_length(context_length(context.config))
     with RunDisplay(1, 0, quiet, unit="KV cache") as display:
         display.say(f"measuring {len(stage.candidates)} KV caches on {stage.tokens:,} tokens, {length:,} in a window")
+        display.step("loading")
         found = measure_kv_caches(
             folder,
             stage.candidates,
@@ -273,8 +282,9 @@ def _measure(context: RunContext, stage: KVCacheStage, folder: Path, quiet: bool
             tokens=stage.tokens,
             length=length,
             device=str(context.device),
-            on_progress=lambda done, total: display.step(f"window {done} of {total}", done / total),
+            on_progress=lambda done, total: display.step(f"pass {done} of {total}", done / total),
         )
+        display.finish(f"measured on {len(found.windows.tokens)} windows")
     measured = zip(stage.candidates, found.token_bytes, found.results, strict=True)
     windows, first = found.windows, found.results[0]
     return KVCacheRecord(

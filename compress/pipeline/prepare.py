@@ -18,7 +18,7 @@ from compress.checkpoint.config import dtype_name, read_config
 from compress.checkpoint.reader import stores_other_head
 from compress.checkpoint.safetensors import TensorFiles
 from compress.common.device import resolve_device
-from compress.common.errors import CheckpointError, ToolkitError
+from compress.common.errors import CheckpointError, DataError, ToolkitError
 from compress.common.files import check_out_folder
 from compress.make_plan import make_plan
 from compress.models.config import context_length
@@ -193,6 +193,7 @@ class RunContext:
         sequences: the calibration text as tokens; None when the recipe needs none.
         peak_memory: estimated bytes at the worst moment.
         disk: bytes needed on the disk of the output while the run lasts.
+        has_tokenizer: whether the model folder holds one that can be read.
     """
 
     request: RunRequest
@@ -206,6 +207,7 @@ class RunContext:
     micro_batch: int
     peak_memory: int
     disk: int
+    has_tokenizer: bool = True
 
     @property
     def tokens(self) -> Tensor:
@@ -268,7 +270,8 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
         turning = rotated.files.working_bytes(skeleton.architecture.blocks)
     model_dtype = _model_dtype(config, files)
     plan = make_plan(skeleton, files, request.recipe, model_dtype)
-    plan = replace(plan, notes=(*tie_notes, *plan.notes))
+    lacking = [] if request.recipe.needs_calibration else _no_tokenizer(request.model)
+    plan = replace(plan, notes=(*tie_notes, *plan.notes, *lacking))
     dtype = pick_dtype(request.dtype, model_dtype, device)
     sequences = _calibration(request, config, device, dtype, dry_run) if request.recipe.needs_calibration else None
     count, length = sequences.tokens.shape if sequences else (0, 1)
@@ -278,7 +281,18 @@ def prepare(request: RunRequest, dry_run: bool = False) -> RunContext:
         _check_kv_measurable(request, config, plan, device)
     streams = 2 if plan.needs.dense_model else 1
     disk = _disk_bytes(files, plan, streams * count * length * skeleton.model.config.hidden_size * dtype.itemsize)
-    return RunContext(request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk)
+    return RunContext(
+        request, config, files, skeleton, plan, device, dtype, sequences, micro_batch, peak, disk, not lacking
+    )
+
+
+def _no_tokenizer(model: Path) -> list[str]:
+    """Return a note where the folder has no tokenizer, which rounding alone does not need."""
+    try:
+        load_tokenizer(model)
+    except DataError as error:
+        return [f"{error.problem}: nothing is measured, and the result cannot be served until its folder has one"]
+    return []
 
 
 def describe_calibration(recipe: Recipe, sequences: SequenceSet | None) -> dict[str, Any] | None:

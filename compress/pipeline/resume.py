@@ -27,9 +27,12 @@ from typing import Any
 from torch import Tensor
 
 from compress.checkpoint.safetensors import MappedFile, TensorFiles
+from compress.checkpoint.weights import Scheme
+from compress.checkpoint.weights.base import StoredTensors, digest
 from compress.checkpoint.writer import BlockStore, assemble
-from compress.common.errors import CheckpointError
+from compress.common.errors import CheckpointError, ToolkitError
 from compress.common.files import atomic_file, partial_folder, read_json
+from compress.pipeline.block import check_finite
 
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 BLOCK, SURVEY = "block", "survey"
@@ -154,6 +157,20 @@ class Progress:
         file = self._inputs.open(self._hidden_key(index))
         return file.tensor(_REFERENCE).clone() if _REFERENCE in file.entries else None
 
+    def drop_damaged(self, calibrated: bool) -> None:
+        """Removes what does not read back as it was written, so that the next run makes it anew.
+
+        Args:
+            calibrated: blocks need the inputs that those before them left, which are gone: all of them go.
+        """
+        shutil.rmtree(self.finished, ignore_errors=True)
+        stores = self.pieces.folder, self._inputs.folder
+        damaged = [path for folder in stores for path in folder.glob("*.safetensors") if not _is_intact(path)]
+        if damaged and calibrated:
+            self.discard()
+        for path in damaged:
+            path.unlink(missing_ok=True)
+
     def discard(self) -> None:
         """Removes everything but the lock."""
         for child in self.folder.iterdir():
@@ -175,6 +192,23 @@ class Progress:
     @property
     def _inputs(self) -> BlockStore:
         return BlockStore(self.folder / "inputs")
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether a piece can be read, its numbers are finite, and its weights have the digests that it records."""
+    try:
+        piece = MappedFile.open(path)
+        facts = json.loads(piece.metadata["piece"])
+        schemes = {name: Scheme.from_dict(fields) for name, fields in facts.get("schemes", {}).items()}
+        for name, recorded in facts.get("digests", {}).items():
+            stored = StoredTensors(name, piece.tensor)
+            if digest(schemes[name].read(stored) if name in schemes else piece.tensor(name)) != recorded:
+                return False
+        for name in piece.entries:
+            check_finite(name, piece.tensor(name))
+    except (ToolkitError, ValueError, KeyError, TypeError, RuntimeError):
+        return False
+    return True
 
 
 @contextmanager

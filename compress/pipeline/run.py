@@ -13,7 +13,7 @@ from typing import Any
 from calibration.statistics import full_float32
 from compress.checkpoint.verify import StructureReport
 from compress.common.cli import tool_version
-from compress.common.errors import NumericsError, ToolkitError
+from compress.common.errors import CheckpointError, NumericsError, ToolkitError
 from compress.common.files import check_space
 from compress.methods.owl import BlockShare
 from compress.pipeline.block import BlockJob, BlockOutcome, check_finite, read_block
@@ -110,12 +110,14 @@ def _identity(context: RunContext) -> dict[str, Any]:
 
 @contextmanager
 def _cleared_on_failure(progress: Progress, context: RunContext) -> Iterator[None]:
-    """Keeps finished blocks when a run fails, except where running again cannot help."""
+    """Keeps finished blocks when a run fails, except damaged ones, and where running again cannot help."""
     try:
         yield
     except ToolkitError as error:
         if isinstance(error, NumericsError) or not progress.has_begun(context.skeleton.num_blocks):
             progress.discard()
+        elif isinstance(error, CheckpointError):
+            progress.drop_damaged(context.sequences is not None)
         raise
 
 

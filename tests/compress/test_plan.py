@@ -1,6 +1,7 @@
 """The plan: what every tensor becomes, what is noted, and what is refused before anything runs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from folders import change_config, change_tensors, private_copy
 from compress.checkpoint.config import read_config
 from compress.checkpoint.scheme import FLOAT_BITS
 from compress.checkpoint.weights import Int, LowRank, NMSparsity, Scheme
-from compress.common.errors import CheckpointError, RecipeError, SchemeError, ToolkitError
+from compress.common.errors import CheckpointError, DataError, RecipeError, SchemeError, ToolkitError
 from compress.methods import base
+from compress.methods.kv_cache import KVCacheStage
 from compress.methods.rotation import RotateStage
 from compress.pipeline.prepare import RunContext
 from compress.pipeline.skeleton import check_supported
@@ -130,7 +132,28 @@ def test_scales_take_the_models_dtype(tiny_model) -> None:
 
 def test_calibration_is_cut_to_the_models_context(tiny_model) -> None:
     long = CalibrationOptions(samples=2, length=10_000)
-    assert prepared(tiny_model(), QuantizeStage("awq"), calibration=long).sequences.tokens.shape == (2, 256)
+    context = prepared(tiny_model(), QuantizeStage("awq"), calibration=long)
+    assert context.sequences.tokens.shape == (2, 256)
+    assert any("--max-seq-length 10000" in note for note in context.notes)
+
+
+@pytest.mark.parametrize(("samples", "length"), [(10**9, 2), (2, 10**9), (0, 512), (-1, 512), (64, 1), (64, -1)])
+def test_impossible_amounts_of_calibration_are_refused(samples: int, length: int) -> None:
+    with pytest.raises(RecipeError) as caught:
+        CalibrationOptions(samples=samples, length=length)
+    assert re.search("--num-calibration-samples|--max-seq-length", caught.value.remedy)
+
+
+def test_a_folder_without_tokenizer_is_planned_and_says_so(tiny_model, tmp_path) -> None:
+    path = private_copy(tiny_model(), tmp_path / "model")
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+    context = prepared(path, QuantizeStage("rtn"))
+    assert not context.has_tokenizer
+    assert any("tokenizer" in note for note in context.plan.notes)
+    with pytest.raises(DataError):
+        prepared(path, QuantizeStage("rtn"), KVCacheStage())
+    assert prepared(tiny_model(), QuantizeStage("rtn")).has_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,33 @@ def test_yaml_cannot_build_python_objects() -> None:
         parse_recipe("stages:\n  - quantize: {method: !!python/object/apply:os.getcwd []}\n", "r.yaml")
 
 
+ALIASES = "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 10**5,
+        "stages: " + "[" * 3000 + "]" * 3000,
+        f"a0: &a0 [x]\n{ALIASES}stages: *a9\n",  # 9**9 values
+        "stages: &a [*a]",
+        "&a {stages: *a}",
+        "seed: !!int abc\nstages: []",
+        "seed: " + "9" * 10_000,
+        "name: !!timestamp 99",
+        "name: !!float abc",
+        "seed: !!bool x",
+        "stages:\n\t- quantize: {}",
+        "? [a, b]\n: 1",
+    ],
+)
+def test_hostile_files_are_refused_at_once(text: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "r.yaml")
+    assert caught.value.remedy
+    assert len(str(caught.value)) < 500
+
+
 def test_a_pattern_may_stand_without_quotes() -> None:
     recipe = parse_recipe("stages:\n  - prune: {method: wanda, pattern: 2:4}\n", "r.yaml")
     assert recipe.stages == (PruneStage("wanda", NMSparsity(2, 4)),)

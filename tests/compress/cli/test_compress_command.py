@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from folders import private_copy
 from help_pages import help_pages, seconds_of_help
 
 from compress.common.cli import tool_version
@@ -103,6 +105,17 @@ def test_quantize_then_verify_then_export(compress, tiny_model, tmp_path) -> Non
     assert "codes compared with" in verified
     compress("export", "packed", "--format", "gptq", "--out", "exported")
     assert json.loads((tmp_path / "exported/config.json").read_text())["quantization_config"]["quant_method"] == "gptq"
+
+
+def test_without_a_tokenizer_the_advice_works(compress, tiny_model, tmp_path) -> None:
+    source = private_copy(tiny_model(), tmp_path / "source")
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    advice = compress("quantize", source, "--method", "rtn", "--group-size", 64).stdout.partition("Next")[2]
+    commands = [shlex.split(line) for line in advice.splitlines() if line.strip().startswith(("compress", "runtime"))]
+    assert commands
+    for _, *arguments in commands:
+        compress(*arguments)
 
 
 def test_factorize_plans_packs_and_verifies(compress, tiny_model, tmp_path) -> None:

@@ -72,6 +72,16 @@ def test_a_local_text_is_measured(run, tmp_path: Path):
     assert json.loads(out)["data"] == "text.txt"
 
 
+def test_windows_longer_than_the_context_are_cut_aloud(run, packed: Path):
+    config = json.loads((packed / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (packed / "config.json").write_text(json.dumps(config))
+    status, out, err = run(str(packed), "--ppl", *SHORT, "--baseline", str(packed), "--json")
+    assert status == 0
+    [warning] = [line for line in json.loads(out)["warnings"] if "--max-seq-length 64" in line]
+    assert " 32 tokens" in warning
+    assert warning.split()[0] in err
+
+
 def test_warnings_are_printed_beside_the_figures(run, packed: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(session, "overlap_warning", lambda *_: ("the figures flatter it",))
     status, out, error = run("--ppl", *SHORT, "--json")

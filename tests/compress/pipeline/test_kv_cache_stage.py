@@ -81,7 +81,12 @@ def test_recipes_that_mean_nothing_are_refused(text, problem) -> None:
 
 
 def test_figures_are_those_of_the_scorer_with_such_a_cache() -> None:
-    found = measure_kv_caches(demo_model_path(), (INT4, K8V4), data="pydoc", tokens=256, length=128)
+    seen: list[tuple[int, int]] = []
+    source = {"data": "pydoc", "tokens": 256, "length": 128}
+    found = measure_kv_caches(
+        demo_model_path(), (INT4, K8V4), **source, on_progress=lambda done, total: seen.append((done, total))
+    )
+    assert seen == [(done, 6) for done in range(1, 7)]  # 2 windows, each with 16 bits and with 2 forms
     scorer, exact = RuntimeScorer(demo_model_path()), RuntimeScorer(demo_model_path())
     for scheme, result in zip((INT4, K8V4), found.results, strict=True):
         scorer.kv_cache = scheme
