@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,16 +94,16 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         ToolkitError: the file cannot be read, names an unknown option or has a wrong value.
     """
     if file is not None:
-        params = {flag.lstrip("-"): param for param in context.command.params for flag in param.opts}
-        context.default_map = dict(
-            _defaults(context, file, {name: params[name] for name in params if name != "config"})
-        )
+        context.default_map = dict(_defaults(context, file))
         if context.default_map.keys() & {"api_key", "ssl_keyfile_password"}:
             warn_of_readers(file)
     return file
 
 
-def _defaults(context: typer.Context, file: Path, params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _defaults(context: typer.Context, file: Path) -> Iterator[tuple[str, Any]]:
+    options: list[Any] = context.command.params
+    params = {flag.lstrip("-"): each for each in options for flag in (*each.opts, *each.secondary_opts)}
+    del params["config"]
     root, given = read_yaml(file), set()
     if not isinstance(root.value, dict):
         raise ToolkitError(f"{file} is no mapping", "Write a line 'OPTION: VALUE' for each option, without dashes")
@@ -111,10 +111,13 @@ def _defaults(context: typer.Context, file: Path, params: Mapping[str, Any]) -> 
         name = key.replace("_", "-")
         if name not in params:
             raise ToolkitError(f"{part.place}: unknown option {key!r}", nearest(name, tuple(params), "Options"))
-        if name in given:
+        param = params[name]
+        if param.name in given:
             raise ToolkitError(f"{part.place}: {name!r} is given twice", "Keep one of them")
-        given.add(name)
-        yield params[name].name, _value(context, params[name], key, part)
+        given.add(param.name)
+        value = _value(context, param, key, part)
+        is_negative = f"--{name}" in param.secondary_opts
+        yield param.name, not param.type_cast_value(context, value) if is_negative else value
 
 
 def _value(context: typer.Context, param: Any, key: str, part: YamlPart) -> str | list[str]:

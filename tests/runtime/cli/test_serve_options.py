@@ -81,6 +81,12 @@ def test_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert seen["address"].api_key == "typed"
 
 
+def test_both_names_of_a_switch(tmp_path: Path) -> None:
+    for text, fair in (("fair: no", False), ("first-come: yes", False), ("first_come: false", True)):
+        assert run(tmp_path, text)["limits"].fair is fair
+        assert run(tmp_path, text, "--fair")["limits"].fair is True
+
+
 def test_without_a_file(tmp_path: Path) -> None:
     assert run(tmp_path, None)["address"] == AddressOptions(api_key=None)
     assert run(tmp_path, "# nothing", RUNTIME_API_KEY="x")["address"] == AddressOptions(api_key="x")
@@ -101,6 +107,8 @@ def test_without_a_file(tmp_path: Path) -> None:
         ("port:\n  a: 1", "serve.yaml:2", "port"),
         ("allowed-host: [[a]]", "serve.yaml:1", "allowed-host"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "serve.yaml:2", "max-num-seqs"),
+        ("fair: yes\nfirst-come: yes", "serve.yaml:2", "first-come"),
+        ("first-come: perhaps", "serve.yaml:1", "first-come"),
         ("port: 1\nport: 2", "serve.yaml:2", "port"),
         ("config: other.yaml", "serve.yaml:1", "'config'"),
         ("- port", "serve.yaml", "OPTION"),
@@ -123,12 +131,12 @@ def test_files_with_keys_that_others_can_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: int, warns: bool
 ) -> None:
     file = tmp_path / "keys.yaml"
-    file.write_text("- {name: a, key: secret}")
+    file.write_text("- {name: a, key: k-0815}")
     file.chmod(mode)
     warn_of_readers(file)
     printed = capsys.readouterr().err
     assert (f"chmod 600 {file}" in printed) is warns
-    assert "secret" not in printed
+    assert "k-0815" not in printed
 
 
 def test_an_empty_key_of_the_environment_is_refused(tmp_path: Path) -> None:
