@@ -6,20 +6,18 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from servers import events, running
 
 from compress.common.errors import ToolkitError
 from runtime.cli.options import TlsOptions
 from runtime.cli.serve import listen, url_of
-from runtime.server.middleware import ReadTimeoutProtocol
+from runtime.server.drain import create_server
 
 COMPLETION = {"model": "alphabet", "prompt": "Z", "max_tokens": 3}
 
@@ -57,8 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(app: FastAPI, options: TlsOptions, client_seconds: float = 30.0) -> Any:
-    protocol = partial(ReadTimeoutProtocol, client_seconds=client_seconds)
-    return running(uvicorn.Config(app, http=protocol, log_config=None, **options.checked()))
+    return running(create_server(app, 5, client_seconds, **options.checked()))
 
 
 @pytest.fixture(scope="module")
