@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -15,13 +15,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 from starlette.responses import PlainTextResponse, Response
 
+from compress.common.cli import tool_version
 from runtime.server.chat import chat_router
 from runtime.server.completions import EmbeddingRequest, completions_router, embeddings_router
-from runtime.server.drain import Drain, DrainGuard
+from runtime.server.drain import SERVED_WHILE_DRAINING, Drain, DrainGuard
 from runtime.server.errors import JsonResponse, add_error_handlers
 from runtime.server.intake import Intake, Tokenizer
 from runtime.server.keys import ApiKeys
 from runtime.server.middleware import (
+    OPEN_PATHS,
     AccessLog,
     ApiKeyGuard,
     BodyLimit,
@@ -38,12 +40,14 @@ from runtime.server.protocol import CompletionRequest
 from runtime.server.protocol_chat import ChatRequest
 from runtime.server.response_models import (
     ANY_ERRORS,
+    DRAIN_ERRORS,
     KEY_ERRORS,
     PARAMETER_ERRORS,
     HealthResponse,
     Model,
     ModelList,
     Responses,
+    VersionResponse,
 )
 from runtime.server.serving import Engine, Limits, Service
 from runtime.server.tokenize import DetokenizeRequest, TokenizeRequest, tokenization_router
@@ -54,7 +58,7 @@ UNHEALTHY: Responses = {
 
 
 def health_router(service: Service, drain: Drain) -> APIRouter:
-    """Routes for health and metrics."""
+    """Routes for health, metrics and the version."""
     router = APIRouter()
 
     @router.get("/health", response_model=HealthResponse, responses=UNHEALTHY)
@@ -73,6 +77,12 @@ def health_router(service: Service, drain: Drain) -> APIRouter:
     async def metrics() -> Response:
         """Metrics of the engine, of requests and of the process in Prometheus' text format."""
         return PlainTextResponse(service.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version", response_model=VersionResponse)
+    async def get_version() -> Response:
+        """Version of the toolkit."""
+        version: VersionResponse = {"version": tool_version()}
+        return JsonResponse(version)
 
     return router
 
@@ -131,8 +141,9 @@ def create_app(
     service = Service(engine, tokenizer, model_name, limits, lambda: render_metrics() + metrics.render())
     app = DescribedApi(
         model_name=model_name,
+        limits=limits,
         needs_key=keys is not None,
-        open_paths=("/health",),
+        version=tool_version(),
         title=f"runtime: {model_name}",
         lifespan=partial(running, engine, service.intake),
         docs_url=None,
@@ -189,17 +200,17 @@ UNUSED = ("HTTPValidationError", "ValidationError")
 
 
 class DescribedApi(FastAPI):
-    """A FastAPI application whose description holds for the served model.
+    """A FastAPI application whose description holds for the served model and the limits of this server.
 
     Args:
         model_name: the one model that requests may name.
+        limits: context, queue, body size and times.
         needs_key: whether requests must carry an API key.
-        open_paths: paths that need no key all the same.
     """
 
-    def __init__(self, *, model_name: str, needs_key: bool, open_paths: tuple[str, ...], **options: Any) -> None:
+    def __init__(self, *, model_name: str, limits: Limits, needs_key: bool, **options: Any) -> None:
         super().__init__(**options)
-        self.model_name, self.needs_key, self.open_paths = model_name, needs_key, open_paths
+        self.model_name, self.limits, self.needs_key = model_name, limits, needs_key
 
     def openapi(self) -> dict[str, Any]:
         """Generates the description once."""
@@ -216,17 +227,28 @@ class DescribedApi(FastAPI):
         schemas |= models_json_schema([(kind, "validation") for kind in BODIES], ref_template=template)[1]["$defs"]
         for schema in schemas.values():
             name_model(schema, self.model_name)
+            write_limits(schema, self.limits)
             write_whole_bounds(schema)
         if self.needs_key:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, item in description["paths"].items():
             for operation in item.values():
-                operation["responses"].pop("422", None)
-                asks_for_key = self.needs_key and path not in self.open_paths
-                if asks_for_key:
+                if self.needs_key and path not in OPEN_PATHS:
                     operation["security"] = [{"key": []}]
-                operation["responses"].update(_described(ANY_ERRORS | (KEY_ERRORS if asks_for_key else {})))
+                self._complete_responses(operation["responses"], path)
         return description
+
+    def _complete_responses(self, responses: dict[str, Any], path: str) -> None:
+        """Adds the errors of the middleware to those of a route, and the values of limits to all."""
+        responses.pop("422", None)
+        errors = ANY_ERRORS | (KEY_ERRORS if self.needs_key and path not in OPEN_PATHS else {})
+        errors |= {} if path in SERVED_WHILE_DRAINING else DRAIN_ERRORS
+        for status, response in _described(errors).items():
+            responses.setdefault(status, response)
+        for status, response in responses.items():
+            response["description"] = response["description"].format_map(vars(self.limits))
+            if status in ("429", "503") and path not in SERVED_WHILE_DRAINING:
+                response["headers"] = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
 
 
 def _described(errors: Responses) -> dict[str, Any]:
@@ -237,12 +259,25 @@ def _described(errors: Responses) -> dict[str, Any]:
     }
 
 
+def _choices(schema: dict[str, Any], name: str, kind: str) -> Iterator[dict[str, Any]]:
+    """Yields the schemas of a type that a field of a request may follow."""
+    field = schema.get("properties", {}).get(name, {})
+    return (choice for choice in (field, *field.get("anyOf", ())) if choice.get("type") == kind)
+
+
 def name_model(schema: dict[str, Any], model_name: str) -> None:
     """Restricts the field `model` of a request to the served model."""
-    field = schema.get("properties", {}).get("model", {})
-    for choice in (field, *field.get("anyOf", ())):
-        if choice.get("type") == "string":
-            choice["enum"] = [model_name]
+    for choice in _choices(schema, "model", "string"):
+        choice["enum"] = [model_name]
+
+
+def write_limits(schema: dict[str, Any], limits: Limits) -> None:
+    """Bounds the fields of a request by the context and the queue."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        for choice in _choices(schema, name, "integer"):
+            choice["maximum"] = limits.max_model_len - 1
+    for choice in _choices(schema, "n", "integer"):
+        choice["maximum"] = min(choice["maximum"], limits.max_requests)
 
 
 def write_whole_bounds(schema: Any) -> None:

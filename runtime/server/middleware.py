@@ -119,8 +119,8 @@ def parts(url: str) -> SplitResult:
 
 
 class BodyLimit:
-    """Answers 413 to bodies longer than `max_bytes`, with or without a stated length, and 408 to bodies that are not
-    complete within `seconds`."""
+    """Answers 413 to bodies longer than `max_bytes`, with or without a stated length, 408 to bodies that are not
+    complete within `seconds`, and 415 to compressed ones, whose length says little."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self.app = app
@@ -131,10 +131,18 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if int(Headers(scope=scope).get("content-length", "0")) > self.max_bytes:
-            await self.refusal().response()(scope, receive, send)
-            return
-        await self.app(scope, self.counting(receive), send)
+        if error := self.objection(Headers(scope=scope)):
+            await error.response()(scope, receive, send)
+        else:
+            await self.app(scope, self.counting(receive), send)
+
+    def objection(self, headers: Headers) -> ApiError | None:
+        """Returns the error for a body that need not be read."""
+        encodings = ",".join(headers.getlist("content-encoding")).lower()
+        if compressed := {name.strip() for name in encodings.split(",")} - {"", "identity"}:
+            message = f"The body is sent in the encoding '{min(compressed)}'. Send it uncompressed."
+            return ApiError(415, message, code="unsupported_encoding", headers={"Accept-Encoding": "identity"})
+        return self.refusal() if int(headers.get("content-length", "0")) > self.max_bytes else None
 
     def counting(self, receive: Receive) -> Receive:
         """Wraps `receive` to raise ApiError: 413 once the body is too long, 408 if it is late."""

@@ -203,6 +203,13 @@ class HealthResponse(TypedDict):
 
 
 @closed
+class VersionResponse(TypedDict):
+    """Answer of `/version`."""
+
+    version: str
+
+
+@closed
 class TokenizeResponse(TypedDict):
     """Answer of `/tokenize`."""
 
@@ -247,21 +254,24 @@ def _errors(**descriptions: str) -> Responses:
     }
 
 
+# Names in braces are fields of `Limits`.
 ANY_ERRORS = _errors(
     status_403="Asked by a page of another site, or under a foreign host name",
+    status_413="The body is longer than {max_body_bytes} bytes",
+    status_415="The body is compressed",
     status_500="The server failed",
 )
 """Errors of every route."""
 KEY_ERRORS = _errors(status_401="Missing or incorrect API key")
+DRAIN_ERRORS = _errors(status_503="The server is stopping")
 PARAMETER_ERRORS = _errors(status_404="Not found")
 BODY_ERRORS = _errors(
-    status_400="The body is invalid; `param` names the field",
+    status_400="The body is invalid or exceeds the context of {max_model_len} tokens; `param` names the field",
     status_404="Another model is served",
-    status_408="The body was not complete in time",
-    status_413="The body is too long",
-    status_429="The queue is full, or a limit of the API key is reached",
-    status_503="The server is stopping, or the request got no token in time",
-    status_504="The request took too long",
+    status_408="The body was not complete after {client_seconds:g} s",
+    status_429="{max_requests} sequences are running or waiting, or a limit of the API key is reached",
+    status_503="The server is stopping, or the request got no token in {queue_seconds:g} s",
+    status_504="The request took longer than {request_seconds:g} s",
 )
 MAY_STREAM: Responses = BODY_ERRORS | {
     200: {

@@ -239,6 +239,14 @@ def guarded_api(guarded_url: str) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
+def no_traceback(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails a test in which a traceback was logged."""
+    yield
+    records = [record for when in ("setup", "call") for record in caplog.get_records(when)]
+    assert [record.getMessage() for record in records if record.exc_info] == []
+
+
+@pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool]], None]:
     def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds

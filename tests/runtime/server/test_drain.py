@@ -1,7 +1,6 @@
 """A server that stops: answers in flight end, new requests are refused, what is late gets an error, nothing crashes."""
 
 import json
-import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -51,23 +50,19 @@ class Served:
 
 
 @pytest.fixture
-def serve(alphabet_parts: Any, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Served]]:
-    """Starts servers; in the end no traceback may be in the log."""
-    log = logging.getLogger("uvicorn")  # which passes nothing on
+def serve(alphabet_parts: Any, no_traceback: None) -> Iterator[Callable[..., Served]]:
+    """Starts servers, in whose log no traceback may be in the end."""
     with ExitStack() as servers:
 
         def start(drain_seconds: float = FOREVER, **options: Any) -> Served:
             app, engine, tokenizer = alphabet_parts(**options)
             app.state.drain.write_seconds = 0.3
-            server = create_server(app, drain_seconds, client_seconds=60)
-            log.addHandler(caplog.handler)
-            servers.callback(log.removeHandler, caplog.handler)
-            served = Served(servers.enter_context(running(server)), engine, tokenizer)
+            server = servers.enter_context(running(create_server(app, drain_seconds, client_seconds=60)))
+            served = Served(server, engine, tokenizer)
             servers.callback(served.signal)  # at the end of a failed test
             return served
 
         yield start
-    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 def hang(served: Served, pool: ThreadPoolExecutor, wait_until: Any, *bodies: dict[str, Any]) -> list[Any]:

@@ -168,7 +168,7 @@ async def long_answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[uvicorn.Server]:
     http = partial(ReadTimeoutProtocol, client_seconds=HTTP_SECONDS)
-    config = uvicorn.Config(long_answer, http=http, lifespan="off", log_level="critical")
+    config = uvicorn.Config(long_answer, http=http, lifespan="off", log_config=None)
     with running(uvicorn.Server(config)) as server:
         yield server
 
