@@ -7,12 +7,15 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from starlette.exceptions import HTTPException as AnyHttpException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from compress.common.errors import LongPromptError, RequestError
 from runtime.server.response_models import to_json
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+CLIENT_CLOSED_REQUEST = 499
+"""Status in the log of a request whose client left before the answer."""
 
 
 class ApiError(HTTPException):
@@ -127,6 +130,10 @@ def add_error_handlers(app: FastAPI) -> None:
             return error.response()
         message = f"{request.method} {request.url.path}: {error.detail}"
         return error_response(error.status_code, message, headers=error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def crashed(request: Request, error: Exception) -> Response:

@@ -227,7 +227,8 @@ def work(end: int) -> None:
     Args:
         end: file descriptor of this end.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group they are for the server, which ends this
+        signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     with Connection(end) as connection, suppress(EOFError):
         served = connection.recv()

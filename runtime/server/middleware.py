@@ -27,10 +27,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from compress.common.cli import tool_version
 from runtime.engine.metrics import PREFIX
-from runtime.server.errors import ApiError, error_response
+from runtime.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
 from runtime.server.keys import ApiKeys, TokenCount
 from runtime.server.page import PAGE_PATHS
-from runtime.server.serving import CLIENT_CLOSED_REQUEST
 
 logger = logging.getLogger("runtime.server")
 
@@ -206,13 +205,15 @@ class RequestBody:
         return message
 
     async def discard(self, seconds: float) -> None:
-        """Reads the rest for at most some seconds; 0 reads what has arrived."""
+        """Reads the rest for at most some seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.is_read:
                     await self.receive()
 
 
+ARRIVAL_SECONDS = 0.05
+"""Most time between the head and the body of a small request, which need not cost its connection."""
 LINGER_SECONDS = 2
 
 
@@ -237,7 +238,7 @@ class ConnectionEnd:
         async def send_and_end(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if not (body.is_read or body.is_awaited):
-                    await body.discard(0)
+                    await body.discard(ARRIVAL_SECONDS)
                 if self.is_draining() or not body.is_read:
                     MutableHeaders(scope=message)["connection"] = "close"
             elif not (body.is_read or message.get("more_body", False)):

@@ -161,7 +161,6 @@ async def _pump(index: int, stream: AsyncGenerator[Delta, None], arrivals: async
 
 T = TypeVar("T")
 Deltas = AsyncGenerator[tuple[int, Delta], None]
-CLIENT_CLOSED_REQUEST = 499
 DONE = b"data: [DONE]\n\n"
 
 
@@ -317,14 +316,12 @@ class EventStream(StreamingResponse):
 
 
 async def respond_at_once(request: Request, body: Awaitable[Mapping[str, Any]]) -> Response:
-    """Returns an answer that is not streamed; cancels it if the client disconnects.
+    """Returns an answer that is not streamed; a long one is written while it is sent, so it has no `Content-Length`.
 
-    A long answer is written while it is sent, so it has no `Content-Length`.
+    Raises:
+        ClientDisconnect: the client disconnected first.
     """
-    try:
-        written = blocks(json_pieces(await unless_disconnected(request, body)))
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    written = blocks(json_pieces(await unless_disconnected(request, body)))
     first = await anext(written)
     second = await anext(written, None)
     if second is None:
@@ -436,10 +433,7 @@ class Service:
         deltas = self.run(jobs, request)
         if not body.stream:
             return await respond_at_once(request, answer.whole(deltas))
-        try:
-            first = await unless_disconnected(request, anext(deltas))
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        first = await unless_disconnected(request, anext(deltas))
         return EventStream(answer.events(first, deltas), deltas, self.limits.client_seconds)
 
     @contextmanager

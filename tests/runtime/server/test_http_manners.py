@@ -113,7 +113,7 @@ def test_a_body_over_the_limit_ends_the_connection(connect: Any, head: bytes) ->
 
 
 def test_a_refusal_of_a_whole_body_keeps_the_connection(connect: Any) -> None:
-    connection = connect(post_head(len(BODY), "/nowhere"), BODY)
+    connection = connect(post_head(len(BODY), "/nowhere") + BODY)
     assert answer_on(connection).status == 404
     connection.sendall(post_head(len(BODY)) + BODY)
     response = answer_on(connection)
