@@ -60,7 +60,7 @@ def bench(
     objectives = parse_objectives(slo) if slo else ()
     path = resolve_model(model)[0] if target.url is None or model is not None else None
     plan = Plan(
-        command=shlex.join(["runtime", *sys.argv[1:]]),
+        command=shlex.join(["runtime", *hide_key(sys.argv[1:], target.api_key)]),
         workload=workload,
         load=load,
         prompts=read_prompts(prompts) if prompts else None,
@@ -75,6 +75,12 @@ def bench(
     with server(target, path) as address:
         result = run(plan, address, target.api_key)
     write(result, json_file, plot)
+
+
+def hide_key(arguments: list[str], key: str | None) -> list[str]:
+    """Returns arguments as reports may show them."""
+    hidden = {key: "KEY", f"--api-key={key}": "--api-key=KEY"}
+    return [hidden.get(part, part) for part in arguments]
 
 
 def split_options(text: str) -> list[str]:

@@ -230,7 +230,7 @@ def serve(
     print(*describe_engine(served.engine), sep="\n")
     url, has_chat = url_of(listener, "https" if encryption else "http"), served.tokenizer.chat_template is not None
     announce(url, served.name, has_chat, needs_key=keys is not None)
-    warn_of_open_door(host, needs_key=keys is not None)
+    warn_of_open_door(host, is_open=keys is None and tls.ssl_ca_certs is None)
     with writing_logs(logs.log_level.upper()):
         run(served.app, listener, drain_seconds, limits.client_seconds, **encryption)
     print("stopped", file=sys.stderr)
@@ -281,9 +281,9 @@ def describe_engine(engine: Engine) -> Iterator[str]:
         yield f"{drafting}, {config.spec_verify}"
 
 
-def warn_of_open_door(host: str, needs_key: bool) -> None:
+def warn_of_open_door(host: str, is_open: bool) -> None:
     """Warns of a server that is reachable from elsewhere without a key."""
-    if not needs_key and host not in LOCAL_HOSTS:
+    if is_open and host not in LOCAL_HOSTS:
         print(
             f"warning: everyone who can connect to {host} may use this server; restrict it with --api-key KEY",
             file=sys.stderr,

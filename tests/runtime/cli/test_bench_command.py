@@ -53,6 +53,7 @@ def test_open_loop_beyond_the_queue_counts_refusals(url: str, tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "b.json").read_text())
     figures = found["figures"]
+    assert "--api-key KEY" in found["command"]
     assert figures["complete"] + figures["refused"] == 40
     assert figures["complete"] >= 3
     assert figures["refused"] > 10
