@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from compress.common.errors import CheckpointError
-from compress.models.spec import Attention, Block, GatedMLP, Linear, ModelSpec, RMSNorm, Rope
+from compress.models.spec import MLP, Attention, Block, Linear, ModelSpec, Norm, Rope
 
 Config = Mapping[str, Any]
 """A parsed config.json, of transformers 4 or 5."""
@@ -48,9 +49,9 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     return float(value)
 
 
-def flag(config: Config, key: str) -> bool:
-    """Reads a switch, off where it is missing or null. Raises CheckpointError unless it is true or false."""
-    value = config.get(key)
+def flag(config: Config, key: str, default: bool = False) -> bool:
+    """Reads a switch, off where it is null. Raises CheckpointError unless it is true or false."""
+    value = config.get(key, default)
     if not isinstance(value, bool | None):
         raise refusal(key, value, "true or false")
     return bool(value)
@@ -96,20 +97,33 @@ ROPE_PARAMETERS = (
 """Numbers among the parameters of rotary embeddings."""
 
 
-def rope(config: Config) -> Rope:
+def rope(
+    config: Config,
+    kind: str = "",
+    *,
+    theta: float = 10000.0,
+    knows_partial: bool = False,
+    interleaved: bool = False,
+) -> Rope:
     """Reads the rotary embedding, from `rope_parameters` of transformers 5 or `rope_scaling` of transformers 4.
 
     As in transformers, `rope_scaling` wins where both are there, and so does an `original_max_position_embeddings`
     outside of them.
 
+    Args:
+        kind: kind of layer, whose parameters are a block of their own.
+        theta: base of a config.json without one.
+        knows_partial, interleaved: see `Rope`.
+
     Raises:
         CheckpointError: no object, or a parameter of it that is no number.
     """
     options = block(config, "rope_scaling") or block(config, "rope_parameters")
-    kind = text(options, "rope_type", text(options, "type", "default"))
-    theta = number({"rope_theta": config.get("rope_theta", 10000.0)} | options, "rope_theta")
-    if theta <= 1:
-        raise refusal("rope_theta", theta, "above 1")
+    options = block(options, kind) if kind in options else options
+    name = text(options, "rope_type", text(options, "type", "default"))
+    base = number({"rope_theta": config.get("rope_theta", theta)} | options, "rope_theta")
+    if base <= 1:
+        raise refusal("rope_theta", base, "above 1")
     outer = config.get("partial_rotary_factor", config.get("rope_partial_factor"))
     partial = number({"partial_rotary_factor": outer} | options, "partial_rotary_factor", 1.0)
     for key in ROPE_PARAMETERS:
@@ -121,7 +135,8 @@ def rope(config: Config) -> Rope:
         {length: config.get(length) or options.get(length)}, length, context_length(config) or 2048
     )
     read = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-    return Rope(kind, theta, {key: value for key, value in options.items() if key not in read}, partial)
+    rest = {key: value for key, value in options.items() if key not in read}
+    return Rope(name, base, rest, partial, knows_partial, interleaved)
 
 
 def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:
@@ -148,6 +163,12 @@ def windows(config: Config, first: int = 0) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def layer_types(config: Config, period: int) -> list[str]:
+    """Reads the kind of every layer; without `layer_types` every `period`-th one sees all tokens."""
+    layers, kinds = range(num_layers(config)), config.get("layer_types")
+    return kinds or ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers]
+
+
 def switched_windows(config: Config) -> tuple[int | None, ...]:
     """Windows that hold only with `use_sliding_window`, from layer `max_window_layers` on."""
     if not flag(config, "use_sliding_window"):
@@ -155,8 +176,9 @@ def switched_windows(config: Config) -> tuple[int | None, ...]:
     return windows(config, int(number(config, "max_window_layers", 28)))
 
 
-def norm(config: Config, name: str, size: int | None = None) -> RMSNorm:
-    return RMSNorm(name, size or positive(config, "hidden_size"), number(config, "rms_norm_eps", 1e-6))
+def norm(config: Config, name: str, size: int | None = None, **options: Any) -> Norm:
+    """Composes a norm with the eps of the config; `options` are further fields of `Norm`."""
+    return Norm(name, size or positive(config, "hidden_size"), number(config, "rms_norm_eps", 1e-6), **options)
 
 
 def attention(
@@ -165,14 +187,16 @@ def attention(
     window: int | None = None,
     qkv_bias: bool = False,
     output_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: bool | tuple[Norm, Norm] = False,
     fused: bool = False,
+    **options: Any,
 ) -> Attention:
     """Composes grouped-query attention named as in Llama.
 
     Args:
-        qk_norm: RMSNorm over each query and key head.
+        qk_norm: norms of queries and keys; True is an RMSNorm over each head.
         fused: queries, keys and values are stored as one matrix.
+        options: further fields of `Attention`.
 
     Raises:
         CheckpointError: query heads that do not divide among the key-value heads.
@@ -184,19 +208,21 @@ def attention(
     head_dim = positive(config, "head_dim", hidden // heads)
     parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
     parts = {"qkv_proj": sum(parts.values())} if fused else parts
-    return Attention(
+    norms = norm(config, "self_attn.q_norm", head_dim), norm(config, "self_attn.k_norm", head_dim)
+    mixer = Attention(
         heads,
         kv_heads,
         head_dim,
         tuple(Linear(f"self_attn.{name}", count * head_dim, hidden, qkv_bias) for name, count in parts.items()),
         Linear("self_attn.o_proj", hidden, heads * head_dim, output_bias, split="rows"),
-        rope(config),
-        (norm(config, "self_attn.q_norm", head_dim), norm(config, "self_attn.k_norm", head_dim)) if qk_norm else None,
-        window,
+        options.pop("rope") if "rope" in options else rope(config),
+        (norms if qk_norm is True else qk_norm) or None,
+        window=window,
     )
+    return replace(mixer, **options)
 
 
-def gated_mlp(config: Config, *, bias: bool = False, fused: bool = False) -> GatedMLP:
+def gated_mlp(config: Config, *, bias: bool = False, fused: bool = False) -> MLP:
     """Composes a gated MLP named as in Llama.
 
     Args:
@@ -204,20 +230,34 @@ def gated_mlp(config: Config, *, bias: bool = False, fused: bool = False) -> Gat
     """
     hidden, inner = positive(config, "hidden_size"), positive(config, "intermediate_size")
     parts = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
-    return GatedMLP(
+    return MLP(
         tuple(Linear(f"mlp.{name}", size, hidden, bias) for name, size in parts.items()),
         Linear("mlp.down_proj", hidden, inner, bias, split="rows"),
         text(config, "hidden_act", "silu"),
     )
 
 
-def decoder(config: Config, mixers: Sequence[Attention], mlp: GatedMLP) -> ModelSpec:
-    """Composes a pre-norm decoder named as Llama, with one block per mixer."""
-    first, second = norm(config, "input_layernorm"), norm(config, "post_attention_layernorm")
+def plain_mlp(config: Config, up: str, down: str, activation: str, *, bias: bool = False) -> MLP:
+    """Composes an MLP without a gate from the names of its linears and its default activation."""
+    hidden, inner = positive(config, "hidden_size"), positive(config, "intermediate_size")
+    return MLP(
+        (Linear(f"mlp.{up}", inner, hidden, bias),),
+        Linear(f"mlp.{down}", hidden, inner, bias, split="rows"),
+        text(config, "hidden_act", activation),
+        gated=False,
+    )
+
+
+def decoder(config: Config, mixers: Sequence[Attention], mlp: MLP, **options: Any) -> ModelSpec:
+    """Composes a pre-norm decoder named as Llama, with one block per mixer; `options` are further fields of `Block`."""
+    norms = {
+        "input_norm": norm(config, "input_layernorm"),
+        "mlp_norm": norm(config, "post_attention_layernorm"),
+    } | options
     return ModelSpec(
         positive(config, "hidden_size"),
         positive(config, "vocab_size"),
-        tuple(Block(first, mixer, second, mlp) for mixer in mixers),
+        tuple(Block(mixer=mixer, mlp=mlp, **norms) for mixer in mixers),
         norm(config, "model.norm"),
         flag(config, "tie_word_embeddings"),
     )

@@ -1,4 +1,4 @@
-"""The registry of model families. A family is one file of this package that registers itself."""
+"""The registry of model families, which are files of `compress.models.families` that register themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
-import compress.models
+import compress.models.families
 from compress.models.config import Config
 from compress.models.spec import ModelSpec
 
@@ -47,5 +47,5 @@ def known_families() -> tuple[str, ...]:
 
 @cache
 def _import_families() -> None:
-    for module in iter_modules(compress.models.__path__):
-        import_module(f"{compress.models.__name__}.{module.name}")
+    for module in iter_modules(compress.models.families.__path__):
+        import_module(f"{compress.models.families.__name__}.{module.name}")

@@ -30,23 +30,47 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class RMSNorm:
-    """Root mean square norm (arXiv:1910.07467) over the last `size` channels, multiplied by its weight."""
+class Norm:
+    """Root mean square norm (arXiv:1910.07467) over the last `size` channels, multiplied by its weight.
+
+    Attributes:
+        offset: added to the stored weight; 1 where checkpoints store the distance to 1.
+        centered: the mean is subtracted first (LayerNorm, arXiv:1607.06450).
+        bias: a bias is added last.
+        in_float32: the weight multiplies before the result is rounded to the activation dtype.
+    """
 
     name: str
     size: int
     eps: float
+    offset: float = 0.0
+    centered: bool = False
+    bias: bool = False
+    in_float32: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the root mean square norm of Llama."""
+        return self == Norm(self.name, self.size, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding (arXiv:2104.09864): its kind, its base, the share of channels it rotates and what the kind
-    needs."""
+    """Rotary embedding (arXiv:2104.09864).
+
+    Attributes:
+        type: kind of its frequencies, which needs `options`.
+        partial: share of the channels of a head that it rotates, the first ones.
+        knows_partial: whether the modeling code of the family reads `partial`.
+        interleaved: channels 2i and 2i + 1 are a pair, not i and i + D / 2.
+    """
 
     type: str
     theta: float
     options: Mapping[str, Any]
     partial: float = 1.0
+    knows_partial: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +79,11 @@ class Attention:
 
     Attributes:
         qkv: projections of queries, keys and values in this order; a single linear where they are stored as one.
-        qk_norm: norms over each query head and each key head, before the rotary embedding.
+        rope: None for no positions.
+        qk_norm: norms of queries and keys, over each head or over all heads at once, as their size says.
+        norms_rotated: `qk_norm` comes after the rotary embedding instead of before it.
+        scale: factor on scores; None is `head_dim ** -0.5`.
+        position_scale: growth of queries with their position, see `PositionScale`.
         window: tokens, itself included, that a token attends to; None is all.
     """
 
@@ -64,46 +92,69 @@ class Attention:
     head_dim: int
     qkv: tuple[Linear, ...]
     output: Linear
-    rope: Rope
-    qk_norm: tuple[RMSNorm, RMSNorm] | None = None
+    rope: Rope | None
+    qk_norm: tuple[Norm, Norm] | None = None
+    norms_rotated: bool = False
+    scale: float | None = None
+    position_scale: PositionScale | None = None
     window: int | None = None
     name: str = "self_attn"
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMLP:
-    """`down(activation(gate(x)) * up(x))` (arXiv:2002.05202).
+class PositionScale:
+    """Factor `1 + beta * log(1 + floor(position / length))` on rotated queries, as in Llama 4."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """`down(activation(gate(x)) * up(x))` (arXiv:2002.05202), or `down(activation(up(x)))`.
 
     Attributes:
-        gate_up: gate and up in this order; a single linear where they are stored as one.
+        inputs: gate and up in this order, a single linear where they are stored as one; without a gate, up.
         activation: name as in config.json.
     """
 
-    gate_up: tuple[Linear, ...]
+    inputs: tuple[Linear, ...]
     down: Linear
     activation: str = "silu"
+    gated: bool = True
     name: str = "mlp"
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A pre-norm transformer block: `x += mixer(input_norm(x))`, then `x += mlp(mlp_norm(x))`.
+    """A transformer block: `x += mixer(input_norm(x))`, then `x += mlp(mlp_norm(x))`.
 
-    Other mixers, mixtures of experts and residual arrangements are further classes in these places.
+    Mixtures of experts are further classes in these places.
+
+    Attributes:
+        input_norm, mlp_norm: None where the residual stream is read as it is. In a parallel block `mlp_norm` is None,
+            and `mlp` reads what `mixer` reads.
+        output_norm, mlp_output_norm: norms of what mixer and MLP add.
+        residual_scale: factor on what mixer and MLP add.
     """
 
-    input_norm: RMSNorm
+    input_norm: Norm | None
     mixer: Attention
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp_norm: Norm | None
+    mlp: MLP
+    output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
+    residual_scale: float = 1.0
+    is_parallel: bool = False
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return *self.mixer.qkv, self.mixer.output, *self.mlp.gate_up, self.mlp.down
+        return *self.mixer.qkv, self.mixer.output, *self.mlp.inputs, self.mlp.down
 
     @property
-    def norms(self) -> tuple[RMSNorm, ...]:
-        return self.input_norm, self.mlp_norm, *(self.mixer.qk_norm or ())
+    def norms(self) -> tuple[Norm, ...]:
+        around = self.input_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm
+        return *(norm for norm in around if norm is not None), *(self.mixer.qk_norm or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +175,31 @@ class ModelSpec:
         blocks: one per layer, in order.
         final_norm: norm before the head, with its absolute name.
         tied: whether the head multiplies by the embedding.
+        embedding_scale: factor on the rows of the embedding.
         logit_scale: factor on logits.
     """
 
     hidden_size: int
     vocab_size: int
     blocks: tuple[Block, ...]
-    final_norm: RMSNorm
+    final_norm: Norm
     tied: bool = False
+    embedding_scale: float = 1.0
     logit_scale: float = 1.0
     names: TensorNames = TensorNames()
 
     @property
     def head(self) -> Linear:
         return Linear(self.names.head, self.vocab_size, self.hidden_size)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Rotary embeddings of all layers, each once, in order of appearance."""
+        found: list[Rope] = []
+        for block in self.blocks:
+            if block.mixer.rope is not None and block.mixer.rope not in found:
+                found.append(block.mixer.rope)
+        return tuple(found)
 
     def block_name(self, index: int) -> str:
         return f"{self.names.blocks}.{index}"
@@ -148,7 +210,7 @@ class ModelSpec:
             for linear in block.linears:
                 yield replace(linear, name=f"{self.block_name(index)}.{linear.name}")
 
-    def norms(self) -> Iterator[RMSNorm]:
+    def norms(self) -> Iterator[Norm]:
         """All norms, with absolute names."""
         for index, block in enumerate(self.blocks):
             for norm in block.norms:
@@ -164,6 +226,7 @@ class ModelSpec:
         """Shape of every parameter by tensor name; the head is listed even when it is the embedding."""
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in self.matrices().items()}
         shapes |= {f"{linear.name}.bias": (linear.out_features,) for linear in self.linears() if linear.bias}
+        shapes |= {f"{norm.name}.bias": (norm.size,) for norm in self.norms() if norm.bias}
         return shapes | {f"{norm.name}.weight": (norm.size,) for norm in self.norms()}
 
     def weight_bytes(self, itemsize: int) -> int:
@@ -190,11 +253,13 @@ class SmoothingMapping:
         smooth_layer: norm whose weight, or linear whose output rows, are divided by the scale.
         balance_layers: linears that read its output and nothing else; their input columns are multiplied.
         parent: module whose output shows what a change of the balance layers does.
+        offset: what a norm adds to its stored weight.
     """
 
     smooth_layer: str
     balance_layers: tuple[str, ...]
     parent: str
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,40 +322,55 @@ def _distinct(items: Iterable[Any]) -> tuple[Any, ...]:
 
 def siblings(block: Block) -> tuple[tuple[str, ...], ...]:
     """Groups of linears that share one input and that engines fuse."""
-    return tuple(_names(group) for group in (block.mixer.qkv, block.mlp.gate_up) if len(group) > 1)
+    return tuple(_names(group) for group in (block.mixer.qkv, block.mlp.inputs) if len(group) > 1)
 
 
 def smoothing_mappings(block: Block) -> tuple[SmoothingMapping, ...]:
     """Derives a block's smoothing mappings; none where projections are stored as one, as their rows differ in role.
 
-    Norms of query and key heads follow the projections and do not see a scale on their inputs.
+    Norms of query and key heads follow the projections and do not see a scale on their inputs. A norm that mixer and
+    MLP both read has no mapping, as no module shows what a change does to both.
     """
-    if not _is_split(block):
-        return ()
     mixer, mlp = block.mixer, block.mlp
-    value, up = mixer.qkv[2].name, mlp.gate_up[1].name
-    return (
-        SmoothingMapping(block.input_norm.name, _names(mixer.qkv), mixer.name),
-        SmoothingMapping(value, (mixer.output.name,), mixer.output.name),
-        SmoothingMapping(block.mlp_norm.name, _names(mlp.gate_up), mlp.name),
-        SmoothingMapping(up, (mlp.down.name,), mlp.down.name),
-    )
+    norms = (None, None) if block.is_parallel else (block.input_norm, block.mlp_norm)
+    found: list[SmoothingMapping] = []
+    for norm, inputs, output, parent in (
+        (norms[0], mixer.qkv, mixer.output, mixer.name),
+        (norms[1], mlp.inputs, mlp.down, mlp.name),
+    ):
+        if len(inputs) > 1 or (inputs is mlp.inputs and not mlp.gated):
+            if norm is not None:
+                found.append(SmoothingMapping(norm.name, _names(inputs), parent, norm.offset))
+            if len(inputs) > 1:
+                found.append(SmoothingMapping(inputs[-1].name, (output.name,), output.name))
+    return tuple(found)
 
 
 def residual_stream(block: Block) -> ResidualStream | None:
-    """Derives what touches a block's residual stream; None where value rows are not stored apart."""
-    if not _is_split(block):
-        return None
+    """Derives what touches a block's residual stream; None where value rows are not stored apart, or where more than
+    root mean square norms lie between the stream and the linears."""
     mixer, mlp = block.mixer, block.mlp
+    if not is_pre_norm(block) or len(mixer.qkv) != 3 or len(mlp.inputs) != 2:
+        return None
     return ResidualStream(
-        readers=((block.input_norm.name, _names(mixer.qkv)), (block.mlp_norm.name, _names(mlp.gate_up))),
+        readers=tuple(
+            (norm.name, _names(linears))
+            for norm, linears in ((block.input_norm, mixer.qkv), (block.mlp_norm, mlp.inputs))
+            if norm is not None
+        ),
         writers=(mixer.output.name, mlp.down.name),
         values=(mixer.qkv[2].name, mixer.output.name),
     )
 
 
-def _is_split(block: Block) -> bool:
-    return len(block.mixer.qkv) == 3 and len(block.mlp.gate_up) == 2
+def is_pre_norm(block: Block) -> bool:
+    """Whether mixer and MLP read the residual stream through plain norms and add to it as they are."""
+    read = block.input_norm, block.mlp_norm
+    return (
+        all(norm is not None and norm.is_plain for norm in read)
+        and block.output_norm is block.mlp_output_norm is None
+        and block.residual_scale == 1.0
+    )
 
 
 def _names(linears: Sequence[Linear]) -> tuple[str, ...]:

@@ -152,8 +152,10 @@ def fold_scale(block: LoadedBlock, mapping: SmoothingMapping, scale: Tensor, lay
             block.set_dense(bias, scale_outputs(block.dense[bias].to(scale.device), rows))
     else:
         name = f"{mapping.smooth_layer}.weight"
-        divided, scale = scale_norm(block.dense[name].to(scale.device), scale)
+        divided, scale = scale_norm(block.dense[name].to(scale.device), scale, mapping.offset)
         block.set_dense(name, divided)
+        if (bias := f"{mapping.smooth_layer}.bias") in block.dense:
+            block.set_dense(bias, scale_outputs(block.dense[bias].to(scale.device), scale))
     for name in mapping.balance_layers:
         block.weights[name] = scale_inputs(block.weights[name], scale)
     return scale

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.weights import Scheme
-from compress.models.spec import Block
+from compress.models.spec import Attention as AttentionSpec
+from compress.models.spec import ModelSpec, is_pre_norm
 from runtime.backends.kv_pages import KVCache, KVPages
 from runtime.core.batch import Batch, SamplingTensors
 from runtime.core.memory_plan import MemoryPlan
@@ -55,6 +56,30 @@ class RowSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """A norm over the last dimension with its weights `[H]`.
+
+    Attributes:
+        weight: in the dtype of activations, or in float32 where it multiplies before the result is rounded.
+        centered: the mean is subtracted first.
+        is_plain: root mean square norm with a weight in the dtype of activations.
+    """
+
+    weight: Tensor
+    eps: float
+    bias: Tensor | None = None
+    centered: bool = False
+    is_plain: bool = True
+
+
+def plain_weight(norm: NormWeights | None) -> Tensor:
+    """Returns the weight of a root mean square norm. Raises ValueError for another norm, or none."""
+    if norm is None or not norm.is_plain:
+        raise ValueError(f"{norm} is no plain root mean square norm")
+    return norm.weight
+
+
 class Ops(Protocol):
     """Operations between linears. 16-bit numbers are rounded where transformers rounds them, so that models give the
     same bits, except for sums that are added in another order."""
@@ -74,6 +99,14 @@ class Ops(Protocol):
 
     def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """As `silu_and_mul`, with any activation."""
+        ...
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """`activation(x)`, a new tensor."""
+        ...
+
+    def normalize(self, hidden: Tensor, norm: NormWeights) -> Tensor:
+        """Any norm of `hidden [..., H]`, a new tensor."""
         ...
 
 
@@ -101,7 +134,7 @@ class LayerWeights(Protocol):
     """Weights of one decoder layer, as kernels that compute whole layers read them."""
 
     @property
-    def attention_norm(self) -> Tensor: ...
+    def attention_norm(self) -> NormWeights | None: ...
     @property
     def qkv(self) -> Linear: ...
     @property
@@ -109,7 +142,7 @@ class LayerWeights(Protocol):
     @property
     def output(self) -> Linear: ...
     @property
-    def mlp_norm(self) -> Tensor: ...
+    def mlp_norm(self) -> NormWeights | None: ...
     @property
     def gate_up(self) -> Linear: ...
     @property
@@ -128,7 +161,10 @@ class Model(Protocol):
     @property
     def layers(self) -> Sequence[LayerWeights]: ...
     @property
-    def rotary(self) -> Rotary: ...
+    def rotary(self) -> Rotary:
+        """The rotary embedding of a model whose layers all have the same one."""
+        ...
+
     @property
     def ops(self) -> Ops: ...
 
@@ -341,9 +377,27 @@ def unregister(name: str) -> None:
     BACKENDS[:] = [backend for backend in BACKENDS if backend.name != name]
 
 
-def block_unsupported_reason(block: Block) -> str:
-    """Says why fused layers cannot compute a block; empty when they can."""
-    return "" if block.mlp.activation in ("silu", "swish") else f"computes silu, not {block.mlp.activation}"
+def layers_unsupported(spec: ModelSpec) -> str:
+    """Says why fused layers cannot compute the blocks of a model; empty when they can."""
+    block = spec.blocks[0]
+    mixer, rope = block.mixer, block.mixer.rope
+    if block.mlp.activation not in ("silu", "swish") or not block.mlp.gated:
+        return f"computes gated silu, not {block.mlp.activation}"
+    if block.is_parallel or not is_pre_norm(block):
+        return "computes plain norms before attention and MLP only"
+    if rope is None or rope.partial != 1 or rope.interleaved or any(each.mixer.rope != rope for each in spec.blocks):
+        return "rotates all layers and channels alike"
+    if mixer.scale is not None or mixer.position_scale is not None:
+        return "computes scores divided by the root of the head dimension"
+    if mixer.qk_norm is not None and not fuses_head_norms(mixer):
+        return "computes plain norms of heads before their rotation only"
+    return ""
+
+
+def fuses_head_norms(mixer: AttentionSpec) -> bool:
+    """Whether `Ops.rotate` computes the norms of query and key heads."""
+    norms = mixer.qk_norm or ()
+    return not mixer.norms_rotated and all(norm.is_plain and norm.size == mixer.head_dim for norm in norms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from compress.common.errors import CheckpointError
 from compress.common.files import read_json
 from compress.models.config import context_length, refusal
 from compress.models.registry import find_family, known_families
-from compress.models.spec import Attention, GatedMLP, ModelSpec, Rope
+from compress.models.spec import MLP, Attention, ModelSpec, Rope
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_NUMBERS = {
@@ -21,7 +21,7 @@ ROPE_NUMBERS = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 GENERATION_FILE = "generation_config.json"
 
 
@@ -29,7 +29,7 @@ GENERATION_FILE = "generation_config.json"
 class DecoderConfig:
     """One decoder-only model: its family's description, and what serving adds.
 
-    All blocks have the same sizes; only windows differ.
+    All blocks have the same sizes; windows and rotary embeddings may differ.
 
     Attributes:
         spec: blocks, names and shapes.
@@ -50,11 +50,11 @@ class DecoderConfig:
 
     @property
     def mixer(self) -> Attention:
-        """Attention of the first block, in all but its window that of the others."""
+        """Attention of the first block, in all but window and rotary embedding that of the others."""
         return self.spec.blocks[0].mixer
 
     @property
-    def mlp(self) -> GatedMLP:
+    def mlp(self) -> MLP:
         return self.spec.blocks[0].mlp
 
     @property
@@ -90,13 +90,17 @@ class DecoderConfig:
         return self.spec.final_norm.eps
 
     @property
-    def rope(self) -> Rope:
-        return self.mixer.rope
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         """Tokens, itself included, that a token attends to, per layer; None is all."""
         return tuple(block.mixer.window for block in self.spec.blocks)
+
+    @property
+    def sinks_unsupported_reason(self) -> str:
+        """Why queries cannot be moved to the place of sinks; empty when they can."""
+        first = self.mixer
+        if first.rope is None or any(block.mixer.rope != first.rope for block in self.spec.blocks):
+            return "its layers do not all have one rotary embedding"
+        return "its queries change after their rotation" if first.norms_rotated or first.position_scale else ""
 
     def keep_layers(self, kept: Iterable[int]) -> DecoderConfig:
         """The model with some of its layers."""
@@ -142,19 +146,20 @@ def unsupported_reason(spec: ModelSpec) -> str:
     """Says why the decoder cannot compute a model; empty when it can."""
     first = spec.blocks[0]
     mlp, mixer = first.mlp, first.mixer
-    if any(replace(block, mixer=replace(block.mixer, window=mixer.window)) != first for block in spec.blocks):
-        return "layers that differ in more than their window are not supported"
+    alike = (replace(each.mixer, window=mixer.window, rope=mixer.rope) for each in spec.blocks)
+    if any(replace(each, mixer=part) != first for each, part in zip(spec.blocks, alike, strict=True)):
+        return "layers that differ in more than their window and rotary embedding are not supported"
     if any(norm.eps != spec.final_norm.eps for norm in first.norms):
         return "norms with different eps are not supported"
     if mlp.activation not in ACTIVATIONS:
         return f"activation {mlp.activation!r} is not supported, only {', '.join(ACTIVATIONS)}"
-    return _unsupported_rope(mixer.rope)
+    return next(filter(None, map(_unsupported_rope, spec.ropes)), "")
 
 
 def _unsupported_rope(rope: Rope) -> str:
     if any(isinstance(value, Mapping) for value in rope.options.values()):
         return "a rotary embedding per layer type is not supported"
-    if rope.partial != 1:
+    if rope.partial != 1 and not rope.knows_partial:
         return "partial_rotary_factor other than 1 is not supported"
     if rope.type not in ROPE_TYPES:
         return f"rotary embedding {rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}"

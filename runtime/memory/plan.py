@@ -363,6 +363,8 @@ def activation_bytes(model: DecoderConfig, config: RuntimeConfig, itemsize: int)
 
 def find_model_window(model: DecoderConfig, config: RuntimeConfig) -> AttentionWindow:
     """Attention window of a model. Raises ToolkitError for a window that the model cannot have."""
+    if config.attention_sinks and (reason := model.sinks_unsupported_reason):
+        raise ToolkitError(f"attention sinks do not fit this model: {reason}", "Leave out --attention-sinks")
     return resolve_attention_window(
         model.windows, model.context_length, config.attention_window, config.attention_sinks
     )

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from compress.checkpoint.weights.integer import IntegerWeight, pack_bits, unpack_bits
 from compress.models.spec import Attention as AttentionSpec
-from compress.models.spec import Rope
-from runtime.backends.base import Attention, Linear, Ops, RowSource, RunLayers, Target
+from compress.models.spec import Block, Rope
+from runtime.backends.base import Attention, Linear, NormWeights, Ops, RowSource, RunLayers, Target
 from runtime.core.model_config import DecoderConfig
 
 
@@ -24,13 +24,26 @@ class Rotary:
 
     Angles are computed in float32 for every dtype, as the models were trained and as transformers does; cosine and
     sine are then rounded to the activation dtype.
+
+    Attributes:
+        order: int64 `[D]`, channels of a head in the order in which they are rotated: then channels i and i + D / 2 are
+            a pair, and pairs that do not rotate have frequency 0. Scores do not depend on an order that queries and
+            keys share. None keeps them.
     """
 
     def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies, self.scale = VARIANTS[rope.type](rope, head_dim)
+        rotated = int(head_dim * rope.partial)
+        frequencies, scale = VARIANTS[rope.type](rope, rotated)
+        still = torch.zeros((head_dim - rotated) // 2)
         # rotated = x * cos(angle) + swap_halves(x) * (-sin, +sin): a negative frequency gives the sign at no cost.
-        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
+        self.frequencies = torch.cat((-frequencies, -still, frequencies, still)).to(device)
+        self.scale: float | Tensor = scale
+        if scale != 1.0 and rotated < head_dim:
+            half = torch.cat((torch.full_like(frequencies, scale), torch.ones_like(still)))
+            self.scale = half.repeat(2).to(device)
         self.dtype = dtype
+        order = channel_order(rope, head_dim)
+        self.order = None if order is None else order.to(device)
 
     def exact(self) -> Rotary:
         """Returns the same rotary embedding with angles in float64.
@@ -45,7 +58,7 @@ class Rotary:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Computes cosine and signed sine `[T, 1, D]` of int64 positions `[T]`, shared by all layers of a step."""
         cos, sin = self._cos_sin(positions)
-        if self.scale != 1.0:
+        if isinstance(self.scale, Tensor) or self.scale != 1.0:
             cos, sin = cos * self.scale, sin * self.scale
         return cos.to(self.dtype), sin.to(self.dtype)
 
@@ -57,6 +70,17 @@ class Rotary:
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = (positions.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies).unsqueeze(-2)
         return angles.cos(), angles.sin()
+
+
+def channel_order(rope: Rope, head_dim: int) -> Tensor | None:
+    """Returns `Rotary.order`: of every pair the first channel, then the second ones."""
+    rotated = int(head_dim * rope.partial)
+    if rotated == head_dim and not rope.interleaved:
+        return None
+    channels = torch.arange(rotated)
+    pairs = channels.view(-1, 2) if rope.interleaved else channels.view(2, -1).T
+    still = torch.arange(rotated, head_dim).view(2, -1).T
+    return torch.cat((pairs, still)).T.flatten()
 
 
 def _default(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
@@ -198,16 +222,23 @@ class Layer:
     """Weights of one decoder layer. `qkv` and `gate_up` return their parts concatenated.
 
     Attributes:
-        head_norm: RMSNorm weights `[heads + kv_heads, D]` of query and key heads, or None.
+        head_norm: RMSNorm weights `[heads + kv_heads, D]` of query and key heads that `Ops.rotate` computes, or None.
+        qk_norm: other norms of queries and keys, each over as many channels as its weight has.
+        output_norm, mlp_output_norm: norms of what attention and MLP add.
+        rope: index of its rotary embedding; None for none.
     """
 
-    attention_norm: Tensor
+    attention_norm: NormWeights | None
     qkv: Linear
     head_norm: Tensor | None
     output: Linear
-    mlp_norm: Tensor
+    mlp_norm: NormWeights | None
     gate_up: Linear
     down: Linear
+    qk_norm: tuple[NormWeights, NormWeights] | None = None
+    output_norm: NormWeights | None = None
+    mlp_output_norm: NormWeights | None = None
+    rope: int | None = 0
 
 
 @dataclass(slots=True)
@@ -217,6 +248,7 @@ class Decoder:
     Attributes:
         embedding: maps token ids `[T]` to rows `[T, H]`.
         head: output projection `[H] -> [V]`.
+        rotaries: rotary embeddings, of which each layer has one or none.
         ops: norms, rotary embedding and gating between linears.
         description: the kernel of each kind of linear, one line each.
     """
@@ -226,9 +258,9 @@ class Decoder:
     device: torch.device
     embedding: Embedding
     layers: list[Layer]
-    norm: Tensor
+    norm: NormWeights
     head: Linear
-    rotary: Rotary
+    rotaries: tuple[Rotary, ...]
     ops: Ops
     description: tuple[str, ...] = ()
 
@@ -237,6 +269,12 @@ class Decoder:
         """Memory of all weights; a head that is the embedding itself counts once."""
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return self.embedding.nbytes + self.head.nbytes + sum(linear.nbytes for linear in linears)
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of a model whose layers all have the same one."""
+        (rotary,) = self.rotaries
+        return rotary
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, run_layers: RunLayers | None = None
@@ -247,21 +285,18 @@ class Decoder:
             attention: knows which tokens belong to one sequence; they may come in any order.
             run_layers: replaces everything between the embedding and the final norm.
         """
-        cos, sin = self.rotary.at(positions)
-        hidden = self.embedding(token_ids)
+        angles = [rotary.at(positions) for rotary in self.rotaries]
+        hidden = self._embed(token_ids)
         if run_layers is not None:
-            return run_layers(hidden, cos, sin)
+            return run_layers(hidden, *angles[0])
         update = None
-        for index, (block, layer) in enumerate(zip(self.config.spec.blocks, self.layers, strict=True)):
-            normed = self.ops.add_rms_norm(hidden, update, layer.attention_norm, block.input_norm.eps)
-            update = self._attend(index, block.mixer, normed, attention, cos, sin)
-            normed = self.ops.add_rms_norm(hidden, update, layer.mlp_norm, block.mlp_norm.eps)
-            update = layer.down(self.ops.activate_and_mul(layer.gate_up(normed), block.mlp.activation))
+        for index, block in enumerate(self.config.spec.blocks):
+            update = self._block(index, block, hidden, update, _Step(positions, angles, attention))
         return hidden if update is None else hidden.add_(update)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Applies the final norm, `[T, H] -> [T, H]`: the last hidden state of transformers."""
-        return self.ops.add_rms_norm(hidden, None, self.norm, self.config.norm_eps)
+        return self._normalize(hidden, None, self.norm)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Applies final norm, output head and logit scale: `[T, H] -> [T, V]` in the dtype of the head."""
@@ -273,13 +308,82 @@ class Decoder:
         logits = self.head_logits(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _attend(
-        self, index: int, mixer: AttentionSpec, normed: Tensor, attention: Attention, cos: Tensor, sin: Tensor
-    ) -> Tensor:
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        hidden, scale = self.embedding(token_ids), self.config.spec.embedding_scale
+        return hidden if scale == 1.0 else hidden.mul_(torch.tensor(scale, dtype=hidden.dtype))
+
+    def _block(self, index: int, block: Block, hidden: Tensor, update: Tensor | None, step: _Step) -> Tensor:
+        """Adds `update` to `hidden`, and what mixer and MLP add but for the last of them, which it returns."""
+        layer = self.layers[index]
+        normed = self._normalize(hidden, update, layer.attention_norm)
+        update = self._finish(block, self._attend(index, block.mixer, normed, step), layer.output_norm)
+        if not block.is_parallel:
+            normed = self._normalize(hidden, update, layer.mlp_norm)
+        inner = layer.gate_up(normed)
+        activate = self.ops.activate_and_mul if block.mlp.gated else self.ops.activate
+        added = self._finish(block, layer.down(activate(inner, block.mlp.activation)), layer.mlp_output_norm)
+        return added.add_(update) if block.is_parallel else added
+
+    def _finish(self, block: Block, update: Tensor, norm: NormWeights | None) -> Tensor:
+        """Applies what a block does to an update before it is added."""
+        if norm is not None:
+            update = self._normalize(update, None, norm)
+        return update if block.residual_scale == 1.0 else update * block.residual_scale
+
+    def _normalize(self, hidden: Tensor, update: Tensor | None, norm: NormWeights | None) -> Tensor:
+        """Adds `update` to `hidden` in place and returns the norm of the sum; without a norm, the sum itself."""
+        if norm is not None and norm.is_plain:
+            return self.ops.add_rms_norm(hidden, update, norm.weight, norm.eps)
+        if update is not None:
+            hidden.add_(update)
+        return hidden if norm is None else self.ops.normalize(hidden, norm)
+
+    def _attend(self, index: int, mixer: AttentionSpec, normed: Tensor, step: _Step) -> Tensor:
         layer, rotated = self.layers[index], mixer.num_heads + mixer.num_kv_heads
         heads = layer.qkv(normed).view(-1, rotated + mixer.num_kv_heads, mixer.head_dim)
-        query_key = self.ops.rotate(heads[:, :rotated], layer.head_norm, self.config.norm_eps, cos, sin)
-        attended = attention(
-            index, query_key[:, : mixer.num_heads], query_key[:, mixer.num_heads :], heads[:, rotated:]
-        )
+        query_key = self._rotate(mixer, layer, heads[:, :rotated], step)
+        query, key = query_key[:, : mixer.num_heads], query_key[:, mixer.num_heads :]
+        attended = step.attention(index, _scaled(query, mixer, step.positions), key, heads[:, rotated:])
         return layer.output(attended.reshape(-1, mixer.num_heads * mixer.head_dim))
+
+    def _rotate(self, mixer: AttentionSpec, layer: Layer, query_key: Tensor, step: _Step) -> Tensor:
+        """Applies norms of queries and keys and the rotary embedding to `[T, heads + kv_heads, D]`."""
+        if layer.qk_norm is not None and not mixer.norms_rotated:
+            query_key = self._normalize_heads(mixer, layer.qk_norm, query_key)
+        if layer.rope is not None:
+            order = self.rotaries[layer.rope].order
+            query_key = query_key if order is None else query_key.index_select(-1, order)
+            query_key = self.ops.rotate(query_key, layer.head_norm, self.config.norm_eps, *step.angles[layer.rope])
+        if layer.qk_norm is not None and mixer.norms_rotated:
+            query_key = self._normalize_heads(mixer, layer.qk_norm, query_key)
+        return query_key
+
+    def _normalize_heads(
+        self, mixer: AttentionSpec, norms: tuple[NormWeights, NormWeights], query_key: Tensor
+    ) -> Tensor:
+        parts = query_key.split((mixer.num_heads, mixer.num_kv_heads), 1)
+        normed = (
+            self.ops.normalize(part.reshape(len(part), -1, len(norm.weight)), norm).view(part.shape)
+            for part, norm in zip(parts, norms, strict=True)
+        )
+        return torch.cat(list(normed), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of a step share; cosine and signed sine of each rotary embedding."""
+
+    positions: Tensor
+    angles: list[tuple[Tensor, Tensor]]
+    attention: Attention
+
+
+def _scaled(query: Tensor, mixer: AttentionSpec, positions: Tensor) -> Tensor:
+    """Scales queries where scores are not just divided by the root of the head dimension, as every attention does."""
+    if mixer.scale is not None:
+        query = query * (mixer.scale * mixer.head_dim**0.5)
+    if mixer.position_scale is not None:
+        spans = (positions // mixer.position_scale.length).to(torch.float32)
+        growth = 1 + mixer.position_scale.beta * torch.log1p(spans)
+        query = query * growth.to(query.dtype).view(-1, 1, 1)
+    return query

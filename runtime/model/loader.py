@@ -18,9 +18,9 @@ from compress.checkpoint.weights.base import BesideColumns, Factors
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.device import available_bytes, format_bytes, resolve_device
 from compress.common.errors import CheckpointError, ToolkitError
-from compress.models.spec import Attention, Block
+from compress.models.spec import Attention, Block, Norm
 from compress.models.spec import Linear as LinearSpec
-from runtime.backends.base import Linear, LinearKernel, LowRank, Target, WithOutliers
+from runtime.backends.base import Linear, LinearKernel, LowRank, NormWeights, Target, WithOutliers, fuses_head_norms
 from runtime.backends.registry import (
     Choice,
     check_name,
@@ -32,7 +32,7 @@ from runtime.backends.registry import (
     modes,
 )
 from runtime.core.model_config import DecoderConfig, parse_config, read_generation_config
-from runtime.model.decoder import Decoder, Embedding, Layer, Rotary, make_embedding
+from runtime.model.decoder import Decoder, Embedding, Layer, Rotary, channel_order, make_embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ def check_tensors(checkpoint: PackedCheckpoint, config: DecoderConfig) -> None:
     embedding = config.spec.names.embedding
     _check_shape(f"{embedding}.weight", checkpoint.shape(embedding), (config.vocab_size, config.hidden_size))
     for norm in config.spec.norms():
-        _check_shape(f"{norm.name}.weight", checkpoint.files.shape(f"{norm.name}.weight"), (norm.size,))
+        for part in ("weight", "bias")[: 1 + norm.bias]:
+            _check_shape(f"{norm.name}.{part}", checkpoint.files.shape(f"{norm.name}.{part}"), (norm.size,))
 
 
 def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -212,9 +213,9 @@ class _Loader:
             device=target.device,
             embedding=embedding,
             layers=layers,
-            norm=self._vector(f"{config.spec.names.final_norm}.weight"),
+            norm=self._norm(config.spec.final_norm),
             head=head,
-            rotary=Rotary(config.rope, config.head_dim, target.dtype, target.device),
+            rotaries=self.rotaries,
             ops=ops.kernel,
             description=(
                 *self.description(),
@@ -222,6 +223,11 @@ class _Loader:
                 *contradictions(self.checkpoint, config),
             ),
         )
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        head_dim, target = self.config.head_dim, self.target
+        return tuple(Rotary(rope, head_dim, target.dtype, target.device) for rope in self.config.spec.ropes)
 
     def layers(self) -> list[Layer]:
         spec = self.config.spec
@@ -232,21 +238,48 @@ class _Loader:
 
     def _layer(self, name: str, block: Block) -> Layer:
         mixer, mlp = block.mixer, block.mlp
+        fused = fuses_head_norms(mixer) and mixer.rope is not None
         return Layer(
-            attention_norm=self._vector(f"{name}.{block.input_norm.name}.weight"),
+            attention_norm=self._block_norm(name, block.input_norm),
             qkv=self._linear(*_inside(name, mixer.qkv)),
-            head_norm=self._head_norm(name, mixer),
+            head_norm=self._head_norm(name, mixer) if fused else None,
             output=self._linear(*_inside(name, (mixer.output,))),
-            mlp_norm=self._vector(f"{name}.{block.mlp_norm.name}.weight"),
-            gate_up=self._linear(*_inside(name, mlp.gate_up)),
+            mlp_norm=self._block_norm(name, block.mlp_norm),
+            gate_up=self._linear(*_inside(name, mlp.inputs)),
             down=self._linear(*_inside(name, (mlp.down,))),
+            qk_norm=None if fused else self._qk_norm(name, mixer),
+            output_norm=self._block_norm(name, block.output_norm),
+            mlp_output_norm=self._block_norm(name, block.mlp_output_norm),
+            rope=None if mixer.rope is None else self.config.spec.ropes.index(mixer.rope),
         )
+
+    def _norm(self, norm: Norm) -> NormWeights:
+        """Loads a norm by its absolute name."""
+        dtype = self.target.dtype
+        if norm.in_float32 or norm.offset or norm.centered:
+            dtype = torch.promote_types(dtype, torch.float32)
+        weight = self._vector(f"{norm.name}.weight", dtype)
+        bias = self._vector(f"{norm.name}.bias", dtype) if norm.bias else None
+        return NormWeights(
+            weight + norm.offset if norm.offset else weight, norm.eps, bias, norm.centered, norm.is_plain
+        )
+
+    def _block_norm(self, block: str, norm: Norm | None) -> NormWeights | None:
+        return None if norm is None else self._norm(replace(norm, name=f"{block}.{norm.name}"))
 
     def _head_norm(self, name: str, mixer: Attention) -> Tensor | None:
         if mixer.qk_norm is None:
             return None
         query, key = (self._vector(f"{name}.{norm.name}.weight") for norm in mixer.qk_norm)
-        return torch.cat((query.expand(mixer.num_heads, -1), key.expand(mixer.num_kv_heads, -1)))
+        weight = torch.cat((query.expand(mixer.num_heads, -1), key.expand(mixer.num_kv_heads, -1)))
+        order = None if mixer.rope is None else channel_order(mixer.rope, mixer.head_dim)
+        return weight if order is None else weight[:, order.to(weight.device)]
+
+    def _qk_norm(self, name: str, mixer: Attention) -> tuple[NormWeights, NormWeights] | None:
+        if mixer.qk_norm is None:
+            return None
+        query, key = (self._norm(replace(norm, name=f"{name}.{norm.name}")) for norm in mixer.qk_norm)
+        return query, key
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """Prepares embedding and head, with one matrix for both where possible."""
@@ -270,8 +303,8 @@ class _Loader:
             return self.checkpoint.weight(module)
         return unpacked_on(self.checkpoint, device).weight(module).to(device)
 
-    def _vector(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name).to(self.target.device, self.target.dtype)
+    def _vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self.checkpoint.tensor(name).to(self.target.device, dtype or self.target.dtype)
 
     def _linear(self, *linears: LinearSpec) -> Linear:
         """Makes one linear of several over one input, fused when they can be."""

@@ -298,7 +298,7 @@ def build_runner(decoder: Decoder, config: RuntimeConfig) -> ModelRunner:
     for note in plan.kv_choice.notes:
         logger.warning("KV cache %s: %s", plan.kv_cache, note)
     if config.attention_window is not None:
-        decoder = replace(decoder, rotary=decoder.rotary.exact())
+        decoder = replace(decoder, rotaries=tuple(rotary.exact() for rotary in decoder.rotaries))
     runner = ModelRunner(decoder, plan)
     if on_gpu:
         warm_up(runner, config)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from shared_store import SharedStore
+from tiny_models import VARIANTS
 
 from compress.common.cli import demo_model_path
 from compress.pipeline.prepare import RunRequest, prepare
@@ -14,7 +15,6 @@ from compress.pipeline.run import run
 from compress.recipe import Recipe
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 128, 256, 3, 4, 2
-FAMILIES = ("llama", "llama_biased", "mistral", "qwen2", "qwen3", "phi3")
 TinyModel = Callable[..., Path]
 
 
@@ -35,17 +35,18 @@ def build_model(family: str, **options):
         "pad_token_id": 3,
     }
     special = {
+        "llama": {},
         "llama_biased": {"attention_bias": True, "mlp_bias": True},
         "mistral": {"sliding_window": 16},
+        "phi3": {},
         "qwen3": {"head_dim": 64},
         # Qwen2 may mix full and windowed attention, so its blocks are passed different masks.
         "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     }
-    name = {"llama_biased": "Llama", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    prefix = name.get(family, family.capitalize())
-    config = getattr(transformers, f"{prefix}Config")(**common | special.get(family, {}) | options)
+    fields = special[family] if family in special else VARIANTS[family] | {"head_dim": 32}
+    config = transformers.AutoConfig.for_model(family.removesuffix("_biased"), **common | fields | options)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5

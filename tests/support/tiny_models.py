@@ -2,34 +2,22 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from compress.checkpoint.config import packed_config, read_config, write_config
 from compress.checkpoint.formats import find_format, stored_tensors
+from compress.checkpoint.reader import PackedCheckpoint
 from compress.checkpoint.scale_search import FP8
 from compress.checkpoint.weights import Scheme, Weight
 from compress.checkpoint.weights.fp8 import Fp8Weight
 from compress.checkpoint.weights.integer import IntegerWeight
 
-FAMILIES = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "phi3": Phi3Config,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -38,12 +26,64 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 112,
     "max_position_embeddings": 256,
+    "pad_token_id": 0,
 }
+MIXED = {
+    "num_hidden_layers": 2,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+VARIANTS: dict[str, dict[str, object]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
+    "mistral": {"sliding_window": 6},
+    "phi3": {"sliding_window": 16, "partial_rotary_factor": 0.5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen3": {"head_dim": 24, "attention_bias": True},
+    "arcee": {"attention_bias": True, "mlp_bias": True},
+    "cohere2": {**MIXED, "attention_bias": True, "logit_scale": 2.0},
+    "ernie4_5": {"head_dim": 24, "use_bias": True},
+    "exaone4": {**MIXED, "head_dim": 24},
+    "gemma": {"head_dim": 24},
+    "gemma3_text": {**MIXED, "head_dim": 24, "query_pre_attn_scalar": 30},
+    "glm4": {"head_dim": 24, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "granite": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.7,
+    },
+    "hunyuan_v1_dense": {"head_dim": 24, "attention_bias": True},
+    "ministral3": {
+        "head_dim": 24,
+        "sliding_window": 9,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.2,
+        },
+    },
+    "olmo2": {"attention_bias": True},
+    "olmo3": {**MIXED, "attention_bias": True},
+    "seed_oss": {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True},
+    "smollm3": {
+        **MIXED,
+        "use_sliding_window": True,
+        "no_rope_layers": [1, 0],
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "starcoder2": {"sliding_window": 9},
+}
+"""One model of every family with all of its features."""
 
 
 def save_tiny_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **options: object) -> Path:
     """Random weights, with norms and biases that are seen when they are lost."""
-    config = FAMILIES[family](**(SIZES | options))
+    config = AutoConfig.for_model(family, **(SIZES | options))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     for name, parameter in model.named_parameters():
@@ -52,22 +92,40 @@ def save_tiny_model(folder: Path, family: str = "llama", dtype: torch.dtype = to
     return folder
 
 
-def load_reference(folder: Path, dtype: torch.dtype = torch.float64, *, exact_norms: bool = True) -> PreTrainedModel:
+class StayInFloat64(TorchFunctionMode):
+    """Computes in float64 what models round to float32 whatever their dtype, such as norms."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if function is Tensor.float:
+                return args[0]
+            args = tuple(map(_kept, args))
+            kwargs = {name: _kept(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _kept(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float64, *, exact: bool = True) -> PreTrainedModel:
     """transformers' own model.
 
     Args:
-        exact_norms: RMSNorm computes in the model's dtype; transformers rounds to float32 there, whatever the dtype.
+        exact: a float64 model computes everything in float64.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    for module in model.modules() if exact_norms else ():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = _rms_norm(module)
+    for module in model.modules() if exact and dtype is torch.float64 else ():
+        if module is model or type(module).__name__.endswith("Norm"):
+            module.forward = _in_float64(module.forward)
     return model
 
 
-def _rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+def _in_float64(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with StayInFloat64():
+            return compute(*args, **kwargs)
 
     return forward
 
@@ -129,4 +187,14 @@ def put_weights(model: PreTrainedModel, weights: dict[str, Weight]) -> PreTraine
     """Puts dequantized weights into transformers' model."""
     for module, weight in weights.items():
         model.get_submodule(module).weight.data = weight.dequantize(torch.float64).to(model.dtype)
+    return model
+
+
+def put_checkpoint(model: PreTrainedModel, checkpoint: PackedCheckpoint) -> PreTrainedModel:
+    """Puts all that a checkpoint stores into transformers' model, dequantized."""
+    for name, parameter in model.named_parameters():
+        module = name.removesuffix(".weight")
+        is_packed = module in checkpoint.schemes
+        stored = checkpoint.weight(module).dequantize(torch.float64) if is_packed else checkpoint.tensor(name)
+        parameter.data = stored.to(parameter.dtype)
     return model

@@ -84,13 +84,14 @@ def best_scale(
     return better(best, best.loss_after, refine(best))
 
 
-def scale_norm(norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides a norm's weight `[I]` by `scale [I]`.
+def scale_norm(norm: Tensor, scale: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Divides a norm's weight `[I]`, which counts from `offset`, by `scale [I]`.
 
     Returns the weight in its own dtype, and the scale this rounded weight undoes exactly: the one for the readers.
     """
-    divided = (norm.float() / scale).to(norm.dtype)
-    undone = norm.float() / divided.float()
+    whole = norm.float() + offset
+    divided = (whole / scale - offset).to(norm.dtype)
+    undone = whole / (divided.float() + offset)
     return divided, torch.where(torch.isfinite(undone) & (undone > 0), undone, scale)
 
 

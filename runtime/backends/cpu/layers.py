@@ -19,7 +19,8 @@ from runtime.backends.base import (
     Linear,
     Model,
     Target,
-    block_unsupported_reason,
+    layers_unsupported,
+    plain_weight,
 )
 from runtime.backends.cpu.kv_pages import LONGEST_HEAD, CpuPages, pages_unsupported_reason, token_stride
 from runtime.backends.cpu.linear import CpuLinear
@@ -278,7 +279,7 @@ class CpuLayers:
 
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     """Why a decoder's layers cannot run in one call; empty when they can."""
-    if reason := block_unsupported_reason(decoder.config.spec.blocks[0]):
+    if reason := layers_unsupported(decoder.config.spec):
         return reason
     if not isinstance(decoder.ops, CpuOps):
         return "ops between linears are not compiled"
@@ -291,7 +292,7 @@ def _linears(layer: LayerWeights) -> tuple[Linear, Linear, Linear, Linear]:
 
 
 def _layer(layer: LayerWeights, pages: int, window: int | None) -> _DecoderLayer:
-    norms = layer.attention_norm, layer.mlp_norm, layer.head_norm
+    norms = plain_weight(layer.attention_norm), plain_weight(layer.mlp_norm), layer.head_norm
     pointers = [None if norm is None else norm.data_ptr() for norm in norms]
     products = [_product(linear) for linear in _linears(layer)]
     return _DecoderLayer(*pointers, *products, pages, window or 0)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from runtime.backends.base import NormWeights
 from runtime.core.batch import SamplingTensors
 
 
@@ -41,6 +42,18 @@ class TorchOps:
         gate, up = gate_up.chunk(2, -1)
         return ACTIVATIONS[activation](gate).mul_(up)
 
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return ACTIVATIONS[activation](x)
+
+    def normalize(self, hidden: Tensor, norm: NormWeights) -> Tensor:
+        wide = hidden.to(norm.weight.dtype)
+        if norm.centered:
+            found = functional.layer_norm(wide, wide.shape[-1:], None, None, norm.eps)
+        else:
+            found = functional.rms_norm(wide, wide.shape[-1:], None, norm.eps)
+        found = found.mul_(norm.weight)
+        return (found if norm.bias is None else found.add_(norm.bias)).to(hidden.dtype)
+
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates heads `[T, heads, D]` by cosine and signed sine `[T, 1, D]` into a new tensor."""
@@ -57,6 +70,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+    "silu": functional.silu,
+    "swish": functional.silu,
 }
 
 

@@ -24,7 +24,7 @@ def prepare_attention(
 
     def step(batch: Batch) -> TritonAttention:
         keys = StepKeys(cache, batch, cache.place(model, batch.entries))
-        return TritonAttention(keys, windows, sinks, model.rotary)
+        return TritonAttention(keys, windows, sinks, model.rotary if sinks else None)
 
     return step
 

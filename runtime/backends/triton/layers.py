@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.backends.base import Model, Target, block_unsupported_reason
+from runtime.backends.base import Model, Target, layers_unsupported, plain_weight
 from runtime.backends.kv_pages import KVCache
 from runtime.backends.torch.ops import TorchOps
 from runtime.backends.triton.attention import TritonAttention, layer_pages
@@ -71,7 +71,7 @@ class TritonLayers:
         layer, (qkv_product, output, _, _) = self._decoder.layers[index], self._products[index]
         eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
         layout = qkv_product.activation_layout(tokens)
-        qkv = qkv_product.product(kernels.add_rms_norm(hidden, update, layer.attention_norm, eps, layout))
+        qkv = qkv_product.product(kernels.add_rms_norm(hidden, update, plain_weight(layer.attention_norm), eps, layout))
         slots, pages = attention.keys.batch.slots, self._pages[index]
         query = self._rope_kv_write.qk_norm_rope_kv_write(qkv, layer.head_norm, eps, cos, sin, slots, pages)
         attended = attention.attend(index, query).flatten(1)
@@ -81,13 +81,15 @@ class TritonLayers:
         layer, (_, _, gate_up_product, down) = self._decoder.layers[index], self._products[index]
         eps, tokens, kernels = self._decoder.config.norm_eps, len(hidden), self._norm_act
         layout = gate_up_product.activation_layout(tokens)
-        gate_up = gate_up_product.product(kernels.add_rms_norm(hidden, update, layer.mlp_norm, eps, layout))
+        gate_up = gate_up_product.product(
+            kernels.add_rms_norm(hidden, update, plain_weight(layer.mlp_norm), eps, layout)
+        )
         return down.product(kernels.silu_and_mul(gate_up, down.activation_layout(tokens), hidden.dtype))
 
 
 def layers_unsupported_reason(decoder: Model, memory: MemoryPlan) -> str:
     """Why a decoder's layers cannot run in fused kernels; "" when they can."""
-    if reason := block_unsupported_reason(decoder.config.spec.blocks[0]):
+    if reason := layers_unsupported(decoder.config.spec):
         return reason
     if not isinstance(decoder.ops, TritonOps):
         return "ops between linears are not in Triton"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import SIZES
+from tiny_models import SIZES, VARIANTS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compress.common.errors import CheckpointError
@@ -24,16 +24,14 @@ def describe(model_type: str, **options: object) -> ModelSpec:
     ("model_type", "options"),
     [
         ("llama", {}),
-        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
         ("mistral", {"attention_bias": True}),
         ("qwen2", {}),
         ("qwen3", {"head_dim": 32}),
-        ("qwen3", {"attention_bias": True, "head_dim": 32}),
-        ("phi3", {"pad_token_id": 0}),
+        *VARIANTS.items(),
     ],
 )
 def test_parameters_are_those_of_transformers(model_type: str, options: dict[str, object], tied: bool) -> None:
-    config = AutoConfig.for_model(model_type, **SIZES, **options, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(model_type, **(SIZES | options), tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     spec = describe(model_type, **options, tie_word_embeddings=tied)
@@ -42,6 +40,10 @@ def test_parameters_are_those_of_transformers(model_type: str, options: dict[str
     assert len(spec.blocks) == len(model.get_submodule(spec.names.blocks))
     completed = describe(**config.to_dict())
     assert completed.parameters() == spec.parameters(), "transformers fills in what config.json leaves out"
+
+
+def test_every_family_has_a_variant_with_all_features() -> None:
+    assert set(known_families()) == set(VARIANTS)
 
 
 def test_names_for_compression() -> None:

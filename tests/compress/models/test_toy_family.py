@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import load_reference
+from tiny_models import load_reference, put_checkpoint, reference_logits
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -19,8 +19,7 @@ from compress.models.spec import ModelSpec
 from compress.pipeline.prepare import RunRequest, prepare
 from compress.pipeline.run import run
 from compress.recipe import CalibrationOptions, QuantizeStage, Recipe
-from runtime.backends.cpu import layers as cpu_layers
-from runtime.backends.triton import layers as triton_layers
+from runtime.backends.base import layers_unsupported
 from runtime.core.config import RuntimeConfig
 from runtime.core.request import SamplingParams
 from runtime.llm import LLM
@@ -92,21 +91,15 @@ def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def reference_logits(folder: Path, source: Path, tokens: Tensor = TOKENS) -> Tensor:
+def logits_of(folder: Path, source: Path, tokens: Tensor = TOKENS) -> Tensor:
     """By transformers in float64, from the weights that a checkpoint holds."""
-    checkpoint, model = PackedCheckpoint.open(folder), load_reference(source)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            module = name.removesuffix(".weight")
-            stored = checkpoint.weight(module) if module in checkpoint.schemes else checkpoint.tensor(name)
-            parameter.copy_(stored if isinstance(stored, Tensor) else stored.dequantize(torch.float64))
-        return model(tokens, use_cache=False).logits
+    return reference_logits(put_checkpoint(load_reference(source), PackedCheckpoint.open(folder)), tokens)
 
 
 def test_logits_of_the_dense_and_of_the_packed_model(source: Path, packed: Path) -> None:
-    dense = reference_logits(source, source)
+    dense = logits_of(source, source)
     for folder in (source, packed):
-        expected = reference_logits(folder, source)
+        expected = logits_of(folder, source)
         found = score(load_model(folder, device="cpu", dtype="float64", kernels="reference"), TOKENS)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
         assert torch.nn.functional.cosine_similarity(expected.flatten(), dense.flatten(), dim=0) > 0.85
@@ -119,7 +112,7 @@ def test_it_is_served(source: Path, packed: Path, dtype: str) -> None:
     prompt = TOKENS[0].tolist()
     llm = LLM(packed, RuntimeConfig(device="cpu", dtype=dtype, num_blocks=64))
     [answer] = llm.generate([prompt], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
-    logits = reference_logits(packed, source, torch.tensor([prompt + answer.token_ids]))[0, len(prompt) - 1 : -1]
+    logits = logits_of(packed, source, torch.tensor([prompt + answer.token_ids]))[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).squeeze(1)
     margin = 0.0 if dtype == "float64" else 0.1 * float(logits.std())
     assert (chosen >= logits.amax(-1) - margin).all()
@@ -130,6 +123,5 @@ def test_layers_that_compute_silu_say_so() -> None:
     assert family is not None
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 8, "logit_scale": 1}
     for activation, supported in (("silu", True), ("gelu", False)):
-        [block] = family({**sizes, "num_hidden_layers": 1, "hidden_act": activation}).blocks
-        assert (cpu_layers.block_unsupported_reason(block) == "") is supported
-        assert (triton_layers.block_unsupported_reason(block) == "") is supported
+        spec = family({**sizes, "num_hidden_layers": 1, "hidden_act": activation})
+        assert (layers_unsupported(spec) == "") is supported

@@ -8,7 +8,7 @@ import torch
 from folders import change_tensors
 from runs import prepared
 from safetensors.torch import load_file
-from tiny_models import load_reference, reference_logits, save_tiny_model
+from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
 
 from compress.checkpoint.config import read_config
 from compress.checkpoint.safetensors import TensorFiles
@@ -48,15 +48,15 @@ def test_a_copy_of_the_embedding_that_is_stored_as_head_counts_once(tmp_path: Pa
         ("qwen3", {"hidden_size": 48, "head_dim": 20, "tie_word_embeddings": True}),
         # 7 channels by a random matrix.
         ("mistral", {"hidden_size": 56, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 14}),
+        *((family, VARIANTS[family]) for family in ("hunyuan_v1_dense", "ministral3", "seed_oss", "smollm3")),
     ],
-    ids=["llama", "llama-tied-biased", "qwen2", "qwen3-tied", "mistral"],
 )
 def test_logits_are_those_of_the_source_in_float64(tmp_path: Path, family: str, options: dict) -> None:
     model = save_tiny_model(tmp_path / "dense", family, torch.float64, **options)
     rotate(model, tmp_path / "rotated")
     assert_same_logits(tmp_path)
     stored = load_file(tmp_path / "rotated" / "model.safetensors")
-    norms = [name for name in stored if name.endswith("layernorm.weight")]
+    norms = [name for name in stored if name.endswith(("input_layernorm.weight", "attention_layernorm.weight"))]
     assert len(norms) == 2 * 2
     assert all(bool((stored[name] == 1).all()) for name in [*norms, "model.norm.weight"])
     name = "model.layers.1.mlp.down_proj.weight"

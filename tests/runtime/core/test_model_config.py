@@ -3,10 +3,12 @@ import sys
 import time
 
 import pytest
-from tiny_models import SIZES
+from tiny_models import SIZES, VARIANTS
 
-from compress.common.errors import CheckpointError
+from compress.common.errors import CheckpointError, ToolkitError
+from runtime.core.config import RuntimeConfig
 from runtime.core.model_config import parse_config
+from runtime.memory.plan import find_model_window
 
 CONFIG = {"model_type": "llama", **SIZES}
 
@@ -14,7 +16,7 @@ CONFIG = {"model_type": "llama", **SIZES}
 def test_defaults():
     config = parse_config(CONFIG)
     assert (config.head_dim, config.num_kv_heads, config.windows) == (16, 2, (None, None))
-    assert (config.rope.type, config.rope.theta, config.norm_eps) == ("default", 10000.0, 1e-6)
+    assert (config.spec.ropes[0].type, config.spec.ropes[0].theta, config.norm_eps) == ("default", 10000.0, 1e-6)
     assert not any(linear.bias for linear in config.spec.linears())
     assert config.mixer.qk_norm is None
     assert parse_config(CONFIG | {"is_causal": True}) == config
@@ -96,3 +98,11 @@ def test_needs_no_torch():
     started = time.perf_counter()
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("family", ["smollm3", "gemma3_text", "hunyuan_v1_dense", "ministral3"])
+def test_queries_of_some_families_cannot_be_moved(family):
+    config = parse_config({"model_type": family, **SIZES, **VARIANTS[family]})
+    with pytest.raises(ToolkitError, match="--attention-sinks"):
+        find_model_window(config, RuntimeConfig(attention_window=6, attention_sinks=2))
+    assert find_model_window(config, RuntimeConfig(attention_window=6)).window == 6

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from tiny_models import load_reference, reference_logits, save_tiny_model
+from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
 
 from compress.common.cli import demo_model_path
 from runtime.model.loader import load_model
@@ -32,13 +32,14 @@ MODELS = {
     "mistral, window 16": ("mistral", {"sliding_window": 16}),
     "mistral, window longer than the text": ("mistral", {"sliding_window": 128}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
-    "phi3, with a window": ("phi3", {"sliding_window": 16, "pad_token_id": 0}),
+    "phi3, with a window": ("phi3", {"sliding_window": 16}),
     "qwen2": ("qwen2", {}),
     "qwen2, window in the last layer": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    **{f"{family}, all features": (family, options) for family, options in VARIANTS.items()},
 }
 
 
@@ -55,7 +56,7 @@ def test_logits_in_float64(name, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_logits_in_float32(family, tmp_path):
     folder = save_tiny_model(tmp_path / "model", family)
-    expected = reference_logits(load_reference(folder, torch.float32, exact_norms=False), TOKENS)
+    expected = reference_logits(load_reference(folder, torch.float32), TOKENS)
     found = score(load_model(folder), TOKENS)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
@@ -65,7 +66,7 @@ def test_logits_in_float32(family, tmp_path):
 def test_logits_in_bfloat16_round_where_transformers_rounds(family, tmp_path):
     """Most logits have the very same bits; a matrix product may sum in another order."""
     folder = save_tiny_model(tmp_path / "model", family, torch.bfloat16)
-    expected = reference_logits(load_reference(folder, torch.bfloat16, exact_norms=False), TOKENS).float()
+    expected = reference_logits(load_reference(folder, torch.bfloat16), TOKENS).float()
     found = score(load_model(folder, kernels="reference"), TOKENS)
     assert (found == expected).float().mean() > 0.5
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.1)
@@ -77,7 +78,7 @@ def test_demo_model_in_float64():
     found = score(load_model(demo_model_path(), dtype="float64"), tokens)
     expected = reference_logits(load_reference(demo_model_path()), tokens)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    theirs = reference_logits(load_reference(demo_model_path(), exact_norms=False), tokens)
+    theirs = reference_logits(load_reference(demo_model_path(), exact=False), tokens)
     torch.testing.assert_close(found, theirs, rtol=0, atol=1e-4)
 
 

@@ -220,12 +220,12 @@ def test_a_prompt_as_long_as_the_context_can_be_scored(decoder):
 @pytest.mark.parametrize("options", [RequestOptions(), EMBED])
 def test_numbers_that_are_not_finite_are_an_error(options, decoder):
     served = serve(decoder)
-    decoder.norm[3], kept = float("nan"), decoder.norm[3].item()
+    decoder.norm.weight[3], kept = float("nan"), decoder.norm.weight[3].item()
     try:
         served.engine.add_request(make_prompt(9), ONLY_SCORES, "bad", options)
         served.run()
     finally:
-        decoder.norm[3] = kept
+        decoder.norm.weight[3] = kept
     (delta,) = served.deltas["bad", 0]
     assert delta.finish_reason is FinishReason.ERROR
     assert "not finite" in delta.error

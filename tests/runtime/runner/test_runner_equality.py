@@ -7,7 +7,7 @@ import pytest
 import torch
 from engines import collect, drain, small_engine, tokens_of
 from poisoned_memory import poison
-from tiny_models import load_reference, reference_logits, save_tiny_model
+from tiny_models import VARIANTS, load_reference, reference_logits, save_tiny_model
 
 from compress.common.cli import demo_model_path
 from runtime.core.config import RuntimeConfig
@@ -42,18 +42,10 @@ def make_runner(decoder, **options) -> ModelRunner:
     return build_runner(LogitsRecorder(decoder), RuntimeConfig(**({"num_blocks": 64, "block_size": 4} | options)))
 
 
-MODELS = {
-    "llama": {},
-    "mistral": {"sliding_window": 6},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    "qwen3": {"head_dim": 24},
-}
-
-
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", VARIANTS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_cut_and_any_mixture_gives_the_logits_of_the_whole_text(family, seed, tmp_path):
-    folder = save_tiny_model(tmp_path / "model", family, **MODELS[family])
+    folder = save_tiny_model(tmp_path / "model", family, **VARIANTS[family])
     decoder = load_model(folder, dtype="float64")
     reference, chance = load_reference(folder), random.Random(seed)
     texts = {name: [chance.randrange(112) for _ in range(chance.randint(3, 40))] for name in "ABCDE"}
@@ -95,7 +87,7 @@ def generate(runner: ModelRunner, sequence: Sequence, num_tokens: int, chunk: in
 def test_greedy_tokens_of_the_demo_model(chunk):
     """128 tokens in float64, as transformers' own generate gives them."""
     prompt = torch.randint(4, 8192, (1, 45), generator=torch.Generator().manual_seed(1))
-    model = load_reference(demo_model_path(), exact_norms=False)
+    model = load_reference(demo_model_path(), exact=False)
     expected = model.generate(prompt, max_new_tokens=128, do_sample=False, eos_token_id=None, pad_token_id=3)[0, 45:]
     runner = make_runner(load_model(demo_model_path(), dtype="float64"), block_size=16)
     blocks = random.Random(0).sample(range(64), 12)
@@ -221,7 +213,7 @@ def test_tokens_do_not_depend_on_scheduling(prefix_caching, num_blocks, chunk, b
 def test_demo_model_equals_transformers_while_others_come_and_go():
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(4, 8192, (length,), generator=generator).tolist() for length in (30, 70, 5, 41)]
-    model = load_reference(demo_model_path(), exact_norms=False)
+    model = load_reference(demo_model_path(), exact=False)
     expected = model.generate(
         torch.tensor([prompts[0]]), max_new_tokens=128, do_sample=False, eos_token_id=None, pad_token_id=3
     )

@@ -13,6 +13,7 @@ from compress.checkpoint.weights import Int
 from compress.checkpoint.weights.integer import IntegerWeight
 from compress.common.errors import ToolkitError
 from compress.cpu.binding import INSTRUCTION_SETS, best_instruction_set, library
+from runtime.backends.base import NormWeights
 from runtime.backends.cpu.kv_pages import CpuPages
 from runtime.backends.cpu.layers import CpuAttention, CpuLayers, CpuOps, layers_unsupported_reason
 from runtime.backends.cpu.linear import Activations, CpuLinear
@@ -41,7 +42,7 @@ class World:
             attention_bias=True,
             qk_norm=True,
         )
-        rotary = Rotary(self.config.rope, DIM, torch.bfloat16, CPU)
+        rotary = Rotary(self.config.spec.ropes[0], DIM, torch.bfloat16, CPU)
         layers = [self._layer(head_norm) for _ in range(LAYERS)]
         self.decoder = Decoder(
             self.config,
@@ -49,9 +50,9 @@ class World:
             CPU,
             DenseEmbedding(self.numbers(64, SIZE)),
             layers,
-            self.numbers(SIZE),
+            NormWeights(self.numbers(SIZE), self.config.norm_eps),
             CpuLinear(self.numbers(64, SIZE)),
-            rotary,
+            (rotary,),
             CpuOps(),
         )
 
@@ -67,11 +68,11 @@ class World:
     def _layer(self, head_norm: bool) -> Layer:
         width = (HEADS + 2 * KV_HEADS) * DIM
         return Layer(
-            attention_norm=self.numbers(SIZE),
+            attention_norm=NormWeights(self.numbers(SIZE), self.config.norm_eps),
             qkv=CpuLinear(self.codes(width, SIZE), self.numbers(width)),
             head_norm=self.numbers(HEADS + KV_HEADS, DIM) if head_norm else None,
             output=CpuLinear(self.numbers(SIZE, HEADS * DIM)),
-            mlp_norm=self.numbers(SIZE),
+            mlp_norm=NormWeights(self.numbers(SIZE), self.config.norm_eps),
             gate_up=CpuLinear(self.codes(2 * INNER, SIZE), activations=Activations.INT8_GROUP),
             down=CpuLinear(self.codes(SIZE, INNER)),
         )

@@ -18,7 +18,7 @@ from triton_steps import use_triton
 from compress.checkpoint.kv_cache import KVCacheScheme
 from compress.checkpoint.kv_quant import rotate_heads
 from compress.checkpoint.weights import Activations, Fp8, Int, Scheme
-from runtime.backends.base import Linear, LowRank, Target
+from runtime.backends.base import Linear, LowRank, NormWeights, Target
 from runtime.backends.kv_pages import ExactPlaces, TokenPages
 from runtime.backends.torch.attention import PagedAttention, StepKeys
 from runtime.backends.torch.linear import DenseLinear
@@ -74,9 +74,9 @@ class World:
             self.device,
             DenseEmbedding(self.numbers(VOCABULARY, SIZE)),
             layers,
-            self.vector(SIZE),
+            NormWeights(self.vector(SIZE), self.config.norm_eps),
             DenseLinear(self.numbers(VOCABULARY, SIZE), None),
-            Rotary(self.config.rope, self.head_dim, self.target.dtype, self.device),
+            (Rotary(self.config.spec.ropes[0], self.head_dim, self.target.dtype, self.device),),
             TritonOps() if fused else TorchOps(),
         )
 
@@ -111,11 +111,11 @@ class World:
             ("side by side", "low rank", INT4, "dense") if self.kind == "mixed" else (self.kind,) * 4
         )
         return Layer(
-            attention_norm=self.vector(SIZE),
+            attention_norm=NormWeights(self.vector(SIZE), self.config.norm_eps),
             qkv=self.linear(width, SIZE, fused, qkv, bias=True),
             head_norm=self.vector(self.heads + self.kv_heads, self.head_dim) if self.head_norm else None,
             output=self.linear(SIZE, SIZE, fused, output),
-            mlp_norm=self.vector(SIZE),
+            mlp_norm=NormWeights(self.vector(SIZE), self.config.norm_eps),
             gate_up=self.linear(2 * inner, SIZE, fused, gate_up),
             down=self.linear(SIZE, inner, fused, down),
         )

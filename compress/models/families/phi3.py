@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.models.config import Config, attention, decoder, gated_mlp, windows
+from compress.models.config import Config, attention, decoder, gated_mlp, rope, windows
 from compress.models.registry import register
 from compress.models.spec import ModelSpec
 
@@ -10,5 +10,6 @@ from compress.models.spec import ModelSpec
 @register("phi3")
 def phi3(config: Config) -> ModelSpec:
     """Describes a Phi-3."""
-    mixers = [attention(config, fused=True, window=window) for window in windows(config)]
+    rotary = rope(config, knows_partial=True)
+    mixers = [attention(config, fused=True, window=window, rope=rotary) for window in windows(config)]
     return decoder(config, mixers, gated_mlp(config, fused=True))

@@ -1,0 +1,1 @@
+"""One file for each lineage of model families; importing it registers them."""

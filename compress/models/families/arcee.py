@@ -1,0 +1,16 @@
+"""Arcee (AFM): Llama with an MLP of squared ReLU without a gate."""
+
+from __future__ import annotations
+
+from compress.models.config import Config, attention, decoder, flag, num_layers, plain_mlp
+from compress.models.registry import register
+from compress.models.spec import ModelSpec
+
+
+@register("arcee")
+def arcee(config: Config) -> ModelSpec:
+    """Describes an Arcee."""
+    bias = flag(config, "attention_bias")
+    mixer = attention(config, qkv_bias=bias, output_bias=bias)
+    mlp = plain_mlp(config, "up_proj", "down_proj", "relu2", bias=flag(config, "mlp_bias"))
+    return decoder({"rms_norm_eps": 1e-5, **config}, [mixer] * num_layers(config), mlp)

@@ -1,0 +1,88 @@
+"""Gemma 1 to 3 (arXiv:2403.08295, arXiv:2503.19786): norms that store the distance of their weights to 1, and scaled
+embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from compress.common.errors import CheckpointError
+from compress.models.config import (
+    Config,
+    attention,
+    decoder,
+    flag,
+    gated_mlp,
+    layer_types,
+    norm,
+    num_layers,
+    number,
+    positive,
+    rope,
+    windows,
+)
+from compress.models.registry import register
+from compress.models.spec import Attention, ModelSpec, Norm
+
+COMMON = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
+
+
+def offset_norm(config: Config, name: str, size: int | None = None) -> Norm:
+    """Composes a norm whose stored weight counts from 1."""
+    return norm(config, name, size, offset=1.0)
+
+
+@register("gemma")
+def gemma(config: Config) -> ModelSpec:
+    """Describes a Gemma 1."""
+    config = {**COMMON, "num_key_value_heads": 16, **config}
+    bias = flag(config, "attention_bias")
+    mixer = attention(config, qkv_bias=bias, output_bias=bias)
+    return _decoder(config, [mixer] * num_layers(config), ("post_attention_layernorm",))
+
+
+@register("gemma3_text")
+def gemma3_text(config: Config) -> ModelSpec:
+    """Describes the text part of a Gemma 3: five layers with a window, then one without and with another theta.
+
+    Raises:
+        CheckpointError: attention to later tokens.
+    """
+    if flag(config, "use_bidirectional_attention"):
+        raise CheckpointError("attention to later tokens (use_bidirectional_attention) is not supported", "Use Gemma 3")
+    config = {**COMMON, "num_key_value_heads": 4, "sliding_window": 4096, **config}
+    config = {**config, "hidden_act": config.get("hidden_activation") or config["hidden_act"]}
+    kinds, thetas = layer_types(config, 6), {"full_attention": 1e6, "sliding_attention": 1e4}
+    ropes = {kind: rope(config, kind, theta=theta) for kind, theta in thetas.items()}
+    bias, head_dim = flag(config, "attention_bias"), positive(config, "head_dim")
+    mixers = [
+        attention(
+            config,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=(
+                offset_norm(config, "self_attn.q_norm", head_dim),
+                offset_norm(config, "self_attn.k_norm", head_dim),
+            ),
+            scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+            window=window,
+            rope=ropes[kind],
+        )
+        for window, kind in zip(windows({**config, "layer_types": kinds}), kinds, strict=True)
+    ]
+    names = "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+    return _decoder(config, mixers, names)
+
+
+def _decoder(config: Config, mixers: Sequence[Attention], names: tuple[str, ...]) -> ModelSpec:
+    """Composes the decoder.
+
+    Args:
+        names: of the norm before the MLP, and of those behind attention and MLP where there are any.
+    """
+    fields = ("mlp_norm", "output_norm", "mlp_output_norm")
+    norms = {field: offset_norm(config, name) for field, name in zip(fields, names, strict=False)}
+    first = offset_norm(config, "input_layernorm")
+    spec = decoder(config, mixers, gated_mlp(config), input_norm=first, **norms)
+    final = offset_norm(config, spec.final_norm.name)
+    return replace(spec, final_norm=final, embedding_scale=spec.hidden_size**0.5)

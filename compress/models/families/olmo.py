@@ -1,0 +1,68 @@
+"""OLMo 2 and 3 (arXiv:2501.00656, arXiv:2512.13961): norms behind attention and MLP, and over all query heads and all
+key heads at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from compress.models.config import (
+    Config,
+    attention,
+    decoder,
+    flag,
+    gated_mlp,
+    norm,
+    num_layers,
+    rope,
+    windows,
+)
+from compress.models.registry import register
+from compress.models.spec import Attention, ModelSpec
+
+DEFAULTS = {"rms_norm_eps": 1e-5}
+
+
+@register("olmo2")
+def olmo2(config: Config) -> ModelSpec:
+    """Describes an OLMo 2."""
+    config = {**DEFAULTS, **config}
+    return post_norm_decoder(config, [_mixer(config)] * num_layers(config))
+
+
+@register("olmo3")
+def olmo3(config: Config) -> ModelSpec:
+    """Describes an OLMo 3: three layers with a window, then one without."""
+    config = {**DEFAULTS, "sliding_window": 4096, **config}
+    layers = range(num_layers(config))
+    kinds = config.get("layer_types") or [
+        "full_attention" if layer % 4 == 3 else "sliding_attention" for layer in layers
+    ]
+    seen = windows({**config, "layer_types": kinds})
+    ropes = {kind: rope(config, kind, theta=500_000.0) for kind in set(kinds)}
+    mixers = [_mixer(config, window=window, rope=ropes[kind]) for window, kind in zip(seen, kinds, strict=True)]
+    return post_norm_decoder(config, mixers)
+
+
+def _mixer(config: Config, **options: Any) -> Attention:
+    bias = flag(config, "attention_bias")
+    mixer = attention(config, qkv_bias=bias, output_bias=bias, **options)
+    query, key = (
+        norm(config, f"self_attn.{name}_norm", heads * mixer.head_dim, in_float32=True)
+        for name, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads))
+    )
+    return replace(mixer, qk_norm=(query, key))
+
+
+def post_norm_decoder(config: Config, mixers: list[Attention]) -> ModelSpec:
+    """Composes a decoder whose mixers and MLPs read the residual stream as it is, and whose updates are normalized."""
+    spec = decoder(
+        config,
+        mixers,
+        gated_mlp(config),
+        input_norm=None,
+        mlp_norm=None,
+        output_norm=norm(config, "post_attention_layernorm", in_float32=True),
+        mlp_output_norm=norm(config, "post_feedforward_layernorm", in_float32=True),
+    )
+    return replace(spec, final_norm=replace(spec.final_norm, in_float32=True))
