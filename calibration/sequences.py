@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from calibration.parts import Part, share_out
 from calibration.sources import SELF, Document, Messages, TextSource, load_texts
-from compress.common.errors import DataError
+from compress.common.chat_template import ChatTemplate
+from compress.common.errors import DataError, RequestError
 
 FEW_TOKENS = 8192
 OVERLAP_WINDOW = 32
@@ -84,21 +86,31 @@ def encode_documents(documents: Sequence[Document], tokenizer: Any) -> list[list
 
 
 def document_text(document: Document, tokenizer: Any) -> str:
-    """Returns the text of a document; a chat is rendered by the model's template, in transformers' sandbox."""
+    """Returns the text of a document; a chat is rendered by the model's template."""
     return document if isinstance(document, str) else _render(document, tokenizer)
 
 
 def _render(messages: Messages, tokenizer: Any) -> str:
-    from jinja2 import TemplateError
-
-    if not getattr(tokenizer, "chat_template", None):
+    source = getattr(tokenizer, "chat_template", None)
+    if isinstance(source, dict):  # several templates by name
+        source = source.get("default")
+    if not source:
         raise DataError("the text holds chats but the model has no chat template", "Give plain text instead")
+    template = read_template(source, tuple(tokenizer.special_tokens_map.items()))
+    # As in transformers, where templates may ask whether there are none.
+    given = {"add_generation_prompt": False, "tools": None, "documents": None}
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        return template.render(messages, **{name: given[name] for name in given.keys() & template.variables})
+    except RequestError as error:
         roles = ", ".join(str(message["role"]) for message in messages[:6])
-        problem = f"the model's chat template refuses a chat with the roles {roles}: {' '.join(str(error).split())}"
-        raise DataError(problem, "Correct the chat, or give its text as plain text") from error
+        problem = f"the model's chat template refuses a chat with the roles {roles}: {error.__cause__ or error.problem}"
+        raise DataError(" ".join(problem.split()), "Correct the chat, or give its text as plain text") from error
+
+
+@lru_cache(maxsize=1)
+def read_template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    """Compiles a chat template. Raises CheckpointError if it is not valid."""
+    return ChatTemplate(source, dict(special_tokens))
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:

@@ -1,8 +1,9 @@
 """Packing: no padding, the same for a seed, refusals with numbers."""
 
+from typing import ClassVar
+
 import pytest
 import torch
-from jinja2 import TemplateError
 
 from calibration.sequences import load_tokenizer, overlap, pack_sequences
 from calibration.sources import TextSource
@@ -19,13 +20,11 @@ class LettersWithSpecials:
 
     bos_token_id = 1
     eos_token_id = 2
-    chat_template = "yes"
+    chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
         return {"input_ids": letters(text)}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 
 def source_of(*documents) -> TextSource:
@@ -58,11 +57,10 @@ def test_chats_go_through_the_template():
 class BeginsChats(LettersWithSpecials):
     """Its template writes the beginning token itself, as many do."""
 
+    chat_template = "^" + LettersWithSpecials.chat_template
+
     def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [1 if letter == "^" else ord(letter) for letter in text]}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
-        return "^" + super().apply_chat_template(messages, tokenize)
 
 
 def test_a_beginning_token_of_the_template_is_not_doubled():
@@ -73,8 +71,7 @@ def test_a_beginning_token_of_the_template_is_not_doubled():
 
 def test_what_a_template_refuses_is_one_line():
     class Refuses(LettersWithSpecials):
-        def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
-            raise TemplateError("roles must alternate\nuser and assistant")
+        chat_template = "{{ raise_exception('roles must alternate\nuser and assistant') }}"
 
     chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(DataError, match="user, user: roles must alternate user and"):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from compress.common.chat_template import ChatTemplate
 from compress.common.cli import demo_model_path
 from compress.common.errors import CheckpointError, LongPromptError, RequestError
-from runtime.text.tokenizer import ChatTemplate, Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be <brief> & “kind”."}, {"role": "user", "content": "Wie geht's? 你好"}]
 
