@@ -158,6 +158,7 @@ def constrained(draw: Draw) -> Shot:
             {"guided_regex": f"({'|'.join(names)})[0-9]{{1,{draw.size(1, 50)}}}"},
             {"guided_choice": [f"{name} {index}" for index, name in enumerate(names)]},
             {"guided_grammar": f'start: rule | "{names[0]}" start\nrule: {" | ".join(map(json.dumps, names))}'},
+            {"guided_regex": f".*[a-m].{{{draw.random.randint(8, 20)}}}{names[0]}"},  # many states of the lexer
             {"guided_regex": "(" * draw.size(1, 1000)},
         ]
     )

@@ -48,12 +48,21 @@ class CompiledGrammar:
     Attributes:
         tokens: vocabulary that it was compiled for.
         matcher: matcher at the start of the grammar; it is copied, never advanced.
+        num_characters: of its text.
         is_slow: whether following it exceeded `INLINE_WORK` in any answer.
+        seconds: of work in all answers, which adds states to the lexer that they share; infinite once it is full.
     """
 
     tokens: LLTokenizer
     matcher: LLMatcher
+    num_characters: int
     is_slow: bool = False
+    seconds: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """Most bytes that it takes: 120 per character, and 300 MiB per second of work up to 600 per state."""
+        return 120 * self.num_characters + min(300 * 2**20 * self.seconds, 600 * MAX_STATES)
 
 
 class TokenConstraint:
@@ -169,6 +178,7 @@ class TokenConstraint:
     def _count(self, seconds: float, num_tokens: int) -> None:
         self._seconds += seconds
         self._num_tokens += num_tokens
+        self._grammar.seconds += float("inf") if self._matcher.is_error() else seconds
         if INLINE_WORK.is_exceeded(self._seconds, self._num_tokens):
             self._grammar.is_slow = True
 
@@ -258,6 +268,8 @@ LIMITS: dict[str, Any] = {"max_grammar_size": 30_000, "max_items_in_row": 10_000
 """Limits on single calls, which cannot be interrupted: seconds to compile, half a second to compute a mask. Objects may
 have 2,000 optional properties."""
 
+MAX_STATES = 100_000  # of a lexer, about 60 MiB; the longest string in JSON with a limit has some 30,000 characters
+
 EXCERPT = re.compile(r"\s*(\d+ \|.*|\^*|<non-verbose/>)\s*$")
 """Lines of an error message that quote the grammar."""
 
@@ -280,12 +292,12 @@ def compile_grammar(grammar: Grammar, tokens: LLTokenizer) -> CompiledGrammar:
         source = LLMatcher.grammar_from_lark(f"{_lark(grammar)}\n{NO_FORCING}")
     except (ValueError, RecursionError) as error:
         raise _refusal(grammar, str(error)) from error
-    limits = LLParserLimits(verbose_errors=False, **LIMITS)
+    limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES, **LIMITS)
     matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(grammar, matcher.get_error())
     matcher.compute_bitmask()  # copies of the matcher need not do it again
-    compiled = CompiledGrammar(tokens, matcher)
+    compiled = CompiledGrammar(tokens, matcher, len(grammar.text))
     trial = TokenConstraint(compiled, tokens.vocab_size - 1, ())
     if is_empty(trial.mask()):
         raise _refusal(grammar, "it allows no text at all")
@@ -336,8 +348,8 @@ def _refusal(grammar: Grammar, reason: str) -> RequestError:
     return RequestError(f"the {NAMES[grammar.kind]} cannot be followed: {short}", "Change or simplify it")
 
 
-CACHE_SIZE = 128
-"""Compiled grammars in the cache."""
+CACHE_SIZE, CACHE_BYTES = 128, 2**28
+"""Compiled grammars in the cache, and their memory."""
 
 COMPILE_SECONDS = 10.0
 """Limit of compiling a grammar. The limits above let none take as long on a machine with time for it."""
@@ -408,11 +420,11 @@ class GrammarCompiler:
             RequestError: the grammar is invalid, unsupported or too large, allows no text, or takes too long to
                 compile; llguidance is missing.
         """
-        if compiled := self.find(grammar):
+        if compiled := self.find(grammar, even_full=True):
             return compiled
         slot = self._slots[lane_of(grammar)]
         slot.acquire()  # one at a time, until its thread has ended; compiled grammars do not wait
-        if compiled := self.find(grammar):
+        if compiled := self.find(grammar, even_full=True):
             slot.release()
             return compiled
         work = start_on_deep_stack(lambda: self._compile(grammar))
@@ -423,12 +435,17 @@ class GrammarCompiler:
             problem = f"the {NAMES[grammar.kind]} takes more than {self._compile_seconds:g} s to compile"
             raise RequestError(problem, "Simplify it") from None
 
-    def find(self, grammar: Grammar) -> CompiledGrammar | None:
-        """Returns a grammar if it is compiled."""
+    def find(self, grammar: Grammar, *, even_full: bool = False) -> CompiledGrammar | None:
+        """Returns a grammar if compiled. Forgets one with a full lexer unless `even_full`, to be compiled anew."""
         with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled and compiled.seconds == float("inf") and not even_full:
+                del self._compiled[grammar]
+                self._recent.pop(grammar, None)
+                return None
             if grammar in self._recent:
                 self._recent.move_to_end(grammar)
-            return self._compiled.get(grammar)
+            return compiled
 
     def constraint(self, grammar: Grammar, end_token_ids: Collection[int]) -> TokenConstraint:
         """Returns a constraint for one sequence that ends with any of these tokens. Raises RequestError as `compile`
@@ -445,7 +462,7 @@ class GrammarCompiler:
         compiled = compile_grammar(grammar, self._tokens)
         with self._lock:
             self._compiled[grammar] = self._recent[grammar] = compiled
-            if len(self._recent) > CACHE_SIZE:
+            while len(self._recent) > CACHE_SIZE or sum(each.size for each in self._recent.values()) > CACHE_BYTES:
                 self._recent.popitem(last=False)
         return compiled
 

@@ -1,6 +1,7 @@
 """Constraints over the demo model's tokenizer: exact masks, honest refusals, no crash whatever the grammar."""
 
 import json
+import math
 import random
 import re
 import subprocess
@@ -249,6 +250,51 @@ def test_a_grammar_that_somebody_holds_stays_compiled() -> None:
     for number in range(module.CACHE_SIZE):
         compiler.compile(regex(f"a{{{number + 1}}}"))
     assert compiler.compile(JSON) is held
+
+
+MANY_STATES = regex(r".*[a-m].{12}[a-z ]*")
+"""Its lexer must know which of the last characters were between a and m."""
+
+
+def follow_at_random(constraint: TokenConstraint, num_tokens: int) -> int:
+    """Returns the number of tokens that could be taken."""
+    choose = random.Random(0)
+    for count in range(num_tokens):
+        mask = constraint.mask()
+        allowed = [i for i in range(TOKENIZER.vocab_size) if mask[i // 8] >> i % 8 & 1]
+        if not allowed or not constraint.accept([choose.choice(allowed)]):
+            return count
+    return num_tokens
+
+
+def test_a_grammar_whose_lexer_is_full_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_STATES", 2000)
+    compiler = GrammarCompiler(TOKENIZER, PADDED_VOCAB)
+    taken = follow_at_random(compiler.constraint(MANY_STATES, {END}), 100)
+    assert 0 < taken < 100
+    assert follow_at_random(compiler.constraint(MANY_STATES, {END}), 100) == 0  # answers share states
+    assert compiler.find(MANY_STATES) is None
+    assert follow_at_random(compiler.constraint(MANY_STATES, {END}), 100) == taken
+
+
+def test_a_full_lexer_is_kept_for_those_that_found_it() -> None:
+    compiler = GrammarCompiler(TOKENIZER, PADDED_VOCAB)
+    held = compiler.compile(JSON)
+    before = held.size
+    follow_at_random(compiler.constraint(JSON, {END}), 5)
+    assert before < held.size < math.inf
+    held.seconds = math.inf
+    assert compiler.compile(JSON) is held
+    assert compiler.find(JSON) is None
+    assert compiler.compile(JSON) is not held
+
+
+def test_memory_of_the_cache_is_bounded() -> None:
+    compiler = GrammarCompiler(TOKENIZER, PADDED_VOCAB)
+    for number in range(40):
+        compiler.compile(regex(f"a{{{number + 1}}}")).seconds = math.inf
+    sizes = [compiled.size for compiled in compiler._recent.values()]
+    assert sum(sizes[:-1]) <= module.CACHE_BYTES < sum(sizes) + 2 * sizes[-1]
 
 
 def test_a_grammar_that_compiles_for_too_long_is_refused_and_the_next_one_is_not() -> None:
