@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from runtime.core.request import Sequence
 
@@ -96,14 +97,12 @@ def first_of_each(waiting: Iterable[Sequence]) -> list[Sequence]:
 
 
 def in_turns(running: Iterable[Sequence]) -> list[Sequence]:
-    """Sorts running sequences: the first of every client, then the second of every client, and so on. The last one is
-    the last of a client that holds most."""
-    ranks: Counter[str] = Counter()
-    ranked = []
+    """Returns running sequences in turns: the first of every client, then the second of every client, and so on. The
+    last one is the last of a client that holds most."""
+    by_client: dict[str, list[Sequence]] = {}
     for sequence in running:
-        ranked.append((ranks[sequence.client], sequence.order, sequence))
-        ranks[sequence.client] += 1
-    return [sequence for _, _, sequence in sorted(ranked, key=lambda entry: entry[:2])]
+        by_client.setdefault(sequence.client, []).append(sequence)
+    return [sequence for turn in zip_longest(*by_client.values()) for sequence in turn if sequence is not None]
 
 
 def token_shares(budget: int, decodes: Mapping[str, int], prompts: Collection[str], asking: set[str]) -> dict[str, int]:

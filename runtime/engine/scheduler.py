@@ -31,7 +31,6 @@ each one before it.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
@@ -321,17 +320,21 @@ class Scheduler:
         return min(map(key, first_of_each(self.waiting))) < key(sequence)
 
     def _head(self, step: _Step) -> Sequence | None:
-        """Returns the waiting sequence that is next, of a client that the step has tokens for."""
+        """Returns the waiting sequence that is next, of a client that the step has tokens for; with several clients
+        none that is held."""
         if not self.clients.are_several:
             return self.waiting[0] if self.waiting else None
-        heads = [sequence for sequence in first_of_each(self.waiting) if step.room(sequence.client)]
+        heads = [s for s in first_of_each(self.waiting) if step.room(s.client) and not s.is_held]
         return min(heads, key=self._key(count_places(self.running)), default=None)
 
     def _claim_places(self, step: _Step) -> None:
         """Lets in clients that hold at least two places fewer than another, before anything is planned."""
+        places = count_places(self.running)
+        if max(places.values(), default=0) < min(places[client] for client in self.clients.by_name) + 2:
+            return
         busy = in_prompt(self.running)
         claims = [s for s in first_of_each(self.waiting) if s.client not in busy and not s.is_held]
-        for sequence in sorted(claims, key=self._key(count_places(self.running))):
+        for sequence in sorted(claims, key=self._key(places)):
             self._claim_place(sequence, step)
 
     def _claim_place(self, sequence: Sequence, step: _Step) -> None:
@@ -345,9 +348,10 @@ class Scheduler:
 
     def _share_tokens(self, step: _Step) -> dict[str, int]:
         """Returns the most prompt tokens of each client, given the decodes of the step."""
-        prompts = in_prompt(self.running)
-        decodes = Counter(entry.sequence.client for entry in step.entries)
-        asking = prompts.union(sequence.client for sequence in self.waiting)
+        asking = prompts = in_prompt(self.running)
+        if len(self.running) < self._max_running:
+            asking = prompts.union(sequence.client for sequence in self.waiting)
+        decodes = count_places(entry.sequence for entry in step.entries) if len(asking) > 1 else {}
         return token_shares(step.budget, decodes, prompts, asking)
 
     def _schedule_decodes(self, step: _Step) -> None:

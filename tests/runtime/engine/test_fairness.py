@@ -1,5 +1,5 @@
-"""What one client sends delays another by no more than the bound in `runtime.engine.fairness`, which is computed here
-from the configuration and counted in steps."""
+"""One client delays another by no more than the bound in `runtime.engine.fairness`, whatever it sends. The bound is
+computed from the configuration and counted in steps."""
 
 from dataclasses import replace
 from math import ceil
@@ -61,7 +61,7 @@ def test_with_the_defaults_a_short_request_gets_its_first_token_in_one_step(floo
     config = RuntimeConfig()
     engine = make_engine(config, 2048, num_clients=2)
     count, num_tokens, fields = FLOODS[flood]
-    engine.scheduler.check = lambda: None  # type: ignore[method-assign]  # slow with so many blocks
+    engine.scheduler.check = lambda: None  # type: ignore[method-assign]  # slow with large pools
     for _ in range(count):
         add(engine, "greedy", num_tokens, **fields)
     for _ in range(num_steps):
@@ -173,4 +173,4 @@ def test_tokens_are_divided_as_equally_as_decodes_allow(
         assert budget - sum(shares.values()) < len(asking), "what is left is less than a token for each"
     for name in asking:
         is_floor = shares[name] == (name in prompts)
-        assert is_floor or total[name] == min(total.values()), "nobody gets more while another has less"
+        assert is_floor or total[name] == min(total.values()), "no client gets more while another has less"
