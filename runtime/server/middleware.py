@@ -379,7 +379,11 @@ class ReadTimeoutProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        # asyncio does so for sockets that name their protocol, which accepted ones do not. Without it the body of an
+        # answer, and every event of a stream, waits until the client confirms the last packet: 40 ms on Linux.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.expect("head")
 
     def data_received(self, data: bytes) -> None:

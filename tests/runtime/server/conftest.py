@@ -17,6 +17,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.engine_thread import Health
 from runtime.engine.metrics import Metrics
 from runtime.server.app import create_app
+from runtime.server.intake import ServedText
 from runtime.server.keys import ApiKeys, load_accounts
 from runtime.server.serving import Limits
 from runtime.text.tokenizer import Tokenizer
@@ -149,6 +150,12 @@ class AlphabetEngine:
 
 LIMITS = Limits(max_model_len=100, max_requests=4, max_body_bytes=10_000)
 API_KEY = "open sesame"
+
+
+@pytest.fixture
+def served() -> ServedText:
+    """The model that `api` serves, as bodies are checked against it."""
+    return ServedText(ByteTokenizer(), "alphabet", LIMITS)
 
 
 @pytest.fixture(scope="session")

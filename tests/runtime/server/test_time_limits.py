@@ -181,6 +181,15 @@ def connect(server: uvicorn.Server) -> socket.socket:
     return connection
 
 
+def test_packets_are_sent_at_once(server: uvicorn.Server, wait_until: Callable[..., None]) -> None:
+    with connect(server):
+        wait_until(lambda: server.server_state.connections)
+        (protocol,) = server.server_state.connections
+        sending = protocol.transport.get_extra_info("socket")
+        assert sending.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    wait_until(lambda: not server.server_state.connections)
+
+
 @pytest.mark.parametrize("sent", [b"", HEAD[:5], HEAD[:-2], HEAD])
 def test_all_sockets_come_back(server: uvicorn.Server, wait_until: Callable[..., None], sent: bytes) -> None:
     """Nothing sent, a part of a head, and a request whose answer is not read."""
