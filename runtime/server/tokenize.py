@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
+
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from runtime.server.chat import render_conversation
 from runtime.server.errors import ApiError, JsonResponse
@@ -13,6 +15,8 @@ from runtime.server.protocol import Strict, TokenId
 from runtime.server.protocol_chat import ChatRequest, Messages
 from runtime.server.response_models import BODY_ERRORS, DetokenizeResponse, TokenizeResponse, to_json, token_text
 from runtime.server.serving import Service
+
+BLOCK_BYTES = 2**17
 
 
 class TokenizeRequest(Strict):
@@ -53,7 +57,7 @@ def tokenization_router(service: Service) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation up to where the answer begins."""
-        return Response(await service.intake.read(request, answer_tokenize), media_type=JsonResponse.media_type)
+        return in_blocks(await service.intake.read(request, answer_tokenize))
 
     @router.get("/tokenizer_info")
     async def describe_tokenizer() -> Response:
@@ -69,9 +73,23 @@ def tokenization_router(service: Service) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
-        return Response(await service.intake.read(request, answer_detokenize), media_type=JsonResponse.media_type)
+        return in_blocks(await service.intake.read(request, answer_detokenize))
 
     return router
+
+
+def in_blocks(answer: bytes) -> Response:
+    """Returns an answer that is sent block by block: to copy all of it at once would hold the event loop."""
+    starts = range(0, len(answer), BLOCK_BYTES)
+    headers = {"Content-Length": str(len(answer))}
+    blocks = at_once(answer[start : start + BLOCK_BYTES] for start in starts)
+    return StreamingResponse(blocks, headers=headers, media_type=JsonResponse.media_type)
+
+
+async def at_once(blocks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Iterates without a thread per item."""
+    for block in blocks:
+        yield block
 
 
 def answer_tokenize(served: ServedText, raw: bytes) -> bytes:

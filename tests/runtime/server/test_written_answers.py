@@ -15,6 +15,11 @@ from tiers import examples
 from runtime.server.response_models import ITEMS_AT_ONCE, json_pieces
 from runtime.server.serving import BLOCK_CHARACTERS, blocks
 
+
+class Items(list):
+    """A list to be written from an iterator."""
+
+
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 FLAT = st.lists(SCALARS, max_size=4) | st.dictionaries(st.text(), SCALARS, max_size=4)
 VALUES = st.recursive(
@@ -24,10 +29,6 @@ VALUES = st.recursive(
     ),
     max_leaves=30,
 )
-
-
-class Items(list):
-    """A list to be written from an iterator."""
 
 
 def lazily(value: Any) -> Any:
