@@ -309,7 +309,7 @@ def json_pieces(value: Any) -> Iterator[str]:
 
 def _array_pieces(items: list[Any]) -> Iterator[Iterable[str]]:
     """Yields the pieces of one or several items: numbers and texts are written together."""
-    if any(isinstance(item, dict) for item in items):
+    if any(isinstance(item, dict | Iterator) for item in items):
         yield from map(json_pieces, items)
     else:
         yield (to_json(items)[1:-1],)

@@ -24,10 +24,8 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 FLAT = st.lists(SCALARS, max_size=4) | st.dictionaries(st.text(), SCALARS, max_size=4)
 VALUES = st.recursive(
     SCALARS | FLAT,
-    lambda inner: (
-        st.lists(inner, max_size=3 * ITEMS_AT_ONCE).map(Items) | st.dictionaries(st.text(), inner, max_size=4)
-    ),
-    max_leaves=30,
+    lambda inner: st.lists(inner, max_size=4).map(Items) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
 )
 
 
@@ -39,7 +37,7 @@ def lazily(value: Any) -> Any:
 
 
 @given(value=VALUES)
-@examples(100)
+@examples(80)
 def test_pieces_are_the_whole(value: Any) -> None:
     written = "".join(json_pieces(lazily(value)))
     assert written == json.dumps(value, separators=(",", ":"))
