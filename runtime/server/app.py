@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from compress.common.cli import tool_version
 from runtime.server.chat import chat_router
-from runtime.server.completions import EmbeddingRequest, completions_router, embeddings_router
+from runtime.server.completions import MAX_INPUTS, EmbeddingRequest, completions_router, embeddings_router
 from runtime.server.drain import SERVED_WHILE_DRAINING, Drain, DrainGuard
 from runtime.server.errors import JsonResponse, add_error_handlers
 from runtime.server.intake import Intake, Tokenizer
@@ -51,6 +51,7 @@ from runtime.server.response_models import (
 )
 from runtime.server.serving import Engine, Limits, Service
 from runtime.server.tokenize import DetokenizeRequest, TokenizeRequest, tokenization_router
+from runtime.text.grammar import MAX_CHARACTERS, MAX_WORK
 
 UNHEALTHY: Responses = {
     503: {"model": HealthResponse, "description": "Unhealthy, or draining: it stops after the last answer"}
@@ -144,6 +145,7 @@ def create_app(
         limits=limits,
         needs_key=keys is not None,
         version=tool_version(),
+        description=describe_limits(limits),
         title=f"runtime: {model_name}",
         lifespan=partial(running, engine, service.intake),
         docs_url=None,
@@ -271,13 +273,38 @@ def name_model(schema: dict[str, Any], model_name: str) -> None:
         choice["enum"] = [model_name]
 
 
+GRAMMARS = ("guided_json", "guided_regex", "guided_grammar", "json", "regex", "grammar")
+
+
 def write_limits(schema: dict[str, Any], limits: Limits) -> None:
-    """Bounds the fields of a request by the context and the queue."""
+    """Bounds the fields of a request by the context, the queue and the longest grammar."""
     for name in ("max_tokens", "max_completion_tokens"):
         for choice in _choices(schema, name, "integer"):
             choice["maximum"] = limits.max_model_len - 1
     for choice in _choices(schema, "n", "integer"):
         choice["maximum"] = min(choice["maximum"], limits.max_requests)
+    for name in GRAMMARS:
+        for choice in _choices(schema, name, "string"):
+            choice["maxLength"] = MAX_CHARACTERS
+    for name, most in (("prompt", limits.max_requests), ("input", MAX_INPUTS)):
+        for choice in _choices(schema, name, "array"):
+            is_one = choice["items"]["type"] == "integer"
+            choice["maxItems"] = limits.max_model_len if is_one else most
+            if choice["items"]["type"] == "array":
+                choice["items"]["maxItems"] = limits.max_model_len
+
+
+def describe_limits(limits: Limits) -> str:
+    """Describes what no schema of a field can say."""
+    return (
+        f"A sequence has at most {limits.max_model_len} tokens, prompt and answer together. At most "
+        f"{limits.max_requests} sequences of a client run or wait, and an API key may have lower limits, also of "
+        f"requests and tokens per minute: beyond them the status is 429. A grammar has at most {MAX_CHARACTERS} "
+        f"characters and computes for at most {MAX_WORK.seconds:g} s and {MAX_WORK.per_token:g} s per token of the "
+        f"answer. A body has at most {limits.max_body_bytes} bytes and arrives within {limits.client_seconds:g} s. The "
+        f"first token comes within {limits.queue_seconds:g} s and the last within {limits.request_seconds:g} s, or an "
+        "error does."
+    )
 
 
 def write_whole_bounds(schema: Any) -> None:

@@ -16,7 +16,9 @@ from servers import post_head, running, send_raw, url_of
 
 from compress.common.cli import tool_version
 from runtime.core.config import Limits
+from runtime.server.completions import MAX_INPUTS
 from runtime.server.drain import create_server
+from runtime.text.grammar import MAX_CHARACTERS
 
 KEY = "open sesame"
 AUTHORIZATION = f"Authorization: Bearer {KEY}"
@@ -44,7 +46,7 @@ class Asked:
     answered: set[tuple[str, int]] = field(default_factory=set)
 
     def ask(self, paths: Iterable[str], status: int, **options: Any) -> None:
-        """Sends requests that are right but for the options; at least one of them must get the status."""
+        """Sends requests that are right except for the options; at least one of them must get the status."""
         for path in paths:
             body = {"json": BODIES[path]} if path in BODIES else {}
             request = {"method": "POST" if body else "GET", "headers": BEARER, **body, **options}
@@ -135,5 +137,10 @@ def test_limits_have_their_numbers(ask: Any) -> None:
     for schema, name in (("CompletionRequest", "max_tokens"), ("ChatRequest", "max_completion_tokens")):
         assert schemas[schema]["properties"][name]["anyOf"][0]["maximum"] == LIMITS.max_model_len - 1
     assert schemas["ChatRequest"]["properties"]["n"]["anyOf"][0]["maximum"] == LIMITS.max_requests
+    assert schemas["ChatRequest"]["properties"]["guided_regex"]["anyOf"][0]["maxLength"] == MAX_CHARACTERS
+    for schema, name, most in (("CompletionRequest", "prompt", 4), ("EmbeddingRequest", "input", MAX_INPUTS)):
+        _, texts, tokens, several = schemas[schema]["properties"][name]["anyOf"]
+        assert (texts["maxItems"], several["maxItems"], tokens["maxItems"]) == (most, most, LIMITS.max_model_len)
+        assert several["items"]["maxItems"] == LIMITS.max_model_len
     version = asked.api.get("/version", headers=BEARER).json()["version"]
     assert version == description["info"]["version"] == tool_version()
